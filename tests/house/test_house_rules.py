@@ -1,0 +1,149 @@
+"""The rules of the house, checked: linters, types, who may know whom, how long a thing may grow, what may never be called."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = [ROOT / "agora", ROOT / "protocol"]
+
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 500
+MAX_PARAMETERS = 9
+# `except Exception` stands only where a task or a process ends. Raise this number only with the reason in the commit.
+BROAD_EXCEPTS = 0
+
+
+def product_files() -> list[Path]:
+    return sorted(path for room in PRODUCT for path in room.rglob("*.py"))
+
+
+def parsed() -> Iterator[tuple[Path, ast.Module]]:
+    for path in product_files():
+        yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+
+
+def tool(name: str) -> str:
+    """The tool of the environment that runs the tests, found without relying on PATH."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else (shutil.which(name) or name)
+
+
+def test_ruff_finds_nothing() -> None:
+    done = run(tool("ruff"), "check", "agora", "protocol", "tests")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(tool("ruff"), "format", "--check", "agora", "protocol", "tests")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(600)
+def test_mypy_strict_finds_nothing() -> None:
+    done = run(sys.executable, "-m", "mypy")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_rooms_know_only_whom_they_may() -> None:
+    done = run(tool("lint-imports"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_function_grows_past_a_screen() -> None:
+    tall = [
+        f"{path}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for path, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert not tall, "\n".join(tall)
+
+
+def test_no_file_grows_past_its_ceiling() -> None:
+    big = {str(p): n for p in product_files() if (n := p.read_text().count("\n")) > MAX_FILE_LINES}
+    assert not big
+
+
+def test_no_function_takes_too_many_parameters() -> None:
+    """The commands are exempt: there a parameter is a flag, and the flags are the contract."""
+    wide = [
+        f"{path}:{node.lineno} {node.name}"
+        for path, tree in parsed()
+        if "cli" not in path.parts
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and len([*node.args.args, *node.args.kwonlyargs, *node.args.posonlyargs]) > MAX_PARAMETERS
+    ]
+    assert not wide, "\n".join(wide)
+
+
+def test_every_module_says_what_it_knows() -> None:
+    silent = [str(path) for path, tree in parsed() if tree.body and not ast.get_docstring(tree)]
+    assert not silent
+
+
+def test_every_public_class_and_function_has_a_docstring() -> None:
+    silent = [
+        f"{path}:{node.lineno} {node.name}"
+        for path, tree in parsed()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert not silent, "\n".join(silent)
+
+
+def test_broad_excepts_stand_only_where_they_are_known() -> None:
+    broad = [
+        f"{path}:{node.lineno}"
+        for path, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException"))
+    ]
+    assert len(broad) == BROAD_EXCEPTS, "\n".join(broad)
+
+
+def test_nothing_unpickles_and_nothing_evaluates() -> None:
+    forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+    found: list[str] = []
+    for path, tree in parsed():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found += [f"{path}: import {a.name}" for a in node.names if a.name.split(".")[0] in forbidden]
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in forbidden:
+                found.append(f"{path}: from {node.module}")
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                if name in {"torch.load", "torch.save", "eval", "exec", "numpy.load", "np.load"}:
+                    found.append(f"{path}:{node.lineno} {name}")
+    assert not found, "\n".join(found)
+
+
+def test_no_unfinished_marks() -> None:
+    marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|NotImplementedError")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in product_files()
+        for number, line in enumerate(path.read_text().split("\n"), 1)
+        if marks.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_console_scripts_are_the_two_of_the_contract() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    block = text.split("[project.scripts]")[1].split("[", 1)[0]
+    assert re.findall(r"^([\w-]+) =", block, re.M) == ["agora-node", "swarm"]
