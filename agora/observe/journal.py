@@ -1,0 +1,129 @@
+"""The journal: every event as one JSON line in DIR/events.jsonl, bounded by rotation, whole after a SIGKILL.
+
+Knows: the file, its rotation, how to read it back and how to follow it. Must not know: what the events mean. Each event
+is one write(2) to a file opened with O_APPEND, so that what was reported before a SIGKILL is in the file after it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agora.observe.events import Event, to_json
+
+FILE_NAME = "events.jsonl"
+MAX_FILE_BYTES = 64 * 2**20
+KEPT_FILES = 3
+
+
+class Journal:
+    """A reporter's sink. Raises OSError when the file cannot be written; the reporter then goes on without it."""
+
+    def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES, kept_files: int = KEPT_FILES) -> None:
+        self.path = directory / FILE_NAME
+        self._max_file_bytes = max_file_bytes
+        self._kept_files = kept_files
+        self._handle = self._open()
+        self._size = os.fstat(self._handle).st_size
+
+    def take(self, event: Event, at_unix: float) -> None:
+        """Appends one line; a line that would pass the bound rotates first."""
+        line = encode(event, at_unix)
+        if self._size and self._size + len(line) > self._max_file_bytes:
+            self._rotate()
+        written = os.write(self._handle, line)
+        self._size += written
+        if written < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._handle)
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _rotate(self) -> None:
+        os.close(self._handle)
+        for number in range(self._kept_files - 1, 0, -1):
+            older, newer = rotated(self.path, number), rotated(self.path, number - 1)
+            if newer.exists():
+                newer.replace(older)
+        self._handle = self._open()
+        self._size = 0
+
+
+def rotated(path: Path, number: int) -> Path:
+    """events.jsonl, events.jsonl.1 (older), events.jsonl.2 (older still)..."""
+    return path if number == 0 else path.with_name(f"{path.name}.{number}")
+
+
+def encode(event: Event, at_unix: float) -> bytes:
+    """One line of the journal; non-finite numbers become null, since JSON has none."""
+    fields = {"at_unix": round(at_unix, 6)} | to_json(event)
+    try:
+        return (json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n").encode()
+    except ValueError:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+        return (json.dumps(finite, separators=(",", ":")) + "\n").encode()
+
+
+def read(directory: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line of the journal and of what was rotated away, oldest first; a torn last line is left out."""
+    newest = directory / FILE_NAME
+    for number in range(KEPT_FILES, -1, -1):
+        path = rotated(newest, number)
+        if path.exists():
+            yield from _parsed(path.read_bytes())
+
+
+@dataclass
+class Follower:
+    """Reads on from where it stopped, through rotations; used by whoever watches another process's journal."""
+
+    directory: Path
+    _inode: int = 0
+    _offset: int = 0
+
+    def news(self) -> list[dict[str, Any]]:
+        """The whole lines written since the last call."""
+        path = self.directory / FILE_NAME
+        found: list[dict[str, Any]] = []
+        for file in self._unread(path):
+            with file.open("rb") as handle:
+                inode = os.fstat(handle.fileno()).st_ino
+                offset = self._offset if inode == self._inode else 0
+                handle.seek(offset)
+                data = handle.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._inode, self._offset = inode, offset + len(whole)
+            found.extend(_parsed(whole))
+        return found
+
+    def _unread(self, path: Path) -> list[Path]:
+        """The file we were in (wherever rotation moved it) and every newer one, oldest first."""
+        files: list[Path] = []
+        for number in range(KEPT_FILES + 1):
+            candidate = rotated(path, number)
+            if not candidate.exists():
+                break
+            files.insert(0, candidate)
+            if candidate.stat().st_ino == self._inode:
+                break
+        return files
+
+
+def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
+    for line in data.split(b"\n")[:-1]:
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(fields, dict):
+            yield fields

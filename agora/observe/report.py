@@ -1,0 +1,165 @@
+"""The reporter: one call that hands an event to every sink, from any thread, and never fails.
+
+Knows: sinks and the counters behind `status` and `report`. Must not know: files, formats, the network.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agora.observe import events
+from agora.observe.events import Event
+
+
+class Sink(Protocol):
+    """Takes events in the order in which they were reported; called under the reporter's lock, so it must be quick."""
+
+    def take(self, event: Event, at_unix: float) -> None:
+        """`at_unix` is the wall clock at the report."""
+
+    def close(self) -> None:
+        """Nothing comes after this."""
+
+
+class Reporter:
+    """`report(event)` for every room of the daemon."""
+
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks = list(sinks)
+        self._lock = threading.Lock()
+        self.counters = Counters()
+
+    def add(self, sink: Sink) -> None:
+        """A further sink; it sees what is reported from now on."""
+        with self._lock:
+            self._sinks.append(sink)
+
+    def report(self, event: Event) -> None:
+        """Hands the event to the counters and to every sink; one that raises OSError is dropped, and that is told."""
+        now = time.time()
+        broken: list[tuple[Sink, OSError]] = []
+        with self._lock:
+            self.counters.take(event, now)
+            for sink in self._sinks:
+                try:
+                    sink.take(event, now)
+                except OSError as error:
+                    broken.append((sink, error))
+            for sink, _ in broken:
+                self._sinks.remove(sink)
+        for sink, reason in broken:
+            self.report(events.DiskTrouble(str(getattr(sink, "path", "the log")), reason.strerror or str(reason)))
+
+    def close(self) -> None:
+        """Closes every sink; later reports only count."""
+        with self._lock:
+            sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+
+
+@dataclass
+class Purpose:
+    """What became of the microbatches that this peer originated, for one purpose."""
+
+    started: int = 0
+    completed: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    loss_sum: float = 0.0
+
+
+@dataclass
+class Counters:
+    """Running totals over the event stream; read by the control socket."""
+
+    train: Purpose = field(default_factory=Purpose)
+    evaluate: Purpose = field(default_factory=Purpose)
+    rerouted: int = 0
+    repeats: int = 0
+    refused: int = 0
+    counted: Counter[int] = field(default_factory=Counter)
+    steps: dict[int, int] = field(default_factory=dict)
+    last_step_unix: float | None = None
+    last_completed_unix: float | None = None
+    last_counted_unix: float | None = None
+    strikes: Counter[str] = field(default_factory=Counter)
+    start_steps: list[tuple[str, float]] = field(default_factory=list)
+    first_hop_seconds: float | None = None
+    failures: list[str] = field(default_factory=list)
+    _started: dict[str, str] = field(default_factory=dict)
+
+    def take(self, event: Event, at_unix: float) -> None:
+        """Adds one event."""
+        match event:
+            case events.MicrobatchStarted(microbatch, purpose):
+                self._started[microbatch] = purpose
+                self._of(purpose).started += 1
+            case events.MicrobatchCompleted(microbatch, loss_sum, tokens, _, purpose):
+                self._completed(microbatch, loss_sum, tokens, purpose)
+                self.last_completed_unix = at_unix
+            case events.MicrobatchDropped(microbatch, _):
+                self._of(self._started.pop(microbatch, "train")).dropped += 1
+            case events.MicrobatchCounted(_, stages, _):
+                self.counted.update(stages)
+                self.last_counted_unix = at_unix
+            case events.StepTaken(stage, step):
+                self.steps[stage] = step
+                self.last_step_unix = at_unix
+            case _:
+                self._take_rare(event)
+
+    def _take_rare(self, event: Event) -> None:
+        match event:
+            case events.MicrobatchRerouted():
+                self.rerouted += 1
+            case events.RepeatServed():
+                self.repeats += 1
+            case events.HopRefused():
+                self.refused += 1
+            case events.PeerStruck(_, code, _):
+                self.strikes[code] += 1
+            case events.StartStep(name, seconds, _):
+                self.start_steps.append((name, seconds))
+            case events.FirstHopServed(_, seconds):
+                self.first_hop_seconds = seconds
+            case events.TaskFailed(task, error):
+                self.failures = [*self.failures[-15:], f"{task}: {error}"]
+
+    def _of(self, purpose: str) -> Purpose:
+        return self.evaluate if purpose == "evaluate" else self.train
+
+    def _completed(self, microbatch: str, loss_sum: float, tokens: int, purpose: str) -> None:
+        self._started.pop(microbatch, None)
+        total = self._of(purpose)
+        total.completed += 1
+        total.tokens += tokens
+        total.loss_sum += loss_sum
+
+    def summary(self) -> dict[str, Any]:
+        """The counters as JSON values (stage numbers become strings, as JSON wants its keys)."""
+        return {
+            "microbatches": {
+                "started": self.train.started,
+                "completed": self.train.completed,
+                "dropped": self.train.dropped,
+                "in_flight": self.train.started - self.train.completed - self.train.dropped,
+                "rerouted": self.rerouted,
+                "repeats": self.repeats,
+                "refused": self.refused,
+            },
+            "tokens": self.train.tokens,
+            "evaluated": {"completed": self.evaluate.completed, "dropped": self.evaluate.dropped},
+            "counted": {str(stage): count for stage, count in sorted(self.counted.items())},
+            "steps": {str(stage): step for stage, step in sorted(self.steps.items())},
+            "last_step_unix": self.last_step_unix,
+            "strikes": dict(self.strikes),
+            "start_steps": [{"name": name, "seconds": round(seconds, 4)} for name, seconds in self.start_steps],
+            "first_hop_seconds": self.first_hop_seconds,
+            "failures": list(self.failures),
+        }
