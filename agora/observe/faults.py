@@ -3,8 +3,8 @@
 Knows: AGORA_FAULTS ("point:action:nth[,...]") and AGORA_FAULTS_LOG. Must not know: what happens at the points. Without
 AGORA_FAULTS a point costs one comparison. Actions: `kill` (SIGKILL to this process), `hang` (this task, or this thread,
 never goes on; the rest of the process lives), `stop` (SIGSTOP: the whole process freezes), `sleep=SECONDS`. `nth`
-counts from 1 (the default); `3+` fires at the third time and every time after. Each firing is appended to the file named
-by AGORA_FAULTS_LOG before it acts, so that a test can count what really fired.
+counts from 1 (the default); `3+` fires at the third time and every time after. Each firing is appended to the file
+named by AGORA_FAULTS_LOG before it acts, so that a test can count what really fired.
 """
 
 from __future__ import annotations
