@@ -1,0 +1,151 @@
+"""The one tree of errors that everything in agora raises on purpose.
+
+    AgoraError
+    |-- InputError           what a person typed (an invite, a span) cannot be read
+    |-- ManifestError        the run's description is malformed, or is not what its hash or signature says
+    |-- ProtocolError        a peer sent what the protocol forbids (costs it a strike)
+    |-- Refused              a peer said no before working: Busy | NotMyStage | NotAdmitted | WrongRun | Unsupported
+    |-- Unavailable          nobody could do it before the deadline; names the stage and the reasons
+    |-- PeerFailed           a peer began and could not finish, for a reason of its own
+    `-- LocalError           this machine cannot: DiskError | MemoryError_ | DeviceError | IdentityError
+
+Every text is one sentence that ends with what the reader can do where there is something to do. Knows nothing of the
+wire: messages.py turns these into a Refusal and back.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+PROTOCOL_CODES: Final[dict[str, str]] = {
+    "bad-frame": "the 16-byte prefix is malformed: magic, type, reserved bits, or a call id or length its type forbids",
+    "too-large": "a length exceeds its limit",
+    "bad-message": "the header is not the msgpack of a known message, or a field has the wrong type or value",
+    "bad-tensor": "a tensor's dtype, shape or byte count is not allowed, or not what the message or manifest implies",
+    "bad-record": "a DHT record is malformed, or published under a key it does not belong to",
+    "bad-signature": "a signature does not verify",
+    "wrong-key": "a record is signed by, or speaks for, another peer than its subkey names",
+    "expired": "a record's time is over",
+    "lives-too-long": "a record wants to live longer than records may",
+    "wrong-run": "a record, manifest or request is of another run",
+    "wrong-version": "the peer speaks another version of the protocol",
+    "out-of-order": "the frame is not allowed in the state of the connection or of its call",
+    "too-many-calls": "more calls are open on the connection than the limit allows",
+}
+
+
+class AgoraError(Exception):
+    """Base of every error raised on purpose. `code` is a stable word for machines, str(error) the sentence for people."""
+
+    code: ClassVar[str] = "error"
+
+
+class InputError(AgoraError, ValueError):
+    """What a person typed cannot be read; says how it should look."""
+
+    code: ClassVar[str] = "bad-input"
+
+
+class ManifestError(AgoraError):
+    """The run's description is malformed, or is not what its hash or signature says."""
+
+    code: ClassVar[str] = "bad-manifest"
+
+
+class ProtocolError(AgoraError):
+    """A peer sent what the protocol forbids. `code` is one of PROTOCOL_CODES; costs the sender a strike."""
+
+    code: ClassVar[str] = "bad-frame"
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        if code not in PROTOCOL_CODES:
+            raise ValueError(f"{code!r} is not one of PROTOCOL_CODES")
+        self.__dict__["code"] = code  # the one error whose word is per instance; the class attribute stays a ClassVar
+
+
+class Refused(AgoraError):
+    """A peer said no before doing any work; another peer may say yes."""
+
+    code: ClassVar[str] = "refused"
+
+
+class Busy(Refused):
+    """No seat free now; trying again before `retry_after_ms` milliseconds are over is pointless."""
+
+    code: ClassVar[str] = "busy"
+
+    def __init__(self, text: str = "no seat free", retry_after_ms: int = 0) -> None:
+        super().__init__(text)
+        self.retry_after_ms = retry_after_ms
+
+
+class NotMyStage(Refused):
+    """The stage asked for lies outside the peer's span."""
+
+    code: ClassVar[str] = "not-my-stage"
+
+
+class NotAdmitted(Refused):
+    """The run's manifest does not admit the asking peer."""
+
+    code: ClassVar[str] = "not-admitted"
+
+
+class WrongRun(Refused):
+    """The peer takes part in another run."""
+
+    code: ClassVar[str] = "wrong-run"
+
+
+class Unsupported(Refused):
+    """The peer knows the request but does not serve it."""
+
+    code: ClassVar[str] = "unsupported"
+
+
+class Unavailable(AgoraError):
+    """Nobody could serve `stage` before the deadline; `reasons` holds one short text per peer tried."""
+
+    code: ClassVar[str] = "unavailable"
+
+    def __init__(self, stage: int, reasons: Sequence[str]) -> None:
+        self.stage = stage
+        self.reasons = tuple(reasons)
+        why = "; ".join(self.reasons) or "no live peer claims it"
+        super().__init__(f"stage {stage} is unavailable: {why}")
+
+
+class PeerFailed(AgoraError):
+    """A peer began the work and could not finish it, for a reason of its own; another peer may."""
+
+    code: ClassVar[str] = "failed"
+
+
+class LocalError(AgoraError):
+    """This machine cannot; the text says what to do about it."""
+
+    code: ClassVar[str] = "local"
+
+
+class DiskError(LocalError):
+    """Reading or writing a file failed."""
+
+    code: ClassVar[str] = "disk"
+
+
+class MemoryError_(LocalError):
+    """Not enough memory; the underscore keeps it apart from Python's own."""
+
+    code: ClassVar[str] = "memory"
+
+
+class DeviceError(LocalError):
+    """The compute device failed or is not there."""
+
+    code: ClassVar[str] = "device"
+
+
+class IdentityError(LocalError):
+    """The identity key file is missing, unreadable, of another type, or open to others."""
+
+    code: ClassVar[str] = "identity"

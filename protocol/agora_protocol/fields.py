@@ -1,0 +1,250 @@
+"""Small declarative structures: a class whose annotated fields carry their bounds and their documentation.
+
+    class Pair(Structure):
+        stage: int = whole(0, 1023, doc="first stage to run")
+
+An instance that exists is valid: the constructor checks every field, so reading from the wire and building one by hand
+go through the same gate. Knows nothing of kinds, frames or records. Not pydantic, because this is the hot path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final, dataclass_transform
+
+from agora_protocol.addresses import address_problem
+from agora_protocol.errors import AgoraError, ProtocolError
+from agora_protocol.ids import Span, is_peer_id
+from agora_protocol.limits import MAX_ADDRESSES, MAX_SPAN_STAGES, MAX_STAGES
+
+Check = Callable[[Any], "str | None"]  # what is wrong with a value, or None
+REQUIRED: Final = object()
+MAX_UINT: Final = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One field: its type in words (as SPEC.md prints it), its check, and how it crosses msgpack if not as itself."""
+
+    words: str
+    check: Check
+    default: Any = REQUIRED
+    doc: str = ""
+    load: Callable[[Any], Any] | None = None
+    dump: Callable[[Any], Any] | None = None
+
+
+def shown(value: object) -> str:
+    """A stranger's value, short and harmless enough for an error text."""
+    if isinstance(value, int | float | str | bytes) or value is None:
+        return repr(value[:40] if isinstance(value, str | bytes) else value)[:80]
+    return f"a {type(value).__name__}"
+
+
+def whole(low: int, high: int, *, default: Any = REQUIRED, doc: str = "") -> Any:
+    """An integer from low to high."""
+
+    def check(value: Any) -> str | None:
+        if type(value) is not int:
+            return f"is {shown(value)}; it must be an integer"
+        return None if low <= value <= high else f"is {shown(value)}; it must be from {low} to {high}"
+
+    return Field(f"int {low}..{high}", check, default, doc)
+
+
+def number(low: float, high: float, *, optional: bool = False, default: Any = REQUIRED, doc: str = "") -> Any:
+    """A finite float from low to high; None too where it is optional."""
+
+    def check(value: Any) -> str | None:
+        if value is None and optional:
+            return None
+        if not isinstance(value, float) or not math.isfinite(value):
+            return f"is {shown(value)}; it must be a finite float"
+        return None if low <= value <= high else f"is {shown(value)}; it must be from {low} to {high}"
+
+    return Field(f"float {low:g}..{high:g}" + (" or nil" if optional else ""), check, default, doc)
+
+
+def text(most: int, *, pattern: str | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
+    """A text of at most `most` UTF-8 bytes, matching the whole pattern where one is given."""
+    compiled = re.compile(pattern, re.ASCII) if pattern else None
+
+    def check(value: Any) -> str | None:
+        if not isinstance(value, str):
+            return f"is {shown(value)}; it must be a text"
+        if len(value) > most or (not value.isascii() and _utf8_length(value) > most):
+            return f"is longer than {most} bytes of UTF-8, or not valid Unicode"
+        if compiled is not None and compiled.fullmatch(value) is None:
+            return f"is {shown(value)}; it must match {pattern}"
+        return None
+
+    return Field(f"text <= {most} bytes" + (f", matches {pattern}" if pattern else ""), check, default, doc)
+
+
+def _utf8_length(value: str) -> float:
+    try:
+        return len(value.encode())
+    except UnicodeEncodeError:
+        return math.inf
+
+
+def raw(*lengths: int, most: int | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
+    """Bytes of one of the given lengths, or of at most `most`."""
+    words = " or ".join(map(str, lengths)) if most is None else f"<= {most}"
+
+    def check(value: Any) -> str | None:
+        if not isinstance(value, bytes):
+            return f"is {shown(value)}; it must be bytes"
+        fits = len(value) in lengths if most is None else len(value) <= most
+        return None if fits else f"has {len(value)} bytes; it must have {words}"
+
+    return Field(f"bytes {words}", check, default, doc)
+
+
+def choice(*words: str, default: Any = REQUIRED, doc: str = "") -> Any:
+    """One of a few words."""
+
+    def check(value: Any) -> str | None:
+        return None if isinstance(value, str) and value in words else f"is {shown(value)}; it must be one of {', '.join(words)}"
+
+    return Field("one of " + ", ".join(words), check, default, doc)
+
+
+def peer_id(*, default: Any = REQUIRED, doc: str = "") -> Any:
+    """The base58 peer id of an Ed25519 key."""
+
+    def check(value: Any) -> str | None:
+        fits = isinstance(value, str) and is_peer_id(value)
+        return None if fits else f"is {shown(value)}; it must be the peer id of an Ed25519 key"
+
+    return Field("peer id", check, default, doc)
+
+
+def span(*, doc: str = "") -> Any:
+    """A Span of at most MAX_SPAN_STAGES stages; [first, last] on the wire."""
+
+    def check(value: Any) -> str | None:
+        if not isinstance(value, Span):
+            return f"is {shown(value)}; it must be [first, last], two stages from 0 to {MAX_STAGES - 1} in order"
+        return None if len(value) <= MAX_SPAN_STAGES else f"is {value}; a span has at most {MAX_SPAN_STAGES} stages"
+
+    def load(value: Any) -> Any:
+        if isinstance(value, tuple) and len(value) == 2 and all(type(end) is int for end in value):
+            try:
+                return Span(*value)
+            except AgoraError:
+                return value
+        return value
+
+    return Field(f"[first, last], <= {MAX_SPAN_STAGES} stages", check, REQUIRED, doc, load, lambda it: (it.first, it.last))
+
+
+def many(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") -> Any:
+    """A tuple of at most `most` items, each passing `item`'s check."""
+    each: Check = item.check
+
+    def check(value: Any) -> str | None:
+        if not isinstance(value, tuple) or len(value) > most:
+            return f"must be a list of at most {most}"
+        for position, entry in enumerate(value):
+            if problem := each(entry):
+                return f"[{position}] {problem}"
+        return None
+
+    return Field(f"list of <= {most} of ({item.words})", check, default, doc)
+
+
+def both(left: Any, right: Any) -> Any:
+    """A pair, as an item of `many`."""
+
+    def check(value: Any) -> str | None:
+        if not isinstance(value, tuple) or len(value) != 2:
+            return f"is {shown(value)}; it must be a pair"
+        return left.check(value[0]) or right.check(value[1])  # type: ignore[no-any-return]
+
+    return Field(f"[{left.words}, {right.words}]", check)
+
+
+def address_list(*, doc: str = "") -> Any:
+    """Multiaddrs that each end in /p2p/PEER."""
+
+    def check(value: Any) -> str | None:
+        if not isinstance(value, str):
+            return f"is {shown(value)}; it must be a text"
+        problem = address_problem(value)
+        return f"is {shown(value)}; an address {problem}" if problem else None
+
+    return many(Field("address", check), MAX_ADDRESSES, doc=doc)
+
+
+SPECIFIERS: Final = (whole, number, text, raw, choice, peer_id, span, many, address_list)
+
+
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(whole, number, text, raw, choice, peer_id, span, many, address_list)
+)
+class Structure:
+    """Base of messages and records. Subclasses become frozen dataclasses whose constructor checks every field."""
+
+    FIELDS: ClassVar[dict[str, Field]] = {}
+    ERROR: ClassVar[str] = "bad-message"
+    _checks: ClassVar[tuple[tuple[str, Check], ...]] = ()
+    _loads: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
+    _dumps: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.FIELDS = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        for name, field in cls.FIELDS.items():
+            if field.default is REQUIRED:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, field.default)
+        cls._checks = tuple((name, field.check) for name, field in cls.FIELDS.items())
+        cls._loads = tuple((name, field.load) for name, field in cls.FIELDS.items() if field.load)
+        cls._dumps = tuple((name, field.dump) for name, field in cls.FIELDS.items() if field.dump)
+        dataclasses.dataclass(frozen=True)(cls)
+
+    def __post_init__(self) -> None:
+        values = self.__dict__
+        for name, check in self._checks:
+            if problem := check(values[name]):
+                raise ProtocolError(self.ERROR, f"{type(self).__name__}.{name} {problem}.")
+        if problem := self.problem():
+            raise ProtocolError(self.ERROR, f"{type(self).__name__} {problem}.")
+
+    def problem(self) -> str | None:
+        """What is wrong between fields that are each fine, or None."""
+        return None
+
+    def to_fields(self) -> dict[str, Any]:
+        """The plain map that goes on the wire, in order of declaration."""
+        fields = self.__dict__
+        if self._dumps:
+            fields = dict(fields)
+            for name, dump in self._dumps:
+                fields[name] = dump(fields[name])
+        return fields
+
+    @classmethod
+    def from_fields(cls, fields: object) -> Any:
+        """From a plain map read from the wire: every field present, nothing else. Raises ProtocolError."""
+        if not isinstance(fields, Mapping):
+            raise ProtocolError(cls.ERROR, f"{cls.__name__} must be a map, not {shown(fields)}.")
+        if fields.keys() != cls.FIELDS.keys():
+            raise ProtocolError(cls.ERROR, _key_problem(cls, fields))
+        if cls._loads:
+            fields = dict(fields)
+            for name, load in cls._loads:
+                fields[name] = load(fields[name])
+        return cls(**fields)
+
+
+def _key_problem(cls: type[Structure], fields: Mapping[str, Any]) -> str:
+    unknown = sorted(shown(key) for key in fields.keys() - cls.FIELDS.keys())
+    missing = sorted(cls.FIELDS.keys() - fields.keys())
+    if unknown:
+        return f"{cls.__name__} has no field {', '.join(unknown)[:200]}."
+    return f"{cls.__name__} lacks {', '.join(missing)}."

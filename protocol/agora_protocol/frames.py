@@ -1,0 +1,158 @@
+"""Frames: 16 fixed bytes, a msgpack header, raw tensors. Knows how bytes are laid out; never reads or writes a stream.
+
+The reader's order: 16 bytes -> Prefix.parse (every length judged) -> header bytes -> decode_header (every tensor judged)
+-> payload into one buffer of exactly payload_bytes -> slice_payload (views, no copies).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from agora_protocol.errors import ProtocolError
+from agora_protocol.limits import (
+    FRAME_MAGIC,
+    MAX_ANSWER_HEADER_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    MAX_TENSORS,
+    PREFIX_BYTES,
+)
+from agora_protocol.messages import FrameType, Message, from_fields
+from agora_protocol.packing import pack, unpack
+from agora_protocol.tensors import TensorSpec, WireTensor, check
+
+__all__ = ["FrameLimits", "FrameType", "Prefix", "TensorSpec", "decode_header", "encode_frame", "slice_payload"]
+
+_PREFIX: Final = struct.Struct("<BBHIII")
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """What one connection accepts; a run's manifest usually allows much smaller payloads than the protocol does."""
+
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    max_header_bytes: int = MAX_HEADER_BYTES
+    max_answer_header_bytes: int = MAX_ANSWER_HEADER_BYTES
+
+
+DEFAULT_LIMITS: Final = FrameLimits()
+_TYPES: Final = {int(kind): kind for kind in FrameType}
+_OF_CONNECTION: Final = frozenset({FrameType.HELLO, FrameType.GOODBYE})  # call 0; all others belong to a call
+_WITH_PAYLOAD: Final = frozenset({FrameType.REQUEST, FrameType.ANSWER})
+_HEADER_OPTIONAL: Final = frozenset({FrameType.GOODBYE})
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first 16 bytes of a frame, judged."""
+
+    type: FrameType
+    call: int
+    header_bytes: int
+    payload_bytes: int
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray | memoryview, limits: FrameLimits = DEFAULT_LIMITS) -> Prefix:
+        """Raises ProtocolError("bad-frame") for a malformed prefix, "too-large" for a length beyond the limits."""
+        if len(data) != PREFIX_BYTES:
+            raise ProtocolError("bad-frame", f"A frame's prefix has {PREFIX_BYTES} bytes, not {len(data)}.")
+        magic, number, reserved, call, header_bytes, payload_bytes = _PREFIX.unpack(data)
+        kind = _TYPES.get(number)
+        if magic != FRAME_MAGIC or reserved != 0 or kind is None:
+            raise ProtocolError("bad-frame", f"{bytes(data[:4]).hex()} begins no frame.")
+        if (call == 0) != (kind in _OF_CONNECTION):
+            raise ProtocolError("bad-frame", f"A {kind.name} frame must not have call {call}.")
+        _check_lengths(kind, header_bytes, payload_bytes, limits)
+        return cls(kind, call, header_bytes, payload_bytes)
+
+    def to_bytes(self) -> bytes:
+        """The 16 bytes."""
+        return _PREFIX.pack(FRAME_MAGIC, self.type, 0, self.call, self.header_bytes, self.payload_bytes)
+
+
+def _check_lengths(kind: FrameType, header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:
+    most = limits.max_answer_header_bytes if kind is FrameType.ANSWER else limits.max_header_bytes
+    if header_bytes > most:
+        raise ProtocolError("too-large", f"A {kind.name} header of {header_bytes} bytes; at most {most} are allowed.")
+    if payload_bytes > limits.max_payload_bytes:
+        raise ProtocolError(
+            "too-large", f"A payload of {payload_bytes} bytes; at most {limits.max_payload_bytes} are allowed."
+        )
+    if payload_bytes and kind not in _WITH_PAYLOAD:
+        raise ProtocolError("bad-frame", f"A {kind.name} frame has no payload.")
+    if kind is FrameType.CANCEL and header_bytes:
+        raise ProtocolError("bad-frame", "A CANCEL frame has no header.")
+    if not header_bytes and kind is not FrameType.CANCEL and kind not in _HEADER_OPTIONAL:
+        raise ProtocolError("bad-frame", f"A {kind.name} frame needs a header.")
+
+
+def encode_frame(
+    type: FrameType, call: int, message: Message | None, tensors: Sequence[WireTensor] = ()
+) -> list[bytes | memoryview]:
+    """The frame as buffers to write one after the other; tensor data is not copied.
+
+    Raises ProtocolError as a receiver would, so that what we send is always what a receiver accepts.
+    """
+    header = b""
+    if message is not None:
+        _check_belongs(type, message, len(tensors))
+        header = pack((message.KIND, message.to_fields(), [(it.dtype, it.shape) for it in tensors]))
+    payload_bytes = sum(tensor.nbytes for tensor in tensors)
+    _check_lengths(type, len(header), payload_bytes, DEFAULT_LIMITS)
+    prefix = _PREFIX.pack(FRAME_MAGIC, type, 0, call, len(header), payload_bytes)
+    return [prefix + header, *(tensor.data for tensor in tensors)]
+
+
+def _check_belongs(type: FrameType, message: Message, tensors: int) -> None:
+    if type not in message.FRAMES:
+        raise ProtocolError("bad-message", f"{message.__class__.__name__} does not travel in a {type.name} frame.")
+    fewest, most = message.TENSORS
+    if not fewest <= tensors <= most:
+        raise ProtocolError("bad-tensor", f"{message.__class__.__name__} with {tensors} tensors; {fewest} to {most} belong.")
+
+
+def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message | None, tuple[TensorSpec, ...]]:
+    """The message and its tensors' specs; their bytes add up to payload_bytes exactly.
+
+    Raises ProtocolError: "bad-message", "bad-tensor", "bad-frame" (lengths that do not agree).
+    """
+    if len(header) != prefix.header_bytes:
+        raise ProtocolError("bad-frame", f"The header has {len(header)} bytes where {prefix.header_bytes} were announced.")
+    if prefix.header_bytes == 0:
+        return None, ()
+    parts = unpack(header, MAX_ANSWER_HEADER_BYTES)
+    if not isinstance(parts, tuple) or len(parts) != 3:
+        raise ProtocolError("bad-message", "A header must be a list of kind, fields and tensors.")
+    message = from_fields(parts[0], parts[1])
+    specs = _specs(parts[2])
+    _check_belongs(prefix.type, message, len(specs))
+    total = sum(spec.nbytes for spec in specs)
+    if total != prefix.payload_bytes:
+        raise ProtocolError("bad-tensor", f"The tensors have {total} bytes, the payload {prefix.payload_bytes}.")
+    return message, specs
+
+
+def _specs(listed: Any) -> tuple[TensorSpec, ...]:
+    if not isinstance(listed, tuple) or len(listed) > MAX_TENSORS:
+        raise ProtocolError("bad-tensor", f"A header lists at most {MAX_TENSORS} tensors.")
+    specs = []
+    for entry in listed:
+        if not isinstance(entry, tuple) or len(entry) != 2:
+            raise ProtocolError("bad-tensor", "A tensor must be listed as its dtype and its shape.")
+        specs.append(TensorSpec(entry[0], entry[1], check(entry[0], entry[1])))
+    return tuple(specs)
+
+
+def slice_payload(specs: Sequence[TensorSpec], payload: memoryview | bytearray | bytes) -> list[WireTensor]:
+    """The tensors as views into `payload`, in order. Raises ProtocolError("bad-tensor") when the bytes do not add up."""
+    view, at = memoryview(payload), 0
+    if sum(spec.nbytes for spec in specs) != view.nbytes:
+        raise ProtocolError("bad-tensor", f"The payload has {view.nbytes} bytes, which is not what its tensors need.")
+    tensors = []
+    for spec in specs:
+        tensors.append(WireTensor(spec.dtype, spec.shape, view[at : at + spec.nbytes]))
+        at += spec.nbytes
+    return tensors

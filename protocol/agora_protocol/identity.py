@@ -1,0 +1,158 @@
+"""A peer's Ed25519 key, in libp2p's key file format. Knows keys and one small file; nothing of records or networks.
+
+The file is the protobuf `PrivateKey {1: KeyType = Ed25519 (1), 2: data = 32 private bytes || 32 public bytes}`, 68 bytes,
+mode 0600. go-libp2p, py-libp2p and hivemind read the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from agora_protocol.errors import IdentityError, ProtocolError
+from agora_protocol.ids import PEER_ID_PREFIX, PeerId, key_in_peer_id, peer_id_of
+from agora_protocol.limits import MAX_KEY_FILE_BYTES
+
+KEY_FILE_PREFIX: Final = bytes.fromhex("08011240")  # field 1 = Ed25519; field 2 = 64 bytes
+KEY_TYPES: Final = {0: "RSA", 1: "Ed25519", 2: "Secp256k1", 3: "ECDSA"}
+
+
+class Identity:
+    """The key that makes this peer this peer. Signs; never prints or pickles its secret."""
+
+    __slots__ = ("_private", "peer")
+
+    def __init__(self, private_key: bytes) -> None:
+        """From the raw 32 private bytes."""
+        self._private: Final = Ed25519PrivateKey.from_private_bytes(private_key)
+        self.peer: Final[PeerId] = peer_id_of(self._private.public_key().public_bytes_raw())
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """A new identity, in memory only."""
+        return cls(secrets.token_bytes(32))
+
+    @classmethod
+    def create(cls, path: Path) -> Identity:
+        """A new identity, written to `path` with mode 0600. Raises IdentityError when the file exists already."""
+        identity = cls.generate()
+        try:
+            _write_new(Path(path), identity.key_file_bytes())
+        except FileExistsError as error:
+            raise IdentityError(f"{path} exists already; use it, or move it away to make a new identity.") from error
+        except OSError as error:
+            raise IdentityError(
+                f"The identity file {path} cannot be written ({error.strerror}); choose a directory that this user can write."
+            ) from error
+        return identity
+
+    @classmethod
+    def load(cls, path: Path) -> Identity:
+        """Read a key file. Raises IdentityError for a missing, unreadable, unsafe or foreign file."""
+        return cls(_private_in(_read_private_file(Path(path)), Path(path)))
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """The identity at `path`, made there when nothing is there yet; safe when two processes do it at once."""
+        if not os.path.lexists(path):
+            with contextlib.suppress(IdentityError):
+                return cls.create(path)
+            if not os.path.lexists(path):
+                return cls.create(path)  # not a race: raise why it cannot be written
+        return cls.load(path)
+
+    def sign(self, message: bytes) -> bytes:
+        """The 64-byte Ed25519 signature of `message`. Callers prepend a tag that says what is being signed."""
+        return self._private.sign(message)
+
+    def key_file_bytes(self) -> bytes:
+        """The key file's 68 bytes. Secret."""
+        return KEY_FILE_PREFIX + self._private.private_bytes_raw() + self._private.public_key().public_bytes_raw()
+
+    def __repr__(self) -> str:
+        return f"Identity({self.peer})"
+
+    def __reduce__(self) -> str:
+        raise TypeError("an identity is not pickled")
+
+
+def peer_id_bytes(peer: PeerId) -> bytes:
+    """The peer id's 38 multihash bytes. Raises ProtocolError("wrong-key") for what is no Ed25519 peer id."""
+    return PEER_ID_PREFIX + public_key_of(peer)
+
+
+def public_key_of(peer: PeerId) -> bytes:
+    """The raw 32-byte public key inside a peer id. Raises ProtocolError("wrong-key")."""
+    key = key_in_peer_id(peer)
+    if key is None:
+        raise ProtocolError("wrong-key", f"{peer[:64]!r} is not the peer id of an Ed25519 key.")
+    return key
+
+
+@lru_cache(maxsize=1024)
+def _verifier(public_key: bytes) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(public_key)
+
+
+def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
+    """Whether `signature` is `peer`'s over `message`. False, never an error, for malformed ids and signatures."""
+    key = key_in_peer_id(peer)
+    if key is None or len(signature) != 64:
+        return False
+    try:
+        _verifier(key).verify(signature, message)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Write a private file completely or not at all; FileExistsError when `path` exists."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(draft, path)  # fails when path exists, so two creators cannot both win
+    finally:
+        os.unlink(draft)
+
+
+def _read_private_file(path: Path) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise IdentityError(f"There is no identity file at {path}; `agora-node join` makes one.") from error
+    except OSError as error:
+        raise IdentityError(f"The identity file {path} cannot be read ({error.strerror}); check its owner and mode.") from error
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise IdentityError(f"{path} is not a regular file; give the path of an identity key file.")
+        if status.st_mode & 0o077:
+            raise IdentityError(f"{path} can be read by other users of this machine; run `chmod 600 {path}`.")
+        return file.read(MAX_KEY_FILE_BYTES + 1)
+
+
+def _private_in(data: bytes, path: Path) -> bytes:
+    """The raw private key in a key file's bytes."""
+    kind = KEY_TYPES.get(data[1]) if len(data) > 2 and data[0] == 0x08 else None
+    if kind is not None and kind != "Ed25519":
+        raise IdentityError(f"{path} holds an {kind} key where Ed25519 is needed; move it away and a new one is made.")
+    if len(data) != 68 or not data.startswith(KEY_FILE_PREFIX):
+        raise IdentityError(f"{path} is not a libp2p Ed25519 key file; restore it from a copy, or move it away to get a new one.")
+    private, public = data[4:36], data[36:]
+    if Ed25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw() != public:
+        raise IdentityError(f"{path} is damaged (its two halves do not match); restore it from a copy, or move it away.")
+    return private

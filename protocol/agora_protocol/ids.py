@@ -1,0 +1,121 @@
+"""The names of things: peers, runs, microbatches, spans of stages. Knows their form, not who or what they name.
+
+A peer id is libp2p's: base58 of the identity multihash of the protobuf-wrapped Ed25519 public key, so the key itself can
+be read out of the id and no lookup is ever needed to check a signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, NewType
+
+from agora_protocol import base58
+from agora_protocol.errors import InputError
+from agora_protocol.limits import MAX_STAGES
+
+PeerId = NewType("PeerId", str)
+RunId = NewType("RunId", str)
+MicrobatchId = NewType("MicrobatchId", bytes)
+
+MICROBATCH_BYTES: Final = 16
+PEER_ID_PREFIX: Final = bytes.fromhex("002408011220")  # identity multihash of 36 bytes: protobuf {1: Ed25519, 2: 32 bytes}
+PEER_ID_CHARACTERS: Final = 52
+_RUN_ID: Final = re.compile(r"[0-9a-f]{64}\Z")
+_SPAN: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?\Z", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """The consecutive stages one peer holds, first and last inclusive."""
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.last < MAX_STAGES:
+            raise InputError(
+                f"{self.first}-{self.last} is no span of stages; write it as FIRST-LAST, from 0 to {MAX_STAGES - 1}, such as 0-1."
+            )
+
+    @property
+    def stages(self) -> range:
+        """Every stage of the span, in order."""
+        return range(self.first, self.last + 1)
+
+    def __contains__(self, stage: int) -> bool:
+        return self.first <= stage <= self.last
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+    @classmethod
+    def parse(cls, text: str) -> Span:
+        """Read "0-1" or "2". Raises InputError."""
+        found = _SPAN.match(text.strip())
+        if found is None:
+            raise InputError(f"{text[:40]!r} is no span of stages; write one stage as 2, or several as 0-1.")
+        return cls(int(found[1]), int(found[2] or found[1]))
+
+
+def microbatch_id(session: bytes, counter: int) -> MicrobatchId:
+    """8 random bytes of the origin's session, then its counter as 8 big-endian bytes."""
+    if len(session) != 8:
+        raise ValueError("a session is 8 random bytes")
+    return MicrobatchId(session + counter.to_bytes(8, "big"))
+
+
+def is_run_id(text: str) -> bool:
+    """Whether `text` is 64 lower-case hex characters."""
+    return _RUN_ID.match(text) is not None
+
+
+def peer_id_of(public_key: bytes) -> PeerId:
+    """The libp2p peer id of a raw 32-byte Ed25519 public key."""
+    if len(public_key) != 32:
+        raise ValueError("an Ed25519 public key has 32 bytes")
+    return PeerId(base58.encode(PEER_ID_PREFIX + public_key))
+
+
+@lru_cache(maxsize=4096)
+def _key_in(text: str) -> bytes | None:
+    try:
+        data = base58.decode(text)
+    except ValueError:
+        return None
+    return data[6:] if len(data) == 38 and data.startswith(PEER_ID_PREFIX) else None
+
+
+def key_in_peer_id(text: str) -> bytes | None:
+    """The 32-byte Ed25519 public key inside a peer id, or None when `text` is no such peer id."""
+    return _key_in(text) if len(text) == PEER_ID_CHARACTERS else None
+
+
+def is_peer_id(text: str) -> bool:
+    """Whether `text` is the peer id of an Ed25519 key."""
+    return key_in_peer_id(text) is not None
+
+
+_FIRST_WORDS: Final = (
+    "amber ashen azure black blue brisk bronze calm clear cobalt copper coral crimson deep dusky eager "
+    "early ember fair fleet frosty gentle gilded golden grand green grey happy hazel humble icy indigo "
+    "ivory jade jolly keen kind late lilac lively lunar maroon mellow merry misty noble ochre olive "
+    "opal pale plain proud quiet rapid red rosy royal ruby rustic sandy scarlet silver sunny swift"
+).split()
+_SECOND_WORDS: Final = (
+    "avocet badger bat bear beaver bison bittern boar buzzard cat chough condor coot crane crow curlew "
+    "deer dipper dove duck dunlin eagle egret eider elk falcon finch fox gannet goose grebe gull "
+    "hare hawk heron hobby hoopoe ibis jackdaw jay kestrel kite knot lark linnet lynx magpie marten "
+    "merlin mole newt osprey otter owl pipit plover puffin raven robin seal shrike stork swan wren"
+).split()
+
+
+def peer_name(peer: PeerId) -> str:
+    """Two words for people, such as "olive-heron": the same everywhere, and not unique (4096 of them)."""
+    digest = hashlib.sha256(peer.encode()).digest()
+    return f"{_FIRST_WORDS[digest[0] % len(_FIRST_WORDS)]}-{_SECOND_WORDS[digest[1] % len(_SECOND_WORDS)]}"

@@ -1,0 +1,57 @@
+"""Invites: what one person sends another so that they can join a run. Knows the text form and nothing of networks.
+
+    agora://RUN/NAME@ADDRESS,ADDRESS
+
+RUN is the run id in hex, NAME the run's name percent-encoded, each ADDRESS a multiaddr that ends in /p2p/PEER. Nothing in
+it needs quoting in a shell. The run id is the hash of the manifest, so an invite cannot lead to another run than it names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import quote, unquote
+
+from agora_protocol.addresses import address_problem
+from agora_protocol.errors import InputError
+from agora_protocol.ids import RunId, is_run_id
+from agora_protocol.limits import MAX_ADDRESSES, MAX_INVITE_BYTES, MAX_NAME_BYTES
+
+SCHEME: Final = "agora://"
+_FORM: Final = re.compile(r"([^/@]*)/([^/@]*)@(.*)\Z")
+_ADVICE: Final = "copy the whole line that `agora-node join` printed."
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """A run, its name for people, and 1 to MAX_ADDRESSES addresses of peers that were in it."""
+
+    run: RunId
+    addresses: tuple[str, ...]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not is_run_id(self.run):
+            raise InputError(f"The invite's run id is not 64 hex characters; {_ADVICE}")
+        if not 1 <= len(self.addresses) <= MAX_ADDRESSES:
+            raise InputError(f"An invite has 1 to {MAX_ADDRESSES} addresses, not {len(self.addresses)}; {_ADVICE}")
+        for address in self.addresses:
+            if problem := address_problem(address):
+                raise InputError(f"The invite's address {address[:60]!r} {problem}; {_ADVICE}")
+        if len(self.name.encode(errors="replace")) > MAX_NAME_BYTES or not self.name.isprintable():
+            raise InputError(f"The invite's name is longer than {MAX_NAME_BYTES} bytes or unprintable; {_ADVICE}")
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.run}/{quote(self.name, safe='')}@{','.join(self.addresses)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Invite:
+        """Read an invite; spaces around it are ignored. Raises InputError that says what is wrong."""
+        text = text.strip()
+        if not text.startswith(SCHEME) or len(text) > MAX_INVITE_BYTES:
+            raise InputError(f"An invite begins with {SCHEME} and has at most {MAX_INVITE_BYTES} characters; {_ADVICE}")
+        found = _FORM.match(text[len(SCHEME) :])
+        if found is None:
+            raise InputError(f"The invite is not of the form {SCHEME}RUN/NAME@ADDRESS; {_ADVICE}")
+        return cls(RunId(found[1].lower()), tuple(found[3].split(",")), unquote(found[2]))

@@ -1,0 +1,50 @@
+"""Every number that two peers must agree on, or that keeps a stranger's bytes from costing us more than they may.
+
+Knows nothing but numbers. SPEC.md quotes them all; a test compares the two.
+"""
+
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+PROTOCOL_NAME: Final = "/agora/1"
+
+# Frames
+FRAME_MAGIC: Final = 0xA6
+PREFIX_BYTES: Final = 16
+MAX_HEADER_BYTES: Final = 65_536  # of every frame but an answer
+MAX_ANSWER_HEADER_BYTES: Final = 1_052_672  # an answer may carry a manifest or a status: MAX_STATUS_BYTES + 4096
+MAX_PAYLOAD_BYTES: Final = 268_435_456
+MAX_TENSORS: Final = 8
+MAX_DIMENSIONS: Final = 6
+MAX_DIMENSION: Final = 2_147_483_647
+
+# Calls
+MAX_CALLS_PER_CONNECTION: Final = 256
+MAX_DEADLINE_MS: Final = 600_000
+MAX_HINTS: Final = 256
+
+# Texts and addresses
+MAX_TEXT_BYTES: Final = 1024
+MAX_NAME_BYTES: Final = 64
+MAX_ADDRESSES: Final = 16
+MAX_ADDRESS_BYTES: Final = 216
+MAX_INVITE_BYTES: Final = 8192
+
+# Records in the DHT
+MAX_RECORD_BYTES: Final = 4096
+MAX_RECORD_LIFETIME_S: Final = 600
+CLOCK_TOLERANCE_S: Final = 60
+
+# Documents
+MAX_MANIFEST_BYTES: Final = 65_536
+MAX_STATUS_BYTES: Final = 1_048_576
+MAX_KEY_FILE_BYTES: Final = 4096
+
+# The pipeline
+MAX_STAGES: Final = 1024
+MAX_SPAN_STAGES: Final = 256
+
+# msgpack, whoever it comes from
+MAX_DEPTH: Final = 16
+MAX_ARRAY_ITEMS: Final = 1024
+MAX_MAP_ITEMS: Final = 64

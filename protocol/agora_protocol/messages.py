@@ -1,0 +1,227 @@
+"""Every message of the data plane: its fields, their bounds, the frame it travels in, and the tensors it brings.
+
+Knows what peers may say; not how frames carry it, nor what anybody does about it. SPEC.md sections 7 and 8.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, ClassVar, Final
+
+from agora_protocol import errors
+from agora_protocol.errors import PROTOCOL_CODES, AgoraError, ProtocolError
+from agora_protocol.fields import (
+    MAX_UINT,
+    Structure,
+    address_list,
+    both,
+    choice,
+    many,
+    number,
+    peer_id,
+    raw,
+    shown,
+    text,
+    whole,
+)
+from agora_protocol.ids import MICROBATCH_BYTES, MicrobatchId, PeerId
+from agora_protocol.limits import (
+    MAX_ANSWER_HEADER_BYTES,
+    MAX_DEADLINE_MS,
+    MAX_HINTS,
+    MAX_MANIFEST_BYTES,
+    MAX_NAME_BYTES,
+    MAX_STAGES,
+    MAX_STATUS_BYTES,
+    MAX_TEXT_BYTES,
+)
+from agora_protocol.packing import pack, unpack
+
+
+class FrameType(IntEnum):
+    """What a frame is for; the second byte of its prefix."""
+
+    HELLO = 1
+    REQUEST = 2
+    PROGRESS = 3
+    ANSWER = 4
+    REFUSAL = 5
+    CANCEL = 6
+    GOODBYE = 7
+
+
+class Message(Structure):
+    """Base of all messages. `KIND` is its number on the wire, `FRAMES` the frame types that may carry it."""
+
+    KIND: ClassVar[int] = 0
+    FRAMES: ClassVar[tuple[FrameType, ...]] = ()
+    TENSORS: ClassVar[tuple[int, int]] = (0, 0)  # fewest and most tensors that come with it
+
+    def __init_subclass__(
+        cls, *, kind: int, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
+    ) -> None:
+        super().__init_subclass__(**rest)
+        if kind in KINDS:
+            raise TypeError(f"kind {kind} is {KINDS[kind].__name__} already")
+        cls.KIND, cls.FRAMES, cls.TENSORS = kind, frames, tensors
+        KINDS[kind] = cls
+
+
+KINDS: Final[dict[int, type[Message]]] = {}
+_DEADLINE_DOC: Final = "milliseconds left for the answer, counted from arrival"
+
+
+class Hello(Message, kind=1, frames=(FrameType.HELLO,)):
+    """Who I am and what I am here for; the first frame in both directions, and the only one until both were seen."""
+
+    version: int = whole(1, 65_535, doc="protocol version of the sender; must be 1")
+    run: bytes = raw(0, 32, doc="the run id's 32 bytes; empty for an observer, who may ask but not train")
+    software: str = text(MAX_NAME_BYTES, doc="name and version of the program, for people")
+    addresses: tuple[str, ...] = address_list(doc="where the sender can be dialled; empty when nowhere")
+
+
+class Ping(Message, kind=2, frames=(FrameType.REQUEST,)):
+    """Are you there? Answered by Pong at once."""
+
+    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
+
+
+class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
+    """Please run your span on this microbatch and send me back the gradient of its input.
+
+    Sent by the peer that computed the stage before. Answered by Processed, or by Refusal before any work was done.
+    Tensors: the boundary entering `stage` as the run's codec left it, and the tokens, int32 [b, s + 1].
+    """
+
+    microbatch: MicrobatchId = raw(MICROBATCH_BYTES, doc="8 random bytes of the origin's session, 8 of its counter")
+    origin: PeerId = peer_id(doc="the peer that drew the microbatch")
+    stage: int = whole(0, MAX_STAGES - 1, doc="first stage to run; must lie inside the receiver's span")
+    purpose: str = choice("train", "evaluate", doc="evaluate: no backward, no gradient, nothing is kept")
+    deadline_ms: int = whole(
+        1, MAX_DEADLINE_MS, doc="milliseconds left for everything downstream, already reduced by the caller"
+    )
+    hint: tuple[tuple[int, PeerId], ...] = many(
+        both(whole(0, MAX_STAGES - 1), peer_id()),
+        MAX_HINTS,
+        default=(),
+        doc="peers that finished this microbatch for a stage in an earlier attempt",
+    )
+
+
+class Processed(Message, kind=4, frames=(FrameType.ANSWER,), tensors=(0, 1)):
+    """The answer to Process. Tensor: the gradient of the boundary, in its shape; none when evaluating."""
+
+    loss_sum: float = number(-1e30, 1e30, doc="sum of the token losses, in nats")
+    tokens: int = whole(0, MAX_UINT, doc="supervised tokens the sum is over")
+    busy_ms: float = number(0, MAX_DEADLINE_MS, doc="device time the answering peer itself spent, in milliseconds")
+
+
+class Advance(Message, kind=5, frames=(FrameType.PROGRESS,)):
+    """News of a call that is still open: heartbeat, trace, and a hint for a retry."""
+
+    stage: int = whole(0, MAX_STAGES - 1, doc="the stage at which it happened")
+    peer: PeerId = peer_id(doc="the peer to which it happened")
+    what: str = choice(
+        "accepted", "forwarded", "finished", doc="took a seat; sent on to `peer`; has the result in its cache"
+    )
+    queue: int = whole(0, MAX_UINT, doc="microbatches that peer has in hand")
+
+
+class Refusal(Message, kind=6, frames=(FrameType.REFUSAL, FrameType.GOODBYE)):
+    """No, and why. As a REFUSAL it ends one call; in a GOODBYE it says why the connection ends."""
+
+    code: str = text(32, pattern="[a-z][a-z0-9-]*", doc="a word of the error table")
+    text: str = text(MAX_TEXT_BYTES, default="", doc="one sentence for people")
+    retry_after_ms: int = whole(0, MAX_DEADLINE_MS, default=0, doc="for busy: asking earlier is pointless")
+    stage: int = whole(0, MAX_STAGES - 1, default=0, doc="for unavailable: the stage nobody could serve")
+
+
+class Pong(Message, kind=7, frames=(FrameType.ANSWER,)):
+    """The answer to Ping."""
+
+
+class GetManifest(Message, kind=8, frames=(FrameType.REQUEST,)):
+    """Please send the signed manifest of your run."""
+
+    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=10_000, doc=_DEADLINE_DOC)
+
+
+class ManifestAnswer(Message, kind=9, frames=(FrameType.ANSWER,)):
+    """The answer to GetManifest; the receiver checks hash and signature itself."""
+
+    manifest: bytes = raw(most=MAX_MANIFEST_BYTES, doc="the signed manifest, as SPEC section 3 writes it")
+
+
+class GetStatus(Message, kind=10, frames=(FrameType.REQUEST,)):
+    """What do you see of the run?"""
+
+    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=10_000, doc=_DEADLINE_DOC)
+
+
+class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
+    """The answer to GetStatus."""
+
+    status: bytes = raw(most=MAX_STATUS_BYTES, doc="UTF-8 JSON, one object, as `swarm status --json` prints it")
+
+
+Request = Ping | GetManifest | GetStatus | Process
+ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
+    Ping: Pong,
+    GetManifest: ManifestAnswer,
+    GetStatus: StatusAnswer,
+    Process: Processed,
+}
+
+
+def encode(message: Message) -> bytes:
+    """The msgpack map of a message's fields."""
+    return pack(message.to_fields())
+
+
+def decode(kind: int, data: bytes) -> Message:
+    """The message of that kind in `data`. Raises ProtocolError("bad-message" or "too-large")."""
+    return from_fields(kind, unpack(data, MAX_ANSWER_HEADER_BYTES))
+
+
+def from_fields(kind: object, fields: object) -> Message:
+    """The message of that kind with those fields, as read from msgpack. Raises ProtocolError("bad-message")."""
+    known = KINDS.get(kind) if type(kind) is int else None
+    if known is None:
+        raise ProtocolError("bad-message", f"{shown(kind)} is not the kind of any message.")
+    return known.from_fields(fields)  # type: ignore[no-any-return]
+
+
+_REFUSALS: Final = {
+    kind.code: kind for kind in (errors.NotMyStage, errors.NotAdmitted, errors.WrongRun, errors.Unsupported, errors.Refused)
+}
+
+
+def clip_text(sentence: str, most: int = MAX_TEXT_BYTES) -> str:
+    """At most `most` bytes of UTF-8, cut at a character."""
+    return sentence.encode(errors="replace")[:most].decode(errors="ignore")
+
+
+def refusal_to_wire(error: AgoraError) -> Refusal:
+    """What to tell the peer. Of this machine's own failures only the kind is told, never its paths or details."""
+    sentence = clip_text(str(error))
+    if isinstance(error, errors.Busy):
+        return Refusal("busy", sentence, min(max(error.retry_after_ms, 0), MAX_DEADLINE_MS))
+    if isinstance(error, errors.Unavailable):
+        return Refusal("unavailable", clip_text("; ".join(error.reasons)), stage=error.stage)
+    if isinstance(error, ProtocolError | errors.Refused | errors.PeerFailed):
+        return Refusal(error.code, sentence)
+    return Refusal("failed", f"the peer could not finish ({error.code})")
+
+
+def refusal_from_wire(message: Refusal) -> AgoraError:
+    """The error that a peer's Refusal stands for; a word from a newer version becomes PeerFailed."""
+    if message.code == errors.Busy.code:
+        return errors.Busy(message.text, message.retry_after_ms)
+    if message.code == errors.Unavailable.code:
+        return errors.Unavailable(message.stage, [message.text] if message.text else [])
+    if message.code in _REFUSALS:
+        return _REFUSALS[message.code](message.text)
+    if message.code in PROTOCOL_CODES:
+        return ProtocolError(message.code, message.text)
+    unknown = "" if message.code == errors.PeerFailed.code else f"{message.code}: "
+    return errors.PeerFailed(unknown + message.text)
