@@ -108,7 +108,11 @@ def choice(*words: str, default: Any = REQUIRED, doc: str = "") -> Any:
     """One of a few words."""
 
     def check(value: Any) -> str | None:
-        return None if isinstance(value, str) and value in words else f"is {shown(value)}; it must be one of {', '.join(words)}"
+        return (
+            None
+            if isinstance(value, str) and value in words
+            else f"is {shown(value)}; it must be one of {', '.join(words)}"
+        )
 
     return Field("one of " + ", ".join(words), check, default, doc)
 
@@ -139,7 +143,9 @@ def span(*, doc: str = "") -> Any:
                 return value
         return value
 
-    return Field(f"[first, last], <= {MAX_SPAN_STAGES} stages", check, REQUIRED, doc, load, lambda it: (it.first, it.last))
+    return Field(
+        f"[first, last], <= {MAX_SPAN_STAGES} stages", check, REQUIRED, doc, load, lambda it: (it.first, it.last)
+    )
 
 
 def many(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") -> Any:

@@ -111,7 +111,9 @@ def _check_belongs(type: FrameType, message: Message, tensors: int) -> None:
         raise ProtocolError("bad-message", f"{message.__class__.__name__} does not travel in a {type.name} frame.")
     fewest, most = message.TENSORS
     if not fewest <= tensors <= most:
-        raise ProtocolError("bad-tensor", f"{message.__class__.__name__} with {tensors} tensors; {fewest} to {most} belong.")
+        raise ProtocolError(
+            "bad-tensor", f"{message.__class__.__name__} with {tensors} tensors; {fewest} to {most} belong."
+        )
 
 
 def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message | None, tuple[TensorSpec, ...]]:
@@ -120,7 +122,9 @@ def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message |
     Raises ProtocolError: "bad-message", "bad-tensor", "bad-frame" (lengths that do not agree).
     """
     if len(header) != prefix.header_bytes:
-        raise ProtocolError("bad-frame", f"The header has {len(header)} bytes where {prefix.header_bytes} were announced.")
+        raise ProtocolError(
+            "bad-frame", f"The header has {len(header)} bytes where {prefix.header_bytes} were announced."
+        )
     if prefix.header_bytes == 0:
         return None, ()
     parts = unpack(header, MAX_ANSWER_HEADER_BYTES)

@@ -135,7 +135,9 @@ def _read_private_file(path: Path) -> bytes:
     except FileNotFoundError as error:
         raise IdentityError(f"There is no identity file at {path}; `agora-node join` makes one.") from error
     except OSError as error:
-        raise IdentityError(f"The identity file {path} cannot be read ({error.strerror}); check its owner and mode.") from error
+        raise IdentityError(
+            f"The identity file {path} cannot be read ({error.strerror}); check its owner and mode."
+        ) from error
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -151,8 +153,12 @@ def _private_in(data: bytes, path: Path) -> bytes:
     if kind is not None and kind != "Ed25519":
         raise IdentityError(f"{path} holds an {kind} key where Ed25519 is needed; move it away and a new one is made.")
     if len(data) != 68 or not data.startswith(KEY_FILE_PREFIX):
-        raise IdentityError(f"{path} is not a libp2p Ed25519 key file; restore it from a copy, or move it away to get a new one.")
+        raise IdentityError(
+            f"{path} is not a libp2p Ed25519 key file; restore it from a copy, or move it away to get a new one."
+        )
     private, public = data[4:36], data[36:]
     if Ed25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw() != public:
-        raise IdentityError(f"{path} is damaged (its two halves do not match); restore it from a copy, or move it away.")
+        raise IdentityError(
+            f"{path} is damaged (its two halves do not match); restore it from a copy, or move it away."
+        )
     return private

@@ -21,7 +21,9 @@ RunId = NewType("RunId", str)
 MicrobatchId = NewType("MicrobatchId", bytes)
 
 MICROBATCH_BYTES: Final = 16
-PEER_ID_PREFIX: Final = bytes.fromhex("002408011220")  # identity multihash of 36 bytes: protobuf {1: Ed25519, 2: 32 bytes}
+PEER_ID_PREFIX: Final = bytes.fromhex(
+    "002408011220"
+)  # identity multihash of 36 bytes: protobuf {1: Ed25519, 2: 32 bytes}
 PEER_ID_CHARACTERS: Final = 52
 _RUN_ID: Final = re.compile(r"[0-9a-f]{64}\Z")
 _SPAN: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?\Z", re.ASCII)

@@ -192,7 +192,8 @@ def from_fields(kind: object, fields: object) -> Message:
 
 
 _REFUSALS: Final = {
-    kind.code: kind for kind in (errors.NotMyStage, errors.NotAdmitted, errors.WrongRun, errors.Unsupported, errors.Refused)
+    kind.code: kind
+    for kind in (errors.NotMyStage, errors.NotAdmitted, errors.WrongRun, errors.Unsupported, errors.Refused)
 }
 
 

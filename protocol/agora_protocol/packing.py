@@ -85,7 +85,18 @@ def _token_sizes() -> tuple[tuple[int, int, int], ...]:
     sizes = [(1, 0, 0)] * 256
     for byte in range(0xA0, 0xC0):
         sizes[byte] = (1 + (byte & 0x1F), 0, 0)
-    for byte, skip in {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}.items():
+    for byte, skip in {
+        0xCA: 5,
+        0xCB: 9,
+        0xCC: 2,
+        0xCD: 3,
+        0xCE: 5,
+        0xCF: 9,
+        0xD0: 2,
+        0xD1: 3,
+        0xD2: 5,
+        0xD3: 9,
+    }.items():
         sizes[byte] = (skip, 0, 0)
     for byte, skip in {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}.items():
         sizes[byte] = (skip, 0, 0)

@@ -13,7 +13,13 @@ from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import MAX_UINT, Structure, address_list, choice, many, number, peer_id, shown, span, whole
 from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, RunId, Span, is_run_id
-from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_RECORD_BYTES, MAX_RECORD_LIFETIME_S, MAX_SPAN_STAGES, MAX_STAGES
+from agora_protocol.limits import (
+    CLOCK_TOLERANCE_S,
+    MAX_RECORD_BYTES,
+    MAX_RECORD_LIFETIME_S,
+    MAX_SPAN_STAGES,
+    MAX_STAGES,
+)
 from agora_protocol.packing import pack, unpack
 
 RECORD_TAG: Final = b"agora record 1\0"
@@ -93,7 +99,9 @@ def seal(record: Record, run: RunId, identity: Identity, expires_unix: float) ->
     payload = pack((RECORD_VERSION, record.KIND, float(expires_unix), record.to_fields()))
     sealed = pack((payload, identity.sign(_signed_bytes(run, payload))))
     if len(sealed) > MAX_RECORD_BYTES:
-        raise ProtocolError("too-large", f"The record has {len(sealed)} bytes of {MAX_RECORD_BYTES}; give fewer addresses.")
+        raise ProtocolError(
+            "too-large", f"The record has {len(sealed)} bytes of {MAX_RECORD_BYTES}; give fewer addresses."
+        )
     return sealed
 
 
@@ -115,7 +123,9 @@ def open_record(data: bytes, *, run: RunId, key: str, subkey_peer: PeerId, now_u
     if expires_unix > now_unix + MAX_RECORD_LIFETIME_S + CLOCK_TOLERANCE_S:
         raise ProtocolError("lives-too-long", f"The record wants to live more than {MAX_RECORD_LIFETIME_S} s.")
     if not verify(subkey_peer, _signed_bytes(run, payload), signature):
-        raise ProtocolError("bad-signature", "The record's signature is not that of the peer and run it is published for.")
+        raise ProtocolError(
+            "bad-signature", "The record's signature is not that of the peer and run it is published for."
+        )
     return record
 
 

@@ -30,7 +30,9 @@ def check(dtype: Any, shape: Any) -> int:
     nbytes = item_bytes
     for dimension in shape:
         if type(dimension) is not int or not 1 <= dimension <= MAX_DIMENSION:
-            raise ProtocolError("bad-tensor", f"A dimension is {shown(dimension)}; it must be from 1 to {MAX_DIMENSION}.")
+            raise ProtocolError(
+                "bad-tensor", f"A dimension is {shown(dimension)}; it must be from 1 to {MAX_DIMENSION}."
+            )
         nbytes *= dimension
         if nbytes > MAX_PAYLOAD_BYTES:
             raise ProtocolError("bad-tensor", f"The tensor has more than {MAX_PAYLOAD_BYTES} bytes.")

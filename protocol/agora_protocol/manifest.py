@@ -1,0 +1,274 @@
+"""The manifest: the immutable description of a run. Reads it from TOML, gives its one canonical form, hash and signature.
+
+Knows text, bytes and keys; opens no files and judges no machine. The run id is
+SHA-256(b"agora manifest 1\\0" || canonical bytes), the founder included, so nothing in a run can change under its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from pydantic import Field, ValidationError
+
+from agora_protocol import manifest_toml
+from agora_protocol.errors import ManifestError, ProtocolError
+from agora_protocol.identity import Identity, verify
+from agora_protocol.ids import PeerId, RunId, is_peer_id
+from agora_protocol.limits import MAX_MANIFEST_BYTES
+from agora_protocol.manifest_rules import CODEC_BYTES, check_rules, explain, suggest
+from agora_protocol.manifest_sections import (
+    MAX_SEED,
+    AdmissionSection,
+    BoundarySection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    ScheduleSection,
+    Section,
+    StagesSection,
+)
+from agora_protocol.packing import canonical, pack, unpack
+
+__all__ = [
+    "PRESETS",
+    "AdmissionSection",
+    "BoundarySection",
+    "DataSection",
+    "Manifest",
+    "ModelSection",
+    "OptimizerSection",
+    "ScheduleSection",
+    "SignedManifest",
+    "StagesSection",
+    "preset",
+]
+
+RUN_TAG: Final = b"agora manifest 1\0"
+SIGNATURE_TAG: Final = b"agora founder 1\0"
+SIGNED_VERSION: Final = 1
+
+
+class Manifest(Section):
+    """Everything that the peers of a run agree on. Unsigned while `founder` is empty."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="a name for people")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="decides initial weights, samples and the held-out part")
+    founder: str = Field("", max_length=64, description="peer id of who signed; empty until then")
+    model: ModelSection = Field(default_factory=ModelSection)
+    stages: StagesSection = Field(default_factory=StagesSection)
+    boundary: BoundarySection = Field(default_factory=BoundarySection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    data: DataSection = Field(default_factory=DataSection)
+    admission: AdmissionSection = Field(default_factory=AdmissionSection)
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any], source: str) -> Manifest:
+        """From plain values as TOML or msgpack gives them. Raises ManifestError; `source` begins its text."""
+        try:
+            manifest = cls.model_validate(_prepared(values))
+        except ValidationError as error:
+            raise explain(error, cls, source) from None
+        if manifest.founder and not is_peer_id(manifest.founder):
+            raise ManifestError(
+                f"{source}: founder is not a peer id; remove it, joining signs the manifest and sets it."
+            )
+        check_rules(manifest, source)
+        return manifest
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "manifest") -> Manifest:
+        """From a manifest file's text; the [signed] table of a signed one is not looked at. Raises ManifestError."""
+        values = _toml(text, source)
+        values.pop("signed", None)
+        return cls.from_values(values, source)
+
+    def to_toml(self) -> str:
+        """The manifest as a commented file; reading it gives an equal manifest."""
+        return manifest_toml.write(self)
+
+    def replaced(self, **overrides: Any) -> Manifest:
+        """A copy with some values changed, sections as dicts: replaced(seed=1, stages={"count": 4})."""
+        return Manifest.from_values(_merged(self.model_dump(), overrides), "manifest")
+
+    def canonical(self) -> bytes:
+        """Deterministic msgpack of every field: maps sorted by key, floats as float64. What run id and signature cover."""
+        return canonical(self.model_dump())
+
+    @property
+    def run_id(self) -> RunId:
+        """64 hex characters; changes with any field."""
+        return RunId(hashlib.sha256(RUN_TAG + self.canonical()).hexdigest())
+
+    @property
+    def stage_count(self) -> int:
+        """Stages that the model is cut into."""
+        return self.stages.count
+
+    def layers_of(self, stage: int) -> range:
+        """The layers of one stage."""
+        count, layers = self.stages.count, self.model.layers
+        if not 0 <= stage < count:
+            raise ValueError(f"stage {stage} is not one of {count}")
+        cuts = self.stages.first_layers or tuple(index * layers // count for index in range(count))
+        return range(cuts[stage], cuts[stage + 1] if stage + 1 < count else layers)
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Supervised tokens in one microbatch, b x s."""
+        return self.schedule.microbatch * self.model.context
+
+    def boundary_shape(self) -> tuple[int, int, int]:
+        """(b, s, width) of every boundary."""
+        return self.schedule.microbatch, self.model.context, self.model.width
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The largest payload a frame of this run can have: a boundary and its tokens (int32, b x (s + 1))."""
+        b, s, width = self.boundary_shape()
+        return b * s * width * CODEC_BYTES[self.boundary.codec] + 4 * b * (s + 1)
+
+    def admits(self, peer: PeerId) -> bool:
+        """Whether `peer` may take part; the founder always may."""
+        return self.admission.mode == "open" or peer == self.founder or peer in self.admission.peers
+
+
+@dataclass(frozen=True, slots=True)
+class SignedManifest:
+    """A manifest and its founder's signature over b"agora founder 1\\0" || canonical bytes. Verified when read."""
+
+    manifest: Manifest
+    signature: bytes
+
+    @property
+    def founder(self) -> PeerId:
+        """Who signed."""
+        return PeerId(self.manifest.founder)
+
+    @property
+    def run_id(self) -> RunId:
+        """The run that this manifest founds."""
+        return self.manifest.run_id
+
+    @classmethod
+    def sign(cls, manifest: Manifest, identity: Identity) -> SignedManifest:
+        """Found a run: the signer becomes its founder, which gives the run its id."""
+        founded = manifest.model_copy(update={"founder": identity.peer})
+        return cls(founded, identity.sign(SIGNATURE_TAG + founded.canonical()))
+
+    def verify(self, run: RunId | None = None) -> None:
+        """Raises ManifestError unless the founder signed exactly this, and it is `run` where one is given."""
+        if not verify(self.founder, SIGNATURE_TAG + self.manifest.canonical(), self.signature):
+            raise ManifestError(
+                "The manifest's signature is not its founder's, so somebody changed it; "
+                "ask for the original, or remove founder and [signed] to found a run of your own."
+            )
+        if run is not None and self.run_id != run:
+            raise ManifestError(
+                f"The manifest is of run {self.run_id}, not {run}; ask another peer, or for a new invite."
+            )
+
+    def to_bytes(self) -> bytes:
+        """msgpack [1, canonical bytes, signature], as ManifestAnswer carries it."""
+        return pack((SIGNED_VERSION, self.manifest.canonical(), self.signature))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, run: RunId | None = None) -> SignedManifest:
+        """Read and verify what a peer sent. Raises ManifestError."""
+        try:
+            parts = unpack(data, MAX_MANIFEST_BYTES)
+            if not isinstance(parts, tuple) or len(parts) != 3 or parts[0] != SIGNED_VERSION:
+                raise ProtocolError("bad-message", "it is not [1, canonical, signature]")
+            values = unpack(parts[1], MAX_MANIFEST_BYTES) if isinstance(parts[1], bytes) else None
+        except ProtocolError as error:
+            raise ManifestError(f"The bytes are no signed manifest ({error}); ask another peer.") from None
+        if not isinstance(values, dict) or not isinstance(parts[2], bytes) or len(parts[2]) != 64:
+            raise ManifestError("The bytes are no signed manifest; ask another peer.")
+        signed = cls(Manifest.from_values(values, "the received manifest"), parts[2])
+        if signed.manifest.canonical() != parts[1]:
+            raise ManifestError("The received manifest is not in canonical form; ask another peer.")
+        signed.verify(run)
+        return signed
+
+    def to_toml(self) -> str:
+        """The commented file with a [signed] table at its end."""
+        return self.manifest.to_toml() + manifest_toml.signed_table(self.run_id, self.signature)
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "manifest") -> SignedManifest:
+        """Read and verify a signed manifest file. Raises ManifestError."""
+        table = _toml(text, source).get("signed")
+        if not isinstance(table, dict) or set(table) - {"run", "signature"} or "signature" not in table:
+            raise ManifestError(f"{source}: there is no [signed] table with a signature; join it once to sign it.")
+        try:
+            signature = bytes.fromhex(cast(str, table["signature"]))
+        except (ValueError, TypeError):
+            raise ManifestError(f"{source}: [signed] signature is not hex; copy the file again.") from None
+        signed = cls(Manifest.from_toml(text, source), signature)
+        signed.verify()
+        return signed
+
+
+def is_signed(text: str, source: str = "manifest") -> bool:
+    """Whether a manifest file's text has a [signed] table. Raises ManifestError when it is no TOML."""
+    return "signed" in _toml(text, source)
+
+
+def _toml(text: str, source: str) -> dict[str, Any]:
+    if len(text.encode(errors="replace")) > 4 * MAX_MANIFEST_BYTES:
+        raise ManifestError(f"{source}: the file has more than {4 * MAX_MANIFEST_BYTES} bytes; is it a manifest?")
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ManifestError(f"{source}: this is not valid TOML ({str(error)[:200]}); correct that line.") from None
+
+
+def _prepared(values: Any) -> Any:
+    """Lists as tuples (strict models want them), -0.0 as 0.0 (one canonical form), subspace defaulting to width."""
+    if isinstance(values, dict):
+        prepared = {key: _prepared(value) for key, value in values.items()}
+        model = prepared.get("model")
+        if isinstance(model, dict) and "width" in model:
+            prepared["model"] = {"subspace": model["width"], **model}
+        return prepared
+    if isinstance(values, list | tuple):
+        return tuple(_prepared(value) for value in values)
+    return values + 0.0 if isinstance(values, float) else values
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    if "width" in over and "subspace" not in over:
+        merged.pop("subspace", None)
+    return merged
+
+
+PRESETS: Final[dict[str, dict[str, Any]]] = {
+    "tiny": {"name": "tiny"},
+    "small": {
+        "name": "small",
+        "model": {
+            "width": 512,
+            "layers": 8,
+            "heads": 8,
+            "key_value_heads": 4,
+            "feed_forward": 1408,
+            "context": 256,
+        },
+        "stages": {"count": 4},
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 100, "total_steps": 20_000, "target_tokens": 65_536},
+    },
+}
+
+
+def preset(name: str, **overrides: Any) -> Manifest:
+    """A ready manifest, with some values changed: preset("tiny", seed=1, stages={"count": 4}). Raises ManifestError."""
+    if name not in PRESETS:
+        raise ManifestError(f"There is no preset {name[:40]!r}; {suggest(name, PRESETS)}")
+    return Manifest.from_values(_merged(PRESETS[name], overrides), f"preset {name}")

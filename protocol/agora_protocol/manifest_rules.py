@@ -1,0 +1,201 @@
+"""What must hold between the values of a manifest, and how a wrong one is explained: one sentence and what to do.
+
+Knows the sections; reads no files and makes no bytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel, ValidationError
+
+from agora_protocol.errors import ManifestError
+from agora_protocol.ids import is_peer_id
+from agora_protocol.limits import MAX_PAYLOAD_BYTES
+
+if TYPE_CHECKING:
+    from agora_protocol.manifest import Manifest
+
+CODEC_BYTES: Final = {"bf16": 2, "float32": 4}
+
+
+def nearest_multiple(value: int, of: int) -> int:
+    """The multiple of `of` closest to value, at least one of it."""
+    return max(round(value / of), 1) * of
+
+
+def _heads(it: Manifest) -> str | None:
+    model = it.model
+    if model.width % model.heads:
+        return (
+            f"[model] width {model.width} is not divisible by heads {model.heads}; "
+            f"use a multiple of heads, such as width = {nearest_multiple(model.width, 2 * model.heads)}."
+        )
+    if model.heads % model.key_value_heads:
+        fitting = max(n for n in range(1, model.heads + 1) if model.heads % n == 0 and n <= model.key_value_heads)
+        return (
+            f"[model] heads {model.heads} is not a multiple of key_value_heads {model.key_value_heads}; "
+            f"use a divisor of heads, such as key_value_heads = {fitting}."
+        )
+    size = model.width // model.heads
+    if size % 2:
+        return (
+            f"[model] the head size width / heads = {size} is odd, and rotary positions need pairs; "
+            f"use width = {(size + 1) * model.heads}."
+        )
+    return None
+
+
+def _subspace(it: Manifest) -> str | None:
+    if it.model.subspace != it.model.width:
+        return (
+            f"[model] subspace {it.model.subspace} differs from width {it.model.width}, which is not supported yet; "
+            f"remove subspace, or set it to {it.model.width}."
+        )
+    return None
+
+
+def _stages(it: Manifest) -> str | None:
+    count, cuts, layers = it.stages.count, it.stages.first_layers, it.model.layers
+    if layers < count:
+        return (
+            f"[model] layers {layers} are fewer than [stages] count {count}, and every stage needs a layer; "
+            f"use at most {layers} stages, or more layers."
+        )
+    if not cuts:
+        return None
+    if len(cuts) != count:
+        return f"[stages] first_layers names {len(cuts)} stages where count is {count}; name the first layer of each."
+    if cuts[0] != 0 or any(a >= b for a, b in zip(cuts, cuts[1:], strict=False)) or cuts[-1] >= layers:
+        return (
+            f"[stages] first_layers {list(cuts)} is no cut of {layers} layers; "
+            f"begin with 0 and rise to at most {layers - 1}, or remove it to cut evenly."
+        )
+    return None
+
+
+def _step_tokens(it: Manifest) -> str | None:
+    each = it.tokens_per_microbatch
+    if it.optimizer.target_tokens % each:
+        return (
+            f"[optimizer] target_tokens {it.optimizer.target_tokens} is not a multiple of the {each} tokens of a "
+            f"microbatch ([schedule] microbatch {it.schedule.microbatch} x [model] context {it.model.context}); "
+            f"use target_tokens = {nearest_multiple(it.optimizer.target_tokens, each)}."
+        )
+    return None
+
+
+def _warmup(it: Manifest) -> str | None:
+    if it.optimizer.warmup_steps >= it.optimizer.total_steps:
+        return (
+            f"[optimizer] warmup_steps {it.optimizer.warmup_steps} leaves nothing of total_steps "
+            f"{it.optimizer.total_steps}; use fewer warmup_steps."
+        )
+    return None
+
+
+def _payload(it: Manifest) -> str | None:
+    needed = it.max_payload_bytes
+    if needed > MAX_PAYLOAD_BYTES:
+        return (
+            f"A microbatch of {it.schedule.microbatch} x {it.model.context} x {it.model.width} {it.boundary.codec} is "
+            f"{needed} bytes on the wire, more than the {MAX_PAYLOAD_BYTES} allowed; use a smaller [schedule] microbatch."
+        )
+    return None
+
+
+def _tokenizer(it: Manifest) -> str | None:
+    if it.data.tokenizer == "bytes" and it.model.vocabulary < 256:
+        return (
+            f"[model] vocabulary {it.model.vocabulary} is too small for [data] tokenizer bytes, which has 256 ids; "
+            f"use vocabulary = 256."
+        )
+    return None
+
+
+def _admission(it: Manifest) -> str | None:
+    mode, peers = it.admission.mode, it.admission.peers
+    for peer in peers:
+        if not is_peer_id(peer):
+            return (
+                f"[admission] {peer[:60]!r} is not a peer id; "
+                f"list ids as `agora-node doctor` prints them, such as 12D3KooW..."
+            )
+    if len(set(peers)) != len(peers):
+        return "[admission] peers names one peer twice; remove the repetition."
+    if mode == "listed" and not peers:
+        return "[admission] mode listed with no peers admits nobody but the founder; list peers, or use mode open."
+    if mode == "open" and peers:
+        return "[admission] peers has no effect in mode open; use mode listed, or remove peers."
+    return None
+
+
+RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
+    _heads,
+    _subspace,
+    _stages,
+    _step_tokens,
+    _warmup,
+    _payload,
+    _tokenizer,
+    _admission,
+)
+
+
+def check_rules(manifest: Manifest, source: str) -> None:
+    """Raise ManifestError for the first rule between fields that does not hold."""
+    for rule in RULES:
+        if problem := rule(manifest):
+            raise ManifestError(f"{source}: {problem}")
+
+
+def explain(error: ValidationError, root: type[BaseModel], source: str) -> ManifestError:
+    """The first of pydantic's complaints as one sentence that names section, key, value and remedy."""
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"]]
+    where = f"[{path[0]}] {'.'.join(path[1:])}" if len(path) > 1 else path[0] if path else "the manifest"
+    if first["type"] == "extra_forbidden":
+        return ManifestError(f"{source}: {_unknown(path, root)}")
+    text = str(first["msg"]).removeprefix("Input ").removeprefix("Value error, ")
+    default = _default_of(path, root)
+    remedy = "give it a value." if first["type"] == "missing" else "correct it, or remove it for the default."
+    if default is not None:
+        remedy = f"correct it, or remove it for the default {default}."
+    return ManifestError(f"{source}: {where} {_value_of(first)}is not acceptable, it {text}; {remedy}")
+
+
+def _value_of(first: Mapping[str, Any]) -> str:
+    value = first.get("input")
+    return f"{str(value)[:60]!r} " if isinstance(value, int | float | str) else ""
+
+
+def _section_of(path: list[str], root: type[BaseModel]) -> type[BaseModel] | None:
+    kind: Any = root
+    for name in path[:-1]:
+        field = kind.model_fields.get(name)
+        kind = field.annotation if field else None
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return None
+    return kind  # type: ignore[no-any-return]
+
+
+def _default_of(path: list[str], root: type[BaseModel]) -> str | None:
+    section = _section_of(path, root) if len(path) > 1 else None
+    field = section.model_fields.get(path[-1]) if section else None
+    return str(field.default) if field and not field.is_required() else None
+
+
+def _unknown(path: list[str], root: type[BaseModel]) -> str:
+    section = _section_of(path, root)
+    names = list(section.model_fields) if section else []
+    inside = f"[{path[0]}] has" if len(path) > 1 else "there is"
+    return f"{inside} no key {path[-1][:40]!r}; {suggest(path[-1], names)}"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """What to do about an unknown word: the nearest known one, or all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(word[:64], names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}."

@@ -1,0 +1,63 @@
+"""Writes a manifest as a file that a person can edit: every key with the line that documents it. Reads nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+if TYPE_CHECKING:
+    from agora_protocol.manifest import Manifest
+
+_COLUMN = 34
+
+
+def write(manifest: Manifest) -> str:
+    """The whole file, without a signature."""
+    lines = ["# A run of agora. Every key is optional except where a comment says so; unknown keys are errors.", ""]
+    sections = {}
+    for name, field in type(manifest).model_fields.items():
+        value = getattr(manifest, name)
+        if isinstance(value, BaseModel):
+            sections[name] = value
+        elif name != "founder" or value:
+            lines.append(_line(name, value, field))
+    for name, section in sections.items():
+        lines += ["", f"[{name}]  # {_first_line(section)}"]
+        lines += [_line(key, getattr(section, key), field) for key, field in type(section).model_fields.items()]
+    return "\n".join(lines) + "\n"
+
+
+def signed_table(run: str, signature: bytes) -> str:
+    """The table that makes a manifest file a signed one."""
+    return (
+        "\n[signed]  # by founder, over everything above; any change makes it invalid"
+        f'\nrun = "{run}"\nsignature = "{signature.hex()}"\n'
+    )
+
+
+def _first_line(section: BaseModel) -> str:
+    return (type(section).__doc__ or "").strip().splitlines()[0]
+
+
+def _line(name: str, value: Any, field: FieldInfo) -> str:
+    return f"{f'{name} = {_toml_value(value)}':<{_COLUMN}}  # {field.description}"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        return _toml_text(value)
+    return repr(value)
+
+
+def _toml_text(value: str) -> str:
+    """A TOML basic string; JSON's escapes are a subset of TOML's once DEL is escaped too."""
+    return (
+        json.dumps(value, ensure_ascii=True).replace("\x7f", "\\u007f")
+        if value.isascii()
+        else json.dumps(value, ensure_ascii=False)
+    )
