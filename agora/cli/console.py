@@ -1,0 +1,96 @@
+"""How every command ends and speaks: exit codes, one sentence for an error, JSON alone on standard output.
+
+Knows: streams and exit codes. Must not know: any command; imports the standard library and typer only.
+
+Exit codes: 0 done, 1 failed, 2 bad arguments, 3 degraded, 4 stalled or unreachable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+DONE = 0
+FAILED = 1
+USAGE = 2
+DEGRADED = 3
+STALLED = 4
+
+
+class Failure(Exception):
+    """A command ends with `code` and one sentence that says what is wrong and what to do."""
+
+    def __init__(self, text: str, code: int = FAILED) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def new_app(summary: str) -> typer.Typer:
+    """A typer application that prints plain text and leaves errors to `run`."""
+    return typer.Typer(
+        help=summary,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+
+
+def say(text: str) -> None:
+    """A line for people, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """The one JSON object of a command, on standard output."""
+    print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def run(app: typer.Typer) -> None:
+    """Runs a command line and exits; nothing that goes wrong shows a traceback."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        _end("stopped", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
+    except Exception as error:
+        text, code = explain(error)
+        _end(text, code)
+
+
+def _end(text: str, code: int) -> None:
+    say(f"error: {text}")
+    sys.exit(code)
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """The sentence and the exit code for what ended a command; unforeseen errors leave their traceback in a file."""
+    from agora_protocol.errors import AgoraError, InputError
+
+    if isinstance(error, Failure):
+        return str(error), error.code
+    if isinstance(error, InputError):
+        return str(error), USAGE
+    if isinstance(error, AgoraError):
+        return str(error), int(getattr(error, "exit_code", FAILED))
+    return f"{type(error).__name__}: {error}; the details are in {_written(error)}, please report them", FAILED
+
+
+def _written(error: Exception) -> str:
+    try:
+        handle, path = tempfile.mkstemp(prefix="agora-error-", suffix=".txt", text=True)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
+    except OSError:
+        return "no file (none could be written)"
+    return path

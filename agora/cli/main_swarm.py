@@ -1,0 +1,146 @@
+"""`swarm`: for everyone who starts, watches or measures a run.
+
+Knows: the commands and their flags. Must not know: how they do it (one module per command).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agora.cli import console
+
+app = console.new_app("Start, watch and measure training runs that belong to nobody in particular.")
+
+JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
+
+
+@app.callback()
+def _root() -> None:
+    """Start, watch and measure training runs that belong to nobody in particular."""
+
+
+@app.command()
+def new(
+    manifest: Annotated[Path, typer.Argument(metavar="run.toml", help="The file to write.")],
+    preset: Annotated[str, typer.Option(help="What to start from; see the list below.")] = "tiny",
+    name: Annotated[str | None, typer.Option(help="The run's name; default the file's.")] = None,
+) -> None:
+    """Write a commented manifest to edit.
+
+    The manifest is the whole description of a run: model, stages, optimizer, data, who may join. Its hash is the run's
+    name, so edit it before the first `agora-node join`, which signs it.
+
+    Presets: tiny (0.9 M parameters, trains on a laptop in a minute), small.
+
+    \b
+    Examples:
+      swarm new run.toml
+      swarm new poems.toml --preset small --name poems
+    """
+    from agora.cli import new as command
+
+    command.write(manifest, preset, name)
+
+
+@app.command()
+def status(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 seconds until Ctrl-C.")] = False,
+    as_json: JSON = False,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", metavar="DIR", help="The data directory to look for the run in.")
+    ] = None,
+) -> None:
+    """Show stages, peers, step, loss, throughput, and whether the run is healthy and why.
+
+    A daemon of the run on this machine answers at once; otherwise a peer of the invite is asked over the network.
+    Exit code: 0 OK or paused, 3 degraded, 4 stalled or unreachable.
+
+    \b
+    Examples:
+      swarm status run.toml --watch
+      swarm status agora://... --json
+    """
+    from agora.cli import status as command
+
+    raise typer.Exit(command.show(run, directory, watch=watch, as_json=as_json))
+
+
+@app.command()
+def demo(
+    peers: Annotated[int, typer.Option(min=1, max=256, help="How many daemons.")] = 4,
+    stages: Annotated[int, typer.Option(min=1, max=64, help="How many stages the model is cut into.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of stage 0 to train.")] = 40,
+    data: Annotated[
+        list[str] | None, typer.Option(metavar="stdlib|PATH", help="Text to train on; may be repeated. Default stdlib.")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="The model: tiny or small.")] = "tiny",
+    codec: Annotated[str | None, typer.Option(metavar="NAME", help="Boundary codec: bf16 or float32.")] = None,
+    link: Annotated[str | None, typer.Option(metavar="RATE,RTT", hidden=True)] = None,
+    kill_every: Annotated[
+        float | None, typer.Option(min=0.5, metavar="SECONDS", help="SIGKILL a random peer at this interval.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seeds weights, data order and which peer is killed.")] = 0,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", metavar="DIR", help="Keep everything here; default a temporary directory.")
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Train a whole swarm on this machine: real daemons, one process each, until the loss has fallen.
+
+    Every daemon has its own libp2p host and DHT node and they find each other as they would over the internet. With
+    --kill-every a random peer is killed at that interval and a fresh one takes its place; no microbatch is lost.
+
+    \b
+    Examples:
+      swarm demo
+      swarm demo --peers 8 --stages 4 --steps 100 --kill-every 10 --json
+    """
+    from agora.cli import demo as command
+    from agora.cli.demo_plan import Plan
+
+    plan = Plan(
+        peers=peers,
+        stages=stages,
+        steps=steps,
+        data=tuple(data or ("stdlib",)),
+        preset=preset,
+        codec=codec,
+        link=link,
+        kill_every=kill_every,
+        seed=seed,
+        directory=directory,
+    )
+    raise typer.Exit(command.run(plan, as_json=as_json))
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which comparison, for example pipeline.")],
+    quick: Annotated[bool, typer.Option("--quick", help="At most 5 minutes on 2 cores; same ratio names.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Renew its section of docs/benchmarks.md.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """Run a comparison live on this machine and print its table and ratios.
+
+    Both sides run in one go on the same machine, so the ratios mean something where absolute figures do not.
+
+    \b
+    Example:
+      swarm bench pipeline --quick --json
+    """
+    from agora.bench import cli as command
+
+    raise typer.Exit(command.run(name, quick, as_json, write))
+
+
+def main() -> None:
+    """The console script."""
+    console.run(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Where things live on this machine: the data directory of one daemon, and how daemons are found by their sockets.
+
+Knows: file names and environment variables. Must not know: what is in the files; imports the standard library only,
+because every command uses it before anything heavy. Layout of a data directory (mode 0700):
+
+    agora.toml                 settings, optional
+    identity.key               this machine's Ed25519 key, mode 0600
+    daemon.lock                names the process that holds the directory
+    events.jsonl               the journal
+    corpus/                    tokenised texts, by content
+    runs/<run id>/run.toml     the signed manifest of each run this machine has joined
+    runs/<run id>/peers.txt    addresses that answered last time
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MAX_SOCKET_PATH_BYTES = 107
+HOME_VARIABLE = "AGORA_HOME"
+RUNTIME_VARIABLE = "AGORA_RUNTIME_DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """One daemon's data directory."""
+
+    root: Path
+
+    @property
+    def settings(self) -> Path:
+        """The optional settings file."""
+        return self.root / "agora.toml"
+
+    @property
+    def identity(self) -> Path:
+        """The key file."""
+        return self.root / "identity.key"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the daemon that uses this directory."""
+        return self.root / "daemon.lock"
+
+    @property
+    def corpus(self) -> Path:
+        """Tokenised texts, unless the settings name another directory."""
+        return self.root / "corpus"
+
+    @property
+    def runs(self) -> Path:
+        """One directory for each run that this machine has joined."""
+        return self.root / "runs"
+
+    def manifest(self, run: str) -> Path:
+        """The signed manifest of a run."""
+        return self.runs / run / "run.toml"
+
+    def peers(self, run: str) -> Path:
+        """Addresses of a run's peers that were reached the last time, one in a line."""
+        return self.runs / run / "peers.txt"
+
+    @property
+    def name(self) -> str:
+        """Short and stable for this directory: the names of its socket and of its registry entry."""
+        return hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:16]
+
+
+def default_home() -> Home:
+    """AGORA_HOME, else XDG_DATA_HOME/agora, else ~/.local/share/agora."""
+    if named := os.environ.get(HOME_VARIABLE):
+        return Home(Path(named).expanduser())
+    data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Home(Path(data) / "agora")
+
+
+def home_at(directory: Path | None) -> Home:
+    """The given data directory, or this user's."""
+    return Home(directory.expanduser().absolute()) if directory is not None else default_home()
+
+
+def runtime_directory() -> Path:
+    """Where this user's daemons have their sockets: short, private, gone after a reboot.
+
+    AGORA_RUNTIME_DIR, else systemd's RUNTIME_DIRECTORY, else XDG_RUNTIME_DIR/agora, else /tmp/agora-UID; a directory
+    whose name leaves no room for a socket's is passed over.
+    """
+    for named, suffix in ((RUNTIME_VARIABLE, ""), ("RUNTIME_DIRECTORY", ""), ("XDG_RUNTIME_DIR", "agora")):
+        value = os.environ.get(named, "").partition(":")[0]
+        if value and len(os.fsencode(value)) + len(suffix) + 24 <= MAX_SOCKET_PATH_BYTES:
+            return Path(value) / suffix if suffix else Path(value)
+    return Path("/tmp") / f"agora-{os.getuid()}"
+
+
+def make_private(directory: Path) -> None:
+    """Creates the directory with mode 0700; raises PermissionError when somebody else owns it or it is a link."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(
+            13, f"{directory} belongs to somebody else; set {RUNTIME_VARIABLE} to another", str(directory)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A running daemon, as its registry file beside its socket describes it."""
+
+    run: str
+    name: str
+    founder: str
+    peer: str
+    pid: int
+    root: str
+    socket: str
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process exists (a killed daemon leaves its files behind)."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+
+def socket_of(home: Home) -> Path:
+    """The control socket of the daemon that uses this data directory."""
+    return runtime_directory() / f"{home.name}.sock"
+
+
+def _registry_file(socket: Path) -> Path:
+    return socket.with_suffix(".json")
+
+
+def register(entry: Entry) -> None:
+    """Makes a daemon findable; replaces what a killed daemon of the same data directory left."""
+    path = _registry_file(Path(entry.socket))
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(asdict(entry)))
+    temporary.replace(path)
+
+
+def unregister(socket: Path) -> None:
+    """Removes a daemon's socket and registry file; both may be gone already."""
+    socket.unlink(missing_ok=True)
+    _registry_file(socket).unlink(missing_ok=True)
+
+
+def daemons() -> list[Entry]:
+    """This user's running daemons; what killed ones left behind is removed on the way."""
+    found: list[Entry] = []
+    for path in sorted(runtime_directory().glob("*.json")):
+        try:
+            entry = Entry(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+        if entry.alive:
+            found.append(entry)
+        else:
+            unregister(Path(entry.socket))
+    return found

@@ -1,0 +1,182 @@
+"""What RUN means: a manifest file, an invite, or the name of a run that this machine has joined.
+
+Knows: files, invites, the registry of running daemons. Must not know: the network. Loads the manifest's code only when
+there is a manifest to read, so that asking about an invite stays instant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agora_protocol.errors import DiskError, InputError, ManifestError
+from agora_protocol.ids import RunId, is_run_id
+from agora_protocol.invite import SCHEME, Invite
+
+from agora.node import paths
+
+if TYPE_CHECKING:
+    from agora_protocol.identity import Identity
+    from agora_protocol.manifest import Manifest, SignedManifest
+
+
+@dataclass(frozen=True, slots=True)
+class RunReference:
+    """What is known of a run before anything is asked: `run` is "" for a manifest that nobody has signed yet."""
+
+    run: str
+    name: str
+    addresses: tuple[str, ...] = ()
+    signed: SignedManifest | None = None
+    draft: Manifest | None = None
+    file: Path | None = None
+
+    @property
+    def base(self) -> Path:
+        """Where relative paths of the manifest begin: beside its file, else here."""
+        return self.file.parent.absolute() if self.file is not None else Path.cwd()
+
+    def is_of(self, entry: paths.Entry) -> bool:
+        """Whether a running daemon takes part in this run; a draft is the run that its founder signed."""
+        if self.run:
+            return entry.run == self.run
+        return self.draft is not None and self.draft.model_copy(update={"founder": entry.founder}).run_id == entry.run
+
+
+def resolve(text: str, home: paths.Home) -> RunReference:
+    """Raises InputError for what is none of the three, ManifestError for a bad manifest; one sentence each."""
+    if text.startswith(SCHEME):
+        invite = Invite.parse(text)
+        known = _remembered(home, invite.run)
+        return RunReference(invite.run, invite.name, _merged(invite.addresses, known))
+    path = Path(text).expanduser()
+    if path.is_file():
+        return from_file(path, home)
+    if path.is_dir():
+        raise InputError(f"{text} is a directory; name the manifest file in it.")
+    if "/" in text or text.endswith(".toml"):
+        raise InputError(f"There is no manifest {text}; write one with `swarm new {text}`, or correct the path.")
+    return _by_name(text, home)
+
+
+def from_file(path: Path, home: paths.Home) -> RunReference:
+    """A manifest file, signed or not."""
+    from agora_protocol.manifest import Manifest, SignedManifest, is_signed
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ManifestError(f"{path} is no text; is it a manifest?") from None
+    except OSError as error:
+        raise DiskError(f"Cannot read {path} ({error.strerror}); check its owner and mode.") from error
+    if not is_signed(text, str(path)):
+        draft = Manifest.from_toml(text, str(path))
+        return RunReference("", draft.name, draft=draft, file=path)
+    signed = SignedManifest.from_toml(text, str(path))
+    return RunReference(signed.run_id, signed.manifest.name, _remembered(home, signed.run_id), signed, file=path)
+
+
+def entries_of(text: str, home: paths.Home, entries: Sequence[paths.Entry]) -> list[paths.Entry]:
+    """Those of the running daemons that take part in the run called `text` (a daemon's own name for it counts, too)."""
+    named = [entry for entry in entries if text in (entry.name, entry.run)]
+    if named:
+        return named
+    reference = resolve(text, home)
+    return [entry for entry in entries if reference.is_of(entry)]
+
+
+def sign(reference: RunReference, identity: Identity) -> tuple[SignedManifest, str]:
+    """Founds the run of a draft: signs it, writes the signature into its file; the second is a note of what was done.
+
+    Two daemons that start from one draft found one run: the file is locked while it is read again and signed.
+    """
+    from agora_protocol.manifest import SignedManifest, is_signed
+
+    assert reference.draft is not None and reference.file is not None
+    path = reference.file
+    try:
+        with path.open("r+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            text = file.read()
+            if is_signed(text, str(path)):
+                return SignedManifest.from_toml(text, str(path)), f"{path} was signed meanwhile"
+            signed = SignedManifest.sign(reference.draft, identity)
+            file.seek(0)
+            file.write(_with_signature(text, signed, str(path)))
+            file.truncate()
+            file.flush()
+    except OSError as error:
+        note = f"{path} stays unsigned ({error.strerror}), the signed copy is in the data directory"
+        return SignedManifest.sign(reference.draft, identity), note
+    return signed, f"signed {path} as founder"
+
+
+def _with_signature(text: str, signed: SignedManifest, source: str) -> str:
+    """The author's text, comments and all, plus founder and [signed]; written anew where that would not verify."""
+    from agora_protocol.manifest import SignedManifest
+
+    table = signed.to_toml().rpartition("\n[signed]")[2]
+    whole = f'founder = "{signed.founder}"\n{text.rstrip()}\n\n[signed]{table}'
+    try:
+        return whole if SignedManifest.from_toml(whole, source) == signed else signed.to_toml()
+    except ManifestError:
+        return signed.to_toml()
+
+
+def remember(home: paths.Home, signed: SignedManifest) -> None:
+    """Keeps the signed manifest in the data directory, so that its name is enough the next time. Raises DiskError."""
+    path = home.manifest(signed.run_id)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(signed.to_toml(), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise DiskError(f"Cannot write {path} ({error.strerror}); free some space, or choose another --dir.") from error
+
+
+def remember_addresses(home: paths.Home, run: str, addresses: Sequence[str]) -> None:
+    """Keeps addresses for the next start. Raises OSError."""
+    home.peers(run).write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
+
+
+def _remembered(home: paths.Home, run: str) -> tuple[str, ...]:
+    try:
+        return tuple(home.peers(run).read_text(encoding="utf-8").split()[:16])
+    except (OSError, UnicodeDecodeError):
+        return ()
+
+
+def _merged(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*first, *second]))
+
+
+def _by_name(text: str, home: paths.Home) -> RunReference:
+    roots = dict.fromkeys([home.root, *(Path(entry.root) for entry in paths.daemons())])
+    found = {reference.run: reference for root in roots for reference in _joined(paths.Home(root))}
+    matching = [r for r in found.values() if text in (r.name, r.run) or (len(text) >= 6 and r.run.startswith(text))]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        listed = ", ".join(reference.run[:12] for reference in matching)
+        raise InputError(f"Several runs are called {text!r}; give the beginning of one's id: {listed}.")
+    if is_run_id(text):
+        return RunReference(RunId(text), "")
+    close = difflib.get_close_matches(text, [reference.name for reference in found.values()], n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "give a manifest file (run.toml) or an invite (agora://...)."
+    raise InputError(f"{text!r} is no file, no invite and no run that this machine has joined; {hint}")
+
+
+def _joined(home: paths.Home) -> Iterator[RunReference]:
+    from agora_protocol.manifest import SignedManifest
+
+    for path in sorted(home.runs.glob("*/run.toml")):
+        try:
+            signed = SignedManifest.from_toml(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError, ManifestError):
+            continue
+        yield RunReference(signed.run_id, signed.manifest.name, _remembered(home, signed.run_id), signed)

@@ -1,0 +1,125 @@
+"""The daemon's settings on this machine: flag, then AGORA_* environment, then DIR/agora.toml, then the default here.
+
+Knows: names, types, where each value came from. Must not know: the run's manifest, which is the same for everybody and
+never sets anything about a machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from agora_protocol.errors import LocalError
+from agora_protocol.ids import Span
+
+PREFIX = "AGORA_"
+OTHER_VARIABLES = frozenset({"AGORA_HOME", "AGORA_RUNTIME_DIR", "AGORA_FAULTS", "AGORA_FAULTS_LOG"})
+_HOST_PORT = re.compile(r"(?P<host>\d+\.\d+\.\d+\.\d+):(?P<port>\d+)")
+
+
+class SettingsError(LocalError):
+    """A setting is unknown or impossible; the sentence names where it stands and what would be right."""
+
+    code = "settings"
+
+
+class Settings(pydantic.BaseModel):
+    """What an owner can decide about one daemon."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
+    stages: str = "auto"  # "auto" or a span, "0-1"
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddrs or HOST:PORT; port 0 lets the system choose
+    announce: tuple[str, ...] = ()  # further multiaddrs under which others can reach this peer
+    threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
+    memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
+    corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @pydantic.field_validator("listen", "announce", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        return tuple(value) if isinstance(value, list) else value
+
+    @pydantic.field_validator("listen", "announce")
+    @classmethod
+    def _multiaddrs(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_multiaddr(address) for address in value)
+
+    @pydantic.field_validator("stages")
+    @classmethod
+    def _span(cls, value: str) -> str:
+        if value != "auto":
+            Span.parse(value)
+        return value
+
+    @property
+    def span(self) -> Span | None:
+        """The span that the owner asked for; None lets placement choose."""
+        return None if self.stages == "auto" else Span.parse(self.stages)
+
+
+def _multiaddr(address: str) -> str:
+    if address.startswith("/"):
+        return address
+    match = _HOST_PORT.fullmatch(address)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError(f"{address!r} is no address; write /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330")
+    return f"/ip4/{match['host']}/tcp/{match['port']}"
+
+
+def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
+    """The settings in force; `flags` holds only what was given. Raises SettingsError with one sentence."""
+    layers: list[tuple[str, dict[str, Any]]] = [
+        (str(file), _from_file(file)),
+        ("the environment", _from_environment(environment)),
+        ("the command line", {key: value for key, value in flags.items() if value is not None}),
+    ]
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for source, values in layers:
+        for key in values:
+            if key not in Settings.model_fields:
+                shown = PREFIX + key.upper() if source == "the environment" else key
+                raise SettingsError(f"{source} sets the unknown {shown}{_nearest(key, source)}")
+        merged |= values
+        origin |= dict.fromkeys(values, source)
+    try:
+        return Settings.model_validate(merged)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else ""
+        reason = first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"{origin.get(key, 'a setting')} sets {key} wrongly: {reason}; correct it") from None
+
+
+def _nearest(key: str, source: str) -> str:
+    close = difflib.get_close_matches(key, Settings.model_fields, n=1, cutoff=0.5)
+    if not close:
+        return f"; known are {', '.join(sorted(Settings.model_fields))}"
+    return f"; did you mean {PREFIX + close[0].upper() if source == 'the environment' else close[0]}?"
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read {file}: {error}; repair or remove it") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{file} is not TOML: {error}; repair or remove it") from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    ours = {key: value for key, value in environment.items() if key.startswith(PREFIX) and key not in OTHER_VARIABLES}
+    return {key.removeprefix(PREFIX).lower(): value for key, value in ours.items()}
