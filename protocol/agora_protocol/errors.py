@@ -34,7 +34,7 @@ PROTOCOL_CODES: Final[dict[str, str]] = {
 
 
 class AgoraError(Exception):
-    """Base of every error raised on purpose. `code` is a stable word for machines, str(error) the sentence for people."""
+    """Base of every error raised on purpose: `code` is a stable word for machines, str(error) a sentence for people."""
 
     code: ClassVar[str] = "error"
 

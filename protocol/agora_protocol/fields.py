@@ -13,7 +13,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final, dataclass_transform
+from typing import Any, ClassVar, Final, Self, dataclass_transform
 
 from agora_protocol.addresses import address_problem
 from agora_protocol.errors import AgoraError, ProtocolError
@@ -39,6 +39,8 @@ class Field:
 
 def shown(value: object) -> str:
     """A stranger's value, short and harmless enough for an error text."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "a huge integer"
     if isinstance(value, int | float | str | bytes) or value is None:
         return repr(value[:40] if isinstance(value, str | bytes) else value)[:80]
     return f"a {type(value).__name__}"
@@ -186,9 +188,6 @@ def address_list(*, doc: str = "") -> Any:
     return many(Field("address", check), MAX_ADDRESSES, doc=doc)
 
 
-SPECIFIERS: Final = (whole, number, text, raw, choice, peer_id, span, many, address_list)
-
-
 @dataclass_transform(
     frozen_default=True, field_specifiers=(whole, number, text, raw, choice, peer_id, span, many, address_list)
 )
@@ -226,7 +225,7 @@ class Structure:
         return None
 
     def to_fields(self) -> dict[str, Any]:
-        """The plain map that goes on the wire, in order of declaration."""
+        """The plain map that goes on the wire, in order of declaration. Not to be changed."""
         fields = self.__dict__
         if self._dumps:
             fields = dict(fields)
@@ -235,17 +234,20 @@ class Structure:
         return fields
 
     @classmethod
-    def from_fields(cls, fields: object) -> Any:
+    def from_fields(cls, fields: object) -> Self:
         """From a plain map read from the wire: every field present, nothing else. Raises ProtocolError."""
         if not isinstance(fields, Mapping):
             raise ProtocolError(cls.ERROR, f"{cls.__name__} must be a map, not {shown(fields)}.")
         if fields.keys() != cls.FIELDS.keys():
             raise ProtocolError(cls.ERROR, _key_problem(cls, fields))
-        if cls._loads:
-            fields = dict(fields)
-            for name, load in cls._loads:
-                fields[name] = load(fields[name])
-        return cls(**fields)
+        made = object.__new__(cls)  # not cls(**fields): a frozen dataclass sets field by field, slowly
+        values = made.__dict__
+        for name in cls.FIELDS:
+            values[name] = fields[name]
+        for name, load in cls._loads:
+            values[name] = load(values[name])
+        made.__post_init__()
+        return made
 
 
 def _key_problem(cls: type[Structure], fields: Mapping[str, Any]) -> str:

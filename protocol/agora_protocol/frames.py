@@ -1,7 +1,7 @@
-"""Frames: 16 fixed bytes, a msgpack header, raw tensors. Knows how bytes are laid out; never reads or writes a stream.
+"""Frames: 16 fixed bytes, a msgpack header, raw tensors. Knows how bytes are laid out; touches no stream.
 
-The reader's order: 16 bytes -> Prefix.parse (every length judged) -> header bytes -> decode_header (every tensor judged)
--> payload into one buffer of exactly payload_bytes -> slice_payload (views, no copies).
+The reader's order: 16 bytes -> Prefix.parse (every length judged) -> header bytes -> decode_header (every tensor
+judged) -> payload into one buffer of exactly payload_bytes -> slice_payload (views, no copies).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _specs(listed: Any) -> tuple[TensorSpec, ...]:
 
 
 def slice_payload(specs: Sequence[TensorSpec], payload: memoryview | bytearray | bytes) -> list[WireTensor]:
-    """The tensors as views into `payload`, in order. Raises ProtocolError("bad-tensor") when the bytes do not add up."""
+    """The tensors as views into `payload`, in order. Raises ProtocolError("bad-tensor") for a wrong byte count."""
     view, at = memoryview(payload), 0
     if sum(spec.nbytes for spec in specs) != view.nbytes:
         raise ProtocolError("bad-tensor", f"The payload has {view.nbytes} bytes, which is not what its tensors need.")

@@ -1,7 +1,7 @@
 """A peer's Ed25519 key, in libp2p's key file format. Knows keys and one small file; nothing of records or networks.
 
-The file is the protobuf `PrivateKey {1: KeyType = Ed25519 (1), 2: data = 32 private bytes || 32 public bytes}`, 68 bytes,
-mode 0600. go-libp2p, py-libp2p and hivemind read the same file.
+The file is the protobuf `PrivateKey {1: KeyType = Ed25519 (1), 2: data = 32 private bytes || 32 public bytes}`, 68
+bytes, mode 0600. go-libp2p, py-libp2p and hivemind read the same file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Identity:
             raise IdentityError(f"{path} exists already; use it, or move it away to make a new identity.") from error
         except OSError as error:
             raise IdentityError(
-                f"The identity file {path} cannot be written ({error.strerror}); choose a directory that this user can write."
+                f"The identity file {path} cannot be written ({error.strerror}); choose a directory you can write."
             ) from error
         return identity
 
@@ -151,7 +151,9 @@ def _private_in(data: bytes, path: Path) -> bytes:
     """The raw private key in a key file's bytes."""
     kind = KEY_TYPES.get(data[1]) if len(data) > 2 and data[0] == 0x08 else None
     if kind is not None and kind != "Ed25519":
-        raise IdentityError(f"{path} holds an {kind} key where Ed25519 is needed; move it away and a new one is made.")
+        raise IdentityError(
+            f"{path} holds a key of type {kind} where Ed25519 is needed; move it away and a new one is made."
+        )
     if len(data) != 68 or not data.startswith(KEY_FILE_PREFIX):
         raise IdentityError(
             f"{path} is not a libp2p Ed25519 key file; restore it from a copy, or move it away to get a new one."

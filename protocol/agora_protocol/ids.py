@@ -1,7 +1,7 @@
 """The names of things: peers, runs, microbatches, spans of stages. Knows their form, not who or what they name.
 
-A peer id is libp2p's: base58 of the identity multihash of the protobuf-wrapped Ed25519 public key, so the key itself can
-be read out of the id and no lookup is ever needed to check a signature.
+A peer id is libp2p's: base58 of the identity multihash of the protobuf-wrapped Ed25519 public key, so the key itself
+can be read out of the id and no lookup is ever needed to check a signature.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Span:
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.last < MAX_STAGES:
             raise InputError(
-                f"{self.first}-{self.last} is no span of stages; write it as FIRST-LAST, from 0 to {MAX_STAGES - 1}, such as 0-1."
+                f"{self.first}-{self.last} is no span of stages; write it as 2 or 0-1, from 0 to {MAX_STAGES - 1}."
             )
 
     @property
@@ -103,18 +103,20 @@ def is_peer_id(text: str) -> bool:
     return key_in_peer_id(text) is not None
 
 
-_FIRST_WORDS: Final = (
+_FIRST: Final = (
     "amber ashen azure black blue brisk bronze calm clear cobalt copper coral crimson deep dusky eager "
     "early ember fair fleet frosty gentle gilded golden grand green grey happy hazel humble icy indigo "
     "ivory jade jolly keen kind late lilac lively lunar maroon mellow merry misty noble ochre olive "
     "opal pale plain proud quiet rapid red rosy royal ruby rustic sandy scarlet silver sunny swift"
-).split()
-_SECOND_WORDS: Final = (
+)
+_SECOND: Final = (
     "avocet badger bat bear beaver bison bittern boar buzzard cat chough condor coot crane crow curlew "
     "deer dipper dove duck dunlin eagle egret eider elk falcon finch fox gannet goose grebe gull "
     "hare hawk heron hobby hoopoe ibis jackdaw jay kestrel kite knot lark linnet lynx magpie marten "
     "merlin mole newt osprey otter owl pipit plover puffin raven robin seal shrike stork swan wren"
-).split()
+)
+_FIRST_WORDS: Final = tuple(_FIRST.split())
+_SECOND_WORDS: Final = tuple(_SECOND.split())
 
 
 def peer_name(peer: PeerId) -> str:

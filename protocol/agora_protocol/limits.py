@@ -22,6 +22,9 @@ MAX_DIMENSION: Final = 2_147_483_647
 MAX_CALLS_PER_CONNECTION: Final = 256
 MAX_DEADLINE_MS: Final = 600_000
 MAX_HINTS: Final = 256
+HANDSHAKE_TIMEOUT_S: Final = 10
+PING_AFTER_SILENCE_S: Final = 10
+PING_ANSWER_S: Final = 5
 
 # Texts and addresses
 MAX_TEXT_BYTES: Final = 1024
@@ -48,3 +51,4 @@ MAX_SPAN_STAGES: Final = 256
 MAX_DEPTH: Final = 16
 MAX_ARRAY_ITEMS: Final = 1024
 MAX_MAP_ITEMS: Final = 64
+MAX_VALUES: Final = 4096  # keys and values together, where more than MAX_DEPTH containers are possible

@@ -1,4 +1,4 @@
-"""The manifest: the immutable description of a run. Reads it from TOML, gives its one canonical form, hash and signature.
+"""The manifest: the immutable description of a run. Reads it from TOML, gives its canonical form, hash and signature.
 
 Knows text, bytes and keys; opens no files and judges no machine. The run id is
 SHA-256(b"agora manifest 1\\0" || canonical bytes), the founder included, so nothing in a run can change under its name.
@@ -30,7 +30,7 @@ from agora_protocol.manifest_sections import (
     Section,
     StagesSection,
 )
-from agora_protocol.packing import canonical, pack, unpack
+from agora_protocol.packing import canonical, is_version, pack, unpack
 
 __all__ = [
     "PRESETS",
@@ -54,16 +54,18 @@ SIGNED_VERSION: Final = 1
 class Manifest(Section):
     """Everything that the peers of a run agree on. Unsigned while `founder` is empty."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="a name for people")
-    seed: int = Field(0, ge=0, le=MAX_SEED, description="decides initial weights, samples and the held-out part")
-    founder: str = Field("", max_length=64, description="peer id of who signed; empty until then")
-    model: ModelSection = Field(default_factory=ModelSection)
-    stages: StagesSection = Field(default_factory=StagesSection)
-    boundary: BoundarySection = Field(default_factory=BoundarySection)
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
-    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
-    data: DataSection = Field(default_factory=DataSection)
-    admission: AdmissionSection = Field(default_factory=AdmissionSection)
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="a name for people")
+    seed: int = Field(
+        default=0, ge=0, le=MAX_SEED, description="decides initial weights, samples and the held-out part"
+    )
+    founder: str = Field(default="", max_length=64, description="peer id of who signed; empty until then")
+    model: ModelSection = ModelSection()
+    stages: StagesSection = StagesSection()
+    boundary: BoundarySection = BoundarySection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    data: DataSection = DataSection()
+    admission: AdmissionSection = AdmissionSection()
 
     @classmethod
     def from_values(cls, values: dict[str, Any], source: str) -> Manifest:
@@ -95,7 +97,7 @@ class Manifest(Section):
         return Manifest.from_values(_merged(self.model_dump(), overrides), "manifest")
 
     def canonical(self) -> bytes:
-        """Deterministic msgpack of every field: maps sorted by key, floats as float64. What run id and signature cover."""
+        """Deterministic msgpack of every field: maps sorted by key, floats as float64. Hashed and signed."""
         return canonical(self.model_dump())
 
     @property
@@ -180,7 +182,7 @@ class SignedManifest:
         """Read and verify what a peer sent. Raises ManifestError."""
         try:
             parts = unpack(data, MAX_MANIFEST_BYTES)
-            if not isinstance(parts, tuple) or len(parts) != 3 or parts[0] != SIGNED_VERSION:
+            if not isinstance(parts, tuple) or len(parts) != 3 or not is_version(parts[0], SIGNED_VERSION):
                 raise ProtocolError("bad-message", "it is not [1, canonical, signature]")
             values = unpack(parts[1], MAX_MANIFEST_BYTES) if isinstance(parts[1], bytes) else None
         except ProtocolError as error:
@@ -222,7 +224,7 @@ def _toml(text: str, source: str) -> dict[str, Any]:
         raise ManifestError(f"{source}: the file has more than {4 * MAX_MANIFEST_BYTES} bytes; is it a manifest?")
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, and integers of 4300 digits
         raise ManifestError(f"{source}: this is not valid TOML ({str(error)[:200]}); correct that line.") from None
 
 

@@ -6,18 +6,23 @@ Knows the sections; reads no files and makes no bytes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from agora_protocol.errors import ManifestError
+from agora_protocol.fields import shown
 from agora_protocol.ids import is_peer_id
-from agora_protocol.limits import MAX_PAYLOAD_BYTES
+from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES
+from agora_protocol.manifest_toml import toml_value
 
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
+SIGNING_BYTES: Final = 128  # room for founder, signature and their msgpack
 CODEC_BYTES: Final = {"bf16": 2, "float32": 4}
 
 
@@ -68,7 +73,7 @@ def _stages(it: Manifest) -> str | None:
         return None
     if len(cuts) != count:
         return f"[stages] first_layers names {len(cuts)} stages where count is {count}; name the first layer of each."
-    if cuts[0] != 0 or any(a >= b for a, b in zip(cuts, cuts[1:], strict=False)) or cuts[-1] >= layers:
+    if cuts[0] != 0 or any(a >= b for a, b in pairwise(cuts)) or cuts[-1] >= layers:
         return (
             f"[stages] first_layers {list(cuts)} is no cut of {layers} layers; "
             f"begin with 0 and rise to at most {layers - 1}, or remove it to cut evenly."
@@ -101,7 +106,17 @@ def _payload(it: Manifest) -> str | None:
     if needed > MAX_PAYLOAD_BYTES:
         return (
             f"A microbatch of {it.schedule.microbatch} x {it.model.context} x {it.model.width} {it.boundary.codec} is "
-            f"{needed} bytes on the wire, more than the {MAX_PAYLOAD_BYTES} allowed; use a smaller [schedule] microbatch."
+            f"{needed} bytes on the wire, over the limit of {MAX_PAYLOAD_BYTES}; use a smaller [schedule] microbatch."
+        )
+    return None
+
+
+def _size(it: Manifest) -> str | None:
+    size = len(it.canonical()) + SIGNING_BYTES
+    if size > MAX_MANIFEST_BYTES:
+        return (
+            f"The manifest has {size} bytes once signed, more than the {MAX_MANIFEST_BYTES} allowed; "
+            f"list fewer [data] corpus paths or [admission] peers."
         )
     return None
 
@@ -139,6 +154,7 @@ RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
     _step_tokens,
     _warmup,
     _payload,
+    _size,
     _tokenizer,
     _admission,
 )
@@ -154,44 +170,58 @@ def check_rules(manifest: Manifest, source: str) -> None:
 def explain(error: ValidationError, root: type[BaseModel], source: str) -> ManifestError:
     """The first of pydantic's complaints as one sentence that names section, key, value and remedy."""
     first = error.errors(include_url=False)[0]
-    path = [str(part) for part in first["loc"]]
-    where = f"[{path[0]}] {'.'.join(path[1:])}" if len(path) > 1 else path[0] if path else "the manifest"
+    path = first["loc"]
     if first["type"] == "extra_forbidden":
         return ManifestError(f"{source}: {_unknown(path, root)}")
-    text = str(first["msg"]).removeprefix("Input ").removeprefix("Value error, ")
+    value = first["input"]
+    said = f" {shown(value)}" if isinstance(value, int | float | str) else ""
     default = _default_of(path, root)
-    remedy = "give it a value." if first["type"] == "missing" else "correct it, or remove it for the default."
-    if default is not None:
-        remedy = f"correct it, or remove it for the default {default}."
-    return ManifestError(f"{source}: {where} {_value_of(first)}is not acceptable, it {text}; {remedy}")
+    remedy = "correct it, or remove it" + (f" for the default {default}." if default else ".")
+    return ManifestError(f"{source}: {_where(path)}{said} {_complaint(first)}; {remedy}")
 
 
-def _value_of(first: Mapping[str, Any]) -> str:
-    value = first.get("input")
-    return f"{str(value)[:60]!r} " if isinstance(value, int | float | str) else ""
+def _where(path: Sequence[str | int]) -> str:
+    """("data", "corpus", 0) as "[data] corpus[0]"."""
+    words = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
+    return f"[{path[0]}] {words[1:]}" if words else f"{path[0]}" if path else "the manifest"
 
 
-def _section_of(path: list[str], root: type[BaseModel]) -> type[BaseModel] | None:
-    kind: Any = root
-    for name in path[:-1]:
-        field = kind.model_fields.get(name)
-        kind = field.annotation if field else None
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            return None
-    return kind  # type: ignore[no-any-return]
+def _complaint(first: Mapping[str, Any]) -> str:
+    limits = first.get("ctx", {})
+    match first["type"]:
+        case "model_type" | "model_attributes_type":
+            return "must be a table, written as a line in square brackets"
+        case "too_short":
+            return f"must have at least {limits['min_length']} item"
+        case "too_long":
+            return f"must have at most {limits['max_length']} items"
+        case "tuple_type":
+            return "must be a list"
+        case "string_pattern_mismatch":
+            return "must be 1 to 64 letters, digits, dots, dashes and underscores, the first a letter or digit"
+    return str(first["msg"]).removeprefix("Input ").removeprefix("String ").replace("should", "must", 1)
 
 
-def _default_of(path: list[str], root: type[BaseModel]) -> str | None:
-    section = _section_of(path, root) if len(path) > 1 else None
-    field = section.model_fields.get(path[-1]) if section else None
-    return str(field.default) if field and not field.is_required() else None
+def _field_of(path: Sequence[str | int], root: type[BaseModel]) -> tuple[type[BaseModel] | None, FieldInfo | None]:
+    """The section that a path leads into, and the field it names there."""
+    section: Any = root
+    for name in path[:1] if len(path) > 1 else ():
+        field = section.model_fields.get(name)
+        section = field.annotation if field else None
+    if not (isinstance(section, type) and issubclass(section, BaseModel)):
+        return None, None
+    return section, section.model_fields.get(str(path[min(1, len(path) - 1)])) if path else None
 
 
-def _unknown(path: list[str], root: type[BaseModel]) -> str:
-    section = _section_of(path, root)
-    names = list(section.model_fields) if section else []
+def _default_of(path: Sequence[str | int], root: type[BaseModel]) -> str | None:
+    default = (_field_of(path, root)[1] or FieldInfo()).default
+    return toml_value(default) if isinstance(default, int | float | str | tuple) else None
+
+
+def _unknown(path: Sequence[str | int], root: type[BaseModel]) -> str:
+    section, _ = _field_of(path, root)
     inside = f"[{path[0]}] has" if len(path) > 1 else "there is"
-    return f"{inside} no key {path[-1][:40]!r}; {suggest(path[-1], names)}"
+    return f"{inside} no key {str(path[-1])[:40]!r}; {suggest(str(path[-1]), section.model_fields if section else ())}"
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -24,51 +24,55 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The decoder that the run trains."""
 
-    family: Literal["subspace"] = Field("subspace", description="model family; subspace is a Llama-style decoder")
-    width: int = Field(128, ge=2, le=65_536, description="residual stream width d; a multiple of heads")
-    layers: int = Field(4, ge=1, le=1024, description="decoder layers in all; at least one for each stage")
-    heads: int = Field(
-        4, ge=1, le=1024, description="attention heads; width / heads must be even, for rotary positions"
+    family: Literal["subspace"] = Field(
+        default="subspace", description="model family; subspace is a Llama-style decoder"
     )
-    key_value_heads: int = Field(2, ge=1, le=1024, description="heads of keys and values; divides heads")
-    feed_forward: int = Field(352, ge=1, le=524_288, description="inner width of the SwiGLU feed-forward")
-    context: int = Field(128, ge=1, le=1_048_576, description="tokens per sequence")
-    vocabulary: int = Field(256, ge=2, le=2_097_152, description="token ids; 256 for the bytes tokenizer")
-    subspace: int = Field(128, ge=2, le=65_536, description="rank k of the shared subspace; must equal width for now")
-    rope_theta: float = Field(10000.0, gt=0, le=1e12, description="base of the rotary position frequencies")
-    norm_epsilon: float = Field(1e-5, gt=0, le=1, description="added to the mean square in RMSNorm")
+    width: int = Field(default=128, ge=2, le=65_536, description="residual stream width d; a multiple of heads")
+    layers: int = Field(default=4, ge=1, le=1024, description="decoder layers in all; at least one for each stage")
+    heads: int = Field(
+        default=4, ge=1, le=1024, description="attention heads; width / heads must be even, for rotary positions"
+    )
+    key_value_heads: int = Field(default=2, ge=1, le=1024, description="heads of keys and values; divides heads")
+    feed_forward: int = Field(default=352, ge=1, le=524_288, description="inner width of the SwiGLU feed-forward")
+    context: int = Field(default=128, ge=1, le=1_048_576, description="tokens per sequence")
+    vocabulary: int = Field(default=256, ge=2, le=2_097_152, description="token ids; 256 for the bytes tokenizer")
+    subspace: int = Field(
+        default=128, ge=2, le=65_536, description="rank k of the shared subspace; must equal width for now"
+    )
+    rope_theta: float = Field(default=10000.0, gt=0, le=1e12, description="base of the rotary position frequencies")
+    norm_epsilon: float = Field(default=1e-5, gt=0, le=1, description="added to the mean square in RMSNorm")
 
 
 class StagesSection(Section):
     """Where the model is cut."""
 
-    count: int = Field(2, ge=1, le=1024, description="stages the layers are cut into")
+    count: int = Field(default=2, ge=1, le=1024, description="stages the layers are cut into")
     first_layers: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = Field(
-        (), max_length=1024, description="the first layer of each stage, such as [0, 3]; empty cuts evenly"
+        default=(), max_length=1024, description="the first layer of each stage, such as [0, 3]; empty cuts evenly"
     )
 
 
 class BoundarySection(Section):
     """How activations and their gradients cross between peers."""
 
-    codec: Literal["bf16", "float32"] = Field("bf16", description="bf16 halves the bytes; float32 is exact")
+    codec: Literal["bf16", "float32"] = Field(default="bf16", description="bf16 halves the bytes; float32 is exact")
 
 
 class OptimizerSection(Section):
     """How each stage learns from the summed gradients."""
 
-    name: Literal["adamw", "nadam"] = Field("adamw", description="adamw, or nadam where staleness is high")
-    learning_rate: float = Field(3e-3, gt=0, le=100, description="peak learning rate")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the gradient's mean")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the gradient's square")
-    epsilon: float = Field(1e-8, gt=0, le=1, description="added to the square root in the update")
-    weight_decay: float = Field(0.1, ge=0, le=10, description="decoupled weight decay, on matrices only")
-    warmup_steps: int = Field(20, ge=0, le=10**9, description="steps of linear warm-up")
-    total_steps: int = Field(2000, ge=1, le=10**9, description="steps until the learning rate has decayed")
-    minimum_ratio: Share = Field(0.1, description="share of the peak that the learning rate decays to")
-    clip: float = Field(1.0, ge=0, le=1e9, description="gradient norm limit over the whole model; 0 is none")
+    name: Literal["adamw", "nadam"] = Field(default="adamw", description="adamw, or nadam where staleness is high")
+    learning_rate: float = Field(default=3e-3, gt=0, le=100, description="peak learning rate")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the gradient's mean")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the gradient's square")
+    epsilon: float = Field(default=1e-8, gt=0, le=1, description="added to the square root in the update")
+    weight_decay: float = Field(default=0.1, ge=0, le=10, description="decoupled weight decay, on matrices only")
+    warmup_steps: int = Field(default=20, ge=0, le=10**9, description="steps of linear warm-up")
+    total_steps: int = Field(default=2000, ge=1, le=10**9, description="steps until the learning rate has decayed")
+    minimum_ratio: Share = Field(default=0.1, description="share of the peak that the learning rate decays to")
+    clip: float = Field(default=1.0, ge=0, le=1e9, description="gradient norm limit over the whole model; 0 is none")
     target_tokens: int = Field(
-        16_384, ge=1, le=2**40, description="tokens per optimizer step, over all replicas; whole microbatches"
+        default=16_384, ge=1, le=2**40, description="tokens per optimizer step, over all replicas; whole microbatches"
     )
 
 
@@ -76,12 +80,15 @@ class ScheduleSection(Section):
     """How microbatches flow."""
 
     kind: Literal["asynchronous", "synchronous"] = Field(
-        "asynchronous", description="asynchronous never waits; synchronous finishes a step before the next begins"
+        default="asynchronous",
+        description="asynchronous never waits; synchronous finishes a step before the next begins",
     )
-    microbatch: int = Field(8, ge=1, le=65_536, description="sequences per microbatch")
-    max_in_flight: int = Field(0, ge=0, le=4096, description="microbatches an origin keeps in flight; 0 measures it")
+    microbatch: int = Field(default=8, ge=1, le=65_536, description="sequences per microbatch")
+    max_in_flight: int = Field(
+        default=0, ge=0, le=4096, description="microbatches an origin keeps in flight; 0 measures it"
+    )
     activations: Literal["auto", "recompute", "keep"] = Field(
-        "auto", description="recompute the forward in the backward, or keep its graph; auto chooses by memory"
+        default="auto", description="recompute the forward in the backward, or keep its graph; auto chooses by memory"
     )
 
 
@@ -89,14 +96,21 @@ class DataSection(Section):
     """What the run learns from."""
 
     corpus: tuple[PathText, ...] = Field(
-        ("stdlib",), min_length=1, max_length=64, description="stdlib, or .txt, .jsonl and .parquet files and globs"
+        default=("stdlib",),
+        min_length=1,
+        max_length=64,
+        description="stdlib, or .txt, .jsonl and .parquet files and globs",
     )
-    tokenizer: PathText = Field("bytes", description="bytes, or the path of a tokenizers JSON file")
-    heldout: float = Field(0.01, ge=0, le=0.5, description="share of the text that is never trained on")
+    tokenizer: PathText = Field(default="bytes", description="bytes, or the path of a tokenizers JSON file")
+    heldout: float = Field(default=0.01, ge=0, le=0.5, description="share of the text that is never trained on")
 
 
 class AdmissionSection(Section):
     """Who may take part."""
 
-    mode: Literal["open", "listed"] = Field("open", description="open to everyone, or listed: only peers and founder")
-    peers: tuple[str, ...] = Field((), max_length=512, description="peer ids (12D3KooW...) that mode listed admits")
+    mode: Literal["open", "listed"] = Field(
+        default="open", description="open to everyone, or listed: only peers and founder"
+    )
+    peers: tuple[str, ...] = Field(
+        default=(), max_length=512, description="peer ids (12D3KooW...) that mode listed admits"
+    )

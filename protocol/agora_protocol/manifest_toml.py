@@ -43,12 +43,13 @@ def _first_line(section: BaseModel) -> str:
 
 
 def _line(name: str, value: Any, field: FieldInfo) -> str:
-    return f"{f'{name} = {_toml_value(value)}':<{_COLUMN}}  # {field.description}"
+    return f"{f'{name} = {toml_value(value)}':<{_COLUMN}}  # {field.description}"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A text, number or tuple of those, as TOML writes it."""
     if isinstance(value, tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, str):
         return _toml_text(value)
     return repr(value)

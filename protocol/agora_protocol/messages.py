@@ -188,7 +188,7 @@ def from_fields(kind: object, fields: object) -> Message:
     known = KINDS.get(kind) if type(kind) is int else None
     if known is None:
         raise ProtocolError("bad-message", f"{shown(kind)} is not the kind of any message.")
-    return known.from_fields(fields)  # type: ignore[no-any-return]
+    return known.from_fields(fields)
 
 
 _REFUSALS: Final = {

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgpack
 
 from agora_protocol.errors import ProtocolError
-from agora_protocol.limits import MAX_ARRAY_ITEMS, MAX_DEPTH, MAX_MAP_ITEMS
+from agora_protocol.limits import MAX_ARRAY_ITEMS, MAX_DEPTH, MAX_MAP_ITEMS, MAX_VALUES
 
 _CONTAINERS: Final = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])
 _REASONS: Final = (ValueError, TypeError, OverflowError, RecursionError, msgpack.exceptions.UnpackException)
@@ -38,12 +38,13 @@ def _sorted(value: Any) -> Any:
 def unpack(data: bytes | bytearray | memoryview, most: int, code: str = "bad-message") -> Any:
     """The value in `data`; arrays come as tuples. Raises ProtocolError(code), or "too-large" beyond `most` bytes.
 
-    Before anything is built: size, nesting depth, and the length of every array, map, text and bytes are bounded, so a
-    five-byte lie about a length costs nothing. Map keys must be texts, and no key may appear twice.
+    Before anything is built: size, nesting depth, number of values, and the length of every array, map, text and bytes
+    are bounded, so neither a five-byte lie about a length nor a million tiny values cost anything. Map keys must be
+    texts, and no key may appear twice.
     """
     if len(data) > most:
         raise ProtocolError("too-large", f"{len(data)} bytes of msgpack where at most {most} are allowed.")
-    _check_depth(bytes(data), code)
+    _check_structure(bytes(data), code)
     try:
         return msgpack.unpackb(
             data,
@@ -59,6 +60,11 @@ def unpack(data: bytes | bytearray | memoryview, most: int, code: str = "bad-mes
         raise ProtocolError(code, f"The bytes are not acceptable msgpack ({_short(error)}).") from None
 
 
+def is_version(value: object, version: int) -> bool:
+    """Whether a version field is exactly this integer; True and 1.0 equal 1 in Python, and are not it."""
+    return type(value) is int and value == version
+
+
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:120]
 
@@ -70,18 +76,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_depth(data: bytes, code: str) -> None:
-    """Refuse deep nesting before the C reader, whose stack of 1024 levels could each reserve a full array.
+def _check_structure(data: bytes, code: str) -> None:
+    """Refuse deep nesting and floods of tiny values before the C reader, whose 1024 levels could each reserve an array.
 
-    Depth cannot exceed the number of bytes that could open a container; only where there are many of those (nearly
-    never in honest headers) are the tokens walked.
+    Both need many bytes that open a container. Honest headers have few, which one fast count shows; only where there
+    are many are the tokens walked, and that walk is bounded too.
     """
-    if len(data) - len(data.translate(None, _CONTAINERS)) > MAX_DEPTH and _deeper_than(data, MAX_DEPTH):
-        raise ProtocolError(code, f"msgpack nested deeper than {MAX_DEPTH} levels.")
+    if len(data) - len(data.translate(None, _CONTAINERS)) > MAX_DEPTH and (problem := _walk(data)):
+        raise ProtocolError(code, f"The msgpack {problem}.")
 
 
 def _token_sizes() -> tuple[tuple[int, int, int], ...]:
-    """For every first byte: (bytes to skip, bytes of a following length, items per unit of it; 0 = the unit is bytes)."""
+    """For every first byte: bytes to skip, bytes of a following length, items per unit of it (0: it counts bytes)."""
     sizes = [(1, 0, 0)] * 256
     for byte in range(0xA0, 0xC0):
         sizes[byte] = (1 + (byte & 0x1F), 0, 0)
@@ -123,18 +129,21 @@ def _items_opened(data: bytes, at: int) -> int:
     return unit * int.from_bytes(data[at + 1 : at + 1 + length], "big") if unit else -1
 
 
-def _deeper_than(data: bytes, most: int) -> bool:
-    """Whether the first value in `data` nests deeper than `most` containers. Walks tokens; allocates nothing."""
-    open_items, at, end = [1], 0, len(data)
+def _walk(data: bytes) -> str | None:
+    """What is wrong with the structure of the first value in `data`, walking its tokens and building nothing."""
+    open_items, at, end, seen = [1], 0, len(data), 0
     while open_items and at < end:
         open_items[-1] -= 1
         items = _items_opened(data, at)
         skip, length, unit = _TOKENS[data[at]]
         at += skip if unit or not length else skip + int.from_bytes(data[at + 1 : at + 1 + length], "big")
+        seen += 1
         if items >= 0:
             open_items.append(items)
-            if len(open_items) > most + 1:
-                return True
+        if len(open_items) > MAX_DEPTH + 1:
+            return f"nests deeper than {MAX_DEPTH} levels"
+        if seen > MAX_VALUES:
+            return f"has more than {MAX_VALUES} values"
         while open_items and open_items[-1] == 0:
             open_items.pop()
-    return False
+    return None

@@ -20,7 +20,7 @@ from agora_protocol.limits import (
     MAX_SPAN_STAGES,
     MAX_STAGES,
 )
-from agora_protocol.packing import pack, unpack
+from agora_protocol.packing import is_version, pack, unpack
 
 RECORD_TAG: Final = b"agora record 1\0"
 RECORD_VERSION: Final = 1
@@ -33,6 +33,8 @@ class Record(Structure):
     ERROR: ClassVar[str] = "bad-record"
     KIND: ClassVar[int] = 0
     NAME: ClassVar[str] = ""  # the word in the DHT key
+    peer: PeerId
+    span: Span
 
     def __init_subclass__(cls, *, kind: int, name: str, **rest: Any) -> None:
         super().__init_subclass__(**rest)
@@ -94,7 +96,7 @@ def record_key(run: RunId, kind: str | type[Record], stage: int) -> str:
 
 def seal(record: Record, run: RunId, identity: Identity, expires_unix: float) -> bytes:
     """The signed bytes to publish. Raises ProtocolError("too-large"), or "wrong-key" when the record is not ours."""
-    if getattr(record, "peer") != identity.peer:  # noqa: B009
+    if record.peer != identity.peer:
         raise ProtocolError("wrong-key", "A record can only be sealed by the peer that it speaks for.")
     payload = pack((RECORD_VERSION, record.KIND, float(expires_unix), record.to_fields()))
     sealed = pack((payload, identity.sign(_signed_bytes(run, payload))))
@@ -114,9 +116,9 @@ def open_record(data: bytes, *, run: RunId, key: str, subkey_peer: PeerId, now_u
     name, stage = _read_key(run, key)
     payload, signature = _envelope(data)
     record, expires_unix = _parse_payload(payload)
-    if record.NAME != name or stage not in record.span:  # type: ignore[attr-defined]
+    if name != record.NAME or stage not in record.span:
         raise ProtocolError("bad-record", f"A {record.NAME} does not belong under the key of {name} for stage {stage}.")
-    if record.peer != subkey_peer:  # type: ignore[attr-defined]
+    if record.peer != subkey_peer:
         raise ProtocolError("wrong-key", "The record speaks for another peer than its subkey names.")
     if expires_unix <= now_unix:
         raise ProtocolError("expired", f"The record expired {now_unix - expires_unix:.1f} s ago.")
@@ -160,7 +162,7 @@ def _envelope(data: bytes) -> tuple[bytes, bytes]:
 
 def _parse_payload(payload: bytes) -> tuple[Record, float]:
     parts = unpack(payload, MAX_RECORD_BYTES, "bad-record")
-    if not isinstance(parts, tuple) or len(parts) != 4 or parts[0] != RECORD_VERSION:
+    if not isinstance(parts, tuple) or len(parts) != 4 or not is_version(parts[0], RECORD_VERSION):
         raise ProtocolError("bad-record", "A record's payload must be a list of 1, kind, expiry and fields.")
     known = RECORDS.get(parts[1]) if type(parts[1]) is int else None
     if known is None:

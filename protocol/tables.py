@@ -1,0 +1,187 @@
+"""Writes the tables of SPEC.md from the code, so that the two cannot drift apart: `python protocol/tables.py`.
+
+A test compares every table in SPEC.md with what this file renders. Knows markdown and the package; nothing of the prose.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from agora_protocol import addresses, errors, identity, ids, limits, manifest, messages, records, tensors
+from agora_protocol.fields import REQUIRED, Structure
+from agora_protocol.manifest_toml import toml_value
+
+SPEC: Final = Path(__file__).with_name("SPEC.md")
+_BLOCK: Final = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.S)
+
+LIMITS: Final = {
+    "PROTOCOL_VERSION": "`version` in Hello",
+    "PROTOCOL_NAME": "libp2p protocol id of the stream",
+    "FRAME_MAGIC": "first byte of every frame",
+    "PREFIX_BYTES": "bytes before a frame's header",
+    "MAX_HEADER_BYTES": "header of every frame but ANSWER",
+    "MAX_ANSWER_HEADER_BYTES": "header of an ANSWER, which may carry a manifest or a status",
+    "MAX_PAYLOAD_BYTES": "payload of one frame; a run's manifest implies a smaller one",
+    "MAX_TENSORS": "tensors in one frame",
+    "MAX_DIMENSIONS": "dimensions of one tensor",
+    "MAX_DIMENSION": "one dimension",
+    "MAX_CALLS_PER_CONNECTION": "calls one side may have open on one connection",
+    "MAX_DEADLINE_MS": "deadline of one call, milliseconds",
+    "MAX_HINTS": "entries of Process.hint",
+    "HANDSHAKE_TIMEOUT_S": "seconds until the other side's HELLO must have arrived",
+    "PING_AFTER_SILENCE_S": "seconds of silence, with a call open, after which a caller asks Ping (advice)",
+    "PING_ANSWER_S": "seconds a Pong may take before the connection counts as broken (advice)",
+    "MAX_TEXT_BYTES": "a sentence for people, UTF-8 bytes",
+    "MAX_NAME_BYTES": "a name, UTF-8 bytes",
+    "MAX_ADDRESSES": "addresses in a Hello, claim or invite",
+    "MAX_ADDRESS_BYTES": "one address, ASCII",
+    "MAX_INVITE_BYTES": "one invite",
+    "MAX_RECORD_BYTES": "one sealed record",
+    "MAX_RECORD_LIFETIME_S": "seconds from now to a record's expiry",
+    "CLOCK_TOLERANCE_S": "seconds by which clocks may differ",
+    "MAX_MANIFEST_BYTES": "one signed manifest",
+    "MAX_STATUS_BYTES": "one status",
+    "MAX_KEY_FILE_BYTES": "what is read of an identity file",
+    "MAX_STAGES": "stages of a run",
+    "MAX_SPAN_STAGES": "stages of one span",
+    "MAX_DEPTH": "levels of nesting in any msgpack",
+    "MAX_ARRAY_ITEMS": "items of any msgpack array",
+    "MAX_MAP_ITEMS": "entries of any msgpack map",
+    "MAX_VALUES": "keys and values in one msgpack",
+}
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def limits_table() -> str:
+    """Every constant of limits.py with its value and meaning."""
+    names = [name for name in vars(limits) if name.isupper()]
+    return _table(["name", "value", "meaning"], [[f"`{n}`", f"`{getattr(limits, n)}`", LIMITS[n]] for n in names])
+
+
+def tags_table() -> str:
+    """The byte strings that identities, hashes and signatures are made with."""
+    rows = [
+        ["peer id prefix (multihash, protobuf)", f"`{ids.PEER_ID_PREFIX.hex()}`"],
+        ["key file prefix (protobuf)", f"`{identity.KEY_FILE_PREFIX.hex()}`"],
+        ["run id tag", f"`{manifest.RUN_TAG.hex()}` = `agora manifest 1` and a zero byte"],
+        ["founder's signature tag", f"`{manifest.SIGNATURE_TAG.hex()}` = `agora founder 1` and a zero byte"],
+        ["record signature tag", f"`{records.RECORD_TAG.hex()}` = `agora record 1` and a zero byte"],
+    ]
+    return _table(["what", "bytes (hex)"], rows)
+
+
+def errors_table() -> str:
+    """Every word that a Refusal's code may be."""
+    refused = [errors.Busy, errors.NotMyStage, errors.NotAdmitted, errors.WrongRun, errors.Unsupported]
+    kinds: list[type[errors.AgoraError]] = [*refused, errors.Refused, errors.Unavailable, errors.PeerFailed]
+    rows = [[f"`{kind.code}`", "no", (kind.__doc__ or "").split("\n")[0]] for kind in kinds]
+    known = {kind.code for kind in kinds}
+    rows += [[f"`{code}`", "yes", text] for code, text in errors.PROTOCOL_CODES.items() if code not in known]
+    return _table(["code", "strike", "meaning"], rows)
+
+
+def dtypes_table() -> str:
+    """Every dtype of a tensor."""
+    return _table(["dtype", "bytes per item"], [[f"`{name}`", str(size)] for name, size in tensors.ITEM_BYTES.items()])
+
+
+def frames_table() -> str:
+    """Every frame type and which messages it carries."""
+    rows = []
+    for kind in messages.FrameType:
+        carried = [it.__name__ for it in messages.KINDS.values() if kind in it.FRAMES]
+        rows.append([str(int(kind)), kind.name, ", ".join(carried) or "nothing"])
+    return _table(["type", "name", "carries"], rows)
+
+
+def addresses_table() -> str:
+    """Every part that an address may have."""
+    rows = [[f"`/{name}`", "a value" if check else "no value"] for name, check in addresses.PARTS.items()]
+    return _table(["part", "followed by"], rows)
+
+
+def _default(value: Any) -> str:
+    return "" if value is REQUIRED else f"`{toml_value(value)}`"
+
+
+def _structure(kind: type[Structure], title: str) -> str:
+    text = f"#### {title}\n\n{' '.join((kind.__doc__ or '').split())}\n\n"
+    rows = [[f"`{name}`", f.words, _default(f.default), f.doc] for name, f in kind.FIELDS.items()]
+    return text + (_table(["field", "type", "usual", "meaning"], rows) if rows else "No fields.\n") + "\n"
+
+
+def messages_tables() -> str:
+    """One section for every message."""
+    parts = []
+    for kind, message in messages.KINDS.items():
+        fewest, most = message.TENSORS
+        count = "" if most == 0 else f", {fewest} tensors" if fewest == most else f", {fewest} to {most} tensors"
+        where = " or ".join(frame.name for frame in message.FRAMES)
+        parts.append(_structure(message, f"{message.__name__} (kind {kind}, in {where}{count})"))
+    return "".join(parts)
+
+
+def records_tables() -> str:
+    """One section for every record."""
+    return "".join(
+        _structure(it, f"{it.__name__} (kind {n}, key word `{it.NAME}`)") for n, it in records.RECORDS.items()
+    )
+
+
+def _bounds(field: Any) -> str:
+    words = []
+    for item in field.metadata:
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            if (bound := getattr(item, name, None)) is not None:
+                words.append(f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}")
+    return ", ".join(words)
+
+
+def manifest_table() -> str:
+    """Every key of a manifest, in the order of its file."""
+    rows = []
+    for name, field in manifest.Manifest.model_fields.items():
+        inner = field.annotation.model_fields if isinstance(field.default, BaseModel) else {}  # type: ignore[union-attr]
+        for key, value in inner.items() or [("", field)]:
+            rows.append(
+                [
+                    f"`{name}.{key}`" if key else f"`{name}`",
+                    re.sub(r"typing\.|<class '|'>|Annotated\[|, FieldInfo.*?\)\]", "", str(value.annotation)),
+                    _bounds(value),
+                    _default(value.default),
+                    value.description or "",
+                ]
+            )
+    return _table(["key", "type", "bounds", "default", "meaning"], rows)
+
+
+TABLES: Final = {
+    "limits": limits_table,
+    "tags": tags_table,
+    "errors": errors_table,
+    "dtypes": dtypes_table,
+    "frames": frames_table,
+    "addresses": addresses_table,
+    "messages": messages_tables,
+    "records": records_tables,
+    "manifest": manifest_table,
+}
+
+
+def render(text: str) -> str:
+    """SPEC.md's text with every table as the code has it."""
+    return _BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]().rstrip()}\n\n{found[3]}", text)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{SPEC}\n")
+    SPEC.write_text(render(SPEC.read_text(encoding="utf-8")), encoding="utf-8")
