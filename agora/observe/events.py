@@ -353,6 +353,15 @@ class ConnectionClosed(Event):
     calls_failed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic(Event):
+    """Bytes that this daemon has sent since its start: boundaries and gradients, and everything on its streams."""
+
+    boundary_bytes: int
+    sent_bytes: int
+    received_bytes: int
+
+
 def _all_events() -> dict[str, type[Event]]:
     return {n: c for n, c in globals().items() if isinstance(c, type) and issubclass(c, Event) and c is not Event}
 

@@ -1,0 +1,78 @@
+"""What a demo is asked for, and the manifest that follows from it.
+
+Knows: flags and presets. Must not know: processes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agora.cli.console import USAGE, Failure
+
+if TYPE_CHECKING:
+    from agora_protocol.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The flags of `swarm demo`."""
+
+    peers: int = 4
+    stages: int = 2
+    steps: int = 40
+    data: tuple[str, ...] = ("stdlib",)
+    preset: str = "tiny"
+    codec: str | None = None
+    link: str | None = None
+    kill_every: float | None = None
+    seed: int = 0
+    directory: Path | None = None
+
+    @property
+    def threads(self) -> int:
+        """Compute threads of each daemon: the cores shared out."""
+        return max(1, cores() // self.peers)
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def check(plan: Plan) -> None:
+    """Raises Failure (bad arguments) for what cannot work or is not built."""
+    if plan.link is not None:
+        raise Failure("--link is not built yet: this version cannot shape links; leave it out", USAGE)
+    if plan.peers < plan.stages:
+        raise Failure(f"{plan.peers} peers cannot hold {plan.stages} stages; give --peers {plan.stages} or more", USAGE)
+
+
+def manifest_of(plan: Plan) -> Manifest:
+    """The demo's manifest: the preset, cut and seeded as asked, its schedule as long as the demo. Raises Failure."""
+    from agora_protocol.errors import ManifestError
+    from agora_protocol.manifest import preset
+
+    try:
+        base = preset(plan.preset)
+        optimizer = {
+            "warmup_steps": min(base.optimizer.warmup_steps, max(1, plan.steps // 5)),
+            "total_steps": max(plan.steps, 2),
+        }
+        return base.replaced(
+            name="demo",
+            seed=plan.seed,
+            model={"layers": max(base.model.layers, plan.stages)},
+            stages={"count": plan.stages, "first_layers": ()},
+            boundary={"codec": plan.codec or base.boundary.codec},
+            optimizer=optimizer,
+            data={"corpus": tuple(_source(source) for source in plan.data)},
+        )
+    except ManifestError as error:
+        raise Failure(str(error), USAGE) from None
+
+
+def _source(source: str) -> str:
+    return source if source == "stdlib" else str(Path(source).expanduser().absolute())
