@@ -1,4 +1,4 @@
-"""Writes the tables of SPEC.md from the code, so that the two cannot drift apart: `python protocol/tables.py`.
+"""Writes the tables of SPEC.md from the code, so that they cannot drift apart: `python protocol/tables.py`.
 
 A test compares every table in SPEC.md with what this file renders. Knows markdown and the package; nothing of the prose.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any, Final
-
-from pydantic import BaseModel
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from agora_protocol import addresses, errors, identity, ids, limits, manifest, messages, records, tensors
 from agora_protocol.fields import REQUIRED, Structure
 from agora_protocol.manifest_toml import toml_value
+from pydantic import BaseModel
 
 SPEC: Final = Path(__file__).with_name("SPEC.md")
 _BLOCK: Final = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.S)
@@ -146,6 +145,18 @@ def _bounds(field: Any) -> str:
     return ", ".join(words)
 
 
+def _type(annotation: Any) -> str:
+    """str as "text", tuple[int, ...] as "list of int", Literal["a", "b"] as "a or b"."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is tuple:
+        return f"list of {_type(inside[0])}"
+    if origin is Annotated:
+        return _type(inside[0])
+    if origin is Literal:
+        return " or ".join(inside)
+    return {str: "text"}.get(annotation, annotation.__name__)
+
+
 def manifest_table() -> str:
     """Every key of a manifest, in the order of its file."""
     rows = []
@@ -155,7 +166,7 @@ def manifest_table() -> str:
             rows.append(
                 [
                     f"`{name}.{key}`" if key else f"`{name}`",
-                    re.sub(r"typing\.|<class '|'>|Annotated\[|, FieldInfo.*?\)\]", "", str(value.annotation)),
+                    _type(value.annotation),
                     _bounds(value),
                     _default(value.default),
                     value.description or "",
