@@ -1,0 +1,5 @@
+"""Boundary tensor <-> wire tensor. Knows torch and the wire's tensor type; must not know models, peers or streams."""
+
+from agora.codec.dense import DenseCodec, all_finite, codec_by_name, decode_tokens, encode_tokens
+
+__all__ = ["DenseCodec", "all_finite", "codec_by_name", "decode_tokens", "encode_tokens"]

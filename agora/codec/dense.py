@@ -1,0 +1,113 @@
+"""The plain codecs: a boundary as raw bf16 or float32, token ids as raw int32.
+
+Knows dtypes, shapes and who owns the bytes. Copies only where dtype, device or layout demand it. Must not know what a
+tensor means. Values are little-endian on the wire, as in the memory of every machine that torch supports.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from agora_protocol.errors import ManifestError, ProtocolError
+from agora_protocol.tensors import WireTensor
+from numpy.typing import NDArray
+from torch import Tensor
+
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "float32": torch.float32, "int32": torch.int32}
+CODECS = ("bf16", "float32")
+IGNORED = -1
+CPU = torch.device("cpu")
+
+
+class DenseCodec:
+    """Every value of the boundary, in the wire dtype `name` ("bf16" rounds to nearest even, "float32" is exact)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def encode(self, tensor: Tensor) -> WireTensor:
+        """tensor, of any float dtype, layout and device, as bytes.
+
+        Does not copy a contiguous CPU tensor of the wire dtype: change such a tensor only after its bytes are sent.
+        """
+        return _to_wire(tensor, self.name)
+
+    def decode(
+        self, wire: WireTensor, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
+    ) -> Tensor:
+        """float32 tensor on `device`. float32 bytes that may be written and stay on the CPU are shared, not copied.
+
+        Raises ProtocolError "bad-tensor" when the dtype is not this codec's or the shape is not `shape`. Says
+        nothing about the values: see all_finite.
+        """
+        return _from_wire(wire, self.name, shape).to(device, torch.float32)
+
+
+def codec_by_name(name: str) -> DenseCodec:
+    """The codec of a manifest's boundary.codec. Raises ManifestError for a name that this version does not have."""
+    if name not in CODECS:
+        raise ManifestError(f"boundary.codec {name!r} is unknown; use {' or '.join(map(repr, CODECS))}.")
+    return DenseCodec(name)
+
+
+def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
+    """Token ids [b, s + 1], any integer dtype, as int32 bytes; shares the memory of a contiguous int32 CPU tensor."""
+    return _to_wire(torch.as_tensor(tokens), "int32")
+
+
+def decode_tokens(
+    wire: WireTensor,
+    vocabulary: int,
+    device: torch.device | str = CPU,
+    *,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Token ids as an int32 tensor on `device`; an id of -1 marks a target that is not supervised.
+
+    Raises ProtocolError "bad-tensor" as DenseCodec.decode does, and for an id outside -1 .. vocabulary - 1.
+    """
+    tokens = _from_wire(wire, "int32", shape)
+    if tokens.numel():
+        low, high = (int(bound) for bound in torch.aminmax(tokens))
+        if low < IGNORED or high >= vocabulary:
+            raise ProtocolError(
+                "bad-tensor",
+                f"Token ids {low} to {high} are outside {IGNORED} to {vocabulary - 1}, what the run's model has.",
+            )
+    return tokens.to(device)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite. One pass without a temporary: NaN and infinity both reach the extremes."""
+    if not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def _to_wire(tensor: Tensor, name: str) -> WireTensor:
+    plain = tensor.detach().to(CPU, DTYPES[name]).contiguous()
+    return WireTensor(name, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tensor:
+    """The wire's bytes as a CPU tensor of the wire dtype, sharing them where torch can."""
+    if wire.dtype != name:
+        raise ProtocolError("bad-tensor", f"The tensor is {wire.dtype}; this run sends {name}.")
+    if shape is not None and wire.shape != tuple(shape):
+        raise ProtocolError("bad-tensor", f"The tensor has shape {wire.shape}; the manifest implies {tuple(shape)}.")
+    return _shared_or_copied(wire.data, DTYPES[name]).view(wire.shape)
+
+
+def _shared_or_copied(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """torch cannot express read-only memory (it warns), and wants its elements aligned: such bytes are copied."""
+    if not data.readonly:
+        shared = torch.frombuffer(data, dtype=dtype)
+        if shared.data_ptr() % dtype.itemsize == 0:
+            return shared
+    copy = torch.empty(len(data) // dtype.itemsize, dtype=dtype)
+    copy.view(torch.uint8).numpy().data[:] = data
+    return copy

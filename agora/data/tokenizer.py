@@ -1,0 +1,145 @@
+"""Text <-> token ids: plain bytes, or any `tokenizers` JSON file.
+
+Knows what an id means and which ids stand between two documents. Must not know files of text, batches or models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from agora_protocol.errors import DiskError, LocalError, ManifestError
+from numpy.typing import NDArray
+
+Ids = NDArray[np.unsignedinteger[Any]]
+
+BYTES = "bytes"
+DATA_EXTRA = "install it with: pip install 'agora-swarm[data]'"
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+
+
+def token_dtype(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The narrowest unsigned type that holds every id below `vocabulary`: uint8, uint16 or uint32."""
+    if vocabulary <= 1 << 8:
+        return np.dtype("<u1")
+    return np.dtype("<u2") if vocabulary <= 1 << 16 else np.dtype("<u4")
+
+
+class Tokenizer(Protocol):
+    """What the corpus and the commands need of a tokenizer."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Every id is below this."""
+
+    @property
+    def separator(self) -> Ids:
+        """The ids written after each document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the same text could give other ids; part of the cache's key."""
+
+    def encode(self, text: str) -> Ids:
+        """Ids of `text`, [n], dtype `token_dtype(vocabulary)`; adds no special ids."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """`encode` of each text; may use several cores."""
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Text of ids; what is not valid text becomes U+FFFD."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids, vocabulary 256, nothing extra. Id 0 (NUL, which text does not contain) ends each document."""
+
+    vocabulary = 256
+    separator: Ids = np.zeros(1, np.uint8)
+    fingerprint = BYTES
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        return np.asarray(ids).astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class JsonTokenizer:
+    """A `tokenizer.json` of the Hugging Face `tokenizers` package.
+
+    Documents are separated by the first of END_OF_TEXT that its vocabulary has, else by what it makes of a newline.
+    Raises DiskError (cannot be read), ManifestError (is not such a file), LocalError (the package is missing).
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        content = _read(self.path)
+        self._tokenizer = _parse(content, self.path)
+        self.vocabulary: int = self._largest_id() + 1
+        self.fingerprint = f"json:{hashlib.sha256(content).hexdigest()}"
+        self._dtype = token_dtype(self.vocabulary)
+        ends = [end for end in map(self._tokenizer.token_to_id, END_OF_TEXT) if end is not None]
+        self.separator: Ids = np.array(ends[:1], self._dtype) if ends else self.encode("\n")
+
+    def encode(self, text: str) -> Ids:
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        return text
+
+    def _largest_id(self) -> int:
+        """Ids may have gaps, so the size of the vocabulary alone does not bound them."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) -> Tokenizer:
+    """The tokenizer that a manifest names: "bytes", or the path of a tokenizer JSON (relative to `base`).
+
+    Raises ManifestError when the model has fewer ids (`vocabulary`) than the tokenizer can produce, and what
+    JsonTokenizer raises.
+    """
+    tokenizer: Tokenizer = ByteTokenizer() if source == BYTES else JsonTokenizer((base or Path()) / source)
+    if tokenizer.vocabulary > vocabulary:
+        raise ManifestError(
+            f"Tokenizer {source!r} has token id {tokenizer.vocabulary - 1} but [model] vocabulary is {vocabulary}; "
+            f"use vocabulary = {tokenizer.vocabulary} or more."
+        )
+    return tokenizer
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DiskError(
+            f"Cannot read the tokenizer file {path} ({error.strerror or error}); "
+            f"give the path of a tokenizer.json in [data] tokenizer, or {BYTES!r}."
+        ) from error
+
+
+def _parse(content: bytes, path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer as Implementation
+    except ImportError as error:
+        raise LocalError(f"Tokenizer {path} needs the package tokenizers; {DATA_EXTRA}") from error
+    try:
+        tokenizer = Implementation.from_str(content.decode())
+    except Exception as error:  # the extension raises plain Exception for every malformed file
+        raise ManifestError(
+            f"{path} is not a tokenizer file ({str(error)[:200]}); "
+            "give one as the tokenizers package saves it in [data] tokenizer."
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

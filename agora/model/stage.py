@@ -1,0 +1,60 @@
+"""What every model family's stage is, and the loss that follows the last one.
+
+Knows the shapes that go in and out. Must not know how any family computes.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a stage may need of a microbatch beside the hidden state.
+
+    tokens: the input ids, [b, s], any integer type.
+    """
+
+    tokens: Tensor
+
+
+class Stage(nn.Module, abc.ABC):
+    """Consecutive layers of a model; the first stage holds the embedding, the last the final norm and the head.
+
+    Parameters carry their full names in the model ("layers.7.attention.query.weight"), so that a cut changes no name.
+    """
+
+    def __init__(self, layer_range: range, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.layer_range = layer_range
+        self.is_first = is_first
+        self.is_last = is_last
+
+    @abc.abstractmethod
+    def forward(self, hidden: Tensor, context: Context | None = None) -> Tensor:
+        """[b, s, d] -> [b, s, d].
+
+        The first stage takes token ids [b, s] for `hidden` (a negative id, which marks an ignored target, is read as
+        0); the last stage returns logits [b, s, vocabulary].
+        """
+
+    @abc.abstractmethod
+    def initial_std(self, name: str) -> float | None:
+        """Standard deviation of the initial values of the parameter of this full name; None: all ones."""
+
+
+def stage_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the token cross entropies, a float32 scalar.
+
+    logits: [b, s, vocabulary], any float type; targets: [b, s], any integer type, -1 where nothing is supervised.
+    """
+    with torch.autocast(logits.device.type, enabled=False):
+        flat = logits.flatten(0, -2).float()
+        return F.cross_entropy(flat, targets.flatten().long(), ignore_index=IGNORED, reduction="sum")
