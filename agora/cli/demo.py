@@ -93,7 +93,8 @@ def _signals(swarm: Swarm) -> Iterator[None]:
         if heard > 1:
             demo_peers.kill(swarm.daemons)
             os._exit(console.FAILED)
-        raise Stopped
+        if not swarm.stopping:
+            raise Stopped
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
@@ -114,6 +115,7 @@ class Swarm:
         self.daemons: list[Daemon] = []
         self.ticker = Ticker(plan.steps)
         self._random = random.Random(plan.seed)
+        self.stopping = False
         self._began = time.monotonic()
         self._began_unix = time.time()
         self._last_news = self._began
@@ -145,6 +147,7 @@ class Swarm:
 
     def stop(self) -> None:
         """Ends every daemon and reads the rest of the journals."""
+        self.stopping = True
         stubborn = demo_peers.stop(self.daemons)
         self._read_journals()
         self.ticker.close()

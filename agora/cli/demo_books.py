@@ -5,7 +5,7 @@ Knows: the journal's events. Must not know: processes, files. Pure: events come 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,8 @@ class PeerBooks:
     joined: bool = False
     serving: bool = False
     open: set[str] = field(default_factory=set)  # train microbatches it originated and has not finished
-    counted_since_step: list[str] = field(default_factory=list)
+    counted: deque[tuple[str, int]] = field(default_factory=deque)  # stage 0: microbatch, tokens; not yet in a step
+    due: deque[tuple[int, int]] = field(default_factory=deque)  # stage 0: step, tokens that it still lacks here
     steps: dict[int, int] = field(default_factory=dict)
     boundary_bytes: int = 0
     span: tuple[int, int] | None = None
@@ -79,10 +80,10 @@ class Books:
                 self.dropped += 1
             case events.MicrobatchRerouted():
                 self.rerouted += 1
-            case events.MicrobatchCounted(microbatch, stages, _):
-                self._count(peer, microbatch, stages)
-            case events.StepTaken(stage, step):
-                self._step(peer, stage, step)
+            case events.MicrobatchCounted(microbatch, stages, tokens):
+                self._count(peer, microbatch, stages, tokens)
+            case events.StepTaken(stage, step, tokens):
+                self._step(peer, stage, step, tokens)
             case event:
                 self._take_rare(peer, event)
 
@@ -111,18 +112,31 @@ class Books:
         self._loss_of[microbatch] = loss
         self._book_loss(microbatch)
 
-    def _count(self, peer: PeerBooks, microbatch: str, stages: tuple[int, ...]) -> None:
+    def _count(self, peer: PeerBooks, microbatch: str, stages: tuple[int, ...], tokens: int) -> None:
         self._counted.setdefault(microbatch, Counter()).update(stages)
         if 0 in stages and not peer.replacement:
-            peer.counted_since_step.append(microbatch)
+            peer.counted.append((microbatch, tokens))
+            self._fill_steps(peer)
 
-    def _step(self, peer: PeerBooks, stage: int, step: int) -> None:
+    def _step(self, peer: PeerBooks, stage: int, step: int, tokens: int) -> None:
         peer.steps[stage] = step
-        if stage == 0:
-            for microbatch in peer.counted_since_step:
-                self._step_of[microbatch] = step
-                self._book_loss(microbatch)
-            peer.counted_since_step.clear()
+        if stage == 0 and not peer.replacement:
+            peer.due.append((step, tokens))
+            self._fill_steps(peer)
+
+    def _fill_steps(self, peer: PeerBooks) -> None:
+        """Gives each step the microbatches that it was made of: the device counts in order, and says how many tokens.
+
+        A step is reported by the device's thread, its last microbatch by the event loop: either may come first.
+        """
+        while peer.due and peer.counted:
+            (step, lacking), (microbatch, tokens) = peer.due[0], peer.counted.popleft()
+            self._step_of[microbatch] = step
+            self._book_loss(microbatch)
+            if lacking > tokens:
+                peer.due[0] = (step, lacking - tokens)
+            else:
+                peer.due.popleft()
 
     def _book_loss(self, microbatch: str) -> None:
         """Adds a microbatch's loss to its step's once both are known, in whichever order they come."""

@@ -1,0 +1,136 @@
+"""Claims about the demo's accounts and its JSON object, on journals made by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agora.cli.console import Failure
+from agora.cli.demo_books import Books
+from agora.cli.demo_plan import Plan, check, manifest_of
+from agora.cli.demo_result import Result, compose, verdict
+from agora.observe import events
+
+
+def line(event: events.Event, at_unix: float = 1.0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(events.to_json(event) | {"at_unix": at_unix}))
+    return found
+
+
+def tell(books: Books, peer: int, *happened: events.Event) -> None:
+    for number, event in enumerate(happened):
+        books.take(peer, line(event, 1.0 + number))
+
+
+def test_a_step_is_made_of_the_microbatches_counted_into_it_in_whichever_order_the_news_come() -> None:
+    books = Books()
+    for microbatch, loss in (("a", 40.0), ("b", 38.0), ("c", 30.0), ("d", 28.0)):
+        tell(books, 0, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, loss, 8, 0.1))
+    tell(books, 0, events.MicrobatchCounted("a", (0,), 8))
+    tell(books, 0, events.StepTaken(0, 1, 16, None, 0.1), events.MicrobatchCounted("b", (0,), 8))
+    tell(books, 0, events.MicrobatchCounted("c", (0,), 8), events.MicrobatchCounted("d", (0,), 8))
+    tell(books, 0, events.StepTaken(0, 2, 16, None, 0.1))
+    assert books.losses == [78 / 16, 58 / 16]
+    assert (books.step, books.tokens, books.completed) == (2, 32, 4)
+
+
+def test_a_replacements_first_steps_are_not_the_runs_first_steps() -> None:
+    books = Books()
+    books.peer(5, replacement=True)
+    for peer, microbatch, loss in ((0, "a", 40.0), (5, "b", 80.0)):
+        tell(books, peer, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, loss, 8, 0.1))
+        tell(books, peer, events.MicrobatchCounted(microbatch, (0,), 8), events.StepTaken(0, 1, 8, None, 0.1))
+    assert books.losses == [5.0]
+
+
+def test_what_a_killed_origin_had_started_is_told_apart_from_what_was_dropped() -> None:
+    books = Books()
+    tell(books, 0, *(events.MicrobatchStarted(name) for name in "abc"), events.MicrobatchDropped("a", "no peer"))
+    tell(books, 1, *(events.MicrobatchStarted(name) for name in "de"))
+    books.peer(1).killed = True
+    assert (books.dropped, books.lost, books.abandoned) == (1, 3, 2)
+    tell(books, 0, events.MicrobatchCompleted("b", 1.0, 8, 0.1), events.MicrobatchCompleted("c", 1.0, 8, 0.1))
+    assert (books.lost, books.abandoned) == (1, 2)
+
+
+def test_counted_twice_is_seen_across_peers_and_only_per_stage() -> None:
+    books = Books()
+    tell(books, 0, events.MicrobatchCounted("a", (0, 1), 8), events.MicrobatchCounted("b", (0,), 8))
+    tell(books, 1, events.MicrobatchCounted("b", (1,), 8), events.MicrobatchCounted("c", (1,), 8))
+    tell(books, 2, events.MicrobatchCounted("c", (1,), 8), events.MicrobatchCounted("c", (1,), 8))
+    assert books.counted_twice == 1
+
+
+def test_evaluations_are_not_training() -> None:
+    books = Books()
+    tell(books, 0, events.MicrobatchStarted("a", "evaluate"), events.MicrobatchCompleted("a", 1.0, 8, 0.1, "evaluate"))
+    assert (books.completed, books.tokens, books.lost) == (0, 0, 0)
+
+
+def good_books() -> Books:
+    books = Books()
+    for number, loss in enumerate((5.6, 4.0, 3.0)):
+        name = f"m{number}"
+        tell(books, 0, events.MicrobatchStarted(name), events.MicrobatchCompleted(name, loss * 8, 8, 0.1))
+        tell(books, 0, events.MicrobatchCounted(name, (0,), 8), events.StepTaken(0, number + 1, 8, None, 0.1))
+        tell(books, 1, events.MicrobatchCounted(name, (1,), 8))
+    for peer in (0, 1):
+        tell(books, peer, events.StateChanged("serving", ""), events.Traffic(100, 200, 200))
+    return books
+
+
+def test_the_object_has_the_contracts_fields() -> None:
+    plan = Plan(peers=2, stages=2, steps=3)
+    value = compose(plan, good_books(), Result(9.0, 4.0, 3.05, 0, {"0": {"staleness": {"0": 3}}}, "ab" * 32))
+    assert {"schema", "run_id", "peers", "stages", "steps", "seconds", "tokens", "tokens_per_second"} <= set(value)
+    assert value["loss"] == {"first": 5.6, "last": 3.0, "eval": 3.05}
+    assert set(value["microbatches"]) >= {"completed", "rerouted", "dropped", "counted_twice"}
+    assert set(value["averaging"]) == {"rounds", "participation", "failed_parts"}
+    assert value["bytes"] == {"boundary": 200, "averaging": 0, "state": 0}
+    assert (value["peers_joined"], value["peers_killed"], value["tokens"]) == (2, 0, 24)
+    assert verdict(value) == ""
+    json.dumps(value, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"steps_taken": 2}, "took 2 of 3 steps"),
+        ({"microbatches": {"dropped": 1}}, "1 microbatches were dropped"),
+        ({"loss": {"first": 3.0, "last": 3.1, "eval": 3.0}}, "the loss did not fall"),
+        ({"loss": {"first": 3.0, "last": 2.0, "eval": None}}, "could not be evaluated"),
+        ({"loss": {"first": None, "last": None, "eval": 3.0}}, "the loss did not fall"),
+    ],
+)
+def test_each_way_to_fail_has_its_sentence(change: dict[str, Any], reason: str) -> None:
+    value = compose(Plan(peers=2, stages=2, steps=3), good_books(), Result(9.0, 4.0, 3.05, 0, {}))
+    assert reason in verdict(value | change)
+
+
+def test_flags_that_cannot_work_are_bad_arguments() -> None:
+    for plan, text in (
+        (Plan(peers=1, stages=2), "give --peers 2 or more"),
+        (Plan(link="200Mbit,50ms"), "not built yet"),
+    ):
+        with pytest.raises(Failure, match=text) as caught:
+            check(plan)
+        assert caught.value.code == 2
+
+
+def test_the_manifest_follows_from_the_flags() -> None:
+    manifest = manifest_of(Plan(stages=6, steps=10, seed=3, codec="float32", data=("stdlib", "poems.txt")))
+    assert (manifest.stages.count, manifest.model.layers, manifest.seed, manifest.boundary.codec) == (
+        6,
+        6,
+        3,
+        "float32",
+    )
+    assert manifest.optimizer.total_steps == 10 and manifest.optimizer.warmup_steps == 2
+    assert manifest.data.corpus[0] == "stdlib" and manifest.data.corpus[1].startswith("/")
+    with pytest.raises(Failure, match="gzip") as caught:
+        manifest_of(Plan(codec="gzip"))
+    assert caught.value.code == 2
+    with pytest.raises(Failure, match="huge"):
+        manifest_of(Plan(preset="huge"))

@@ -1,0 +1,169 @@
+"""Claims about the control socket: private, bounded, and every mistake answered with what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agora_protocol.errors import AgoraError, LocalError
+
+from agora.node import asking, control, paths
+from agora.node.control import Ask, ControlSocket
+
+
+async def status(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"state": "serving"}
+
+
+async def evaluate(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    if arguments.get("batches", 1) > 9:
+        raise LocalError("too many batches; ask for fewer")
+    return {"batches": arguments.get("batches", 1)}
+
+
+async def never(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    await asyncio.Event().wait()
+    return {}
+
+
+ASKS = {
+    "status": Ask(status, {}),
+    "evaluate": Ask(evaluate, {"batches": int}),
+    "never": Ask(never, {}, deadline_s=0.05),
+}
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path))
+
+
+def served(tmp_path: Path, scenario: Callable[[Path], Awaitable[None]]) -> None:
+    async def main() -> None:
+        socket = ControlSocket(tmp_path / "run" / "control.sock", ASKS)
+        await socket.start()
+        try:
+            await asyncio.wait_for(scenario(socket.path), 20)
+        finally:
+            await socket.close()
+        assert not socket.path.exists()
+
+    asyncio.run(main())
+
+
+def test_only_this_user_can_open_it(tmp_path: Path) -> None:
+    async def scenario(path: Path) -> None:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+    served(tmp_path, scenario)
+
+
+def test_questions_are_answered_line_by_line(tmp_path: Path) -> None:
+    async def scenario(path: Path) -> None:
+        assert await asyncio.to_thread(asking.ask, path, "status") == {"state": "serving"}
+        assert await asyncio.to_thread(lambda: asking.ask(path, "evaluate", batches=4)) == {"batches": 4}
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b'{"ask":"status"}\n{"ask":"evaluate","batches":2}\n')
+        assert json.loads(await reader.readline()) == {"answer": {"state": "serving"}}
+        assert json.loads(await reader.readline()) == {"answer": {"batches": 2}}
+        writer.close()
+
+    served(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "text"),
+    [
+        (b"no json", "bad-line", "not JSON"),
+        (b"[]", "bad-line", 'an object with "ask"'),
+        (b'{"ask": 1}', "bad-line", 'an object with "ask"'),
+        (b'{"ask": "statsu"}', "unknown", "did you mean 'status'?"),
+        (b'{"ask": "evaluate", "batch": 1}', "unknown", "did you mean 'batches'?"),
+        (b'{"ask": "evaluate", "batches": "4"}', "bad-line", "batches must be int"),
+        (b'{"ask": "evaluate", "batches": true}', "bad-line", "batches must be int"),
+        (b'{"ask": "evaluate", "batches": 10}', "local", "ask for fewer"),
+        (b'{"ask": "never"}', "deadline", "could not answer in time"),
+        (b"\xff\xfe", "bad-line", "not JSON"),
+    ],
+)
+def test_each_mistake_gets_a_code_and_the_connection_lives_on(
+    tmp_path: Path, line: bytes, code: str, text: str
+) -> None:
+    async def scenario(path: Path) -> None:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(line + b"\n")
+        error = json.loads(await reader.readline())["error"]
+        assert error["code"] == code and text in error["text"]
+        writer.write(b'{"ask":"status"}\n')
+        assert b"serving" in await reader.readline()
+        writer.close()
+
+    served(tmp_path, scenario)
+
+
+def test_an_endless_line_ends_the_connection_and_costs_little(tmp_path: Path) -> None:
+    async def scenario(path: Path) -> None:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"x" * (control.MAX_LINE_BYTES + 10))
+        assert b"too-large" in await reader.readline()
+        assert await reader.read() == b""
+        writer.close()
+        assert await asyncio.to_thread(asking.ask, path, "status") == {"state": "serving"}
+
+    served(tmp_path, scenario)
+
+
+def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_CONNECTIONS", 2)
+
+    async def scenario(path: Path) -> None:
+        held = [await asyncio.open_unix_connection(path) for _ in range(2)]
+        for reader, writer in held:
+            writer.write(b'{"ask":"status"}\n')
+            assert b"serving" in await reader.readline()
+        reader, extra = await asyncio.open_unix_connection(path)
+        assert b'"busy"' in await reader.readline()
+        for _, writer in [*held, (reader, extra)]:
+            writer.close()
+
+    served(tmp_path, scenario)
+
+
+def test_a_second_close_and_a_client_that_left_are_no_trouble(tmp_path: Path) -> None:
+    async def scenario(path: Path) -> None:
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.write(b'{"ask":"never"}\n')
+        await writer.drain()
+        writer.transport.abort()
+
+    served(tmp_path, scenario)
+
+
+def test_nobody_there_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(asking.DaemonUnreachable):
+        asking.ask(tmp_path / "none.sock", "status", timeout_s=1.0)
+
+
+def test_refusals_reach_the_asker_with_their_code(tmp_path: Path) -> None:
+    async def scenario(path: Path) -> None:
+        with pytest.raises(asking.DaemonRefused) as caught:
+            await asyncio.to_thread(lambda: asking.ask(path, "evaluate", batches=10))
+        assert caught.value.code == "local"
+
+    served(tmp_path, scenario)
+
+
+def test_a_socket_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    async def main() -> None:
+        await ControlSocket(tmp_path / "file" / "control.sock", ASKS).start()
+
+    with pytest.raises(AgoraError, match=f"set {paths.RUNTIME_VARIABLE}"):
+        asyncio.run(main())

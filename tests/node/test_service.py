@@ -1,0 +1,99 @@
+"""Claims about what systemd is told, against a socket of our own; and about the unit file."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agora.node.service import Notifier, Pulse, may_pat
+
+UNIT = Path(__file__).resolve().parents[2] / "deploy" / "agora-node.service"
+
+
+def listener(address: str) -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    channel.bind(address)
+    channel.settimeout(5)
+    return channel
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_datagrams_are_lines_of_key_and_value(tmp_path: Path, abstract: bool) -> None:
+    name = f"agora-test-{os.getpid()}"
+    bound, told = (f"\0{name}", f"@{name}") if abstract else (str(tmp_path / "notify"), str(tmp_path / "notify"))
+    with listener(bound) as channel:
+        Notifier({"NOTIFY_SOCKET": told}).send(READY=1, STATUS="step 4\nWATCHDOG=1")
+        assert channel.recv(1024) == b"READY=1\nSTATUS=step 4"
+
+
+def test_without_systemd_nothing_is_sent_and_nothing_breaks(tmp_path: Path) -> None:
+    Notifier({}).send(READY=1)
+    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).send(READY=1)
+
+
+def test_the_watchdog_is_ours_only_when_it_names_us() -> None:
+    assert Notifier({"WATCHDOG_USEC": "60000000"}).watchdog_s == 60.0
+    assert Notifier({"WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(os.getpid())}).watchdog_s == 60.0
+    assert Notifier({"WATCHDOG_USEC": "60000000", "WATCHDOG_PID": "1"}).watchdog_s == 0.0
+    assert Notifier({"WATCHDOG_USEC": "soon"}).watchdog_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("pulse", "fed", "status"),
+    [
+        (Pulse(100, 99, 3, "", False), True, "working on 3 microbatches"),
+        (Pulse(100, 10, 3, "", False), False, "no progress for 90 s with 3 microbatches in hand"),
+        (Pulse(100, 10, 3, "a peer of stage 1", False), True, "waiting for a peer of stage 1"),
+        (Pulse(100, 10, 3, "", True), True, "paused by the owner"),
+        (Pulse(100, 10, 0, "", False), True, "idle: no microbatch in hand"),
+    ],
+)
+def test_the_dog_is_fed_by_progress_or_by_a_stated_wait(pulse: Pulse, fed: bool, status: str) -> None:
+    assert may_pat(pulse, silence_s=30.0) == (fed, status)
+
+
+def test_the_unit_parses_and_keeps_its_promises() -> None:
+    parser = configparser.RawConfigParser(dict_type=dict, strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(UNIT)
+    service = parser["Service"]
+    expected = {
+        "Type": "notify",
+        "WatchdogSec": "60",
+        "DynamicUser": "yes",
+        "StateDirectory": "agora",
+        "RuntimeDirectory": "agora",
+        "Restart": "on-failure",
+        "RestartPreventExitStatus": "2",
+        "ProtectSystem": "strict",
+        "NoNewPrivileges": "yes",
+        "KillMode": "mixed",
+        "UMask": "0077",
+    }
+    assert {key: service.get(key) for key in expected} == expected
+    assert "@system-service" in UNIT.read_text()
+    assert int(service["TimeoutStopSec"]) > 10
+    assert service["ExecStart"].endswith("agora-node join ${RUN}")
+
+
+def test_the_unit_sets_only_variables_that_the_daemon_knows() -> None:
+    from agora.node import settings
+
+    known = settings.OTHER_VARIABLES | {settings.PREFIX + name.upper() for name in settings.Settings.model_fields}
+    assert set(re.findall(r"\b(AGORA_\w+)=", UNIT.read_text())) <= known
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here")
+def test_the_units_exposure_is_at_most_two() -> None:
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(UNIT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    found = re.search(r"Overall exposure level.*?: ([\d.]+)", done.stdout)
+    assert found is not None, done.stdout + done.stderr
+    assert float(found[1]) <= 2.0

@@ -1,0 +1,44 @@
+"""Claims about settings: flag, then environment, then file, then default; unknown keys suggest the nearest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agora.node.settings import SettingsError, load
+
+
+def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
+    file = tmp_path / "agora.toml"
+    file.write_text('threads = 1\ndevice = "cpu"\nlog_level = "debug"\n')
+    settings = load(file, {"threads": 3}, {"AGORA_THREADS": "2", "AGORA_DEVICE": "cuda:1", "PATH": "/bin"})
+    assert (settings.threads, settings.device, settings.log_level, settings.stages) == (3, "cuda:1", "debug", "auto")
+
+
+@pytest.mark.parametrize(
+    ("file", "environment", "flags", "expected"),
+    [
+        ("thread = 1\n", {}, {}, "sets the unknown thread; did you mean threads?"),
+        ("", {"AGORA_DEVISE": "cpu"}, {}, "the environment sets the unknown AGORA_DEVISE; did you mean AGORA_DEVICE?"),
+        ("threads = -1\n", {}, {}, "sets threads wrongly: "),
+        ("", {"AGORA_THREADS": "many"}, {}, "the environment sets threads wrongly: "),
+        ("", {}, {"stages": "3-1"}, "the command line sets stages wrongly: 3-1 is no span"),
+        ("", {}, {"listen": ("nowhere",)}, "'nowhere' is no address; write /ip4/"),
+        ("", {}, {"listen": ("1.2.3.4:99999",)}, "is no address"),
+        ("threads = \n", {}, {}, "is not TOML"),
+    ],
+)
+def test_each_mistake_is_one_sentence_that_names_its_place(
+    tmp_path: Path, file: str, environment: dict[str, str], flags: dict[str, object], expected: str
+) -> None:
+    path = tmp_path / "agora.toml"
+    path.write_text(file)
+    with pytest.raises(SettingsError) as caught:
+        load(path, flags, environment)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_addresses_may_be_written_both_ways(tmp_path: Path) -> None:
+    settings = load(tmp_path / "none", {}, {"AGORA_LISTEN": "0.0.0.0:31330, /ip4/127.0.0.1/tcp/0"})
+    assert settings.listen == ("/ip4/0.0.0.0/tcp/31330", "/ip4/127.0.0.1/tcp/0")

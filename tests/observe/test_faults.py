@@ -1,0 +1,90 @@
+"""Claims about fault points: they fire where and when they were told to, and every firing is on record."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agora.observe import faults
+
+
+@pytest.fixture(autouse=True)
+def no_faults_left() -> Iterator[None]:
+    yield
+    faults.activate(None)
+
+
+def test_without_a_plan_a_point_does_nothing() -> None:
+    asyncio.run(faults.reach("hop.accepted"))
+    faults.reach_blocking("device.job")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("hop.acepted:kill:1", "known are hop.accepted"),
+        ("hop.accepted:explode:1", "known are kill, hang, stop, sleep"),
+        ("hop.accepted:sleep=soon:1", "malformed number"),
+        ("hop.accepted:kill:often", "malformed number"),
+    ],
+)
+def test_a_malformed_plan_says_what_is_wrong(text: str, wrong: str) -> None:
+    with pytest.raises(faults.FaultSpecError, match=wrong):
+        faults.parse(text)
+
+
+def test_a_plan_reads_as_written() -> None:
+    first, second, third = faults.parse("hop.accepted:kill:3, device.job:sleep=0.5:2+,hop.forwarded:hang")
+    assert (first.nth, first.onward, first.action) == (3, False, "kill")
+    assert (second.seconds, second.nth, second.onward) == (0.5, 2, True)
+    assert (third.action, third.nth) == ("hang", 1)
+
+
+def test_faults_fire_at_their_turn_and_are_counted(tmp_path: Path) -> None:
+    log = tmp_path / "faults.log"
+    faults.activate(faults.Faults(faults.parse("device.job:sleep=0.05:2+"), str(log)))
+    began = time.monotonic()
+    faults.reach_blocking("device.job")
+    assert time.monotonic() - began < 0.05
+    for _ in range(2):
+        faults.reach_blocking("device.job")
+    asyncio.run(faults.reach("hop.accepted"))
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert [(point, action, count) for _, point, action, count, _ in lines] == [
+        ("device.job", "sleep", "2"),
+        ("device.job", "sleep", "3"),
+    ]
+
+
+def test_a_hang_holds_the_task_and_not_the_process(tmp_path: Path) -> None:
+    faults.activate(faults.Faults(faults.parse("hop.forwarded:hang:1"), str(tmp_path / "log")))
+
+    async def scenario() -> None:
+        stuck = asyncio.create_task(faults.reach("hop.forwarded"))
+        await asyncio.sleep(0.05)
+        assert not stuck.done()
+        await faults.reach("hop.forwarded")
+        stuck.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_kill_is_on_record_before_it_acts(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = (
+        "from agora.observe import faults\n"
+        "faults.activate(faults.from_environment())\n"
+        "faults.reach_blocking('device.job'); faults.reach_blocking('device.job'); print('survived')"
+    )
+    environment = {**os.environ, "AGORA_FAULTS": "device.job:kill:2", "AGORA_FAULTS_LOG": str(log)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL and "survived" not in done.stdout
+    assert log.read_text().split()[1:4] == ["device.job", "kill", "2"]

@@ -1,0 +1,52 @@
+"""Claims about the log: sentences for people, JSON under systemd, quiet when all is well."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from agora.observe import events
+from agora.observe.log import HumanLog, JsonLog, under_systemd
+
+
+def test_a_healthy_daemon_says_nothing_about_its_work() -> None:
+    stream = io.StringIO()
+    log = HumanLog(stream)
+    for number in range(100):
+        log.take(events.MicrobatchStarted(f"{number}"), number)
+        log.take(events.MicrobatchCompleted(f"{number}", 1.0, 8, 0.1), number)
+        log.take(events.StepTaken(0, number, 8, 1.0, 0.1), number)
+    assert stream.getvalue() == ""
+
+
+def test_equal_warnings_are_told_once_with_their_number() -> None:
+    stream = io.StringIO()
+    log = HumanLog(stream)
+    for number in range(50):
+        log.take(events.PeerStruck("p", "bad-frame"), 100.0 + number / 10)
+    log.take(events.PeerStruck("p", "bad-frame"), 111.0)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2 and lines[0].endswith("warning strike against p: bad-frame")
+    assert lines[1].endswith("(50 times)")
+
+
+def test_journald_gets_a_priority_and_the_journals_fields() -> None:
+    stream = io.StringIO()
+    JsonLog(stream).take(events.PeerStruck("p", "bad-frame", "why"), 12.5)
+    priority, _, rest = stream.getvalue().partition(">")
+    assert priority == "<4"
+    assert json.loads(rest) == {"at_unix": 12.5, "event": "PeerStruck", "peer": "p", "code": "bad-frame", "text": "why"}
+
+
+def test_journald_is_recognised_by_the_streams_own_inode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "stream").open("w") as stream:
+        status = os.fstat(stream.fileno())
+        monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
+        assert under_systemd(stream)
+        monkeypatch.setenv("JOURNAL_STREAM", "1:2")
+        assert not under_systemd(stream)
+    assert not under_systemd(io.StringIO())
