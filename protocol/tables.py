@@ -1,6 +1,6 @@
 """Writes the tables of SPEC.md from the code, so that they cannot drift apart: `python protocol/tables.py`.
 
-A test compares every table in SPEC.md with what this file renders. Knows markdown and the package; nothing of the prose.
+A test compares every table in SPEC.md with what this renders. Knows markdown and the package; nothing of the prose.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _type(annotation: Any) -> str:
         return _type(inside[0])
     if origin is Literal:
         return " or ".join(inside)
-    return {str: "text"}.get(annotation, annotation.__name__)
+    return "text" if annotation is str else str(annotation.__name__)
 
 
 def manifest_table() -> str:

@@ -269,7 +269,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def preset(name: str, **overrides: Any) -> Manifest:
+def preset(name: str, /, **overrides: Any) -> Manifest:
     """A ready manifest, with some values changed: preset("tiny", seed=1, stages={"count": 4}). Raises ManifestError."""
     if name not in PRESETS:
         raise ManifestError(f"There is no preset {name[:40]!r}; {suggest(name, PRESETS)}")

@@ -1,0 +1,341 @@
+"""Makes the test vectors beside this file, the same bytes every time: `python protocol/vectors/make.py`.
+
+For whoever writes a peer in another language: every message, frame type, record and document with its exact bytes, and
+bytes that must be refused with the word of the refusal. In the JSON, bytes are {"hex": "..."}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+from agora_protocol.frames import FrameType, encode_frame
+from agora_protocol.identity import Identity, peer_id_bytes
+from agora_protocol.ids import RunId, Span, microbatch_id, peer_name
+from agora_protocol.invite import Invite
+from agora_protocol.manifest import Manifest, SignedManifest, preset
+from agora_protocol.messages import (
+    Advance,
+    GetManifest,
+    GetStatus,
+    Hello,
+    ManifestAnswer,
+    Message,
+    Ping,
+    Pong,
+    Process,
+    Processed,
+    Refusal,
+    StatusAnswer,
+)
+from agora_protocol.records import RECORD_TAG, Claim, Progress, Record, record_key, seal
+from agora_protocol.tensors import WireTensor
+
+HERE: Final = Path(__file__).parent
+FIRST: Final = Identity(bytes(range(32)))
+SECOND: Final = Identity(hashlib.sha256(b"agora vector 2").digest())
+NOW_UNIX: Final = 1_790_000_000.0
+SIGNED: Final = SignedManifest.sign(preset("tiny", seed=7), FIRST)
+RUN: Final = SIGNED.run_id
+MICROBATCH: Final = microbatch_id(b"vectors!", 258)
+ADDRESS: Final = f"/ip4/203.0.113.7/tcp/31000/p2p/{FIRST.peer}"
+RELAYED: Final = f"/ip6/2001:db8::9/tcp/4001/p2p/{SECOND.peer}/p2p-circuit/p2p/{FIRST.peer}"
+
+
+def _json(value: Any) -> Any:
+    """The same value for JSON: bytes as {"hex": ...}, tuples as lists."""
+    if isinstance(value, bytes | memoryview):
+        return {"hex": bytes(value).hex()}
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    return value
+
+
+def identities() -> list[dict[str, Any]]:
+    """Keys, their files, ids and signatures."""
+    message = b"agora"
+    return [
+        {
+            "private": it.key_file_bytes()[4:36],
+            "public": it.key_file_bytes()[36:],
+            "key_file": it.key_file_bytes(),
+            "peer": it.peer,
+            "peer_bytes": peer_id_bytes(it.peer),
+            "name": peer_name(it.peer),
+            "message": message,
+            "signature": it.sign(message),
+        }
+        for it in (FIRST, SECOND)
+    ]
+
+
+def manifests() -> list[dict[str, Any]]:
+    """Manifests as files, canonical bytes and signed bytes."""
+    cut = {"count": 3, "first_layers": [0, 1, 5]}
+    listed = {"mode": "listed", "peers": [SECOND.peer]}
+    other = preset("small", name="listed", stages=cut, admission=listed, boundary={"codec": "float32"})
+    return [
+        {
+            "toml": signed.to_toml(),
+            "canonical": signed.manifest.canonical(),
+            "run_id": signed.run_id,
+            "founder": signed.founder,
+            "signature": signed.signature,
+            "signed": signed.to_bytes(),
+            "layers": [[*signed.manifest.layers_of(k)] for k in range(signed.manifest.stage_count)],
+            "max_payload_bytes": signed.manifest.max_payload_bytes,
+        }
+        for signed in (SIGNED, SignedManifest.sign(other, SECOND))
+    ]
+
+
+def invites() -> list[dict[str, Any]]:
+    """Invites in their parts and as text."""
+    made = [Invite(RUN, (ADDRESS,), "tiny"), Invite(RUN, (ADDRESS, RELAYED), "two words"), Invite(RUN, (ADDRESS,))]
+    return [{"run": it.run, "name": it.name, "addresses": it.addresses, "text": str(it)} for it in made]
+
+
+def _records() -> list[tuple[Record, Identity, int]]:
+    return [
+        (Claim(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (ADDRESS, RELAYED), "serving", 12.5), FIRST, 1),
+        (Claim(SECOND.peer, Span(3, 3), 0, (), "joining", 0.0), SECOND, 3),
+        (Progress(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (40, 41), 9870.0, 2.5, 3, 640), FIRST, 0),
+        (Progress(SECOND.peer, Span(3, 3), 0, (0,), 0.0, None, 0, 0), SECOND, 3),
+    ]
+
+
+def records() -> list[dict[str, Any]]:
+    """Records with what they are opened by."""
+    return [
+        {
+            "record": type(record).__name__,
+            "kind": record.KIND,
+            "run": RUN,
+            "key": record_key(RUN, type(record), stage),
+            "subkey": identity.peer,
+            "now_unix": NOW_UNIX,
+            "expires_unix": NOW_UNIX + 60,
+            "fields": record.to_fields(),
+            "sealed": seal(record, RUN, identity, NOW_UNIX + 60),
+        }
+        for record, identity, stage in _records()
+    ]
+
+
+def _tensors() -> tuple[WireTensor, WireTensor]:
+    boundary = struct.pack("<12H", *(0x3F80 + 3 * n for n in range(12)))
+    tokens = struct.pack("<8i", 72, 101, 108, 108, 111, 33, 10, 0)
+    return WireTensor("bf16", (2, 3, 2), memoryview(boundary)), WireTensor("int32", (2, 4), memoryview(tokens))
+
+
+def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
+    boundary, tokens = _tensors()
+    kind = FrameType
+    return [
+        (kind.HELLO, 0, Hello(1, bytes.fromhex(RUN), "agora 0.1.0", (ADDRESS,)), []),
+        (kind.HELLO, 0, Hello(1, b"", "observer", ()), []),
+        (kind.REQUEST, 1, Ping(5_000), []),
+        (kind.ANSWER, 1, Pong(), []),
+        (kind.REQUEST, 3, GetManifest(10_000), []),
+        (kind.ANSWER, 3, ManifestAnswer(SIGNED.to_bytes()), []),
+        (kind.REQUEST, 2, GetStatus(10_000), []),
+        (kind.ANSWER, 2, StatusAnswer(b'{"schema": 1}'), []),
+        (kind.REQUEST, 5, Process(MICROBATCH, FIRST.peer, 1, "train", 30_000), [boundary, tokens]),
+        (
+            kind.REQUEST,
+            4_294_967_295,
+            Process(MICROBATCH, FIRST.peer, 1, "evaluate", 600_000, ((2, SECOND.peer), (3, FIRST.peer))),
+            [boundary, tokens],
+        ),
+        (kind.PROGRESS, 5, Advance(1, SECOND.peer, "accepted", 4), []),
+        (kind.PROGRESS, 5, Advance(1, SECOND.peer, "forwarded", 0), []),
+        (kind.PROGRESS, 5, Advance(2, FIRST.peer, "finished", 65_536), []),
+        (kind.ANSWER, 5, Processed(16.25, 6, 1.5), [boundary]),
+        (kind.ANSWER, 5, Processed(16.25, 6, 0.0), []),
+        (kind.REFUSAL, 5, Refusal("busy", "no seat free", 250), []),
+        (kind.REFUSAL, 5, Refusal("unavailable", "12D3Koo: busy", 0, 3), []),
+        (kind.CANCEL, 5, None, []),
+        (kind.GOODBYE, 0, None, []),
+        (kind.GOODBYE, 0, Refusal("bad-frame", "00000000 begins no frame."), []),
+    ]
+
+
+def frames() -> list[dict[str, Any]]:
+    """Frames in their parts and as bytes."""
+    return [
+        {
+            "type": kind.name,
+            "call": call,
+            "message": type(message).__name__ if message else None,
+            "kind": message.KIND if message else None,
+            "fields": message.to_fields() if message else None,
+            "tensors": [{"dtype": it.dtype, "shape": it.shape, "data": it.data} for it in tensors],
+            "bytes": b"".join(encode_frame(kind, call, message, tensors)),
+        }
+        for kind, call, message, tensors in _frames()
+    ]
+
+
+def _frame(kind: int, call: int, header: Any, payload: bytes = b"", /, **prefix: int) -> bytes:
+    """A frame that need not be a good one; `header` is packed unless it is bytes."""
+    data = header if isinstance(header, bytes) else bytes(msgpack.packb(header))
+    fields = {"magic": 0xA6, "type": kind, "reserved": 0, "call": call, "header": len(data), "payload": len(payload)}
+    return struct.pack("<BBHIII", *(fields | prefix).values()) + data + payload
+
+
+def _bad_frames() -> list[tuple[str, str, bytes]]:
+    ping, tensor = {"deadline_ms": 1}, ["int8", [4]]
+    goodbye = [6, {"code": "Busy", "text": "", "retry_after_ms": 0, "stage": 0}, []]
+    return [
+        ("another magic", "bad-frame", _frame(2, 1, [2, ping, []], magic=0xA7)),
+        ("type 0", "bad-frame", _frame(0, 1, [2, ping, []])),
+        ("type 8", "bad-frame", _frame(8, 1, [2, ping, []])),
+        ("reserved bits set", "bad-frame", _frame(2, 1, [2, ping, []], reserved=1)),
+        ("a request with call 0", "bad-frame", _frame(2, 0, [2, ping, []])),
+        ("a goodbye with a call", "bad-frame", _frame(7, 1, b"")),
+        ("a request without header", "bad-frame", _frame(2, 1, b"")),
+        ("a cancel with a header", "bad-frame", _frame(6, 1, [2, ping, []])),
+        ("a progress with a payload", "bad-frame", _frame(3, 1, [2, ping, [tensor]], b"1234")),
+        ("a header beyond its limit", "too-large", _frame(2, 1, b"\xc0", header=65_537)),
+        ("an answer's header beyond its limit", "too-large", _frame(4, 1, b"\xc0", header=1_052_673)),
+        ("a payload beyond its limit", "too-large", _frame(2, 1, b"\xc0", payload=268_435_457)),
+        ("a header that is no msgpack", "bad-message", _frame(2, 1, b"\xc1")),
+        ("a header with a byte too many", "bad-message", _frame(2, 1, msgpack.packb([2, ping, []]) + b"\xc0")),
+        ("a map where a list belongs", "bad-message", _frame(2, 1, {"kind": 2})),
+        ("an unknown kind", "bad-message", _frame(2, 1, [99, {}, []])),
+        ("true as the kind", "bad-message", _frame(2, 1, [True, {}, []])),
+        ("a message in another's frame", "bad-message", _frame(4, 1, [2, ping, []])),
+        ("an unknown field", "bad-message", _frame(2, 1, [2, {**ping, "extra": 1}, []])),
+        ("a missing field", "bad-message", _frame(2, 1, [2, {}, []])),
+        (
+            "a field twice",
+            "bad-message",
+            _frame(2, 1, bytes.fromhex("930282ab") + b"deadline_ms\x01\xabdeadline_ms\x01\x90"),
+        ),
+        ("a deadline of 0", "bad-message", _frame(2, 1, [2, {"deadline_ms": 0}, []])),
+        ("a deadline as float", "bad-message", _frame(2, 1, [2, {"deadline_ms": 5.0}, []])),
+        (
+            "a loss that is not finite",
+            "bad-message",
+            _frame(4, 1, [4, {"loss_sum": float("inf"), "tokens": 1, "busy_ms": 0.0}, []]),
+        ),
+        ("a refusal word in capitals", "bad-message", _frame(7, 0, goodbye)),
+        ("nesting too deep", "bad-message", _frame(2, 1, b"\x91" * 17 + b"\xc0")),
+        ("an array longer than its bytes", "bad-message", _frame(2, 1, bytes.fromhex("dd00000400c0"))),
+        ("an array beyond its limit", "bad-message", _frame(2, 1, [2, [0] * 1025, []])),
+        ("an extension type", "bad-message", _frame(2, 1, bytes.fromhex("9302c70305000000") + b"\x90")),
+        ("an unknown dtype", "bad-tensor", _frame(4, 1, [7, {}, [["float8", [4]]]], b"1234")),
+        ("a dimension of 0", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [0]]]])),
+        ("seven dimensions", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [1] * 7]]], b"1")),
+        ("nine tensors", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [1]]] * 9], b"123456789")),
+        ("a shape beyond every limit", "bad-tensor", _frame(4, 1, [7, {}, [["int64", [2**31 - 1] * 6]]], b"1234")),
+        (
+            "a payload that is not the tensors'",
+            "bad-tensor",
+            _frame(4, 1, [4, {"loss_sum": 0.0, "tokens": 1, "busy_ms": 0.0}, [tensor]], b"123"),
+        ),
+        ("a tensor where none belongs", "bad-tensor", _frame(4, 1, [7, {}, [tensor]], b"1234")),
+    ]
+
+
+def _sealed(payload: Any, signer: Identity = FIRST, run: RunId = RUN) -> bytes:
+    """A record that need not be a good one; signed all the same."""
+    data = bytes(msgpack.packb(payload))
+    return bytes(msgpack.packb([data, signer.sign(RECORD_TAG + bytes.fromhex(run) + data)]))
+
+
+def _bad_records() -> list[tuple[str, str, bytes]]:
+    fields = Claim(FIRST.peer, Span(0, 1), 1, (), "serving", 0.0).to_fields()
+    good = [1, 1, NOW_UNIX + 60, fields]
+    stranger = f"/ip4/203.0.113.7/tcp/31000/p2p/{SECOND.peer}"
+    unsigned = msgpack.packb([msgpack.packb(good), b""])
+    flipped = bytearray(_sealed(good))
+    flipped[-1] ^= 1
+    return [
+        ("unsigned", "bad-signature", unsigned),
+        ("a signature with one bit flipped", "bad-signature", bytes(flipped)),
+        ("signed by another key", "bad-signature", _sealed(good, SECOND)),
+        ("signed for another run", "bad-signature", _sealed(good, run=RunId("00" * 32))),
+        (
+            "of another peer than the subkey",
+            "wrong-key",
+            _sealed([1, 1, NOW_UNIX + 60, {**fields, "peer": SECOND.peer}]),
+        ),
+        ("expired", "expired", _sealed([1, 1, NOW_UNIX, fields])),
+        ("living too long", "lives-too-long", _sealed([1, 1, NOW_UNIX + 661, fields])),
+        ("too many bytes", "too-large", _sealed(good) + bytes(4096)),
+        ("no msgpack", "bad-record", b"\xc1"),
+        ("another version", "bad-record", _sealed([2, 1, NOW_UNIX + 60, fields])),
+        ("an unknown kind", "bad-record", _sealed([1, 3, NOW_UNIX + 60, fields])),
+        ("an integer expiry", "bad-record", _sealed([1, 1, int(NOW_UNIX + 60), fields])),
+        (
+            "an address of another peer",
+            "bad-record",
+            _sealed([1, 1, NOW_UNIX + 60, {**fields, "addresses": [stranger]}]),
+        ),
+        (
+            "a Unix socket as address",
+            "bad-record",
+            _sealed([1, 1, NOW_UNIX + 60, {**fields, "addresses": [f"/unix/x/p2p/{FIRST.peer}"]}]),
+        ),
+        ("a span that runs backwards", "bad-record", _sealed([1, 1, NOW_UNIX + 60, {**fields, "span": [1, 0]}])),
+        ("a span without the key's stage", "bad-record", _sealed([1, 1, NOW_UNIX + 60, {**fields, "span": [1, 1]}])),
+        (
+            "a capacity that is not a number",
+            "bad-record",
+            _sealed([1, 1, NOW_UNIX + 60, {**fields, "capacity": float("nan")}]),
+        ),
+    ]
+
+
+def _bad_manifests() -> list[tuple[str, str, bytes]]:
+    values = SIGNED.manifest.model_dump()
+
+    def signed(changed: dict[str, Any], sort: bool = True) -> bytes:
+        data = Manifest.canonical(SIGNED.manifest.model_copy(update=changed)) if sort else bytes(msgpack.packb(values))
+        return bytes(msgpack.packb([1, data, FIRST.sign(b"agora founder 1\0" + data)]))
+
+    changed = bytes(msgpack.packb([1, SIGNED.manifest.model_copy(update={"seed": 8}).canonical(), SIGNED.signature]))
+    return [
+        ("changed after it was signed", "bad-manifest", changed),
+        ("signed in another form than the canonical", "bad-manifest", signed({}, sort=False)),
+        ("without a founder", "bad-manifest", signed({"founder": ""})),
+        ("a seed below 0", "bad-manifest", signed({"seed": -1})),
+        ("no msgpack", "bad-manifest", b"\xc1"),
+    ]
+
+
+def refused() -> dict[str, Any]:
+    """Bytes that a reader must refuse, and the word it must refuse them with."""
+    claim = {"run": RUN, "key": record_key(RUN, Claim, 0), "subkey": FIRST.peer, "now_unix": NOW_UNIX}
+    lists = {"frames": _bad_frames(), "records": _bad_records(), "manifests": _bad_manifests()}
+    rows = {
+        name: [{"why": why, "code": code, "bytes": data} for why, code, data in rows] for name, rows in lists.items()
+    }
+    return {"records_opened_with": claim, **rows}
+
+
+def build() -> dict[str, str]:
+    """File name -> text of every vector file."""
+    made = {
+        "identities": identities(),
+        "manifests": manifests(),
+        "invites": invites(),
+        "records": records(),
+        "frames": frames(),
+        "refused": refused(),
+    }
+    return {f"{name}.json": json.dumps(_json(value), indent=1) + "\n" for name, value in made.items()}
+
+
+if __name__ == "__main__":
+    for name, text in build().items():
+        (HERE / name).write_text(text, encoding="ascii")
+        sys.stdout.write(f"{HERE / name}\n")
