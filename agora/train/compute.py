@@ -1,0 +1,226 @@
+"""What the pipeline sees of the device: wire tensors in, wire tensors out, and nothing of torch in between.
+
+Knows: the device queue, the codec, what the manifest says of shapes. Must not know: routing, calls, peers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from agora_protocol.errors import DeviceError, MemoryError_, NotMyStage, ProtocolError
+from agora_protocol.ids import MicrobatchId, Span
+from agora_protocol.manifest import Manifest
+from agora_protocol.tensors import WireTensor
+from torch import Tensor
+
+from agora.codec import all_finite, codec_by_name, decode_tokens
+from agora.observe.events import Report, TaskFailed
+from agora.train.device import DeviceQueue, DeviceStatistics, Priority, choose_device, has_native_bf16
+from agora.train.held import LIMIT_PER_SEAT
+from agora.train.span import SpanTrainer, StageProgress
+
+DEFAULT_IN_FLIGHT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a microbatch's way forward. gradient: None when evaluated, or when it entered at stage 0."""
+
+    loss_sum: float
+    tokens: int
+    gradient: WireTensor | None
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """gradient: None at stage 0. busy_s: device seconds of this microbatch here, its forward included."""
+
+    gradient: WireTensor | None
+    busy_s: float
+
+
+class Compute:
+    """The stages of this peer's span behind one device queue. Made by `create`, ended by `close`.
+
+    All methods raise ProtocolError ("bad-tensor") for a tensor whose dtype, shape or values the run does not allow,
+    NonFinite for this peer's own numbers, MemoryError_ or DeviceError for the device, Busy when the queue is full; in
+    each case nothing was added to any gradient.
+    """
+
+    def __init__(
+        self, manifest: Manifest, span: Span, device: torch.device, trainer: SpanTrainer, queue: DeviceQueue
+    ) -> None:
+        self.span = span
+        self.device = str(device)
+        self._device = device
+        self._trainer = trainer
+        self._queue = queue
+        self._codec = codec_by_name(manifest.boundary.codec)
+        self._boundary_shape = tuple(manifest.boundary_shape())
+        self._tokens_shape = (self._boundary_shape[0], self._boundary_shape[1] + 1)
+        self._vocabulary = manifest.model.vocabulary
+        self._last_stage = manifest.stage_count - 1
+
+    @classmethod
+    async def create(
+        cls,
+        manifest: Manifest,
+        span: Span,
+        *,
+        report: Report,
+        device: str = "auto",
+        in_flight: int = 0,
+        bf16: bool | None = None,
+        fault: Callable[[str], None] | None = None,
+    ) -> Compute:
+        """Builds the span's stages with their initial weights on the device.
+
+        in_flight: how many microbatches will be between forward and backward here at most (admission's seats; 0: the
+        manifest's max_in_flight, or 32). bf16: matrix products in bf16, None for what the device has natively.
+        Raises DeviceError, MemoryError_, ManifestError.
+        """
+        where = choose_device(device)
+        in_flight = in_flight or manifest.schedule.max_in_flight or DEFAULT_IN_FLIGHT
+        limit = LIMIT_PER_SEAT * in_flight
+        queue = DeviceQueue(limit=limit, fault=fault, failed=lambda error: report(TaskFailed("device", repr(error))))
+
+        def build() -> SpanTrainer:
+            precision = has_native_bf16(where) if bf16 is None else bf16
+            with _device_errors():
+                return SpanTrainer(manifest, span, where, report=report, bf16=precision, in_flight=in_flight)
+
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(queue.close)
+            compute = cls(manifest, span, where, await queue.run(Priority.FORWARD, build), queue)
+            undo.pop_all()
+        return compute
+
+    async def close(self, timeout_s: float = 5.0) -> bool:
+        """Ends the device thread; False when a job still runs after `timeout_s`."""
+        return await self._queue.close(timeout_s)
+
+    async def forward(
+        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
+    ) -> WireTensor:
+        """Runs stages `first` to the span's last; the encoded boundary for the stage after.
+
+        boundary: what enters `first`, [b, s, d] as the codec left it, None at stage 0; tokens: int32 [b, s + 1]. With
+        `train`, what the backward needs is held until `backward`, `forget`, or another forward of the same microbatch.
+        """
+        priority = Priority.FORWARD if train else Priority.EVALUATE
+        undo = (lambda: self.forget(microbatch)) if train else None
+        return await self._queue.run(
+            priority, self._forward, microbatch, first, boundary, tokens, train, abandoned=undo
+        )
+
+    async def finish(
+        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
+    ) -> Finished:
+        """Runs stages `first` to the model's last, the loss, and with `train` the backward, in one go."""
+        priority = Priority.FORWARD if train else Priority.EVALUATE
+        return await self._queue.run(
+            priority, self._finish, microbatch, first, boundary, tokens, train, then=self._trainer.take_due_steps
+        )
+
+    async def backward(self, microbatch: MicrobatchId, gradient: WireTensor) -> Backward:
+        """Adds the microbatch's gradients to the sums and counts its tokens in every stage that it went through.
+
+        gradient: of the loss sum with respect to what `forward` returned. After a ProtocolError the forward is still
+        held, so that a gradient from another peer can follow; after any other error it is gone.
+        """
+        return await self._queue.run(
+            Priority.BACKWARD, self._backward, microbatch, gradient, then=self._trainer.take_due_steps
+        )
+
+    def forget(self, microbatch: MicrobatchId) -> None:
+        """Frees a forward that will have no backward; does nothing when there is none."""
+        self._trainer.held.forget(microbatch)
+
+    def progress(self) -> list[StageProgress]:
+        """How far each stage of the span is, in order."""
+        return self._trainer.progress()
+
+    def set_step_tokens(self, step_tokens: Callable[[int], int]) -> None:
+        """step_tokens(stage): tokens this peer must see before the stage steps. Called on the device thread, often."""
+        self._trainer.step_tokens = step_tokens
+
+    def statistics(self) -> DeviceStatistics:
+        """How busy the device thread is."""
+        return self._queue.statistics()
+
+    async def weights(self, stage: int) -> dict[str, np.ndarray]:
+        """A copy of the stage's trainable tensors by full name; every step due before the call is in it."""
+        tensors = await self._queue.run(Priority.BACKWARD, self._trainer.weights, stage)
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+    # --- on the device thread
+
+    def _forward(
+        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
+    ) -> WireTensor:
+        if first not in self.span or self.span.last == self._last_stage:
+            raise NotMyStage(f"stages {first} to {self.span.last} cannot run forward here; this peer holds {self.span}")
+        with _device_errors():
+            entry, ids = self._decode(microbatch, first, boundary, tokens)
+            return self._codec.encode(self._trainer.forward(microbatch, first, entry, ids, train))
+
+    def _finish(
+        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
+    ) -> Finished:
+        if first not in self.span or self.span.last != self._last_stage:
+            raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
+        begun = time.perf_counter()
+        with _device_errors():
+            entry, ids = self._decode(microbatch, first, boundary, tokens)
+            loss_sum, supervised, gradient = self._trainer.finish(microbatch, first, entry, ids, train)
+            encoded = None if gradient is None else self._codec.encode(gradient)
+        return Finished(loss_sum, supervised, encoded, time.perf_counter() - begun)
+
+    def _backward(self, microbatch: MicrobatchId, gradient: WireTensor) -> Backward:
+        begun = time.perf_counter()
+        with _device_errors():
+            decoded = self._decode_finite(microbatch, self.span.last, gradient, "gradient")
+            result, forward_s = self._trainer.backward(microbatch, decoded)
+            encoded = None if result is None else self._codec.encode(result)
+        return Backward(encoded, forward_s + time.perf_counter() - begun)
+
+    def _decode(
+        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor
+    ) -> tuple[Tensor, Tensor]:
+        """What enters stage `first`, and the token ids [b, s + 1]."""
+        if (boundary is None) != (first == 0):
+            raise ProtocolError("bad-tensor", f"stage {first} takes {'token ids only' if first == 0 else 'a boundary'}")
+        ids = decode_tokens(tokens, self._vocabulary, self._device, shape=self._tokens_shape)
+        if boundary is None:
+            return ids[:, :-1], ids
+        return self._decode_finite(microbatch, first, boundary, "boundary"), ids
+
+    def _decode_finite(self, microbatch: MicrobatchId, stage: int, wire: WireTensor, what: str) -> Tensor:
+        tensor = self._codec.decode(wire, self._device, shape=self._boundary_shape)
+        if not all_finite(tensor):
+            self._trainer.refuse(stage, microbatch, f"the {what} received is not finite")
+            raise ProtocolError("bad-tensor", f"the {what} holds values that are not finite; send it again")
+        return tensor
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """What torch raises when the device cannot, as this project's errors."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError_("the device is out of memory; hold fewer stages or microbatches") from error
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):
+            raise MemoryError_("this machine is out of memory; hold fewer stages or microbatches") from error
+        raise DeviceError(f"the device failed ({_first_line(error)}); restart this daemon") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [repr(error)])[0][:200]

@@ -1,0 +1,77 @@
+"""How much memory the device has left, and whether the graphs of all microbatches in flight fit into it.
+
+Knows: bytes. Must not know: models, microbatches, peers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+SHARE = 0.5
+"""Of the memory that is free, what graphs may take; the rest is for everything else on this machine."""
+REFRESH_S = 1.0
+CGROUP = Path("/sys/fs/cgroup")
+UNLIMITED = 1 << 62
+
+
+def graphs_fit(activation_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
+    """Whether `graphs_to_come` more graphs and a second version of the weights fit into the share of what is free."""
+    return activation_bytes * graphs_to_come + version_bytes <= SHARE * available_bytes
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that this process could still allocate on the device, container limits included."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    return min(int(psutil.virtual_memory().available), _cgroup_left())
+
+
+def _cgroup_left() -> int:
+    """What the container's limit leaves, where there is one (cgroup version 2); else more than any machine has."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return UNLIMITED
+    reclaimable = int(statistics.get("inactive_file", 0))
+    return max(int(limit) - used + reclaimable, 0) if limit.isdigit() else UNLIMITED
+
+
+class AvailableMemory:
+    """`available_bytes`, asked at most once a second."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes = 0
+        self._asked = -REFRESH_S
+
+    def __call__(self) -> int:
+        now = time.monotonic()
+        if now - self._asked >= REFRESH_S:
+            self._bytes, self._asked = available_bytes(self._device), now
+        return self._bytes
+
+
+def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: set[int]) -> tuple[Tensor, int]:
+    """Runs `forward` with gradients on; its result, and the bytes that its graph keeps alive.
+
+    not_counted: data pointers of storages that live anyway (the weights).
+    """
+    seen: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        result = forward()
+    return result, sum(size for pointer, size in seen.items() if pointer not in not_counted)

@@ -1,0 +1,380 @@
+"""The facade: what a peer may send and what is refused, spans entered in the middle, counting, forgetting, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from agora_protocol.errors import DeviceError, LocalError, ManifestError, NotMyStage, ProtocolError
+from agora_protocol.ids import Span
+from agora_protocol.tensors import WireTensor
+
+from agora.codec import encode_tokens
+from agora.observe.events import GradientRefused, MicrobatchCounted, StepTaken, TaskFailed
+from agora.train.compute import Compute
+from agora.train.held import NonFinite
+from tests.train.support import (
+    Events,
+    batches_for,
+    microbatch_id,
+    pipeline_of,
+    small_manifest,
+    tokens_of,
+    train_step,
+    values_of,
+    wire,
+)
+
+M = microbatch_id(0)
+NEVER = 1 << 40
+
+
+def with_compute(span: str, test: Callable[[Compute], Awaitable[None]], stages: int = 2, **options: Any) -> Events:
+    """Runs the test on one Compute; the events it reported."""
+    events = Events()
+
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(stages={"count": stages}), [span], report=events, **options) as (
+            compute,
+        ):
+            await asyncio.wait_for(test(compute), 60)
+
+    asyncio.run(whole())
+    return events
+
+
+def a_batch(number: int = 0) -> WireTensor:
+    return tokens_of(batches_for(small_manifest(), number + 1)[number][0])
+
+
+def a_boundary(fill: float | None = None) -> WireTensor:
+    shape = small_manifest().boundary_shape()
+    values = np.random.default_rng(3).standard_normal(shape) if fill is None else np.full(shape, fill)
+    return wire(values)
+
+
+def spoiled(value: float) -> WireTensor:
+    values = values_of(a_boundary()).copy()
+    values[1, 2, 3] = value
+    return wire(values)
+
+
+def bf16_boundary() -> WireTensor:
+    shape = small_manifest().boundary_shape()
+    return WireTensor("bf16", shape, memoryview(bytes(2 * int(np.prod(shape)))))
+
+
+BAD_BOUNDARIES = {
+    "transposed": wire(np.zeros((16, 2, 32))),
+    "short": wire(np.zeros((2, 15, 32))),
+    "flat": wire(np.zeros((2 * 16 * 32,))),
+    "bf16": bf16_boundary(),
+    "nan": spoiled(float("nan")),
+    "inf": spoiled(float("inf")),
+    "minus inf": spoiled(float("-inf")),
+    "none": None,
+}
+BAD_TOKENS = {
+    "short": encode_tokens(np.zeros((2, 16), np.int32)),
+    "float": wire(np.zeros((2, 17))),
+    "id too large": encode_tokens(np.full((2, 17), 256, np.int32)),
+    "id too small": encode_tokens(np.full((2, 17), -2, np.int32)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BOUNDARIES)
+def test_a_boundary_that_the_run_does_not_allow_is_refused(name: str) -> None:
+    async def test(compute: Compute) -> None:
+        for train in (True, False):
+            with pytest.raises(ProtocolError) as refused:
+                await compute.finish(M, 1, BAD_BOUNDARIES[name], a_batch(), train)
+            assert refused.value.code == "bad-tensor"
+        assert compute.progress()[0].tokens_total == 0
+
+    with_compute("1", test)
+
+
+@pytest.mark.parametrize("name", BAD_TOKENS)
+def test_tokens_that_the_run_does_not_allow_are_refused(name: str) -> None:
+    async def test(compute: Compute) -> None:
+        with pytest.raises(ProtocolError) as refused:
+            await compute.forward(M, 0, None, BAD_TOKENS[name], True)
+        assert refused.value.code == "bad-tensor"
+
+    with_compute("0", test)
+
+
+def test_stage_0_takes_no_boundary_and_a_stage_outside_the_span_is_not_run() -> None:
+    async def test(compute: Compute) -> None:
+        with pytest.raises(ProtocolError, match="token ids only"):
+            await compute.forward(M, 0, a_boundary(), a_batch(), True)
+        with pytest.raises(NotMyStage):
+            await compute.forward(M, 2, a_boundary(), a_batch(), True)
+        with pytest.raises(NotMyStage):
+            await compute.finish(M, 0, None, a_batch(), True)
+
+    with_compute("0-1", test, stages=4)
+
+
+@pytest.mark.parametrize("name", [n for n in BAD_BOUNDARIES if n != "none"])
+def test_a_bad_gradient_is_refused_and_a_good_one_from_a_sibling_may_follow(name: str) -> None:
+    async def test(compute: Compute) -> None:
+        await compute.forward(M, 0, None, a_batch(), True)
+        with pytest.raises(ProtocolError):
+            await compute.backward(M, BAD_BOUNDARIES[name])
+        assert compute.progress()[0].tokens_total == 0
+        assert (await compute.backward(M, a_boundary())).gradient is None
+        assert compute.progress()[0].tokens_total == 32
+
+    events = with_compute("0", test)
+    refused = 1 if name in ("nan", "inf", "minus inf") else 0
+    assert [e.microbatch for e in events.of(GradientRefused)] == [M.hex()] * refused
+    assert len(events.of(MicrobatchCounted)) == 1
+
+
+def test_a_gradient_that_overflows_here_is_refused_and_nothing_of_it_is_added() -> None:
+    async def test(compute: Compute) -> None:
+        untouched = await compute.weights(0)
+        await compute.forward(M, 0, None, a_batch(), True)
+        with pytest.raises(NonFinite):
+            await compute.backward(M, a_boundary(3e38))  # finite, as its sender may say
+        sums = compute._trainer._stages[0].weights.gradient
+        assert not sums.any()
+        with pytest.raises(LocalError, match="sent again"):
+            await compute.backward(M, a_boundary())
+        (progress,) = compute.progress()
+        assert (progress.tokens_total, progress.step, progress.refused_nonfinite) == (0, 0, 1)
+        assert all((untouched[name] == value).all() for name, value in (await compute.weights(0)).items())
+
+    assert len(with_compute("0", test).of(GradientRefused)) == 1
+
+
+def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() -> None:
+    async def test(compute: Compute) -> None:
+        compute.set_step_tokens(lambda stage: 64)
+        untouched = await compute.weights(1)
+        await compute.finish(M, 1, a_boundary(), a_batch(), True)
+        compute._trainer._stages[1].weights.gradient[5] = float("inf")
+        await compute.finish(microbatch_id(1), 1, a_boundary(), a_batch(), True)
+        assert all((untouched[name] == value).all() for name, value in (await compute.weights(1)).items())
+        (progress,) = compute.progress()
+        assert (progress.step, progress.tokens_in_step, progress.tokens_total, progress.refused_nonfinite) == (
+            0,
+            0,
+            0,
+            1,
+        )
+        for number in (2, 3):
+            await compute.finish(microbatch_id(number), 1, a_boundary(), a_batch(), True)
+        changed = await compute.weights(1)
+        assert any((untouched[name] != value).any() for name, value in changed.items())
+        assert all(np.isfinite(value).all() for value in changed.values())
+        assert compute.progress()[0].step == 1
+
+    events = with_compute("1", test)
+    assert [e.stage for e in events.of(GradientRefused)] == [1]
+    (step,) = events.of(StepTaken)
+    assert (step.stage, step.step, step.tokens) == (1, 1, 64)
+
+
+def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
+    async def test(compute: Compute) -> None:
+        compute.set_step_tokens(lambda stage: 32)
+        for number in range(3):
+            await compute.finish(microbatch_id(number), 1, a_boundary(), a_batch(), True)
+        await compute.weights(1)
+        (progress,) = compute.progress()
+        assert (progress.step, progress.tokens_in_step, progress.tokens_total) == (3, 0, 96)
+
+    events = with_compute("1", test)
+    assert [step.loss is not None for step in events.of(StepTaken)] == [True] * 3
+
+
+def test_targets_that_are_not_supervised_are_not_counted() -> None:
+    async def test(compute: Compute) -> None:
+        ids = batches_for(small_manifest(), 1)[0][0].copy()
+        ids[0, -5:] = -1
+        done = await compute.finish(M, 1, a_boundary(), encode_tokens(ids), True)
+        assert done.tokens == 27
+        assert compute.progress()[0].tokens_in_step == 27
+
+    with_compute("1", test)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activations: str) -> None:
+    manifest = small_manifest(stages={"count": 4}, schedule={"activations": activations})
+
+    async def whole() -> None:
+        async with pipeline_of(manifest, ["0-2", "1", "2"], report=Events()) as (span, one, two):
+            for compute in (span, one, two):
+                compute.set_step_tokens(lambda stage: NEVER)
+            out = await span.forward(M, 1, a_boundary(), a_batch(), True)
+            middle = await one.forward(M, 1, a_boundary(), a_batch(), True)
+            np.testing.assert_array_equal(values_of(out), values_of(await two.forward(M, 2, middle, a_batch(), True)))
+            mine = (await span.backward(M, a_boundary())).gradient
+            theirs = (await one.backward(M, (await two.backward(M, a_boundary())).gradient)).gradient
+            np.testing.assert_array_equal(values_of(mine), values_of(theirs))
+            assert [p.tokens_in_step for p in span.progress()] == [0, 32, 32]
+            assert not span._trainer._stages[0].weights.gradient.any()
+            np.testing.assert_array_equal(
+                span._trainer._stages[2].weights.gradient, two._trainer._stages[2].weights.gradient
+            )
+
+    asyncio.run(whole())
+
+
+def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
+    async def test(compute: Compute) -> None:
+        compute.set_step_tokens(lambda stage: NEVER)
+        done = await compute.finish(M, 2, a_boundary(), a_batch(), True)
+        assert done.gradient is not None and done.gradient.shape == small_manifest().boundary_shape()
+        assert [p.tokens_in_step for p in compute.progress()] == [0, 32, 32]
+
+    events = with_compute("1-3", test, stages=4)
+    assert [(e.stages, e.tokens) for e in events.of(MicrobatchCounted)] == [((2, 3), 32)]
+
+
+def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
+    async def test(compute: Compute) -> None:
+        seen = await compute.finish(M, 1, a_boundary(), a_batch(), False)
+        assert seen.gradient is None
+        assert compute.progress()[0].tokens_total == 0
+        assert not compute._trainer._stages[1].weights.gradient.any()
+        trained = await compute.finish(M, 1, a_boundary(), a_batch(), True)
+        assert trained.loss_sum == pytest.approx(seen.loss_sum)
+
+    assert len(with_compute("1", test).of(MicrobatchCounted)) == 1
+
+    async def forward_only(compute: Compute) -> None:
+        await compute.forward(M, 0, None, a_batch(), False)
+        assert len(compute._trainer.held) == 0
+
+    with_compute("0", forward_only)
+
+
+def test_a_forgotten_microbatch_has_to_be_sent_again() -> None:
+    async def test(compute: Compute) -> None:
+        await compute.forward(M, 0, None, a_batch(), True)
+        compute.forget(M)
+        compute.forget(M)
+        with pytest.raises(LocalError, match="sent again"):
+            await compute.backward(M, a_boundary())
+
+    with_compute("0", test)
+
+
+def test_a_forward_whose_waiter_goes_away_leaves_nothing_behind() -> None:
+    entered, opened = threading.Event(), threading.Event()
+    armed = False
+
+    def fault(point: str) -> None:
+        assert point == "device.job"
+        if armed:
+            entered.set()
+            assert opened.wait(30)
+
+    async def test(compute: Compute) -> None:
+        nonlocal armed
+        armed = True
+        running = asyncio.ensure_future(compute.forward(M, 0, None, a_batch(), True))
+        await asyncio.to_thread(entered.wait, 30)
+        queued = asyncio.ensure_future(compute.forward(microbatch_id(1), 0, None, a_batch(), True))
+        await asyncio.sleep(0)
+        running.cancel()
+        queued.cancel()
+        await asyncio.wait([running, queued])
+        armed = False
+        opened.set()
+        await compute.weights(0)
+        await asyncio.sleep(0)
+        assert len(compute._trainer.held) == 0
+        assert compute.statistics().jobs <= 3  # building, the first forward, the weights: the queued one never ran
+
+    with_compute("0", test, fault=fault)
+
+
+def test_an_error_of_the_device_names_itself_and_spares_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(compute: Compute) -> None:
+        def broken(*arguments: object) -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(compute._trainer, "_run", broken)
+            with pytest.raises(DeviceError, match=r"unspecified launch failure\)"):
+                await compute.forward(M, 0, None, a_batch(), True)
+        await compute.forward(M, 0, None, a_batch(), True)
+
+    with_compute("0", test)
+
+
+def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(compute: Compute) -> None:
+        def broken(*arguments: object) -> None:
+            raise RuntimeError("no memory for the moments")
+
+        compute.set_step_tokens(lambda stage: 32)
+        monkeypatch.setattr(compute._trainer._stages[1].optimizer, "step", broken)
+        done = await compute.finish(M, 1, a_boundary(), a_batch(), True)
+        assert done.tokens == 32
+        await compute.weights(1)
+
+    assert [e.task for e in with_compute("1", test).of(TaskFailed)] == ["device"]
+
+
+def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
+    async def test(compute: Compute) -> None:
+        await compute.forward(M, 0, None, a_batch(), True)
+        held_s = compute._trainer.held._held[M].seconds
+        assert (await compute.backward(M, a_boundary())).busy_s > held_s > 0
+
+    with_compute("0", test)
+
+
+def test_replicas_of_a_stage_start_from_the_same_weights_whatever_their_span() -> None:
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(stages={"count": 4}), ["1", "0-2"]) as (alone, span):
+            mine, theirs = await alone.weights(1), await span.weights(1)
+            assert mine.keys() == theirs.keys()
+            assert all((mine[name] == theirs[name]).all() for name in mine)
+
+    asyncio.run(whole())
+
+
+def test_bf16_boundaries_train_close_to_float32_ones() -> None:
+    async def losses(codec: str) -> list[float]:
+        manifest = small_manifest(boundary={"codec": codec}, schedule={"activations": "keep"})
+        async with pipeline_of(manifest, ["0", "1"]) as pipeline:
+            return [await train_step(pipeline, step, n) for n, step in enumerate(batches_for(manifest, 8))]
+
+    exact, rounded = asyncio.run(losses("float32")), asyncio.run(losses("bf16"))
+    assert exact != rounded
+    np.testing.assert_allclose(rounded, exact, rtol=2e-3)
+
+
+def test_an_unknown_device_is_refused_before_anything_is_built() -> None:
+    async def whole() -> None:
+        with pytest.raises(DeviceError, match="not known"):
+            await Compute.create(small_manifest(), Span(0, 0), report=Events(), device="tpu")
+
+    before = threading.active_count()
+    asyncio.run(whole())
+    assert threading.active_count() == before
+
+
+def test_what_cannot_be_built_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise ManifestError("no such family")
+
+    monkeypatch.setattr("agora.train.span.build_stage", refuse)
+
+    async def whole() -> None:
+        with pytest.raises(ManifestError, match="no such family"):
+            await Compute.create(small_manifest(), Span(0, 0), report=Events(), device="cpu")
+        assert "device" not in {thread.name for thread in threading.enumerate()}
+
+    asyncio.run(whole())

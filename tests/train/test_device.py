@@ -1,0 +1,256 @@
+"""The device queue: who goes first, what becomes of the cancelled, how it ends, and what its failures look like."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import uvloop
+from agora_protocol.errors import Busy, DeviceError
+
+from agora.train import device
+from agora.train.device import DeviceQueue, Priority, choose_device
+
+
+class Gate:
+    """A job that occupies the device thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> None:
+        self.entered.set()
+        assert self.opened.wait(30)
+
+    async def occupy(self, queue: DeviceQueue) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(queue.run(Priority.FORWARD, self))
+        await asyncio.to_thread(self.entered.wait, 30)
+        return task
+
+
+def run(test: Callable[[DeviceQueue], object], **options: object) -> None:
+    """Runs the test on uvloop, with a queue that is closed at its end."""
+
+    async def whole() -> None:
+        queue = DeviceQueue(**options)  # type: ignore[arg-type]
+        try:
+            await test(queue)  # type: ignore[misc]
+        finally:
+            await queue.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(whole(), 60))
+
+
+async def all_queued(queue: DeviceQueue, count: int) -> None:
+    while queue.statistics().waiting != count:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_backward_goes_before_forward_before_evaluation_and_equals_in_order(seed: int) -> None:
+    async def test(queue: DeviceQueue) -> None:
+        gate, order = Gate(), []
+        await gate.occupy(queue)
+        asked = [
+            (priority, number) for number, priority in enumerate(random.Random(seed).choices(list(Priority), k=40))
+        ]
+        jobs = [asyncio.ensure_future(queue.run(priority, order.append, (priority, n))) for priority, n in asked]
+        await all_queued(queue, len(jobs))
+        gate.opened.set()
+        await asyncio.gather(*jobs)
+        assert order == sorted(asked)
+
+    run(test)
+
+
+def test_a_job_that_comes_later_overtakes_those_of_lower_priority() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        gate, order = Gate(), []
+        await gate.occupy(queue)
+        forward = asyncio.ensure_future(queue.run(Priority.FORWARD, order.append, "forward"))
+        await all_queued(queue, 1)
+        backward = asyncio.ensure_future(queue.run(Priority.BACKWARD, order.append, "backward"))
+        await all_queued(queue, 2)
+        gate.opened.set()
+        await asyncio.gather(forward, backward)
+        assert order == ["backward", "forward"]
+
+    run(test)
+
+
+def test_an_evaluation_is_not_starved_by_a_device_that_is_always_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "PATIENCE_S", 0.0)
+
+    async def test(queue: DeviceQueue) -> None:
+        gate, order = Gate(), []
+        await gate.occupy(queue)
+        names = ["e0", "e1", "f0", "f1"]
+        priority = {"e": Priority.EVALUATE, "f": Priority.FORWARD}
+        jobs = [asyncio.ensure_future(queue.run(priority[name[0]], order.append, name)) for name in names]
+        await all_queued(queue, 4)
+        gate.opened.set()
+        await asyncio.gather(*jobs)
+        assert order == ["e0", "f0", "e1", "f1"]  # at most every other job
+
+    run(test)
+
+
+def test_a_cancelled_waiters_queued_job_never_runs_and_frees_its_place() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        gate, order = Gate(), []
+        await gate.occupy(queue)
+        doomed = asyncio.ensure_future(queue.run(Priority.FORWARD, order.append, "doomed"))
+        await all_queued(queue, 1)
+        doomed.cancel()
+        await all_queued(queue, 0)
+        kept = asyncio.ensure_future(queue.run(Priority.FORWARD, order.append, "kept"))
+        await all_queued(queue, 1)
+        gate.opened.set()
+        await kept
+        assert doomed.cancelled()
+        assert order == ["kept"]
+
+    run(test, limit=1)
+
+
+def test_a_job_cancelled_while_it_runs_is_finished_and_undone() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        gate, undone = Gate(), asyncio.Event()
+        task = asyncio.ensure_future(queue.run(Priority.FORWARD, gate, abandoned=undone.set))
+        await asyncio.to_thread(gate.entered.wait, 30)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not undone.is_set()
+        gate.opened.set()
+        await asyncio.wait_for(undone.wait(), 30)
+        assert task.cancelled()
+
+    run(test)
+
+
+def test_the_queue_is_bounded_for_each_priority() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        gate = Gate()
+        await gate.occupy(queue)
+        jobs = [asyncio.ensure_future(queue.run(Priority.FORWARD, time.sleep, 0)) for _ in range(3)]
+        await all_queued(queue, 3)
+        with pytest.raises(Busy, match="3 forward jobs"):
+            await queue.run(Priority.FORWARD, time.sleep, 0)
+        backward = asyncio.ensure_future(queue.run(Priority.BACKWARD, time.sleep, 0))
+        await all_queued(queue, 4)
+        gate.opened.set()
+        await asyncio.gather(backward, *jobs)
+
+    run(test, limit=3)
+
+
+def test_an_error_reaches_its_waiter_and_the_thread_goes_on() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        with pytest.raises(ZeroDivisionError):
+            await queue.run(Priority.FORWARD, divmod, 1, 0)
+        assert await queue.run(Priority.FORWARD, divmod, 7, 2) == (3, 1)
+
+    run(test)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_death_of_the_thread_fails_everyone_who_waits() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        gate = Gate()
+        await gate.occupy(queue)
+        deadly = asyncio.ensure_future(queue.run(Priority.FORWARD, exec, "raise SystemExit"))
+        behind = asyncio.ensure_future(queue.run(Priority.FORWARD, time.sleep, 0))
+        await all_queued(queue, 2)
+        gate.opened.set()
+        for task in (deadly, behind):
+            with pytest.raises(DeviceError, match="thread"):
+                await task
+        with pytest.raises(DeviceError, match="ended"):
+            await queue.run(Priority.FORWARD, time.sleep, 0)
+
+    run(test)
+
+
+def test_then_runs_after_the_answer_and_before_the_next_job_and_its_failure_is_told() -> None:
+    failures: list[Exception] = []
+
+    async def test(queue: DeviceQueue) -> None:
+        gate, order = Gate(), []
+        await queue.run(Priority.FORWARD, order.append, "job", then=gate)  # answered although `then` holds the thread
+        following = asyncio.ensure_future(queue.run(Priority.BACKWARD, order.append, "next"))
+        await all_queued(queue, 1)
+        assert order == ["job"]
+        gate.opened.set()
+        await following
+        await queue.run(Priority.FORWARD, order.append, "failing", then=lambda: divmod(1, 0) and None)
+        await queue.run(Priority.FORWARD, order.append, "after")
+        assert order[-2:] == ["failing", "after"]
+
+    run(test, failed=failures.append)
+    assert [type(error) for error in failures] == [ZeroDivisionError]
+
+
+def test_closing_takes_bounded_time_although_a_job_hangs() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        gate = Gate()
+        running = await gate.occupy(queue)
+        waiting = asyncio.ensure_future(queue.run(Priority.BACKWARD, time.sleep, 0))
+        await all_queued(queue, 1)
+        begun = time.monotonic()
+        assert not await queue.close(0.1)
+        assert time.monotonic() - begun < 2
+        with pytest.raises(DeviceError, match="closed"):
+            await waiting
+        gate.opened.set()
+        await running  # what runs is finished and answered
+        assert await queue.close()
+
+    run(test)
+
+
+def test_the_fault_point_is_reached_once_for_each_job() -> None:
+    points: list[str] = []
+
+    async def test(queue: DeviceQueue) -> None:
+        for _ in range(3):
+            await queue.run(Priority.FORWARD, time.sleep, 0)
+
+    run(test, fault=points.append)
+    assert points == ["device.job"] * 3
+
+
+def test_busy_time_is_measured_while_a_job_runs_and_after() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        gate = Gate()
+        task = await gate.occupy(queue)
+        early = queue.statistics()
+        while queue.statistics().busy_s <= early.busy_s:
+            await asyncio.sleep(0.001)
+        gate.opened.set()
+        await task
+        await queue.run(Priority.FORWARD, time.sleep, 0)
+        late = queue.statistics()
+        assert early.jobs == 0 < late.jobs
+        assert early.busy_s < late.busy_s <= late.alive_s
+        assert 0 < late.busy_fraction <= 1
+
+    run(test)
+
+
+def test_devices_are_chosen_by_name_and_refused_with_advice() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    assert choose_device("auto").type in ("cpu", "cuda")
+    for name in ("gpu", "cuda:", "cuda:x", "cpu:0", ""):
+        with pytest.raises(DeviceError, match="say auto, cpu, cuda or cuda:N"):
+            choose_device(name)
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="--device cpu"):
+            choose_device("cuda:0")
+    assert not device.has_native_bf16(torch.device("cpu"))
