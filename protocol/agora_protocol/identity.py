@@ -1,7 +1,7 @@
 """A peer's Ed25519 key, in libp2p's key file format. Knows keys and one small file; nothing of records or networks.
 
 The file is the protobuf `PrivateKey {1: KeyType = Ed25519 (1), 2: data = 32 private bytes || 32 public bytes}`, 68
-bytes, mode 0600. go-libp2p, py-libp2p and hivemind read the same file.
+bytes, mode 0600. It is the file that go-libp2p reads and writes, and so hivemind's daemon too.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Identity:
         """A new identity, written to `path` with mode 0600. Raises IdentityError when the file exists already."""
         identity = cls.generate()
         try:
-            _write_new(Path(path), identity.key_file_bytes())
-        except FileExistsError as error:
-            raise IdentityError(f"{path} exists already; use it, or move it away to make a new identity.") from error
+            written = _write_new(Path(path), identity.key_file_bytes())
         except OSError as error:
             raise IdentityError(
                 f"The identity file {path} cannot be written ({error.strerror}); choose a directory you can write."
             ) from error
+        if not written:
+            raise IdentityError(f"{path} exists already; use it, or move it away to make a new identity.")
         return identity
 
     @classmethod
@@ -114,8 +114,8 @@ def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
     return True
 
 
-def _write_new(path: Path, data: bytes) -> None:
-    """Write a private file completely or not at all; FileExistsError when `path` exists."""
+def _write_new(path: Path, data: bytes) -> bool:
+    """Write a private file completely or not at all; False when `path` exists."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -124,7 +124,10 @@ def _write_new(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.link(draft, path)  # fails when path exists, so two creators cannot both win
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)  # fails when path exists, so two creators cannot both win
+            return True
+        return False
     finally:
         os.unlink(draft)
 
@@ -138,13 +141,17 @@ def _read_private_file(path: Path) -> bytes:
         raise IdentityError(
             f"The identity file {path} cannot be read ({error.strerror}); check its owner and mode."
         ) from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise IdentityError(f"{path} is not a regular file; give the path of an identity key file.")
         if status.st_mode & 0o077:
             raise IdentityError(f"{path} can be read by other users of this machine; run `chmod 600 {path}`.")
-        return file.read(MAX_KEY_FILE_BYTES + 1)
+        return os.read(descriptor, MAX_KEY_FILE_BYTES)
+    except OSError as error:
+        raise IdentityError(f"The identity file {path} cannot be read ({error.strerror}); check its disk.") from error
+    finally:
+        os.close(descriptor)
 
 
 def _private_in(data: bytes, path: Path) -> bytes:

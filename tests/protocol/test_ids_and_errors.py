@@ -1,0 +1,123 @@
+"""Names and errors: spans, peer ids, two-word names, and every error's way over the wire and back."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from agora_protocol import base58, errors, ids
+from agora_protocol.errors import AgoraError, InputError, ProtocolError
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, Span, microbatch_id, peer_name
+from agora_protocol.limits import MAX_TEXT_BYTES
+from agora_protocol.messages import Refusal, refusal_from_wire, refusal_to_wire
+
+
+@pytest.mark.parametrize(("text", "span"), [("0-1", Span(0, 1)), ("2", Span(2, 2)), (" 10-1023 ", Span(10, 1023))])
+def test_a_span_reads_what_it_writes(text: str, span: Span) -> None:
+    assert Span.parse(text) == span
+    assert str(span) == text.strip()
+    assert Span.parse(str(span)) == span
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1-0", "a", "1-", "0-1024", "1,2", "0-1-2", "99999", "\u0661", "0" * 10_000]
+)
+def test_what_is_no_span_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InputError, match="0-1"):
+        Span.parse(text)
+
+
+def test_a_span_knows_its_stages() -> None:
+    assert [*Span(2, 4).stages] == [2, 3, 4]
+    assert 4 in Span(2, 4) and 5 not in Span(2, 4) and len(Span(2, 4)) == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [(b"", ""), (b"\0", "1"), (b"\0\0a", "112g"), (b"hello world", "StV1DL6CwTryKyV"), (b"\xff" * 4, "7YXq9G")],
+)
+def test_base58_is_bitcoins(data: bytes, text: str) -> None:
+    assert base58.encode(data) == text
+    assert base58.decode(text) == data
+
+
+@pytest.mark.parametrize("text", ["0", "O", "I", "l", "a b", "\u00e9"])
+def test_base58_refuses_other_characters(text: str) -> None:
+    with pytest.raises(ValueError, match="base58"):
+        base58.decode(text)
+
+
+def test_only_ed25519_peer_ids_are_peer_ids(alice: Identity) -> None:
+    assert ids.is_peer_id(alice.peer) and alice.peer.startswith("12D3KooW")
+    rsa = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+    for other in (rsa, "", alice.peer[:-1], alice.peer + "1", "1" * 52, alice.peer[:-1] + "0", "\u00e9" * 52):
+        assert not ids.is_peer_id(other)
+
+
+def test_names_are_two_words_and_never_change() -> None:
+    assert len({*ids._FIRST_WORDS}) == len(ids._FIRST_WORDS) == 64
+    assert len({*ids._SECOND_WORDS}) == len(ids._SECOND_WORDS) == 64
+    names = {peer_name(PeerId(hashlib.sha256(bytes([n])).hexdigest())) for n in range(200)}
+    assert len(names) > 150 and all(name.count("-") == 1 for name in names)
+
+
+def test_a_microbatch_id_is_session_and_counter() -> None:
+    assert microbatch_id(b"12345678", 1) == b"12345678\0\0\0\0\0\0\0\1"
+    with pytest.raises(ValueError, match="8 random bytes"):
+        microbatch_id(b"1", 1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.Busy("no seat", 250),
+        errors.NotMyStage("I hold 0-1"),
+        errors.NotAdmitted("not listed"),
+        errors.WrongRun("another"),
+        errors.Unsupported("no"),
+        errors.Refused("no"),
+        errors.PeerFailed("not finite"),
+        ProtocolError("bad-tensor", "wrong shape"),
+    ],
+)
+def test_an_error_crosses_the_wire_as_itself(error: AgoraError) -> None:
+    back = refusal_from_wire(refusal_to_wire(error))
+    assert type(back) is type(error) and back.code == error.code and str(back) == str(error)
+    if isinstance(error, errors.Busy):
+        assert isinstance(back, errors.Busy) and back.retry_after_ms == 250
+
+
+def test_unavailable_keeps_its_stage_and_reasons() -> None:
+    back = refusal_from_wire(refusal_to_wire(errors.Unavailable(3, ["a: busy", "b: gone"])))
+    assert isinstance(back, errors.Unavailable)
+    assert back.stage == 3 and str(back) == "stage 3 is unavailable: a: busy; b: gone"
+    assert "no live peer" in str(errors.Unavailable(0, []))
+
+
+def test_a_peer_learns_no_details_of_our_own_failures() -> None:
+    refusal = refusal_to_wire(errors.DiskError("/home/alice/secret is full"))
+    assert refusal.code == "failed" and "alice" not in refusal.text and "disk" in refusal.text
+    assert isinstance(refusal_from_wire(refusal), errors.PeerFailed)
+
+
+def test_a_word_from_a_newer_version_is_a_failure_not_a_crash() -> None:
+    back = refusal_from_wire(Refusal("too-sunny", "come back at night"))
+    assert isinstance(back, errors.PeerFailed) and "too-sunny" in str(back)
+
+
+def test_long_texts_are_cut_at_a_character() -> None:
+    refusal = refusal_to_wire(errors.NotMyStage("\u00e9" * MAX_TEXT_BYTES + "\ud800"))
+    assert len(refusal.text.encode()) == MAX_TEXT_BYTES
+
+
+def test_every_error_has_a_word_of_its_own() -> None:
+    def tree(kind: type[AgoraError]) -> list[type[AgoraError]]:
+        return [kind, *(below for sub in kind.__subclasses__() for below in tree(sub))]
+
+    ours = [kind for kind in tree(AgoraError) if kind.__module__ == errors.__name__]
+    words = [kind.code for kind in ours if kind is not ProtocolError]
+    assert len(words) == len(set(words))
+    with pytest.raises(ValueError, match="PROTOCOL_CODES"):
+        ProtocolError("no-such-word", "")

@@ -1,0 +1,259 @@
+"""The manifest: one canonical form, one run id, one signature; every mistake is one sentence that says what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from typing import Any
+
+import msgpack
+import pytest
+
+from agora_protocol.errors import ManifestError
+from agora_protocol.identity import Identity
+from agora_protocol.ids import RunId
+from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES
+from agora_protocol.manifest import PRESETS, Manifest, ModelSection, SignedManifest, is_signed, preset
+from agora_protocol.manifest_rules import RULES
+
+
+def test_the_empty_file_is_the_tiny_preset() -> None:
+    assert Manifest.from_toml("name = 'tiny'") == preset("tiny")
+
+
+@pytest.mark.parametrize("name", [*PRESETS])
+def test_a_file_reads_back_as_it_was_written(name: str, alice: Identity) -> None:
+    manifest = preset(name, data={"corpus": ['a "quoted"\\\n\x7f.txt', "\u00e9\u4e2d.jsonl"]}, seed=2**63 - 1)
+    assert Manifest.from_toml(manifest.to_toml()) == manifest
+    assert Manifest.from_toml(manifest.to_toml()).run_id == manifest.run_id
+    signed = SignedManifest.sign(manifest, alice)
+    assert SignedManifest.from_toml(signed.to_toml()) == signed
+    assert Manifest.from_toml(signed.to_toml()) == signed.manifest
+    assert is_signed(signed.to_toml()) and not is_signed(manifest.to_toml())
+
+
+def test_every_key_of_the_file_is_documented() -> None:
+    lines = [line for line in preset("tiny").to_toml().splitlines() if line]
+    assert all("# " in line and len(line.split("# ", 1)[1]) > 8 for line in lines)
+
+
+def test_the_canonical_form_is_sorted_and_complete() -> None:
+    data = preset("tiny", optimizer={"learning_rate": 1}).canonical()
+    values = msgpack.unpackb(data)
+    assert [*values] == sorted(Manifest.model_fields)
+    assert all([*section] == sorted(section) for section in values.values() if isinstance(section, dict))
+    assert values["optimizer"]["learning_rate"] == 1.0 and b"\xadlearning_rate\xcb" in data
+    assert msgpack.packb(values) == data
+
+
+def test_the_order_of_a_file_does_not_matter_and_every_value_does() -> None:
+    one = Manifest.from_toml("seed = 1\n[model]\nwidth = 64\nheads = 2\n[stages]\ncount = 1\n")
+    two = Manifest.from_toml("[stages]\ncount = 1\n[model]\nheads = 2\nwidth = 64\nsubspace = 64\n[data]\n").replaced(
+        seed=1
+    )
+    assert one == two and one.run_id == two.run_id
+    ids = {one.run_id}
+    for change in ({"seed": 2}, {"name": "x"}, {"boundary": {"codec": "float32"}}, {"optimizer": {"clip": 0}}):
+        ids.add(one.replaced(**change).run_id)
+    assert len(ids) == 5
+
+
+def test_the_run_id_is_the_hash_with_the_founder_inside(alice: Identity, bob: Identity) -> None:
+    signed = SignedManifest.sign(preset("tiny"), alice)
+    assert signed.run_id == hashlib.sha256(b"agora manifest 1\0" + signed.manifest.canonical()).hexdigest()
+    assert signed.founder == alice.peer
+    assert signed.run_id != SignedManifest.sign(preset("tiny"), bob).run_id != preset("tiny").run_id
+
+
+def test_minus_zero_is_zero() -> None:
+    assert preset("tiny", data={"heldout": -0.0}).run_id == preset("tiny", data={"heldout": 0.0}).run_id
+
+
+def test_layers_are_cut_evenly_or_as_said() -> None:
+    even = preset("tiny", model={"layers": 7}, stages={"count": 3})
+    assert [[*even.layers_of(stage)] for stage in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    said = preset("tiny", model={"layers": 7}, stages={"count": 3, "first_layers": [0, 1, 6]})
+    assert [[*said.layers_of(stage)] for stage in range(3)] == [[0], [1, 2, 3, 4, 5], [6]]
+    for stage in (-1, 3):
+        with pytest.raises(ValueError, match="not one of 3"):
+            said.layers_of(stage)
+
+
+def test_sizes_follow_from_the_sections() -> None:
+    manifest = preset("tiny")
+    assert manifest.tokens_per_microbatch == 1024 and manifest.boundary_shape() == (8, 128, 128)
+    assert manifest.max_payload_bytes == 8 * 128 * 128 * 2 + 4 * 8 * 129
+    assert manifest.stage_count == 2
+
+
+def test_admission(alice: Identity, bob: Identity) -> None:
+    listed = preset("tiny", admission={"mode": "listed", "peers": [bob.peer]})
+    founded = SignedManifest.sign(listed, alice).manifest
+    assert founded.admits(alice.peer) and founded.admits(bob.peer) and preset("tiny").admits(bob.peer)
+    assert not founded.admits(Identity.generate().peer)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[model]\nwidht = 128", "[model] has no key 'widht'; did you mean 'width'?"),
+        ("[optimiser]\nclip = 1.0", "there is no key 'optimiser'; did you mean 'optimizer'?"),
+        ("[model]\nqqq = 1", "[model] has no key 'qqq'; use one of family, width"),
+        ("sede = 3", "there is no key 'sede'; did you mean 'seed'?"),
+        ("[model]\nwidth = 130", "[model] width 130 is not divisible by heads 4; use a multiple of heads, such as width = 128"),
+        ("[model]\nkey_value_heads = 3", "heads 4 is not a multiple of key_value_heads 3; use a divisor of heads, such as key_value_heads = 2"),
+        ("[model]\nkey_value_heads = 8", "heads 4 is not a multiple of key_value_heads 8"),
+        ("[model]\nwidth = 12\nheads = 4", "head size width / heads = 3 is odd, and rotary positions need pairs; use width = 16"),
+        ("[model]\nsubspace = 64", "subspace 64 differs from width 128, which is not supported yet; remove subspace"),
+        ("[model]\nvocabulary = 1", "[model] vocabulary 1 must be greater than or equal to 2"),
+        ("[model]\nvocabulary = 100", "vocabulary 100 is too small for [data] tokenizer bytes"),
+        ("[model]\nwidth = 1000000", "[model] width 1000000 must be less than or equal to 65536"),
+        ("[model]\nwidth = 128.0", "[model] width 128.0 must be a valid integer"),
+        ("[model]\nwidth = true", "[model] width True must be a valid integer"),
+        ("[model]\nfamily = 'mamba'", "[model] family 'mamba' must be 'subspace'"),
+        ("[stages]\ncount = 5", "[model] layers 4 are fewer than [stages] count 5, and every stage needs a layer"),
+        ("[stages]\ncount = 0", "[stages] count 0 must be greater than or equal to 1"),
+        ("[stages]\nfirst_layers = [0]", "first_layers names 1 stages where count is 2"),
+        ("[stages]\nfirst_layers = [1, 2]", "first_layers [1, 2] is no cut of 4 layers; begin with 0"),
+        ("[stages]\nfirst_layers = [0, 0]", "first_layers [0, 0] is no cut of 4 layers"),
+        ("[stages]\nfirst_layers = [0, 4]", "first_layers [0, 4] is no cut of 4 layers"),
+        ("[stages]\nfirst_layers = [0, '1']", "[stages] first_layers[1] '1' must be a valid integer"),
+        ("[boundary]\ncodec = 'gzip'", "[boundary] codec 'gzip' must be 'bf16' or 'float32'; correct it, or remove it for the default"),
+        ("[optimizer]\ntarget_tokens = 1000", "target_tokens 1000 is not a multiple of the 1024 tokens of a microbatch"),
+        ("[optimizer]\ntarget_tokens = 3000", "use target_tokens = 3072"),
+        ("[optimizer]\nwarmup_steps = 2000", "warmup_steps 2000 leaves nothing of total_steps 2000"),
+        ("[optimizer]\nlearning_rate = nan", "learning_rate nan must be a finite number"),
+        ("[optimizer]\nlearning_rate = '1'", "learning_rate '1' must be a valid number"),
+        ("[optimizer]\nbeta1 = 1.0", "[optimizer] beta1 1.0 must be less than 1"),
+        ("[schedule]\nmicrobatch = 65536\n[optimizer]\ntarget_tokens = 8388608", "bytes on the wire, over the limit of"),
+        ("[data]\ncorpus = []", "[data] corpus must have at least 1 item"),
+        ("[data]\ncorpus = 'stdlib'", "[data] corpus 'stdlib' must be a list"),
+        ("[data]\ncorpus = ['']", "[data] corpus[0] '' must have at least 1 character"),
+        ("[data]\nheldout = 0.9", "[data] heldout 0.9 must be less than or equal to 0.5"),
+        ("[admission]\nmode = 'listed'", "admits nobody but the founder; list peers, or use mode open"),
+        ("[admission]\npeers = ['x']", "[admission] 'x' is not a peer id"),
+        ("model = 3", "model 3 must be a table"),
+        ("seed = -1", "seed -1 must be greater than or equal to 0"),
+        ("seed = 9223372036854775808", "seed 9223372036854775808 must be less than or equal to"),
+        ("seed = 0x" + "f" * 6000, "seed a huge integer must be"),
+        ("seed = " + "1" * 6000, "not valid TOML"),
+        ("name = 'two words'", "name 'two words' must be 1 to 64 letters, digits"),
+        ("founder = 'me'", "founder is not a peer id; remove it"),
+        ("x = [", "not valid TOML (Invalid value"),
+        ("x = " + "[" * 100_000, "not valid TOML"),
+        ("a = 1\na = 2", "not valid TOML"),
+        ("# " + "x" * 300_000, "more than 262144 bytes; is it a manifest?"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence_that_says_what_to_do(text: str, says: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        Manifest.from_toml(text, "run.toml")
+    said = str(caught.value)
+    assert said.startswith("run.toml: ") and says in said
+    assert len(said) < 420 and "\n" not in said and said.endswith((".", "?"))
+
+
+def test_every_rule_between_fields_was_broken_above() -> None:
+    assert {rule.__name__ for rule in RULES} == {
+        "_heads", "_subspace", "_stages", "_step_tokens", "_warmup", "_payload", "_size", "_tokenizer", "_admission",
+    }  # fmt: skip
+
+
+def test_more_mistakes_that_need_values(alice: Identity) -> None:
+    for admission, says in (
+        ({"mode": "listed", "peers": [alice.peer] * 2}, "one peer twice"),
+        ({"mode": "open", "peers": [alice.peer]}, "no effect in mode open"),
+    ):
+        with pytest.raises(ManifestError, match=says):
+            preset("tiny", admission=admission)
+    with pytest.raises(ManifestError, match=f"more than the {MAX_MANIFEST_BYTES} allowed"):
+        preset("tiny", data={"corpus": ["a" * 1024] * 64})
+    with pytest.raises(ManifestError, match="did you mean 'tiny'"):
+        preset("tinny")
+
+
+def test_the_largest_payload_fits_exactly_or_is_refused() -> None:
+    manifest = preset("tiny", model={"width": 65_536, "context": 1024}, optimizer={"target_tokens": 1024},
+                      schedule={"microbatch": 1})  # fmt: skip
+    assert manifest.max_payload_bytes <= MAX_PAYLOAD_BYTES
+    with pytest.raises(ManifestError, match="over the limit"):
+        manifest.replaced(boundary={"codec": "float32"})
+
+
+def test_replaced_follows_width_with_subspace() -> None:
+    wider = preset("tiny").replaced(model={"width": 256})
+    assert wider.model.subspace == 256
+    assert preset("tiny").replaced(model={"heads": 2}).model.width == 128
+
+
+def test_sections_are_immutable_and_closed() -> None:
+    section: Any = preset("tiny").model
+    with pytest.raises(ValueError, match="frozen"):
+        section.width = 3
+    with pytest.raises(ValueError, match="extra"):
+        ModelSection(depth=3)  # type: ignore[call-arg]
+
+
+def test_signed_bytes_are_read_back_and_pinned_to_their_run(signed: SignedManifest) -> None:
+    assert SignedManifest.from_bytes(signed.to_bytes()) == signed
+    assert SignedManifest.from_bytes(signed.to_bytes(), signed.run_id) == signed
+    with pytest.raises(ManifestError, match="is of run .* ask another peer, or for a new invite"):
+        SignedManifest.from_bytes(signed.to_bytes(), RunId("0" * 64))
+
+
+def test_a_changed_manifest_is_not_its_founders(signed: SignedManifest, alice: Identity, bob: Identity) -> None:
+    changed = SignedManifest(signed.manifest.replaced(seed=9), signed.signature)
+    stolen = SignedManifest(signed.manifest.replaced(founder=bob.peer), signed.signature)
+    unsigned = SignedManifest(preset("tiny"), alice.sign(b"agora founder 1\0" + preset("tiny").canonical()))
+    for bad in (changed, stolen, unsigned, SignedManifest(signed.manifest, bytes(64))):
+        with pytest.raises(ManifestError, match="somebody changed it; ask for the original"):
+            SignedManifest.from_bytes(bad.to_bytes())
+
+
+def test_a_signed_file_that_was_edited_is_refused(signed: SignedManifest) -> None:
+    text = signed.to_toml()
+    with pytest.raises(ManifestError, match="somebody changed it"):
+        SignedManifest.from_toml(text.replace("seed = 0", "seed = 1"))
+    with pytest.raises(ManifestError, match="no \\[signed\\] table"):
+        SignedManifest.from_toml(preset("tiny").to_toml(), "run.toml")
+    for wrong in ("'zz'", "3", "'00'"):
+        edited = text[: text.index("signature = ")] + f"signature = {wrong}\n"
+        with pytest.raises(ManifestError, match="not hex|somebody changed it"):
+            SignedManifest.from_toml(edited)
+    assert tomllib.loads(text)["signed"]["run"] == signed.run_id
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\xc0",
+        msgpack.packb([1, b"", b""]),
+        msgpack.packb([1, b"\xc0", bytes(64)]),
+        msgpack.packb([True, b"\x80", bytes(64)]),
+        msgpack.packb([2, b"\x80", bytes(64)]),
+        msgpack.packb([1, b"\x80", bytes(63)]),
+        msgpack.packb([1, {}, bytes(64)]),
+        bytes(MAX_MANIFEST_BYTES + 1),
+        b"\x93\x01\xc6\xff\xff\xff\xff",
+    ],
+)
+def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
+    with pytest.raises(ManifestError):
+        SignedManifest.from_bytes(data)
+
+
+def test_a_signed_manifest_must_be_in_canonical_form(signed: SignedManifest, alice: Identity) -> None:
+    unsorted = msgpack.packb(signed.manifest.model_dump())
+    data = msgpack.packb([1, unsorted, alice.sign(b"agora founder 1\0" + unsorted)])
+    with pytest.raises(ManifestError, match="canonical"):
+        SignedManifest.from_bytes(data)
+
+
+def test_a_received_manifest_is_judged_like_a_file(alice: Identity) -> None:
+    values = preset("tiny").model_dump() | {"founder": alice.peer}
+    values["model"]["heads"] = 3
+    data = msgpack.packb([1, msgpack.packb(values), bytes(64)])
+    with pytest.raises(ManifestError, match="the received manifest: \\[model\\] width 128 is not divisible by heads 3"):
+        SignedManifest.from_bytes(data)
