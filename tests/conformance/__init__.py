@@ -1,0 +1,1 @@
+"""An independent peer against a real daemon."""

@@ -1,0 +1,167 @@
+"""Faults in real processes: what is injected is counted, and no microbatch of a living origin is lost."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from agora_protocol.manifest import Manifest, preset
+
+from tests.process.harness import Daemon, Swarm, counted_twice, swarm
+
+pytestmark = pytest.mark.process
+
+ENOUGH = 30
+
+
+def tiny(stages: int, **sections: object) -> Manifest:
+    """A model so small that the tests measure the protocol and not the arithmetic."""
+    small = {"width": 32, "layers": max(2, stages), "heads": 2, "key_value_heads": 1, "feed_forward": 64, "context": 32}
+    base = preset("tiny", name="faults").model_dump()
+    base["model"] |= small | {"subspace": 32}
+    base["stages"] = {"count": stages}
+    base["schedule"] |= {"microbatch": 2, "max_in_flight": 6}
+    base["optimizer"] |= {"target_tokens": 512, "warmup_steps": 4}
+    for section, values in sections.items():
+        base[section] |= values  # type: ignore[operator]
+    return Manifest.model_validate(base)
+
+
+def nothing_lost(made: Swarm, *origins: Daemon) -> None:
+    """After a clean stop: every microbatch that these origins started was completed, or the stop says it was dropped."""
+    for origin in origins:
+        dropped = origin.of("MicrobatchDropped")
+        assert not dropped, dropped
+
+
+def drained(made: Swarm, *origins: Daemon) -> None:
+    """No further microbatches; every one that was started comes home."""
+    for origin in origins:
+        origin.ask("drain", timeout_s=60)
+        report = origin.ask("report")["microbatches"]
+        assert report["started"] == report["completed"], report
+        assert report["dropped"] == 0
+
+
+def test_a_callee_killed_between_forward_and_backward_costs_a_retry_not_a_microbatch(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(3)) as made:
+        origin = made.start("origin", "0")
+        made.start("last", "2")
+        victim = made.start("victim", "1", faults="hop.forwarded:kill:3")
+        made.start("sibling", "1")
+        made.until(lambda: victim.process.poll() is not None, "the victim to die at its fault")
+        assert [entry[1:3] for entry in victim.fired()] == [["hop.forwarded", "kill"]]
+        assert victim.process.returncode == -signal.SIGKILL
+        before = made.completed(origin)
+        made.until(lambda: made.completed(origin) >= before + ENOUGH, "the swarm to go on without the victim")
+        assert origin.of("MicrobatchRerouted", stage=1), "the lost call was never noticed"
+        drained(made, origin)
+        made.stop()
+        nothing_lost(made, origin)
+
+
+def test_the_run_goes_on_when_its_first_peer_is_killed(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(2)) as made:
+        first = made.start("first", "0")
+        second = made.start("second", "0")
+        third = made.start("third", "1")
+        made.start("fourth", "1")
+        made.serving()
+        made.until(lambda: made.completed(second) >= 5, "microbatches before the fault")
+        made.invite_of(third)
+        first.kill()
+        before = made.completed(second)
+        late = made.start("late", "0")
+        made.until(lambda: made.completed(second) >= before + ENOUGH, "the second origin to go on")
+        made.until(lambda: made.completed(late) >= 5, "a peer invited by another than the first to train")
+        drained(made, second, late)
+        made.stop()
+        nothing_lost(made, second, late)
+
+
+def test_a_callee_that_hangs_without_dying_is_left_at_its_deadline(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(2)) as made:
+        origin = made.start("origin", "0")
+        hung = made.start("hung", "1", faults="device.job:hang:8")
+        made.start("sibling", "1")
+        made.until(hung.fired, "the fault to fire")
+        before = made.completed(origin)
+        made.until(lambda: made.completed(origin) >= before + ENOUGH, "the sibling to take over", within_s=90)
+        made.until(lambda: origin.of("MicrobatchRerouted", from_peer=hung.peer), "the hung calls to be left", 150)
+        assert hung.process.poll() is None, "it hangs, it has not died"
+        drained(made, origin)
+        assert [entry[1:3] for entry in hung.fired()] == [["device.job", "hang"]]
+        made.daemons["hung"].kill()
+        made.stop()
+        nothing_lost(made, origin)
+
+
+def test_a_frozen_process_is_left_within_seconds(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(2)) as made:
+        origin = made.start("origin", "0")
+        frozen = made.start("frozen", "1")
+        made.start("sibling", "1")
+        made.serving()
+        made.until(lambda: frozen.of("MicrobatchCounted"), "the victim to have worked")
+        frozen.kill(signal.SIGSTOP)
+        before = made.completed(origin)
+        made.until(lambda: made.completed(origin) >= before + ENOUGH, "the sibling to take over", within_s=90)
+        drained(made, origin)
+        frozen.kill(signal.SIGCONT)
+        frozen.kill()
+        made.stop()
+        nothing_lost(made, origin)
+
+
+def test_a_stage_without_a_peer_stalls_the_swarm_says_which_and_goes_on_when_one_comes(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(3)) as made:
+        origin = made.start("origin", "0-1")
+        made.serving()
+        stalled = made.until(
+            lambda: (s := origin.asked("status")) and s["health"]["state"] == "STALLED" and s["health"], "STALLED"
+        )
+        assert "stage 2" in stalled["why"]
+        assert stalled["do"]
+        assert made.completed(origin) == 0
+        made.start("rescue", "2")
+        made.until(lambda: made.completed(origin) >= ENOUGH, "the swarm to go on")
+        made.until(lambda: origin.ask("status")["health"]["state"] in ("OK", "DEGRADED"), "the health to recover")
+        drained(made, origin)
+        made.stop()
+        nothing_lost(made, origin)
+
+
+@pytest.mark.timeout(300)
+def test_a_random_replica_killed_again_and_again_loses_no_microbatch(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Every ten seconds for a minute; a fresh peer takes the place of the killed one. `--slow` does it for five minutes."""
+    rng, kills = random.Random(7), 30 if request.config.getoption("--slow") else 6
+    with swarm(tmp_path, tiny(2)) as made:
+        origins = [made.start("origin-0", "0"), made.start("origin-1", "0")]
+        replicas = [made.start("replica-0", "1"), made.start("replica-1", "1")]
+        made.serving()
+        killed: list[Daemon] = []
+        for number in range(kills):
+            began = time.monotonic()
+            alive = [d for d in replicas if d.serving and not d.ended]
+            made.until(lambda alive=alive: len([d for d in alive if d.of("MicrobatchCounted")]) > 1, "two replicas at work")
+            victim = rng.choice(alive)
+            victim.kill()
+            killed.append(victim)
+            replicas.append(made.start(f"fresh-{number}", "1"))
+            made.serving(f"fresh-{number}")
+            replicas = [d for d in replicas if not d.ended]
+            goal = [made.completed(origin) + 1 for origin in origins]
+            made.until(
+                lambda goal=goal: all(made.completed(o) >= g for o, g in zip(origins, goal, strict=True)), "progress"
+            )
+            made.until(lambda began=began: time.monotonic() - began >= 10.0, "ten seconds to pass", 15)
+        drained(made, *origins)
+        assert len(killed) == kills
+        assert all(d.process.returncode == -signal.SIGKILL for d in killed)
+        made.stop()
+        nothing_lost(made, *origins)
+        survivors = [d for d in made.daemons.values() if not d.ended]
+        assert not counted_twice(survivors), "a living peer's sums hold a microbatch that another living peer counted"
