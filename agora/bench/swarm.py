@@ -1,0 +1,133 @@
+"""(b) A local swarm: one `agora-node join` per stage, each its own process with its own libp2p host and DHT node.
+
+Knows: the demo's way to start daemons, their control sockets and journals. Must not know: how daemons work, torch.
+The completions in the origin's journal carry their times, so a window begins and ends exactly at a completion.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from agora.bench.children import BenchFailed, Nursery, tail
+from agora.bench.task import MICROBATCHES_PER_STEP, manifest_for
+from agora.bench.window import START_S, Window, stage_threads, tell
+from agora.cli import demo_peers
+from agora.cli.demo_peers import Daemon
+
+POLL_S = 0.1
+STALL_S = 60.0
+WARM_STEPS = 2
+
+
+class SwarmContender:
+    """A swarm of `stages` daemons. Rests by pausing the daemon that originates microbatches."""
+
+    def __init__(self, stages: int, nursery: Nursery, folder: Path) -> None:
+        self.name = f"swarm{stages}"
+        self.note = (
+            "agora-node daemons, one per stage, over a real DHT and libp2p on loopback, bf16 boundaries, asynchronous"
+        )
+        self.stages = self.processes = stages
+        self.threads = stages * stage_threads(stages)
+        self._nursery, self._folder = nursery, folder / self.name
+        self._daemons: list[Daemon] = []
+        self._completed: list[tuple[float, int]] = []  # (unix time, tokens) of every microbatch that came home
+        self._serving: set[int] = set()
+        self._origin: Daemon | None = None
+
+    def start(self) -> None:
+        """See Contender."""
+        self._folder.mkdir()
+        file = self._folder / "run.toml"
+        file.write_text(manifest_for(self.stages).to_toml(), encoding="utf-8")
+        # The daemons look for the corpus beside their own directories; all contenders share one.
+        (self._folder / "corpus").symlink_to(self._folder.parent / "corpus")
+        self._nursery.adopt(lambda: demo_peers.stop(self._daemons))
+        self._start_one(str(file))
+        invite = self._await_invite()
+        for _ in range(1, self.stages):
+            self._start_one(invite)
+        self._wait_until("serve all stages", lambda: len(self._serving) == self.stages, START_S)
+        warm = WARM_STEPS * MICROBATCHES_PER_STEP
+        self._wait_until("train its first steps", lambda: len(self._completed) >= warm, START_S)
+        self._rest()
+
+    def measure(self, seconds: float) -> Window:
+        """Lets the pipeline fill, then counts from one completion to another."""
+        self._read()
+        self._completed.clear()
+        self._ask("resume")
+        self._wait_until("fill its pipeline", lambda: len(self._completed) > MICROBATCHES_PER_STEP, STALL_S)
+        first = self._completed[MICROBATCHES_PER_STEP][0]
+        self._wait_until("train", lambda: self._completed[-1][0] >= first + seconds, seconds + STALL_S)
+        counted = [entry for entry in self._completed if entry[0] > first]
+        window = Window(sum(tokens for _, tokens in counted), counted[-1][0] - first)
+        self._rest()
+        return window
+
+    def _start_one(self, run: str) -> None:
+        threads = stage_threads(self.stages)
+        self._daemons.append(demo_peers.start(len(self._daemons), self._folder, run, threads))
+
+    def _await_invite(self) -> str:
+        found: list[str] = []
+
+        def asked() -> bool:
+            answer = self._daemons[0].ask("invite")
+            found.extend([str(answer["invite"])] if answer else [])
+            return bool(found)
+
+        self._wait_until("give an invite", asked, START_S)
+        return found[0]
+
+    def _rest(self) -> None:
+        """Pauses the origin and waits until what is in flight has come home."""
+        self._ask("pause")
+        quiet_since, seen = time.monotonic(), len(self._completed)
+        deadline = quiet_since + STALL_S
+        while time.monotonic() - quiet_since < 1.0 and time.monotonic() < deadline:
+            self._read()
+            if len(self._completed) != seen:
+                quiet_since, seen = time.monotonic(), len(self._completed)
+            time.sleep(POLL_S)
+
+    def _ask(self, what: str) -> None:
+        if self._origin is None or self._origin.ask(what) is None:
+            raise BenchFailed(f"{self.name}: the origin did not {what}; the end of its log:\n{self._log(self._origin)}")
+
+    def _wait_until(self, what: str, done: Any, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            self._read()
+            if done():
+                return
+            for daemon in self._daemons:
+                if not daemon.alive:
+                    raise BenchFailed(
+                        f"{self.name}: a daemon ended by itself; the end of its log:\n{self._log(daemon)}"
+                    )
+            if time.monotonic() > deadline:
+                raise BenchFailed(f"{self.name} did not {what} within {seconds:.0f} s:\n{self._log(self._daemons[0])}")
+            time.sleep(POLL_S)
+
+    def _read(self) -> None:
+        """Takes what is new in the journals."""
+        for daemon in self._daemons:
+            for fields in daemon.follower.news():
+                self._take(daemon, fields)
+
+    def _take(self, daemon: Daemon, fields: dict[str, Any]) -> None:
+        kind = fields.get("event")
+        if kind == "MicrobatchCompleted" and fields["purpose"] == "train":
+            self._completed.append((float(fields["at_unix"]), int(fields["tokens"])))
+        elif kind == "SpanChosen" and fields["first_stage"] == 0:
+            self._origin = daemon
+        elif kind == "StateChanged" and fields["state"] == "serving":
+            self._serving.add(daemon.index)
+        elif kind == "MicrobatchDropped":
+            tell(f"{self.name} dropped a microbatch: {fields['reason']}")
+
+    def _log(self, daemon: Daemon | None) -> str:
+        return tail(daemon.root / "log.txt") if daemon is not None else "  (no daemon holds stage 0)"
