@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fcntl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,10 +89,13 @@ def entries_of(text: str, home: paths.Home, entries: Sequence[paths.Entry]) -> l
     return [entry for entry in entries if reference.is_of(entry)]
 
 
-def sign(reference: RunReference, identity: Identity) -> tuple[SignedManifest, str]:
+def sign(
+    reference: RunReference, identity: Identity, founded: Callable[[SignedManifest], None]
+) -> tuple[SignedManifest, str]:
     """Founds the run of a draft: signs it, writes the signature into its file; the second is a note of what was done.
 
-    Two daemons that start from one draft found one run: the file is locked while it is read again and signed.
+    Two daemons that start from one draft found one run: the file is locked while it is read again and signed, and
+    `founded` is called before the lock is let go, so that the second finds the first in the registry.
     """
     from agora_protocol.manifest import SignedManifest, is_signed
 
@@ -109,9 +112,11 @@ def sign(reference: RunReference, identity: Identity) -> tuple[SignedManifest, s
             file.write(_with_signature(text, signed, str(path)))
             file.truncate()
             file.flush()
+            founded(signed)
     except OSError as error:
-        note = f"{path} stays unsigned ({error.strerror}), the signed copy is in the data directory"
-        return SignedManifest.sign(reference.draft, identity), note
+        signed = SignedManifest.sign(reference.draft, identity)
+        founded(signed)
+        return signed, f"{path} stays unsigned ({error.strerror}); the signed copy is in the data directory"
     return signed, f"signed {path} as founder"
 
 

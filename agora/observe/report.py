@@ -63,6 +63,17 @@ class Reporter:
             sink.close()
 
 
+SIGNS_OF_LIFE = (
+    events.MicrobatchCompleted,
+    events.MicrobatchCounted,
+    events.MicrobatchRerouted,
+    events.RepeatServed,
+    events.StepTaken,
+    events.StartStep,
+)
+"""What proves that the work moves, and feeds the watchdog."""
+
+
 @dataclass
 class Purpose:
     """What became of the microbatches that this peer originated, for one purpose."""
@@ -86,8 +97,10 @@ class Counters:
     counted: Counter[int] = field(default_factory=Counter)
     steps: dict[int, int] = field(default_factory=dict)
     last_step_unix: float | None = None
-    last_completed_unix: float | None = None
-    last_counted_unix: float | None = None
+    counted_tokens: int = 0
+    first_counted_unix: float | None = None
+    last_sign_unix: float = 0.0
+    stage_loss: float | None = None
     strikes: Counter[str] = field(default_factory=Counter)
     start_steps: list[tuple[str, float]] = field(default_factory=list)
     first_hop_seconds: float | None = None
@@ -102,17 +115,20 @@ class Counters:
                 self._of(purpose).started += 1
             case events.MicrobatchCompleted(microbatch, loss_sum, tokens, _, purpose):
                 self._completed(microbatch, loss_sum, tokens, purpose)
-                self.last_completed_unix = at_unix
             case events.MicrobatchDropped(microbatch, _):
                 self._of(self._started.pop(microbatch, "train")).dropped += 1
-            case events.MicrobatchCounted(_, stages, _):
+            case events.MicrobatchCounted(_, stages, tokens):
                 self.counted.update(stages)
-                self.last_counted_unix = at_unix
-            case events.StepTaken(stage, step):
+                self.counted_tokens += tokens
+                self.first_counted_unix = self.first_counted_unix or at_unix
+            case events.StepTaken(stage, step, _, loss):
                 self.steps[stage] = step
                 self.last_step_unix = at_unix
+                self.stage_loss = self.stage_loss if loss is None else loss
             case _:
                 self._take_rare(event)
+        if isinstance(event, SIGNS_OF_LIFE):
+            self.last_sign_unix = at_unix
 
     def _take_rare(self, event: Event) -> None:
         match event:

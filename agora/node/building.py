@@ -1,0 +1,291 @@
+"""Builds a daemon step by step: every room in its order, wired to the others; each step named and timed.
+
+Knows: every room's front door. Must not know: processes, signals, or how any room does its work. What has been built is
+closed in the opposite order by the exit stack, also when a later step fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from agora_protocol.errors import AgoraError, InputError
+from agora_protocol.ids import RunId, Span
+from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.records import Claim
+
+from agora.data import Sampler, open_corpus, open_tokenizer
+from agora.net.calls import HandlerFailed, NetEvent, NetLimits, Network
+from agora.net.directory import Directory
+from agora.net.host import Host
+from agora.node import doctor, joining, paths, runs
+from agora.node.batches import OriginBatches
+from agora.node.joining import Unreachable
+from agora.node.parts import Early, Parts, Where
+from agora.node.serving import Meter, MeteredCaller, Service
+from agora.node.steps import Steps
+from agora.observe import events, faults
+from agora.observe.events import Report
+from agora.pipeline.admission import Admission
+from agora.pipeline.hop import Hop, HopConfig
+from agora.pipeline.origin import Origin, OriginConfig, Share
+from agora.pipeline.results import ResultCache
+from agora.pipeline.router import Router
+from agora.pipeline.seams import WireShapes
+from agora.swarm.membership import Membership, MembershipConfig
+from agora.train.compute import Compute
+
+LEAST_SEATS = 32
+SEATS_PER_STAGE = 4
+LEAST_HELD_BYTES = 64 * 2**20
+
+
+class Builder:
+    """`build` returns the parts; `early` is filled on the way, so that an invite can be given before the end."""
+
+    def __init__(self, where: Where, report: Report, steps: Steps, closing: AsyncExitStack, early: Early) -> None:
+        self._where = where
+        self._report = report
+        self._steps = steps
+        self._closing = closing
+        self._early = early
+
+    async def build(self, status: Callable[[], dict[str, Any]]) -> Parts:
+        """Raises an AgoraError, one sentence and what to do, when this machine or the run cannot."""
+        reference = self._where.run
+        invited = bool(reference.run) and reference.signed is None
+        signed = None if invited else await self._manifest_of_file()
+        host = await self._host()
+        bootstrap = await self._bootstrap(host, signed)
+        if signed is None:
+            signed = await self._manifest_of_peers(host, RunId(reference.run), bootstrap)
+        self._check_machine()
+        meter = Meter()
+        service = Service(signed, status, meter)
+        network = await self._network(host, signed, service)
+        directory = await self._directory(host, signed, bootstrap)
+        membership, span = await self._placement(directory, signed)
+        batches = await self._corpus(signed, span) if 0 in span else None
+        compute = await self._model(signed.manifest, span)
+        router = self._router(signed.manifest, MeteredCaller(network, meter), network, membership)
+        admission = Admission(seats(signed.manifest))
+        hop = self._hop(signed.manifest, compute, router, admission)
+        origin = None if batches is None else self._origin(signed.manifest, hop, batches, membership)
+        service.hop = hop
+        membership.subscribe(router.view_changed)
+        _share_steps(signed.manifest, membership, compute)
+        return Parts(signed, host, network, directory, membership, compute, admission, router, hop, origin, meter)
+
+    # --- the run
+
+    async def _manifest_of_file(self) -> SignedManifest:
+        with self._steps.step("manifest") as note:
+            where = self._where
+            signed, note.text = await joining.from_file(where.run, where.identity, where.home, self._found)
+            note.text += f", run {signed.run_id[:12]} ({signed.manifest.name})"
+        return signed
+
+    async def _manifest_of_peers(self, host: Host, run: RunId, addresses: Sequence[str]) -> SignedManifest:
+        with self._steps.step("manifest") as note:
+            signed = await joining.fetch_manifest(host, run, addresses)
+            self._found(signed)
+            note.text = f"fetched, hash and signature checked, run {run[:12]} ({signed.manifest.name})"
+        return signed
+
+    def _found(self, signed: SignedManifest) -> None:
+        """Keeps the manifest, and makes this daemon findable on this machine under its run."""
+        where = self._where
+        if not signed.manifest.admits(where.peer):
+            raise AgoraError(f"the run admits only listed peers; ask its founder to list {where.peer}")
+        runs.remember(where.home, signed)
+        paths.make_private(paths.runtime_directory())
+        socket, root = str(paths.socket_of(where.home)), str(where.home.root)
+        name, founder = signed.manifest.name, signed.founder
+        paths.register(paths.Entry(signed.run_id, name, founder, where.peer, os.getpid(), root, socket))
+        self._early.signed = signed
+
+    def _check_machine(self) -> None:
+        with self._steps.step("doctor") as note:
+            note.text = doctor.check_disk(self._where.home.root)
+
+    # --- the network
+
+    async def _host(self) -> Host:
+        settings = self._where.settings
+        with self._steps.step("host") as note:
+            host = await Host.create(
+                identity_path=self._where.home.identity, listen=settings.listen, announce=settings.announce
+            )
+            self._closing.push_async_callback(host.close)
+            self._early.addresses = joining.ordered(await host.addresses())
+            note.text = self._early.addresses[0] if self._early.addresses else "listens nowhere"
+        return host
+
+    async def _bootstrap(self, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
+        """Connects to whom we know; who founds a run, or comes back to one, may find nobody and waits for others."""
+        known = self._where.run.addresses
+        with self._steps.step("bootstrap") as note:
+            if signed is not None:
+                known += await joining.neighbours(signed.run_id, os.getpid())
+            known = tuple(dict.fromkeys(address for address in known if not address.endswith(host.peer)))
+            reached, reason = 0, "it names no other peer"
+            if known:
+                try:
+                    reached = await host.connect(known)
+                except AgoraError as error:
+                    reason = str(error)
+            if not reached and signed is None:
+                raise Unreachable(f"no peer of the invite answers ({reason}); ask for a newer invite")
+            peers = len({address.rpartition("/")[2] for address in known})
+            note.text = f"{reached} of {peers} peers answered" if peers else "nobody to ask, the first peer here"
+        return known
+
+    async def _network(self, host: Host, signed: SignedManifest, service: Service) -> Network:
+        payload = signed.manifest.max_payload_bytes
+        held = max(LEAST_HELD_BYTES, 2 * seats(signed.manifest) * payload)
+        greeting = joining.hello(signed.run_id, self._early.addresses)
+        limits = NetLimits(max_payload_bytes=payload, max_held_bytes=held)
+        network = Network(host, lambda: greeting, service.answer, limits, self._net_event)
+        self._closing.push_async_callback(network.close)
+        await network.start()
+        return network
+
+    def _net_event(self, event: NetEvent) -> None:
+        if isinstance(event, HandlerFailed):
+            error = f"{type(event.error).__name__}: {event.error}"
+            self._report(events.TaskFailed(f"answering {event.peer}", error))
+        else:
+            self._report(events.PeerStruck(event.peer, event.code, event.text))
+
+    async def _directory(self, host: Host, signed: SignedManifest, bootstrap: Sequence[str]) -> Directory:
+        with self._steps.step("directory"):
+            directory = await Directory.create(host, signed.run_id, bootstrap, stages=signed.manifest.stage_count)
+            self._closing.push_async_callback(directory.close)
+        return directory
+
+    async def _placement(self, directory: Directory, signed: SignedManifest) -> tuple[Membership, Span]:
+        where, count = self._where, signed.manifest.stage_count
+        pinned = where.settings.span
+        if pinned is not None and pinned.last >= count:
+            raise InputError(f"--stages {pinned} is beyond the run's last stage; give stages within 0-{count - 1}.")
+        with self._steps.step("placement") as note:
+            config = MembershipConfig(signed.run_id, count)
+            membership = Membership(config, directory, where.identity, self._report)
+            claim = Claim(where.peer, Span(0, 0), where.incarnation, self._early.addresses, "joining", 0.0)
+            placement = await membership.join(claim, 1, pinned)
+            need = doctor.check_memory(signed.manifest, placement.span, where.settings.memory_gib)
+            note.text = f"stages {placement.span}: {placement.reason}; {need}"
+        return membership, placement.span
+
+    # --- the work
+
+    async def _corpus(self, signed: SignedManifest, span: Span) -> OriginBatches:
+        """The text that this origin draws from; loaded off the loop, since it may be long."""
+        where, manifest = self._where, signed.manifest
+        cache = Path(where.settings.corpus_cache or where.home.corpus)
+
+        def load() -> tuple[Sampler, int]:
+            tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=where.run.base)
+            corpus = open_corpus(manifest.data.corpus, tokenizer, cache, base=where.run.base)
+            sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
+            return sampler, len(corpus.tokens)
+
+        with self._steps.step("corpus") as note:
+            sampler, count = await asyncio.to_thread(load)
+            note.text = f"{count:,} tokens"
+        reserved = where.home.manifest(signed.run_id).with_name("drawn.txt")
+        return OriginBatches(sampler, where.peer, manifest.schedule.microbatch, reserved, self._report)
+
+    async def _model(self, manifest: Manifest, span: Span) -> Compute:
+        settings = self._where.settings
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        with self._steps.step("model") as note:
+            compute = await Compute.create(
+                manifest,
+                span,
+                report=self._report,
+                device=settings.device,
+                in_flight=seats(manifest),
+                fault=faults.reach_blocking,
+            )
+            self._closing.push_async_callback(compute.close, 1.0)
+            count = doctor.parameters_of(manifest, span)
+            note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
+        return compute
+
+    def _router(self, manifest: Manifest, caller: MeteredCaller, network: Network, membership: Membership) -> Router:
+        def round_trip_s(peer: Any) -> float | None:
+            seen = network.statistics().peers.get(peer)
+            return seen.rtt_s if seen else None
+
+        return Router(
+            caller,
+            lambda: membership.view,
+            me=self._where.peer,
+            stage_count=manifest.stage_count,
+            shapes=shapes(manifest),
+            report=self._report,
+            round_trip_s=round_trip_s,
+        )
+
+    def _hop(self, manifest: Manifest, compute: Compute, router: Router, admission: Admission) -> Hop:
+        def report(event: events.Event) -> None:
+            # The trainer says what it counted at the moment it does; the hop's word for it would count it twice.
+            if not isinstance(event, events.MicrobatchCounted):
+                self._report(event)
+
+        config = HopConfig(self._where.peer, manifest.stage_count, shapes(manifest))
+        results = ResultCache()
+        return Hop(config, compute, router, admission, results=results, report=report, fault=faults.reach)
+
+    def _origin(self, manifest: Manifest, hop: Hop, batches: OriginBatches, membership: Membership) -> Origin:
+        schedule, me = manifest.schedule, self._where.peer
+        config = OriginConfig(
+            me=me,
+            stage_count=manifest.stage_count,
+            synchronous=schedule.kind == "synchronous",
+            target_tokens=manifest.optimizer.target_tokens,
+            tokens_per_microbatch=manifest.tokens_per_microbatch,
+            ceiling=seats(manifest),
+            max_in_flight=schedule.max_in_flight,
+        )
+
+        def share() -> Share:
+            origins = [seen.peer for seen in membership.view.replicas(0)]
+            return Share(origins.index(me), len(origins)) if me in origins else Share()
+
+        return Origin(config, hop, batches, self._report, share=share, path_s=hop.path_s)
+
+
+def seats(manifest: Manifest) -> int:
+    """How many microbatches may be inside this peer at once."""
+    return max(LEAST_SEATS, SEATS_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
+
+
+def shapes(manifest: Manifest) -> WireShapes:
+    """What the manifest implies for a microbatch's tensors; a dense codec's name is its dtype."""
+    b, s, _ = manifest.boundary_shape()
+    return WireShapes(manifest.boundary.codec, manifest.boundary_shape(), (b, s + 1))
+
+
+def _share_steps(manifest: Manifest, membership: Membership, compute: Compute) -> None:
+    """Replicas share a step's tokens: each steps after its part of them, whole microbatches.
+
+    The trainer asks on the device thread, often, so the answer is a table that is replaced when the view changes.
+    """
+    table: dict[int, int] = {}
+
+    def renew() -> None:
+        target = manifest.optimizer.target_tokens
+        replicas = {stage: max(1, len(membership.view.replicas(stage))) for stage in compute.span.stages}
+        table.update({stage: max(1, target // count) for stage, count in replicas.items()})
+
+    renew()
+    membership.subscribe(renew)
+    compute.set_step_tokens(lambda stage: table[stage])

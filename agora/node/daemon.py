@@ -1,0 +1,121 @@
+"""The daemon as a process: data directory, lock, log, signals, event loop, exit code.
+
+Knows: the process. Must not know: what the daemon does inside its loop (node.py), which is imported here, late and
+timed, because it brings torch and hivemind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+
+from agora_protocol.errors import DiskError, LocalError
+from agora_protocol.identity import Identity
+
+from agora.node import paths, runs, settings
+from agora.node.lock import DirectoryLock
+from agora.node.service import Notifier
+from agora.node.steps import Steps
+from agora.observe import faults, log
+from agora.observe.journal import Journal
+from agora.observe.report import Reporter
+
+if TYPE_CHECKING:
+    from agora.node.node import Ending
+    from agora.node.parts import Where
+
+
+def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
+    """Runs the daemon of RUN until it leaves; its exit code. Raises an AgoraError when it cannot begin."""
+    incarnation = time.time_ns()
+    chosen = settings.load(home.settings, flags)
+    reference = runs.resolve(text, home)
+    _make(home)
+    lock = DirectoryLock(home.lock)
+    reporter = Reporter([_journal(home), log.choose(chosen.log_level)])
+    try:
+        _arm_faults()
+        notifier = Notifier()
+        steps = Steps(reporter.report, notifier)
+        with steps.step("identity") as note:
+            identity = Identity.load_or_create(home.identity)
+            note.text = identity.peer
+        with steps.step("imports"):
+            from agora.node.parts import Where
+        where = Where(reference, home, chosen, identity, incarnation)
+        ending = _in_loop(_live(where, reporter, notifier))
+    finally:
+        reporter.close()
+        lock.release()
+    if ending.code:
+        raise LocalError(ending.reason)
+    return ending.code
+
+
+def _make(home: paths.Home) -> None:
+    try:
+        home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"Cannot make {home.root} ({error.strerror}); choose another directory with --dir.") from error
+
+
+def _journal(home: paths.Home) -> Journal:
+    try:
+        return Journal(home.root)
+    except OSError as error:
+        raise DiskError(
+            f"Cannot write the journal in {home.root} ({error.strerror}); free some space, or choose another --dir."
+        ) from error
+
+
+def _arm_faults() -> None:
+    try:
+        faults.activate(faults.from_environment())
+    except faults.FaultSpecError as error:
+        raise LocalError(f"{error}; correct it, or unset AGORA_FAULTS.") from None
+
+
+async def _live(where: Where, reporter: Reporter, notifier: Notifier) -> Ending:
+    from agora.node.node import Node
+
+    node = Node(where, reporter, notifier)
+    with _signals(node.stop, lambda: paths.unregister(paths.socket_of(where.home))):
+        return await node.live()
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event, clean: Callable[[], None]) -> Any:
+    """SIGTERM, SIGINT and SIGHUP leave in order; a second one leaves at once."""
+    loop = asyncio.get_running_loop()
+
+    def handle() -> None:
+        if stop.is_set():
+            clean()
+            os._exit(1)
+        stop.set()
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _in_loop(coroutine: Coroutine[Any, Any, Ending]) -> Ending:
+    """On uvloop, or on asyncio where uvloop is not installed."""
+    try:
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(coroutine)

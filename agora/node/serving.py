@@ -1,0 +1,109 @@
+"""What this peer answers to others, and the meter on what it asks of them.
+
+Knows: the four requests and who may make them. Must not know: how a hop works, or how bytes travel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agora_protocol.errors import Busy, NotAdmitted, Unsupported, WrongRun
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_STATUS_BYTES
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.messages import GetManifest, GetStatus, ManifestAnswer, Message, Ping, Pong, Process, StatusAnswer
+from agora_protocol.tensors import WireTensor
+
+from agora.net.calls import Caller, IncomingCall, Reply
+from agora.net.terms import OnProgress
+from agora.pipeline.hop import Hop
+
+JOINING_RETRY_MS = 1000
+
+
+@dataclass
+class Meter:
+    """Boundary and gradient bytes that this peer sent to others."""
+
+    boundary_bytes: int = 0
+
+
+class MeteredCaller:
+    """The network as the router sees it, with every boundary that goes out counted."""
+
+    def __init__(self, caller: Caller, meter: Meter) -> None:
+        self._caller = caller
+        self._meter = meter
+
+    async def call(
+        self,
+        peer: PeerId,
+        request: Message,
+        tensors: Sequence[WireTensor] = (),
+        *,
+        deadline: float,
+        on_progress: OnProgress | None = None,
+    ) -> Reply:
+        """See agora.net.calls.Caller."""
+        if isinstance(request, Process) and tensors:
+            self._meter.boundary_bytes += tensors[0].nbytes
+        return await self._caller.call(peer, request, tensors, deadline=deadline, on_progress=on_progress)
+
+
+class Service:
+    """Answers requests. `hop` is None until this peer serves its span; it is Busy to everybody till then."""
+
+    def __init__(self, signed: SignedManifest, status: Callable[[], dict[str, Any]], meter: Meter) -> None:
+        self._signed = signed
+        self._manifest_bytes = signed.to_bytes()
+        self._run = bytes.fromhex(signed.run_id)
+        self._status = status
+        self._meter = meter
+        self.hop: Hop | None = None
+
+    async def answer(self, call: IncomingCall) -> Reply:
+        """The network's handler; every AgoraError becomes a typed refusal."""
+        match call.message:
+            case Process():
+                return await self._process(call, call.message)
+            case GetStatus():
+                self._check_run(call, observers=True)
+                return Reply(StatusAnswer(fitting(self._status())))
+            case GetManifest():
+                self._check_run(call, observers=True)
+                return Reply(ManifestAnswer(self._manifest_bytes))
+            case Ping():
+                return Reply(Pong())
+            case other:
+                raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
+
+    async def _process(self, call: IncomingCall, message: Process) -> Reply:
+        self._check_run(call, observers=False)
+        if not self._signed.manifest.admits(call.peer):
+            raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
+        if self.hop is None:
+            raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
+        answer = await self.hop.process(message, call.tensors, call.deadline, call.progress)
+        self._meter.boundary_bytes += sum(tensor.nbytes for tensor in answer.tensors)
+        return Reply(answer.message, list(answer.tensors))
+
+    def _check_run(self, call: IncomingCall, *, observers: bool) -> None:
+        if call.run:
+            if call.run != self._run:
+                raise WrongRun(f"this peer takes part in run {self._signed.run_id}; use an invite of that run")
+        elif not observers:
+            raise NotAdmitted("an observer may ask but not train; say the run in HELLO")
+
+
+def fitting(status: dict[str, Any]) -> bytes:
+    """The status as UTF-8 JSON below the protocol's limit: of very many peers the last ones are left out, and told."""
+    data = json.dumps(status).encode()
+    peers = list(status["peers"])
+    while len(data) > MAX_STATUS_BYTES and peers:
+        peers = peers[: len(peers) // 2]
+        status = status | {"peers": peers, "peers_left_out": len(status["peers"]) - len(peers)}
+        data = json.dumps(status).encode()
+    return data
