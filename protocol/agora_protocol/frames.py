@@ -39,6 +39,7 @@ class FrameLimits:
 
 
 DEFAULT_LIMITS: Final = FrameLimits()
+MAX_CALL: Final = 2**32 - 1
 _TYPES: Final = {int(kind): kind for kind in FrameType}
 _OF_CONNECTION: Final = frozenset({FrameType.HELLO, FrameType.GOODBYE})  # call 0; all others belong to a call
 _WITH_PAYLOAD: Final = frozenset({FrameType.REQUEST, FrameType.ANSWER})
@@ -63,8 +64,7 @@ class Prefix:
         kind = _TYPES.get(number)
         if magic != FRAME_MAGIC or reserved != 0 or kind is None:
             raise ProtocolError("bad-frame", f"{bytes(data[:4]).hex()} begins no frame.")
-        if (call == 0) != (kind in _OF_CONNECTION):
-            raise ProtocolError("bad-frame", f"A {kind.name} frame must not have call {call}.")
+        _check_call(kind, call)
         _check_lengths(kind, header_bytes, payload_bytes, limits)
         return cls(kind, call, header_bytes, payload_bytes)
 
@@ -73,20 +73,27 @@ class Prefix:
         return _PREFIX.pack(FRAME_MAGIC, self.type, 0, self.call, self.header_bytes, self.payload_bytes)
 
 
+def _check_call(kind: FrameType, call: int) -> None:
+    if (call == 0) != (kind in _OF_CONNECTION) or not 0 <= call <= MAX_CALL:
+        raise ProtocolError("bad-frame", f"{kind.name} frames must not have call {call}.")
+
+
 def _check_lengths(kind: FrameType, header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:
     most = limits.max_answer_header_bytes if kind is FrameType.ANSWER else limits.max_header_bytes
     if header_bytes > most:
-        raise ProtocolError("too-large", f"A {kind.name} header of {header_bytes} bytes; at most {most} are allowed.")
+        raise ProtocolError(
+            "too-large", f"{kind.name} with a header of {header_bytes} bytes; at most {most} are allowed."
+        )
     if payload_bytes > limits.max_payload_bytes:
         raise ProtocolError(
             "too-large", f"A payload of {payload_bytes} bytes; at most {limits.max_payload_bytes} are allowed."
         )
     if payload_bytes and kind not in _WITH_PAYLOAD:
-        raise ProtocolError("bad-frame", f"A {kind.name} frame has no payload.")
+        raise ProtocolError("bad-frame", f"{kind.name} frames have no payload.")
     if kind is FrameType.CANCEL and header_bytes:
-        raise ProtocolError("bad-frame", "A CANCEL frame has no header.")
+        raise ProtocolError("bad-frame", "CANCEL frames have no header.")
     if not header_bytes and kind is not FrameType.CANCEL and kind not in _HEADER_OPTIONAL:
-        raise ProtocolError("bad-frame", f"A {kind.name} frame needs a header.")
+        raise ProtocolError("bad-frame", f"{kind.name} frames need a header.")
 
 
 def encode_frame(
@@ -96,6 +103,7 @@ def encode_frame(
 
     Raises ProtocolError as a receiver would, so that what we send is always what a receiver accepts.
     """
+    _check_call(type, call)
     header = b""
     if message is not None:
         _check_belongs(type, message, len(tensors))
@@ -108,7 +116,7 @@ def encode_frame(
 
 def _check_belongs(type: FrameType, message: Message, tensors: int) -> None:
     if type not in message.FRAMES:
-        raise ProtocolError("bad-message", f"{message.__class__.__name__} does not travel in a {type.name} frame.")
+        raise ProtocolError("bad-message", f"{message.__class__.__name__} does not travel in {type.name} frames.")
     fewest, most = message.TENSORS
     if not fewest <= tensors <= most:
         raise ProtocolError(

@@ -56,9 +56,5 @@ def toml_value(value: Any) -> str:
 
 
 def _toml_text(value: str) -> str:
-    """A TOML basic string; JSON's escapes are a subset of TOML's once DEL is escaped too."""
-    return (
-        json.dumps(value, ensure_ascii=True).replace("\x7f", "\\u007f")
-        if value.isascii()
-        else json.dumps(value, ensure_ascii=False)
-    )
+    """A TOML basic string: as in JSON, except that TOML wants DEL escaped too."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -55,6 +55,7 @@ def unpack(data: bytes | bytearray | memoryview, most: int, code: str = "bad-mes
             max_array_len=MAX_ARRAY_ITEMS,
             max_map_len=MAX_MAP_ITEMS,
             max_ext_len=0,
+            ext_hook=_no_extension,
         )
     except _REASONS as error:
         raise ProtocolError(code, f"The bytes are not acceptable msgpack ({_short(error)}).") from None
@@ -67,6 +68,10 @@ def is_version(value: object, version: int) -> bool:
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:120]
+
+
+def _no_extension(code: int, data: bytes) -> None:
+    raise ValueError("an extension type")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
 from agora_protocol.identity import Identity
 from agora_protocol.manifest import SignedManifest, preset
 

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
 from agora_protocol.errors import IdentityError, ProtocolError
 from agora_protocol.identity import Identity, peer_id_bytes, public_key_of, verify
 from agora_protocol.ids import PeerId

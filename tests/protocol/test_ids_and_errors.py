@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-
 from agora_protocol import base58, errors, ids
 from agora_protocol.errors import AgoraError, InputError, ProtocolError
 from agora_protocol.identity import Identity

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgpack
 import pytest
-
 from agora_protocol.errors import ManifestError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
@@ -100,10 +99,10 @@ def test_admission(alice: Identity, bob: Identity) -> None:
         ("[optimiser]\nclip = 1.0", "there is no key 'optimiser'; did you mean 'optimizer'?"),
         ("[model]\nqqq = 1", "[model] has no key 'qqq'; use one of family, width"),
         ("sede = 3", "there is no key 'sede'; did you mean 'seed'?"),
-        ("[model]\nwidth = 130", "[model] width 130 is not divisible by heads 4; use a multiple of heads, such as width = 128"),
-        ("[model]\nkey_value_heads = 3", "heads 4 is not a multiple of key_value_heads 3; use a divisor of heads, such as key_value_heads = 2"),
+        ("[model]\nwidth = 130", "[model] width 130 is not divisible by heads 4; use a multiple of heads, such as width = 128"),  # noqa: E501
+        ("[model]\nkey_value_heads = 3", "heads 4 is not a multiple of key_value_heads 3; use a divisor of heads, such as key_value_heads = 2"),  # noqa: E501
         ("[model]\nkey_value_heads = 8", "heads 4 is not a multiple of key_value_heads 8"),
-        ("[model]\nwidth = 12\nheads = 4", "head size width / heads = 3 is odd, and rotary positions need pairs; use width = 16"),
+        ("[model]\nwidth = 12\nheads = 4", "head size width / heads = 3 is odd, and rotary positions need pairs; use width = 16"),  # noqa: E501
         ("[model]\nsubspace = 64", "subspace 64 differs from width 128, which is not supported yet; remove subspace"),
         ("[model]\nvocabulary = 1", "[model] vocabulary 1 must be greater than or equal to 2"),
         ("[model]\nvocabulary = 100", "vocabulary 100 is too small for [data] tokenizer bytes"),
@@ -118,14 +117,14 @@ def test_admission(alice: Identity, bob: Identity) -> None:
         ("[stages]\nfirst_layers = [0, 0]", "first_layers [0, 0] is no cut of 4 layers"),
         ("[stages]\nfirst_layers = [0, 4]", "first_layers [0, 4] is no cut of 4 layers"),
         ("[stages]\nfirst_layers = [0, '1']", "[stages] first_layers[1] '1' must be a valid integer"),
-        ("[boundary]\ncodec = 'gzip'", "[boundary] codec 'gzip' must be 'bf16' or 'float32'; correct it, or remove it for the default"),
-        ("[optimizer]\ntarget_tokens = 1000", "target_tokens 1000 is not a multiple of the 1024 tokens of a microbatch"),
+        ("[boundary]\ncodec = 'gzip'", "[boundary] codec 'gzip' must be 'bf16' or 'float32'; correct it, or remove it for the default"),  # noqa: E501
+        ("[optimizer]\ntarget_tokens = 1000", "target_tokens 1000 is not a multiple of the 1024 tokens of a microbatch"),  # noqa: E501
         ("[optimizer]\ntarget_tokens = 3000", "use target_tokens = 3072"),
         ("[optimizer]\nwarmup_steps = 2000", "warmup_steps 2000 leaves nothing of total_steps 2000"),
         ("[optimizer]\nlearning_rate = nan", "learning_rate nan must be a finite number"),
         ("[optimizer]\nlearning_rate = '1'", "learning_rate '1' must be a valid number"),
         ("[optimizer]\nbeta1 = 1.0", "[optimizer] beta1 1.0 must be less than 1"),
-        ("[schedule]\nmicrobatch = 65536\n[optimizer]\ntarget_tokens = 8388608", "bytes on the wire, over the limit of"),
+        ("[schedule]\nmicrobatch = 65536\n[optimizer]\ntarget_tokens = 8388608", "bytes on the wire, over the limit of"),  # noqa: E501
         ("[data]\ncorpus = []", "[data] corpus must have at least 1 item"),
         ("[data]\ncorpus = 'stdlib'", "[data] corpus 'stdlib' must be a list"),
         ("[data]\ncorpus = ['']", "[data] corpus[0] '' must have at least 1 character"),

@@ -1,0 +1,120 @@
+"""The vectors: what we write is what they hold, what they hold is what we read, and what they forbid we refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+from agora_protocol import messages
+from agora_protocol.errors import ManifestError, ProtocolError
+from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame, slice_payload
+from agora_protocol.identity import Identity, verify
+from agora_protocol.ids import peer_name
+from agora_protocol.invite import Invite
+from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.messages import KINDS
+from agora_protocol.records import RECORDS, open_record, seal
+from agora_protocol.tensors import WireTensor
+
+from .conftest import PROTOCOL
+
+Vectors = Callable[[str], Any]
+
+
+def test_the_script_makes_the_files_byte_for_byte(make_script: ModuleType) -> None:
+    made = make_script.build()
+    assert {it.name for it in (PROTOCOL / "vectors").glob("*.json")} == made.keys()
+    for name, text in made.items():
+        assert (PROTOCOL / "vectors" / name).read_text(encoding="ascii") == text, (
+            f"run protocol/vectors/make.py ({name})"
+        )
+
+
+def test_identities(vectors: Vectors) -> None:
+    for vector in vectors("identities"):
+        identity = Identity(vector["private"])
+        assert identity.peer == vector["peer"] and identity.key_file_bytes() == vector["key_file"]
+        assert identity.sign(vector["message"]) == vector["signature"]
+        assert verify(vector["peer"], vector["message"], vector["signature"])
+        assert peer_name(vector["peer"]) == vector["name"]
+
+
+def test_manifests(vectors: Vectors) -> None:
+    for vector in vectors("manifests"):
+        signed = SignedManifest.from_toml(vector["toml"])
+        assert signed == SignedManifest.from_bytes(vector["signed"], vector["run_id"])
+        assert signed.manifest.canonical() == vector["canonical"] and signed.to_bytes() == vector["signed"]
+        assert (signed.founder, signed.signature) == (vector["founder"], vector["signature"])
+        assert signed.to_toml() == vector["toml"] and Manifest.from_toml(vector["toml"]).run_id == vector["run_id"]
+        assert (
+            tuple(tuple(signed.manifest.layers_of(k)) for k in range(signed.manifest.stage_count)) == vector["layers"]
+        )
+        assert signed.manifest.max_payload_bytes == vector["max_payload_bytes"]
+
+
+def test_invites(vectors: Vectors) -> None:
+    for vector in vectors("invites"):
+        invite = Invite(vector["run"], vector["addresses"], vector["name"])
+        assert Invite.parse(vector["text"]) == invite and str(invite) == vector["text"]
+
+
+def test_records(vectors: Vectors, make_script: ModuleType) -> None:
+    signers = {it.peer: it for it in (make_script.FIRST, make_script.SECOND)}
+    seen = set()
+    for vector in vectors("records"):
+        record = RECORDS[vector["kind"]].from_fields(vector["fields"])
+        how = {
+            "run": vector["run"],
+            "key": vector["key"],
+            "subkey_peer": vector["subkey"],
+            "now_unix": vector["now_unix"],
+        }
+        assert open_record(vector["sealed"], **how) == record
+        assert seal(record, vector["run"], signers[vector["subkey"]], vector["expires_unix"]) == vector["sealed"]
+        seen.add(type(record))
+    assert seen == {*RECORDS.values()}
+
+
+def test_frames(vectors: Vectors) -> None:
+    seen = set()
+    for vector in vectors("frames"):
+        data, kind = vector["bytes"], FrameType[vector["type"]]
+        prefix = Prefix.parse(data[:16])
+        message, specs = decode_header(prefix, data[16 : 16 + prefix.header_bytes])
+        tensors = slice_payload(specs, data[16 + prefix.header_bytes :])
+        assert (prefix.type, prefix.call) == (kind, vector["call"])
+        assert message == (messages.from_fields(vector["kind"], vector["fields"]) if vector["kind"] else None)
+        assert tensors == [WireTensor(it["dtype"], it["shape"], memoryview(it["data"])) for it in vector["tensors"]]
+        assert b"".join(encode_frame(kind, vector["call"], message, tensors)) == data
+        seen |= {kind, type(message)}
+    assert seen == {*FrameType, *KINDS.values(), type(None)}
+
+
+def test_what_must_be_refused_is_refused_with_its_word(vectors: Vectors) -> None:
+    refused = vectors("refused")
+    how = refused["records_opened_with"]
+    codes = set()
+    for vector in refused["frames"]:
+        data = vector["bytes"]
+        with pytest.raises(ProtocolError) as caught:
+            prefix = Prefix.parse(data[:16])
+            _, specs = decode_header(prefix, data[16 : 16 + prefix.header_bytes])
+            slice_payload(specs, data[16 + prefix.header_bytes :])
+        assert caught.value.code == vector["code"], (vector["why"], str(caught.value))
+        codes.add(vector["code"])
+    for vector in refused["records"]:
+        with pytest.raises(ProtocolError) as caught:
+            open_record(
+                vector["bytes"], run=how["run"], key=how["key"], subkey_peer=how["subkey"], now_unix=how["now_unix"]
+            )
+        assert caught.value.code == vector["code"], (vector["why"], str(caught.value))
+        codes.add(vector["code"])
+    for vector in refused["manifests"]:
+        with pytest.raises(ManifestError):
+            SignedManifest.from_bytes(vector["bytes"])
+    assert codes == {
+        "bad-frame", "too-large", "bad-message", "bad-tensor", "bad-record", "bad-signature", "wrong-key", "expired",
+        "lives-too-long",
+    }  # fmt: skip
