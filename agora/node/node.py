@@ -24,6 +24,7 @@ from agora.node.service import Notifier
 from agora.node.steps import Steps
 from agora.observe import events
 from agora.observe.report import Reporter
+from agora.state.weights import write_weights
 
 LEAVE_SECONDS = 9.0
 """All of leaving, a second less than promised."""
@@ -32,6 +33,7 @@ ORIGIN_SECONDS = 5.0
 DRAIN_SECONDS = 90.0
 EVALUATE_SECONDS = 300.0
 EVALUATE_BATCHES = 16
+WEIGHTS_SECONDS = 60.0
 MAX_EVALUATE_BATCHES = 4096
 
 
@@ -188,6 +190,7 @@ class Node:
             "resume": Ask(self._ask_resume, {}),
             "leave": Ask(self._ask_leave, {}),
             "drain": Ask(self._ask_drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
+            "weights": Ask(self._ask_weights, {}, deadline_s=WEIGHTS_SECONDS),
             "evaluate": Ask(self._ask_evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
         }
 
@@ -248,6 +251,18 @@ class Node:
         found = await origin.evaluate(batches, EVALUATE_SECONDS)
         seconds = asyncio.get_running_loop().time() - began
         return {"loss": found.loss, "tokens": found.tokens, "seconds": round(seconds, 3)}
+
+    async def _ask_weights(self, _: Mapping[str, Any]) -> Answer:
+        """Writes the weights of every stage held, as they are now, into the data directory; says where."""
+        parts, files = self._serving(), {}
+        folder = self._where.home.manifest(parts.signed.run_id).parent / "weights"
+        for progress in parts.compute.progress():
+            tensors = await parts.compute.weights(progress.stage)
+            path = folder / f"stage-{progress.stage}.safetensors"
+            named = {"run": parts.signed.run_id, "stage": str(progress.stage), "step": str(progress.step)}
+            await asyncio.to_thread(write_weights, path, tensors, named)
+            files[str(progress.stage)] = str(path)
+        return {"files": files}
 
     def _serving(self) -> Parts:
         if self._facts.parts is None:

@@ -1,0 +1,1 @@
+"""What lasts: files of weights, named, whole or not there at all."""

@@ -1,0 +1,136 @@
+"""The heart of the suite, through real processes and real streams: a swarm equals a plain PyTorch loop.
+
+The synchronous schedule must equal it step by step; the asynchronous one must end as well, at equal tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agora_protocol.ids import PeerId
+from agora_protocol.manifest import Manifest, preset
+from safetensors.numpy import load_file
+
+from agora.data import Sampler, open_corpus, open_tokenizer, sample_id
+from agora.model import Context, build_stage, stage_loss
+from tests.oracle import Batches, relative_difference, run_plain_loop
+from tests.process.harness import Daemon, Swarm, swarm
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+MICROBATCHES_PER_STEP = 8
+LEAST_STEPS = 6
+
+
+def manifest_of(stages: int, *, kind: str, activations: str, codec: str = "float32") -> Manifest:
+    """A decoder of four layers on the standard library's text; a step of it takes some tenths of a second."""
+    base = preset("tiny", name="oracle").model_dump()
+    base["model"] |= {"width": 64, "subspace": 64, "layers": 4, "heads": 4, "key_value_heads": 2, "feed_forward": 160}
+    base["model"] |= {"context": 64}
+    base["stages"] = {"count": stages}
+    base["boundary"]["codec"] = codec
+    base["schedule"] |= {"kind": kind, "microbatch": 4, "activations": activations}
+    base["optimizer"] |= {"target_tokens": MICROBATCHES_PER_STEP * 4 * 64, "warmup_steps": 4, "total_steps": 200}
+    return Manifest.model_validate(base)
+
+
+def sampler_of(manifest: Manifest, cache: Path) -> Sampler:
+    """The origins' own view of the data."""
+    tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary)
+    corpus = open_corpus(manifest.data.corpus, tokenizer, cache)
+    return Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
+
+
+def batches_of(manifest: Manifest, sampler: Sampler, origin: str, steps: int) -> Batches:
+    """What that origin drew for its first `steps` steps: a pure function, so nobody has to tell."""
+    b = manifest.schedule.microbatch
+
+    def microbatch(number: int) -> np.ndarray:
+        return sampler.batch([sample_id(PeerId(origin), number * b + row) for row in range(b)])
+
+    per = MICROBATCHES_PER_STEP
+    return [[microbatch(step * per + i) for i in range(per)] for step in range(steps)]
+
+
+def steps_of(daemon: Daemon, stage: int) -> list[dict[str, Any]]:
+    """The optimizer steps of a stage, in order."""
+    return sorted(daemon.of("StepTaken", stage=stage), key=lambda e: int(e["step"]))
+
+
+def trained(made: Swarm, stages: int, steps: int) -> list[Daemon]:
+    """One daemon for each stage, trained for at least `steps` steps and drained."""
+    peers = [made.start(f"stage-{k}", str(k)) for k in range(stages)]
+    made.until(lambda: len(steps_of(peers[0], 0)) >= steps, f"{steps} steps", within_s=200)
+    peers[0].ask("drain", timeout_s=60)
+    return peers
+
+
+def weights_of(daemon: Daemon, stage: int) -> dict[str, np.ndarray]:
+    """The stage's tensors as the daemon holds them now."""
+    files = daemon.ask("weights")["files"]
+    return dict(load_file(files[str(stage)]))
+
+
+@pytest.mark.parametrize(("stages", "activations"), [(1, "keep"), (2, "recompute"), (4, "keep")])
+def test_a_synchronous_swarm_equals_a_plain_loop(tmp_path: Path, stages: int, activations: str) -> None:
+    manifest = manifest_of(stages, kind="synchronous", activations=activations)
+    with swarm(tmp_path, manifest) as made:
+        peers = trained(made, stages, LEAST_STEPS)
+        taken = [steps_of(peer, k) for k, peer in enumerate(peers)]
+        count = len(taken[0])
+        assert [len(steps) for steps in taken] == [count] * stages
+        actual = [weights_of(peer, k) for k, peer in enumerate(peers)]
+        losses = [event["loss"] for event in taken[-1]]
+        origin = peers[0].peer
+        report = peers[0].ask("report")["microbatches"]
+        assert report["dropped"] == 0
+        assert set(made.stop().values()) == {0}
+    plain = run_plain_loop(manifest, batches_of(manifest, sampler_of(manifest, tmp_path / "corpus"), origin, count))
+    np.testing.assert_allclose(losses, plain.losses, rtol=1e-5)
+    for stage, tensors in enumerate(plain.weights):
+        assert tensors.keys() == actual[stage].keys()
+        for name, expected in tensors.items():
+            assert relative_difference(actual[stage][name], expected) < 1e-5, f"stage {stage} {name}"
+
+
+def heldout_loss(manifest: Manifest, sampler: Sampler, weights: list[dict[str, np.ndarray]]) -> float:
+    """Mean held-out loss per token of these weights, in this process."""
+    stages = []
+    for k, tensors in enumerate(weights):
+        stage = build_stage(manifest.model, manifest.layers_of(k), k, manifest.stage_count, manifest.seed)
+        stage.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in tensors.items()})
+        stages.append(stage)
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for batch in sampler.heldout_batches(manifest.schedule.microbatch, 24):
+            ids = torch.from_numpy(batch)
+            hidden = ids[:, :-1]
+            for stage in stages:
+                hidden = stage(hidden, Context(ids[:, :-1]))
+            total += float(stage_loss(hidden, ids[:, 1:]))
+            tokens += ids[:, 1:].numel()
+    return total / tokens
+
+
+def test_the_asynchronous_schedule_ends_where_the_plain_loop_ends(tmp_path: Path) -> None:
+    """At equal tokens, within 2 % in held-out loss; its staleness histogram is published and not all zero."""
+    manifest = manifest_of(2, kind="asynchronous", activations="keep", codec="bf16")
+    with swarm(tmp_path, manifest) as made:
+        peers = trained(made, 2, 60)
+        actual = [weights_of(peer, k) for k, peer in enumerate(peers)]
+        counts = [len(steps_of(peer, k)) for k, peer in enumerate(peers)]
+        staleness = {k: peer.ask("report")["staleness"] for k, peer in enumerate(peers)}
+        origin = peers[0].peer
+        made.stop()
+    print("staleness histograms (steps: microbatches):", staleness, "steps:", counts)
+    histogram = staleness[0]["0"]
+    assert sum(histogram[1:]) > 0, "nothing flowed across a step: not asynchronous"
+    sampler = sampler_of(manifest, tmp_path / "corpus")
+    plain = run_plain_loop(manifest, batches_of(manifest, sampler, origin, counts[0]))
+    ours, theirs = heldout_loss(manifest, sampler, actual), heldout_loss(manifest, sampler, plain.weights)
+    assert ours < theirs * 1.02, f"asynchronous {ours:.4f}, plain {theirs:.4f} after {counts[0]} steps"
+    assert theirs < 4.0, "the plain loop itself must have learnt something"
