@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
 
+LEAST_WARMUP_STEPS = 8
+"""Fewer, and Adam's first steps at the full rate make the loss rise before it falls."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The flags of `swarm demo`."""
@@ -58,8 +62,8 @@ def manifest_of(plan: Plan) -> Manifest:
     try:
         base = preset(plan.preset)
         optimizer = {
-            "warmup_steps": min(base.optimizer.warmup_steps, max(1, plan.steps // 5)),
-            "total_steps": max(plan.steps, 2),
+            "warmup_steps": min(base.optimizer.warmup_steps, max(LEAST_WARMUP_STEPS, plan.steps // 4)),
+            "total_steps": max(plan.steps, 2 * LEAST_WARMUP_STEPS),
         }
         return base.replaced(
             name="demo",

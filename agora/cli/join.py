@@ -5,6 +5,7 @@ Knows: how to find the daemon that is meant. Must not know: how the daemon works
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,17 @@ def tell(what: str, run: str | None, directory: Path | None) -> None:
             f"the daemon with pid {entry.pid} does not answer ({error}); stop it with `kill {entry.pid}`"
         ) from None
     say(str(answer.get("text", "done")))
+    if what == "leave":
+        _wait_until_gone(entry)
+
+
+def _wait_until_gone(entry: paths.Entry) -> None:
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while entry.alive:
+        if time.monotonic() > deadline:
+            raise Failure(f"the daemon with pid {entry.pid} is still there; stop it with `kill -9 {entry.pid}`")
+        time.sleep(0.1)
+    say("it has left.")
 
 
 def the_daemon(run: str | None, directory: Path | None) -> paths.Entry:

@@ -58,7 +58,6 @@ class StartStep(Event):
 class PeerStarted(Event):
     """This daemon is about to serve its span in the run."""
 
-    level: ClassVar[Level] = "info"
     peer: str
     run: str
     first_stage: int
@@ -100,7 +99,6 @@ class StateChanged(Event):
 class Waiting(Event):
     """Nothing can be done until `what` happens ("" when the wait ended). A stated wait keeps the watchdog content."""
 
-    level: ClassVar[Level] = "warning"
     what: str
 
     def say(self) -> str:
@@ -290,7 +288,6 @@ class PeerGone(Event):
 class SpanChosen(Event):
     """Placement decided which stages this peer holds, and why."""
 
-    level: ClassVar[Level] = "info"
     first_stage: int
     last_stage: int
     reason: str

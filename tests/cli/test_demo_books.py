@@ -127,7 +127,7 @@ def test_the_manifest_follows_from_the_flags() -> None:
         3,
         "float32",
     )
-    assert manifest.optimizer.total_steps == 10 and manifest.optimizer.warmup_steps == 2
+    assert manifest.optimizer.total_steps == 16 and manifest.optimizer.warmup_steps == 8
     assert manifest.data.corpus[0] == "stdlib" and manifest.data.corpus[1].startswith("/")
     with pytest.raises(Failure, match="gzip") as caught:
         manifest_of(Plan(codec="gzip"))
