@@ -1,6 +1,6 @@
 """Every message of the data plane: its fields, their bounds, the frame it travels in, and the tensors it brings.
 
-Knows what peers may say; not how frames carry it, nor what anybody does about it. SPEC.md sections 7 and 8.
+Knows what peers may say; not how frames carry it, nor what anybody does about it. SPEC.md sections 9 and 10.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,7 +40,13 @@ def tensor(dtype: str = "int8", *shape: int) -> WireTensor:
 
 
 def process(**changes: Any) -> Process:
-    fields = {"microbatch": MICROBATCH, "origin": PEER, "stage": 1, "purpose": "train", "deadline_ms": 1000}
+    fields: dict[str, Any] = {
+        "microbatch": MICROBATCH,
+        "origin": PEER,
+        "stage": 1,
+        "purpose": "train",
+        "deadline_ms": 1000,
+    }
     return Process(**(fields | changes))
 
 
@@ -212,7 +220,7 @@ def test_a_tensor_has_exactly_its_bytes() -> None:
 
 
 def test_a_tensor_takes_any_flat_buffer() -> None:
-    words = memoryview(struct.pack("<2f", 1.0, 2.0)).cast("f")
+    words: Any = memoryview(struct.pack("<2f", 1.0, 2.0)).cast("f")
     assert WireTensor("float32", (2,), words).data.format == "B"
     assert WireTensor("float32", (2,), bytearray(8)).nbytes == 8  # type: ignore[arg-type]
 
@@ -266,7 +274,8 @@ GOOD: dict[type[Message], Message] = {
 @pytest.mark.parametrize(("kind", "field", "value", "says"), BAD_FIELDS)
 def test_a_field_out_of_bounds_is_refused_by_name(kind: type[Message], field: str, value: Any, says: str) -> None:
     fields = GOOD[kind].to_fields() | {field: value}
-    for make in (lambda: messages.from_fields(kind.KIND, fields), lambda: kind(**fields)):
+    makers: list[Callable[[], Message]] = [partial(messages.from_fields, kind.KIND, fields), partial(kind, **fields)]
+    for make in makers:
         with refused("bad-message", f"{kind.__name__}.{field}"):
             make()
         with refused("bad-message", says):

@@ -37,7 +37,7 @@ PROGRESS = Progress(ALICE.peer, Span(1, 2), 5, (7, 8), 100.0, None, 2, 30)
 
 
 def opened(data: bytes, **changes: Any) -> Record:
-    how = {"run": RUN, "key": record_key(RUN, "claim", 2), "subkey_peer": ALICE.peer, "now_unix": NOW}
+    how: dict[str, Any] = {"run": RUN, "key": record_key(RUN, "claim", 2), "subkey_peer": ALICE.peer, "now_unix": NOW}
     return open_record(data, **(how | changes))
 
 

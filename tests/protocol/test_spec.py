@@ -39,8 +39,9 @@ def test_the_frame_types_and_dtypes_quoted_are_those_spoken() -> None:
 
 def test_the_errors_quoted_are_all_that_a_refusal_can_say() -> None:
     quoted = {row[0]: row[1] for row in rows("errors")[1:]}
-    refusing = [errors.Busy, errors.NotMyStage, errors.NotAdmitted, errors.WrongRun, errors.Unsupported, errors.Refused]
-    soft = {kind.code for kind in [*refusing, errors.Unavailable, errors.PeerFailed]}
+    kinds: list[type[errors.AgoraError]] = [errors.Busy, errors.NotMyStage, errors.NotAdmitted, errors.WrongRun]
+    kinds += [errors.Unsupported, errors.Refused, errors.Unavailable, errors.PeerFailed]
+    soft = {kind.code for kind in kinds}
     assert {code for code, strike in quoted.items() if strike == "no"} == soft
     assert quoted.keys() == soft | errors.PROTOCOL_CODES.keys()
 
