@@ -177,6 +177,14 @@ class Swarm:
             time.sleep(POLL_SECONDS / 4)
         raise Failure(f"the first peer was not up within {START_SECONDS:.0f} s: {daemon.last_words()}")
 
+    def _fresh_invite(self) -> str:
+        """The invite of whoever serves now: the peer that gave the last one may be dead, as in any real swarm."""
+        for daemon in self._living():
+            if self.books.peer(daemon.index).serving and (answer := daemon.ask("invite")):
+                self._invite = str(answer["invite"])
+                break
+        return self._invite
+
     def _turn(self) -> None:
         """One look at everything: journals, deaths, daemons still to be started, the progress line."""
         self._read_journals()
@@ -184,7 +192,7 @@ class Swarm:
             if not daemon.alive:
                 raise demo_peers.ended_unasked(daemon)
         if self._owed and len(self._starting()) < demo_plan.cores():
-            self._start_one(self._invite)
+            self._start_one(self._fresh_invite())
         if time.monotonic() - self._last_news > STALL_SECONDS:
             raise Failure(f"nothing happened for {STALL_SECONDS:.0f} s: {self._living()[0].last_words()}")
         seconds = time.time() - self.books.first_started_unix if self.books.first_started_unix else 0.0
