@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from agora_protocol import manifest_toml
 from agora_protocol.errors import ManifestError, ProtocolError
 from agora_protocol.identity import Identity, verify
-from agora_protocol.ids import PeerId, RunId, is_peer_id
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_MANIFEST_BYTES
 from agora_protocol.manifest_rules import CODEC_BYTES, check_rules, explain, suggest
 from agora_protocol.manifest_sections import (
@@ -67,19 +67,24 @@ class Manifest(Section):
     data: DataSection = DataSection()
     admission: AdmissionSection = AdmissionSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, values: Any) -> Any:
+        return _prepared(values)
+
+    @model_validator(mode="after")
+    def _hold_rules(self, info: ValidationInfo) -> Self:
+        """However a manifest is made, its values fit together. Raises ManifestError."""
+        check_rules(self, (info.context or {}).get("source", "manifest"))
+        return self
+
     @classmethod
     def from_values(cls, values: dict[str, Any], source: str) -> Manifest:
         """From plain values as TOML or msgpack gives them. Raises ManifestError; `source` begins its text."""
         try:
-            manifest = cls.model_validate(_prepared(values))
+            return cls.model_validate(values, context={"source": source})
         except ValidationError as error:
             raise explain(error, cls, source) from None
-        if manifest.founder and not is_peer_id(manifest.founder):
-            raise ManifestError(
-                f"{source}: founder is not a peer id; remove it, joining signs the manifest and sets it."
-            )
-        check_rules(manifest, source)
-        return manifest
 
     @classmethod
     def from_toml(cls, text: str, source: str = "manifest") -> Manifest:

@@ -130,6 +130,12 @@ def _tokenizer(it: Manifest) -> str | None:
     return None
 
 
+def _founder(it: Manifest) -> str | None:
+    if it.founder and not is_peer_id(it.founder):
+        return "founder is not a peer id; remove it, joining signs the manifest and sets it."
+    return None
+
+
 def _admission(it: Manifest) -> str | None:
     mode, peers = it.admission.mode, it.admission.peers
     for peer in peers:
@@ -156,6 +162,7 @@ RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
     _payload,
     _size,
     _tokenizer,
+    _founder,
     _admission,
 )
 

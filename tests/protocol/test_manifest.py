@@ -13,7 +13,6 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES
 from agora_protocol.manifest import PRESETS, Manifest, ModelSection, SignedManifest, is_signed, preset
-from agora_protocol.manifest_rules import RULES
 
 
 def test_the_empty_file_is_the_tiny_preset() -> None:
@@ -152,12 +151,6 @@ def test_a_mistake_is_one_sentence_that_says_what_to_do(text: str, says: str) ->
     assert len(said) < 420 and "\n" not in said and said.endswith((".", "?"))
 
 
-def test_every_rule_between_fields_was_broken_above() -> None:
-    assert {rule.__name__ for rule in RULES} == {
-        "_heads", "_subspace", "_stages", "_step_tokens", "_warmup", "_payload", "_size", "_tokenizer", "_admission",
-    }  # fmt: skip
-
-
 def test_more_mistakes_that_need_values(alice: Identity) -> None:
     for admission, says in (
         ({"mode": "listed", "peers": [alice.peer] * 2}, "one peer twice"),
@@ -183,6 +176,14 @@ def test_replaced_follows_width_with_subspace() -> None:
     wider = preset("tiny").replaced(model={"width": 256})
     assert wider.model.subspace == 256
     assert preset("tiny").replaced(model={"heads": 2}).model.width == 128
+
+
+def test_a_manifest_that_exists_is_valid_however_it_was_made() -> None:
+    with pytest.raises(ManifestError, match="width 129 is not divisible"):
+        Manifest(model=ModelSection(width=129, subspace=129))
+    with pytest.raises(ManifestError, match="differs from width"):
+        Manifest.model_validate({"model": {"width": 64, "subspace": 32}})
+    assert Manifest.model_validate({"model": {"width": 64}, "data": {"corpus": ["a.txt"]}}).model.subspace == 64
 
 
 def test_sections_are_immutable_and_closed() -> None:
