@@ -1,0 +1,91 @@
+"""What `swarm status --json` prints, made from a view: the same for a daemon and for whoever asks one. Pure.
+
+Knows the JSON of the command's contract. Must not know how it travels. Fields are only ever added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agora_protocol.ids import PeerId, peer_name
+
+from agora.swarm.health import Health
+from agora.swarm.view import PeerView, View
+
+SCHEMA = 1
+_STATES = {"serving": "training", "joining": "joining", "leaving": "leaving"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What status says of the run itself."""
+
+    run_id: str
+    name: str
+    stage_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFacts:
+    """What only the asked peer knows of others: how it reaches each ("direct", "relay", "self"), and a note."""
+
+    paths: Mapping[PeerId, str] = field(default_factory=dict)
+    notes: Mapping[PeerId, str] = field(default_factory=dict)
+
+
+def status(
+    view: View, run: RunFacts, health: Health, now_unix: float, facts: PeerFacts | None = None
+) -> dict[str, Any]:
+    """The status object. `step` is stage 0's; `tokens_per_second` that of the slowest stage, which is the swarm's."""
+    facts = facts or PeerFacts()
+    stages = [stage_status(view, stage) for stage in range(run.stage_count)]
+    return {
+        "schema": SCHEMA,
+        "run_id": run.run_id,
+        "name": run.name,
+        "step": stages[0]["step"] if stages else 0,
+        "loss": mean_loss(view),
+        "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
+        "health": {"state": health.state, "why": health.why, "do": health.do},
+        "stages": stages,
+        "peers": [_peer(seen, now_unix, facts) for seen in sorted(view.peers.values(), key=_order)],
+    }
+
+
+def stage_status(view: View, stage: int) -> dict[str, Any]:
+    """One row of `stages`."""
+    replicas = view.replicas(stage)
+    return {
+        "stage": stage,
+        "replicas": len(replicas),
+        "step": max((p.step_of(stage) for p in replicas), default=0),
+        "tokens_per_second": round(sum(p.tokens_per_second for p in replicas), 1),
+    }
+
+
+def mean_loss(view: View) -> float | None:
+    """The mean of the losses that peers report, weighted by their throughput; None when nobody knows one."""
+    known = [(p.loss, max(p.tokens_per_second, 1e-3)) for p in view.peers.values() if p.loss is not None]
+    if not known:
+        return None
+    return round(sum(loss * weight for loss, weight in known) / sum(weight for _, weight in known), 4)
+
+
+def _order(seen: PeerView) -> tuple[int, int, str]:
+    return seen.span.first, seen.span.last, seen.peer
+
+
+def _peer(seen: PeerView, now_unix: float, facts: PeerFacts) -> dict[str, Any]:
+    return {
+        "peer": seen.peer,
+        "name": peer_name(seen.peer),
+        "span": [seen.span.first, seen.span.last],
+        "state": _STATES.get(seen.state, seen.state),
+        "step": seen.step_of(seen.span.first),
+        "tokens_per_second": round(seen.tokens_per_second, 1),
+        "path": facts.paths.get(seen.peer, "direct"),
+        "seen_seconds": round(max(0.0, now_unix - seen.seen_unix), 1),
+        "note": facts.notes.get(seen.peer, ""),
+    }

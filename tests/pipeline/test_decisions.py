@@ -1,0 +1,312 @@
+"""The pure decisions of the pipeline: routing, deadlines, credit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+from agora_protocol.ids import microbatch_id
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agora.pipeline import routing
+from agora.pipeline.credit import Pace, in_flight, step_share
+from agora.pipeline.deadline import attempt_deadline, deadline_to_send, downstream_deadline, is_hopeless
+from agora.pipeline.routing import Link, PathHint, PeerCost, candidates_of, choose_next
+from tests.pipeline.world import peer_id
+
+A, B, C = peer_id("a"), peer_id("b"), peer_id("c")
+NONE = PathHint()
+MB = microbatch_id(b"session0", 1)
+PAYLOAD = 1000
+
+
+def measured(service_s: float, **rest) -> PeerCost:
+    return PeerCost(service_s=service_s, samples=50, links=50, **rest)
+
+
+def choose(costs, now=100.0, microbatch=MB, hint=NONE):
+    return choose_next(now, microbatch, 1, candidates_of(now, costs, PAYLOAD), hint)
+
+
+def spread(costs: dict, count: int, *, answered: bool = True) -> Counter:
+    """`count` microbatches, each answered before the next is sent: light load."""
+    shares: Counter = Counter()
+    for i in range(count):
+        now = 100.0 + i
+        choice = choose(costs, now, microbatch_id(b"session0", i))
+        peer, cost = choice.peer, costs[choice.peer]
+        shares[peer] += 1
+        floor = routing.virtual_floor(costs.values(), PAYLOAD)
+        costs[peer] = routing.sent(cost, floor, cost.occupies_s(PAYLOAD))
+        if answered:
+            costs[peer] = replace(routing.answered(costs[peer], cost.service_s, 9.0), sent=0)
+    return shares
+
+
+# --- routing
+
+
+def test_shares_follow_measured_speeds_at_light_load() -> None:
+    shares = spread({A: measured(0.1), B: measured(0.2)}, 300)
+    assert 1.9 <= shares[A] / shares[B] <= 2.1
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_shares_are_inverse_to_service_times_for_any_stage(services: list[float]) -> None:
+    costs = {peer_id(str(i)): measured(s) for i, s in enumerate(services)}
+    shares = spread(dict(costs), 400)
+    total = sum(1.0 / s for s in services)
+    for peer, cost in costs.items():
+        assert abs(shares[peer] - 400 / cost.service_s / total) <= 4 + 0.02 * 400
+
+
+def test_a_slow_link_costs_a_peer_its_share_as_a_slow_device_does() -> None:
+    shares = spread({A: measured(0.1), B: measured(0.1, bytes_per_s=PAYLOAD / 0.2)}, 300)
+    assert 1.8 <= shares[A] / shares[B] <= 2.2
+
+
+def test_a_long_round_trip_alone_costs_a_peer_no_share() -> None:
+    shares = spread({A: measured(0.05), B: measured(0.05, round_trip_s=0.3)}, 300)
+    assert 0.9 <= shares[A] / shares[B] <= 1.1
+
+
+def test_a_queue_made_by_others_turns_microbatches_away() -> None:
+    costs = {A: measured(0.1, queue=50, queue_at=100.0), B: measured(0.1)}
+    shares = Counter(choose(costs, 100.0, microbatch_id(b"session0", i)).peer for i in range(20))
+    assert shares == {B: 20}
+    drained = choose(costs, 120.1)
+    assert drained.peer in (A, B) and math.isclose(candidates_of(120.1, costs, PAYLOAD)[0].finish_s, 0.1)
+
+
+def test_a_newcomer_enters_at_the_median_and_gets_work_at_once_but_no_flood() -> None:
+    costs = {A: measured(0.1, virtual_s=5000.0), B: measured(0.1, virtual_s=5000.1)}
+    costs[C] = routing.newcomer(costs.values(), 7)
+    assert costs[C].virtual_s == 5000.05 and costs[C].service_s == 0.1 and costs[C].incarnation == 7
+    shares = spread(dict(costs), 30)
+    assert 8 <= shares[C] <= 12
+    shares = spread(dict(costs), 30, answered=False)
+    assert shares[C] == routing.NEWCOMER_CALLS, "until its first answer"
+
+
+def test_a_peer_may_say_that_it_is_slow_but_not_that_it_is_fast() -> None:
+    known = [measured(0.1)]
+    assert routing.newcomer(known, 1, capacity=1000.0).service_s == 0.1
+    assert routing.newcomer(known, 1, capacity=2.0).service_s == 0.5
+    assert routing.newcomer([], 1, capacity=2.0).service_s == 0.5
+
+
+def test_a_peer_that_was_away_for_hours_does_not_get_everything_when_it_returns() -> None:
+    costs = {A: measured(0.1, virtual_s=9000.0), B: measured(0.1, virtual_s=10.0)}
+    shares = spread(costs, 100)
+    assert shares[B] <= 55
+
+
+def test_busy_is_no_failure_and_gives_the_charge_back() -> None:
+    before = measured(0.1, virtual_s=7.0, calls=3)
+    after = routing.was_busy(routing.sent(before, 0.0, 0.1), 100.0, 0.1, 0.5)
+    assert (after.failures, after.calls, after.sent) == (0, 3, 0) and math.isclose(after.virtual_s, 7.0)
+    assert after.limit == 3.0 and after.busy_until == 100.5
+    assert choose({A: after}, 100.6).peer is None, "three of ours are there, and that is all it takes"
+    freed = routing.answered(after, 0.1, 1.0)
+    assert choose({A: freed}, 100.6).peer == A
+    assert freed.limit > 3.0, "the limit is probed again"
+
+
+def test_busy_peers_are_asked_again_after_the_wait_they_named() -> None:
+    after = routing.was_busy(routing.sent(measured(0.1), 0.0, 0.1), 100.0, 0.1, 0.5)
+    choice = choose({A: after}, 100.1)
+    assert choice.peer is None and choice.look_again_at == 100.5 and "busy" in choice.reason
+    assert choose({A: after}, 100.5).peer == A
+
+
+def test_failures_back_off_exponentially_and_an_answer_forgives() -> None:
+    cost, waits = measured(0.1), []
+    now = 100.0
+    for _ in range(12):
+        cost = routing.failed(routing.sent(cost, 0.0, 0.1), now, 0.1)
+        waits.append(candidates_of(now, {A: cost, B: measured(0.1)}, PAYLOAD)[0].ready_at - now)
+        now += waits[-1]
+    assert [round(w, 6) for w in waits[:5]] == [0.25, 0.5, 1.0, 2.0, 4.0] and waits[-1] == routing.BACKOFF_MOST_S
+    assert math.isclose(cost.virtual_s, 0.0) and cost.calls == 0
+    assert routing.answered(routing.sent(cost, 0.0, 0.1), 0.1, 1.0).failures == 0
+
+
+def test_without_siblings_nobody_is_left_alone_for_long() -> None:
+    cost = replace(measured(0.1), failures=30, failed_at=100.0)
+    choice = choose({A: cost}, 100.0)
+    assert choice.peer is None and choice.look_again_at == 100.0 + routing.BACKOFF_MOST_WITHOUT_SIBLING_S
+
+
+def test_one_broken_connection_counts_once_however_many_calls_it_carried() -> None:
+    cost = measured(0.1)
+    for _ in range(8):
+        cost = routing.sent(cost, 0.0, 0.1)
+    for _ in range(8):
+        cost = routing.failed(cost, 100.0, 0.1)
+    assert (cost.failures, cost.calls) == (1, 0)
+
+
+def test_a_newer_incarnation_starts_with_a_clean_record() -> None:
+    cost = replace(measured(0.1), failures=9, failed_at=100.0, limit=1.0, busy_until=500.0)
+    assert choose({A: routing.reborn(cost, 2)}, 100.0).peer == A
+
+
+def test_a_peer_that_already_has_the_microbatch_is_preferred_however_loaded() -> None:
+    costs = {A: measured(0.1, queue=99, queue_at=100.0), B: measured(0.1)}
+    assert choose(costs, hint=PathHint({1: A}, frozenset({A}))).reason == "already holds the result of this microbatch"
+    assert choose(costs, hint=PathHint({1: A})).peer == A
+    assert choose(costs, hint=PathHint({2: A})).peer == B
+    assert choose(costs, hint=PathHint({1: C})).peer == B, "nobody outside the view is ever asked"
+
+
+def test_who_holds_the_result_is_worth_a_short_wait_but_not_a_long_one() -> None:
+    once = replace(measured(0.1), failures=1, failed_at=100.0)
+    choice = choose({A: once, B: measured(0.1)}, 100.1, hint=PathHint({1: A}, frozenset({A})))
+    assert choice.peer is None and choice.look_again_at == 100.25
+    assert choose({A: once, B: measured(0.1)}, 100.1, hint=PathHint({1: A})).peer == B
+    often = replace(once, failures=5)
+    assert choose({A: often, B: measured(0.1)}, 100.1, hint=PathHint({1: A}, frozenset({A}))).peer == B
+
+
+def test_reasons_say_what_is_going_on() -> None:
+    assert choose({}).reason == "no live peer holds stage 1"
+    costs = {A: replace(measured(0.1), failures=1, failed_at=100.0), B: replace(measured(0.1), busy_until=101.0)}
+    assert choose(costs).reason == "all 2 peers of stage 1 are not ready (backing off, busy); next in 0.25 s"
+    assert choose({A: measured(0.1)}).reason == "expected to finish in 0.100 s, least of 1 ready peers"
+
+
+def test_equal_peers_are_told_apart_by_the_microbatch_so_that_callers_do_not_herd() -> None:
+    costs = {A: PeerCost(), B: PeerCost(), C: PeerCost()}
+    first = Counter(choose(costs, microbatch=microbatch_id(b"session0", i)).peer for i in range(300))
+    assert min(first[p] for p in (A, B, C)) > 50
+
+
+def test_links_are_split_into_round_trip_and_bandwidth_where_the_round_trip_is_known() -> None:
+    unknown = routing.accepted(routing.sent(PeerCost(), 0.0, 0.1), 1.0, 4, 0.5, Link(1000))
+    assert (unknown.round_trip_s, unknown.bytes_per_s) == (0.5, math.inf)
+    known = routing.accepted(routing.sent(PeerCost(), 0.0, 0.1), 1.0, 4, 0.5, Link(1000, 0.1))
+    assert known.round_trip_s == 0.1 and math.isclose(known.bytes_per_s, 2500.0)
+    assert (known.queue, known.queue_at, known.sent) == (4, 1.0, 0)
+    again = routing.accepted(known, 2.0, 0, 0.3, Link(1000, 0.1))
+    assert math.isclose(1000 / again.bytes_per_s, 0.3), "the mean of 0.4 s and 0.2 s"
+
+
+def test_a_peer_cannot_claim_less_than_no_time_nor_more_than_the_whole_call() -> None:
+    assert routing.answered(PeerCost(calls=1), -5.0, 1.0).service_s > 0
+    assert routing.answered(PeerCost(calls=1), 1e9, 1.0).service_s == 1.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["sent", "accepted", "answered", "busy", "failed", "left"]),
+            st.floats(0.0, 10.0),
+            st.integers(0, 1 << 20),
+        ),
+        max_size=60,
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_no_sequence_of_news_makes_a_cost_that_cannot_be_ranked(news: list[tuple[str, float, int]]) -> None:
+    cost, now = PeerCost(), 100.0
+    for what, number, count in news:
+        now += number
+        if what == "sent":
+            cost = routing.sent(cost, 0.0, 0.1)
+        elif what == "accepted":
+            cost = routing.accepted(cost, now, count, number, Link(count, 0.01))
+        elif cost.calls:
+            cost = {
+                "answered": lambda: routing.answered(cost, number, number),
+                "busy": lambda: routing.was_busy(cost, now, 0.1, number),
+                "failed": lambda: routing.failed(cost, now, 0.1),
+                "left": lambda: routing.left(cost, 0.1),
+            }[what]()
+        candidate = candidates_of(now, {A: cost, B: PeerCost()}, PAYLOAD)[0]
+        assert math.isfinite(candidate.rank_s) and candidate.lead_s >= 0.0 and not math.isnan(candidate.ready_at)
+        assert cost.calls >= 0 and cost.sent >= 0 and cost.limit >= 1.0 and cost.service_s > 0
+
+
+# --- deadlines
+
+
+def test_an_attempt_gets_everything_when_alone_and_a_share_when_not() -> None:
+    assert attempt_deadline(100.0, 160.0, 1.0, others=0, depth=1) == 160.0
+    assert attempt_deadline(100.0, 160.0, 1.0, others=1, depth=1) == 130.0
+    assert attempt_deadline(100.0, 160.0, 1.0, others=5, depth=2) == 140.0
+    assert attempt_deadline(100.0, 160.0, 25.0, others=1, depth=1) == 150.0, "twice what it usually takes"
+    assert attempt_deadline(100.0, 160.0, 99.0, others=1, depth=1) == 160.0
+    assert attempt_deadline(100.0, 90.0, 1.0, others=1, depth=1) == 90.0
+
+
+@given(st.integers(1, 64), st.floats(1.0, 600.0))
+def test_every_caller_along_the_way_keeps_an_equal_part_for_a_retry(stages: int, total: float) -> None:
+    deadline = total
+    for stage in range(stages):
+        mine, deadline = deadline, attempt_deadline(0.0, deadline, 0.0, others=1, depth=stages - stage)
+        assert math.isclose(mine - deadline, total / (stages + 1), rel_tol=1e-6)
+    assert math.isclose(deadline, total / (stages + 1), rel_tol=1e-6)
+
+
+@given(st.floats(0.0, 1e4), st.floats(-10.0, 1e3), st.floats(0.0, 1e3), st.floats(0.0, 1e3), st.integers(0, 9))
+def test_deadlines_only_shrink_and_never_by_more_than_they_may(now, remaining, own, expected, others) -> None:
+    deadline = now + remaining
+    below = downstream_deadline(now, deadline, own)
+    assert below <= deadline and below >= deadline - 0.25 * max(0.0, remaining) - 1e-6
+    attempt = attempt_deadline(now, below, expected, others, 3)
+    assert attempt <= max(below, now) + 1e-6 and (others or attempt == below)
+    told = deadline_to_send(now, attempt, expected, 600_000)
+    assert 1 <= told <= 600_000 and told <= max(1.0, 1000.0 * (attempt - now)) + 1
+
+
+def test_a_deadline_is_hopeless_when_half_the_usual_work_does_not_fit() -> None:
+    assert is_hopeless(0.0, 0.0, 0.0) and is_hopeless(0.0, 0.9, 2.0)
+    assert not is_hopeless(0.0, 1.1, 2.0) and not is_hopeless(0.0, 0.1, 0.0)
+
+
+# --- credit
+
+
+def test_credit_covers_the_round_trip_with_a_safety_that_shrinks_relatively() -> None:
+    assert in_flight(None, None, 4, 64).limit == 8
+    short, long = in_flight(0.4, 0.1, 4, 1000), in_flight(10.0, 0.1, 4, 1000)
+    assert short.limit == 12 and long.limit == 140
+    assert in_flight(10.0, 0.1, 4, 32).limit == 32 and "bounded by 32" in in_flight(10.0, 0.1, 4, 32).reason
+    assert in_flight(None, None, 8, 3).limit == 3
+    assert in_flight(1.0, 0.0, 1, 8).limit == 2
+
+
+@given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.integers(1, 64), st.integers(1, 512))
+def test_credit_is_bounded_and_grows_with_the_round_trip(round_trip, period, stages, ceiling) -> None:
+    credit = in_flight(round_trip, period, stages, ceiling)
+    assert 1 <= credit.limit <= ceiling
+    assert in_flight(round_trip * 2, period, stages, ceiling).limit >= credit.limit
+
+
+def test_credit_finds_the_bottleneck_by_itself() -> None:
+    round_trip, bottleneck, limit = 2.0, 0.05, 4
+    for _ in range(20):
+        period = max(bottleneck, round_trip / limit)
+        limit = in_flight(round_trip, period, 2, 10_000).limit
+    assert 40 <= limit <= 70, "40 cover the round trip"
+
+
+def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:
+    pace = Pace()
+    for i in range(200):
+        pace = pace.completed(100.0 + 0.5 * i)
+    assert math.isclose(pace.period_s, 0.5)
+    after = pace.completed(1000.0)
+    assert after.period_s < 0.7, "one long gap weighs little"
+    assert pace.interrupted().completed(1000.0).period_s == pace.period_s
+
+
+@given(st.integers(1, 10_000), st.integers(1, 500), st.integers(1, 20))
+def test_origins_share_a_step_without_gaps(target: int, tokens: int, origins: int) -> None:
+    shares = [step_share(target, tokens, rank, origins) for rank in range(origins)]
+    assert max(shares) - min(shares) <= 1
+    total = math.ceil(target / tokens)
+    assert sum(shares) == max(total, origins)

@@ -1,0 +1,384 @@
+"""One hop and the calls around it: entry anywhere, refusal before work, repeats, cancellation, callers that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from agora_protocol.errors import AgoraError, Busy, DeviceError, NotMyStage, ProtocolError, Unavailable
+from agora_protocol.ids import MicrobatchId, microbatch_id
+from agora_protocol.messages import Advance, Process
+from agora_protocol.tensors import WireTensor
+
+from agora.observe.events import HopRefused, MicrobatchCounted, PeerStruck, RepeatServed
+from tests.pipeline.virtual_time import run
+from tests.pipeline.world import Node, World, boundary_of, gradient_of, loss_of, peer_id, tokens_of
+
+MB = microbatch_id(b"session0", 7)
+
+
+def process(stage: int = 0, microbatch: MicrobatchId = MB, purpose: str = "train") -> Process:
+    return Process(microbatch, peer_id("origin"), stage, purpose, 60_000)
+
+
+async def enter(node: Node, stage: int = 0, *, microbatch=MB, purpose="train", within_s=60.0, progress=None):
+    tensors = [boundary_of(microbatch, stage), tokens_of(7)] if stage else [tokens_of(7)]
+    deadline = asyncio.get_running_loop().time() + within_s
+    return await node.hop.process(process(stage, microbatch, purpose), tensors, deadline, progress or (lambda a: None))
+
+
+def counted(world: World, microbatch=MB) -> list[int]:
+    return [sum(world.counts(stage, microbatch).values()) for stage in range(world.stage_count)]
+
+
+@pytest.mark.parametrize("spans", [["0-3"], ["0", "1-3"], ["0-1", "2", "3"], ["0", "1", "2", "3"], ["0-2", "3"]])
+def test_a_microbatch_goes_through_any_cut_of_the_pipeline_and_back(spans: list[str]) -> None:
+    async def work() -> None:
+        world = World(4)
+        nodes = [world.add(f"peer{i}", span) for i, span in enumerate(spans)]
+        answer = await enter(nodes[0])
+        assert answer.message.loss_sum == loss_of(tokens_of(7)) and answer.tensors == []
+        assert counted(world) == [1, 1, 1, 1]
+        assert all(node.compute.held == set() and node.admission.taken == 0 for node in nodes)
+
+    run(work())
+
+
+def test_a_span_may_be_entered_in_its_middle() -> None:
+    async def work() -> None:
+        world = World(4)
+        node, last = world.add("middle", "0-2"), world.add("last", "3")
+        answer = await enter(node, 1)
+        assert bytes(answer.tensors[0].data) == bytes(gradient_of(MB, 1).data)
+        assert counted(world) == [0, 1, 1, 1]
+        assert last.calls_in == 1
+
+    run(work())
+
+
+def test_evaluation_returns_the_loss_and_counts_nothing() -> None:
+    async def work() -> None:
+        world = World(3)
+        nodes = [world.add(f"peer{i}", str(i)) for i in range(3)]
+        answer = await enter(nodes[0], purpose="evaluate")
+        assert (answer.message.loss_sum, answer.tensors) == (loss_of(tokens_of(7)), [])
+        assert counted(world) == [0, 0, 0]
+        assert not any(node.compute.held for node in nodes)
+
+    run(work())
+
+
+def test_progress_tells_the_caller_of_every_hop() -> None:
+    async def work() -> None:
+        world, heard = World(3), []
+        nodes = [world.add(f"peer{i}", str(i)) for i in range(3)]
+        await enter(nodes[0], progress=heard.append)
+        trace = [(a.stage, a.what, a.peer) for a in heard]
+        expected = [(0, "accepted"), (1, "forwarded"), (1, "accepted"), (2, "forwarded"), (2, "accepted")]
+        expected += [(2, "finished"), (1, "finished"), (0, "finished")]
+        assert trace == [(stage, what, nodes[stage].peer) for stage, what in expected]
+
+    run(work())
+
+
+def test_a_stage_outside_the_span_is_refused_before_any_work() -> None:
+    async def work() -> None:
+        world = World(3)
+        node = world.add("peer", "0-1")
+        with pytest.raises(NotMyStage):
+            await enter(node, 2)
+        assert node.compute.busy_s == 0.0
+        assert [e.code for e in node.events if isinstance(e, HopRefused)] == ["not-my-stage"]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [tokens_of(1)],
+        [tokens_of(1), boundary_of(MB, 1)],
+        [boundary_of(MB, 1), WireTensor("int32", (1, 4), memoryview(bytes(16)))],
+        [boundary_of(MB, 1), tokens_of(1), tokens_of(1)],
+        [WireTensor("bf16", (1, 2, 4), memoryview(bytes(16))), tokens_of(1)],
+    ],
+)
+def test_tensors_that_the_run_does_not_imply_are_refused_before_any_work(tensors: list[WireTensor]) -> None:
+    async def work() -> None:
+        world = World(3)
+        node = world.add("peer", "1-2")
+        with pytest.raises(ProtocolError):
+            await node.hop.process(process(1), tensors, asyncio.get_running_loop().time() + 9.0, lambda a: None)
+        assert node.compute.busy_s == 0.0 and node.admission.taken == 0
+
+    run(work())
+
+
+def test_without_a_seat_the_answer_is_busy_before_any_work() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, last = world.add("first", "0", seats=2), world.add("last", "1")
+        async with asyncio.TaskGroup() as group:
+            for i in range(2):
+                group.create_task(enter(node, microbatch=microbatch_id(b"session0", i)))
+            await asyncio.sleep(0.0)
+            await asyncio.sleep(0.0)
+            with pytest.raises(Busy) as refusal:
+                await enter(node)
+            assert refusal.value.retry_after_ms > 0
+        assert counted(world) == [0, 0] and last.calls_in == 2
+        assert node.admission.refused == 1
+        await enter(node)
+
+    run(work())
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_once_the_hop_knows_its_own_time() -> None:
+    async def work() -> None:
+        world = World(1)
+        node = world.add("peer", "0", service_s=10.0)
+        await enter(node)
+        other = microbatch_id(b"session0", 8)
+        with pytest.raises(Unavailable):
+            await enter(node, microbatch=other, within_s=2.0)
+        assert node.compute.busy_s == 10.0
+
+    run(work())
+
+
+def test_a_repeat_is_answered_from_the_cache_and_not_counted_twice() -> None:
+    async def work() -> None:
+        world, heard = World(2), []
+        node, last = world.add("first", "0"), world.add("last", "1")
+        first = await enter(node)
+        again = await enter(node, progress=heard.append)
+        assert again is first and counted(world) == [1, 1]
+        assert [a.what for a in heard] == ["finished"] and last.calls_in == 1
+        assert len([e for e in node.events if isinstance(e, RepeatServed)]) == 1
+
+    run(work())
+
+
+def test_a_repeat_joins_the_work_under_way() -> None:
+    async def work() -> None:
+        world, heard = World(2), []
+        node = world.add("first", "0")
+        world.add("last", "1", service_s=5.0)
+        one = asyncio.create_task(enter(node))
+        await asyncio.sleep(1.0)
+        two = asyncio.create_task(enter(node, progress=heard.append))
+        assert (await one) is (await two)
+        assert counted(world) == [1, 1]
+        assert heard[0].what in ("accepted", "forwarded") and heard[-1].what == "finished"
+
+    run(work())
+
+
+def test_when_one_of_two_callers_leaves_the_other_still_gets_its_answer() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        world.add("last", "1", service_s=5.0)
+        one = asyncio.create_task(enter(node))
+        await asyncio.sleep(1.0)
+        two = asyncio.create_task(enter(node))
+        await asyncio.sleep(0.1)
+        one.cancel()
+        assert (await two).message.tokens == 2
+        assert counted(world) == [1, 1]
+
+    run(work())
+
+
+def test_a_joined_work_that_fails_by_its_own_deadline_is_begun_again_for_the_longer_one() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        one = asyncio.create_task(enter(node, within_s=5.0))
+        await asyncio.sleep(1.0)
+        two = asyncio.create_task(enter(node, within_s=500.0))
+        with pytest.raises(Unavailable):
+            await one
+        world.add("last", "1")
+        await two
+        assert counted(world) == [1, 1]
+
+    run(work())
+
+
+def test_a_caller_that_cancels_frees_the_seat_the_forward_and_everything_downstream() -> None:
+    async def work() -> None:
+        world = World(3)
+        nodes = [world.add("first", "0"), world.add("second", "1"), world.add("last", "2", service_s=50.0)]
+        blocker = asyncio.create_task(enter(nodes[2], 2, microbatch=microbatch_id(b"session0", 99)))
+        await asyncio.sleep(0.0)
+        task = asyncio.create_task(enter(nodes[0]))
+        await asyncio.sleep(2.0)
+        assert [node.admission.taken for node in nodes] == [1, 1, 2]
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(0.1)
+        assert [node.admission.taken for node in nodes] == [0, 0, 2], "the last was committed: it may have been counted"
+        assert not nodes[0].compute.held and not nodes[1].compute.held
+        await blocker
+        await asyncio.sleep(200.0)
+        assert [node.admission.taken for node in nodes] == [0, 0, 0] and counted(world) == [0, 0, 1]
+
+    run(work())
+
+
+def test_work_that_is_being_counted_ends_even_when_its_caller_cancels_and_a_repeat_gets_the_result() -> None:
+    async def work() -> None:
+        world = World(1)
+        node = world.add("only", "0", service_s=5.0)
+        task = asyncio.create_task(enter(node))
+        await asyncio.sleep(1.0)
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(10.0)
+        assert counted(world) == [1]
+        await enter(node)
+        assert counted(world) == [1] and node.compute.busy_s == 5.0
+
+    run(work())
+
+
+def test_a_caller_that_vanishes_changes_nothing_downstream() -> None:
+    async def work() -> None:
+        world = World(3)
+        nodes = [world.add("first", "0"), world.add("second", "1"), world.add("last", "2", service_s=5.0)]
+        asyncio.get_running_loop().create_task(enter(nodes[0]))
+        await asyncio.sleep(2.0)
+        world.kill(nodes[0])
+        await asyncio.sleep(20.0)
+        assert counted(world) == [0, 1, 1]
+        again = world.add("another", "0")
+        await enter(again)
+        assert counted(world) == [1, 1, 1], "the retry was answered from the second peer's cache"
+
+    run(work())
+
+
+def test_a_microbatch_that_was_here_at_another_stage_is_refused_rather_than_counted_twice() -> None:
+    async def work() -> None:
+        world = World(3)
+        wide = world.add("wide", "1-2")
+        await enter(wide, 1)
+        with pytest.raises(Busy):
+            await enter(wide, 2)
+        assert counted(world) == [0, 1, 1]
+        await enter(wide, 2, purpose="evaluate")
+
+    run(work())
+
+
+def test_a_failure_of_our_own_device_is_passed_up_and_counts_nothing() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, last = world.add("first", "0"), world.add("last", "1")
+        node.compute.fail_next.append(DeviceError("the device failed"))
+        with pytest.raises(DeviceError):
+            await enter(node)
+        assert counted(world) == [0, 0] and node.admission.taken == 0 and last.calls_in == 0
+        await enter(node)
+        assert counted(world) == [1, 1]
+
+    run(work())
+
+
+def test_a_peer_that_answers_nonsense_is_struck_and_its_sibling_is_asked_with_the_same_forward() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, liar = world.add("first", "0"), world.add("liar", "1")
+
+        async def nonsense(microbatch, first, boundary, tokens, train):
+            done = await honest(microbatch, first, boundary, tokens, train)
+            done.gradient = gradient_of(b"something else", 1)
+            return done
+
+        honest, liar.compute.finish = liar.compute.finish, nonsense
+        task = asyncio.create_task(enter(node, within_s=600.0))
+        await asyncio.sleep(1.0)
+        world.add("sound", "1")
+        await task
+        assert PeerStruck(liar.peer, "bad-tensor", "the gradient is wrong") in node.events
+        assert counted(world)[0] == 1
+        assert len([e for e in node.events if isinstance(e, MicrobatchCounted)]) == 1
+
+    run(work())
+
+
+def test_nobody_downstream_becomes_a_typed_refusal_before_our_own_deadline() -> None:
+    async def work() -> None:
+        world = World(3)
+        node = world.add("second", "1")
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(Unavailable) as refusal:
+            await enter(node, 1, within_s=7.0)
+        assert refusal.value.stage == 2 and "no live peer holds stage 2" in str(refusal.value)
+        assert asyncio.get_running_loop().time() - started <= 7.0
+        assert not node.compute.held and node.admission.taken == 0
+
+    run(work())
+
+
+def test_the_fault_points_are_reached_in_order() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, last = world.add("first", "0"), world.add("last", "1")
+        await enter(node)
+        assert list(node.reached) == ["hop.accepted", "hop.forwarded", "hop.before-answer"]
+        assert list(last.reached) == ["hop.accepted", "hop.before-answer"]
+
+    run(work())
+
+
+def test_a_paused_peer_refuses_newcomers_and_finishes_what_it_has() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, last = world.add("first", "0"), world.add("last", "1", service_s=5.0)
+        task = asyncio.create_task(enter(node))
+        await asyncio.sleep(1.0)
+        last.hop.pause()
+        with pytest.raises(Busy):
+            await enter(last, 1, microbatch=microbatch_id(b"session0", 9))
+        await task
+        last.hop.resume()
+        await enter(last, 1, microbatch=microbatch_id(b"session0", 9))
+        assert await last.hop.leave(1.0)
+
+    run(work())
+
+
+def test_leaving_waits_for_what_is_seated_but_not_for_ever() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        task = asyncio.create_task(enter(node, within_s=100.0))
+        await asyncio.sleep(1.0)
+        started = asyncio.get_running_loop().time()
+        assert not await node.hop.leave(5.0)
+        assert asyncio.get_running_loop().time() - started == pytest.approx(5.0)
+        with pytest.raises((AgoraError, asyncio.CancelledError)):
+            await task
+        assert node.admission.taken == 0 and not node.compute.held
+
+    run(work())
+
+
+def test_news_for_a_caller_that_joins_late_begins_with_the_latest() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        one = asyncio.create_task(enter(node))
+        await asyncio.sleep(1.0)
+        heard: list[Advance] = []
+        two = asyncio.create_task(enter(node, progress=heard.append))
+        await asyncio.sleep(0.1)
+        assert [a.what for a in heard] == ["accepted"]
+        world.add("last", "1")
+        await one
+        await two
+
+    run(work())

@@ -1,0 +1,308 @@
+"""The origin: credit, both schedules, evaluation, pause, leaving, and the promise that nothing started is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from agora_protocol.errors import AgoraError, Busy, PeerFailed, Unavailable
+from agora_protocol.messages import Process, Processed
+from agora_protocol.tensors import WireTensor
+
+from agora.observe.events import EvaluationDone, MicrobatchDropped
+from agora.pipeline.origin import Origin, OriginConfig, Share
+from agora.pipeline.seams import Answer
+from tests.pipeline.virtual_time import run
+from tests.pipeline.world import (
+    TOKENS,
+    FakeBatches,
+    World,
+    completed,
+    dropped,
+    loss_of,
+    peer_id,
+    started,
+    tokens_of,
+    train,
+)
+
+
+class Entrance:
+    """A pipeline that answers after a while, or as told."""
+
+    def __init__(self, seconds: float = 1.0, answers: Sequence[AgoraError | float] = ()) -> None:
+        self.seconds, self.answers = seconds, list(answers)
+        self.open, self.most, self.seen = 0, 0, []
+
+    async def process(self, message: Process, tensors: list[WireTensor], deadline: float, progress) -> Answer:
+        loop = asyncio.get_running_loop()
+        self.seen.append((message, bytes(tensors[0].data), deadline - loop.time(), loop.time()))
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            told = self.answers.pop(0) if self.answers else self.seconds
+            if isinstance(told, AgoraError):
+                raise told
+            await asyncio.sleep(told)
+            return Answer(Processed(loss_of(tensors[0]), TOKENS, 1.0))
+        finally:
+            self.open -= 1
+
+
+def origin_of(entrance: Entrance, events: list | None = None, share=Share, **settings) -> Origin:
+    values = {
+        "me": peer_id("origin"),
+        "stage_count": 2,
+        "synchronous": False,
+        "target_tokens": 8 * TOKENS,
+        "tokens_per_microbatch": TOKENS,
+        "ceiling": 16,
+    } | settings
+    report = (lambda e: None) if events is None else events.append
+    return Origin(OriginConfig(**values), entrance, FakeBatches(), report, share=share, session=b"origin00")
+
+
+def test_a_synchronous_origin_opens_the_next_step_when_the_last_microbatch_of_this_one_is_back() -> None:
+    async def work() -> None:
+        entrance = Entrance(1.0, [1.0, 9.0])
+        await train(origin_of(entrance, synchronous=True), 20)
+        opened = [at for *_, at in entrance.seen]
+        steps = [opened[i : i + 8] for i in range(0, len(opened), 8)]
+        assert all(len(set(step)) == 1 for step in steps[:2]), "all of a step at once"
+        assert steps[1][0] - steps[0][0] == pytest.approx(9.0) and steps[2][0] - steps[1][0] == pytest.approx(1.0)
+
+    run(work())
+
+
+def test_a_synchronous_origin_never_exceeds_its_memory() -> None:
+    async def work() -> None:
+        entrance = Entrance()
+        await train(origin_of(entrance, synchronous=True, ceiling=3), 16)
+        assert entrance.most == 3
+
+    run(work())
+
+
+@pytest.mark.parametrize(("rank", "origins", "expected"), [(0, 1, 8), (0, 3, 3), (2, 3, 2), (9, 20, 1)])
+def test_origins_share_a_synchronous_step(rank: int, origins: int, expected: int) -> None:
+    async def work() -> None:
+        entrance = Entrance()
+        origin = origin_of(entrance, share=lambda: Share(rank, origins), synchronous=True)
+        running = asyncio.create_task(origin.run())
+        await asyncio.sleep(0.5)
+        assert entrance.open == expected
+        await origin.leave(10.0)
+        await running
+
+    run(work())
+
+
+def test_an_asynchronous_origin_keeps_its_credit_in_flight_without_a_flush() -> None:
+    async def work() -> None:
+        entrance = Entrance(1.0, [5.0])
+        origin = origin_of(entrance, max_in_flight=5)
+        running = asyncio.create_task(origin.run())
+        await asyncio.sleep(4.5)
+        assert entrance.open == 5 and origin.open_microbatches == 5
+        assert origin.statistics.completed == 16, "four went round while one was slow"
+        await origin.leave(10.0)
+        await running
+        assert origin.statistics.dropped == 0 and entrance.most == 5
+
+    run(work())
+
+
+def test_measured_credit_fills_the_pipeline_and_no_more() -> None:
+    async def work() -> None:
+        world = World(4)
+        nodes = [world.add(f"peer{i}", str(i), service_s=0.1) for i in range(4)]
+        origin = world.origin(nodes[0], ceiling=200)
+        begun = asyncio.get_running_loop().time()
+        await train(origin, 150)
+        rate = origin.statistics.completed / (asyncio.get_running_loop().time() - begun)
+        assert rate > 0.9 / 0.1, "the slowest stage is busy nine tenths of the time"
+        assert 8 <= origin.credit.limit <= 20 and "round trip" in origin.credit.reason
+
+    run(work())
+
+
+def test_a_failed_microbatch_is_tried_again_with_the_same_id_and_data_and_twice_the_time() -> None:
+    async def work() -> None:
+        events: list = []
+        failures = [Unavailable(1, ["nobody"]), PeerFailed("no"), Busy("full", 700), Unavailable(1, [])]
+        entrance = Entrance(1.0, failures)
+        origin = origin_of(entrance, events, max_in_flight=1, first_patience_s=50.0)
+        await train(origin, 1)
+        tries = [seen for seen in entrance.seen if seen[0].microbatch == entrance.seen[0][0].microbatch]
+        assert len(tries) == 5 and len({data for _, data, *_ in tries}) == 1
+        assert [round(left) for _, _, left, _ in tries] == [50, 100, 200, 400, 600]
+        gaps = [b[3] - a[3] for a, b in zip(tries, tries[1:], strict=False)]
+        assert gaps == sorted(gaps) or gaps[2] == pytest.approx(0.7)
+        assert len(started(events)) == len(completed(events)) and origin.statistics.retried == 3
+
+    run(work())
+
+
+def test_a_microbatch_is_never_dropped_while_the_origin_lives_however_long_the_stall() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        origin = world.origin(node, max_in_flight=3)
+        running = asyncio.create_task(origin.run())
+        await asyncio.sleep(24 * 3600.0)
+        assert origin.statistics.completed == 0 and len(started(node.events)) == 3
+        world.add("late", "1")
+        await asyncio.sleep(5.0)
+        assert origin.statistics.completed > 3 and origin.statistics.dropped == 0
+        await origin.leave(10.0)
+        await running
+        assert sorted(started(node.events)) == sorted(completed(node.events))
+
+    run(work())
+
+
+def test_a_pipeline_that_hangs_is_left_after_the_patience_that_trips_have_taught() -> None:
+    async def work() -> None:
+        entrance = Entrance(1.0, [1.0] * 10 + [10_000.0])
+        origin = origin_of(entrance, max_in_flight=1, first_patience_s=120.0)
+        await train(origin, 11)
+        assert [round(left) for _, _, left, _ in entrance.seen[:12]] == [120] + [20] * 10 + [40]
+
+    run(work())
+
+
+def test_what_an_attempt_heard_becomes_the_hint_of_the_next() -> None:
+    async def work() -> None:
+        world = World(3)
+        node = world.add("first", "0")
+        second = world.add("second", "1", service_s=0.1)
+        origin = world.origin(node, max_in_flight=1, first_patience_s=5.0)
+        seen: list[Process] = []
+        real = node.hop.process
+
+        async def spy(message, *rest):
+            seen.append(message)
+            return await real(message, *rest)
+
+        node.hop.process = spy
+        running = asyncio.create_task(origin.run())
+        await asyncio.sleep(6.0)
+        assert [m.hint for m in seen] == [(), ((1, second.peer),)]
+        world.add("last", "2")
+        await asyncio.sleep(5.0)
+        await origin.leave(10.0)
+        await running
+        assert origin.statistics.dropped == 0
+
+    run(work())
+
+
+def test_leaving_waits_for_what_is_open_then_counts_what_it_drops() -> None:
+    async def work() -> None:
+        events: list = []
+        entrance = Entrance(3.0, [3.0, 3.0, 500.0])
+        origin = origin_of(entrance, events, max_in_flight=3)
+        running = asyncio.create_task(origin.run())
+        await asyncio.sleep(1.0)
+        begun = asyncio.get_running_loop().time()
+        assert await origin.leave(8.0) == 1
+        await running
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(8.0)
+        statistics = origin.statistics
+        assert (statistics.started, statistics.completed, statistics.dropped) == (3, 2, 1)
+        assert [e.reason for e in events if isinstance(e, MicrobatchDropped)] == ["this peer is leaving"]
+        assert entrance.open == 0
+
+    run(work())
+
+
+def test_cancelling_an_origin_drops_what_is_open_and_says_so() -> None:
+    async def work() -> None:
+        events: list = []
+        origin = origin_of(Entrance(500.0), events, max_in_flight=3)
+        running = asyncio.create_task(origin.run())
+        await asyncio.sleep(1.0)
+        running.cancel()
+        await asyncio.wait([running])
+        assert origin.statistics.dropped == 3 and len(dropped(events)) == 3
+
+    run(work())
+
+
+def test_a_paused_origin_opens_nothing_and_finishes_what_is_open() -> None:
+    async def work() -> None:
+        entrance = Entrance(1.0)
+        origin = origin_of(entrance, max_in_flight=2)
+        running = asyncio.create_task(origin.run())
+        await asyncio.sleep(0.5)
+        origin.pause()
+        await asyncio.sleep(100.0)
+        assert origin.statistics.completed == 2 and entrance.open == 0
+        origin.resume()
+        await asyncio.sleep(0.5)
+        assert entrance.open == 2
+        await origin.leave(10.0)
+        await running
+
+    run(work())
+
+
+def test_evaluation_is_the_mean_loss_per_token_of_held_out_text_and_trains_on_nothing() -> None:
+    async def work() -> None:
+        world = World(3)
+        nodes = [world.add(f"peer{i}", str(i)) for i in range(3)]
+        origin = world.origin(nodes[0])
+        result = await origin.evaluate(5, within_s=60.0)
+        losses = [loss_of(tokens_of(10_000 + i)) for i in range(5)]
+        assert result.loss == pytest.approx(sum(losses) / (5 * TOKENS)) and result.tokens == 5 * TOKENS
+        assert not any(node.compute.counted for node in nodes)
+        assert [e.loss for e in nodes[0].events if isinstance(e, EvaluationDone)] == [result.loss]
+        assert origin.statistics.started == 0
+
+    run(work())
+
+
+def test_an_evaluation_survives_a_killed_peer_and_runs_beside_training() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        callees = [world.add(name, "1", service_s=0.5) for name in ("x", "y")]
+        origin = world.origin(node, max_in_flight=4)
+        running = asyncio.create_task(origin.run())
+        task = asyncio.create_task(origin.evaluate(8, within_s=300.0))
+        await asyncio.sleep(1.0)
+        world.kill(callees[0])
+        assert (await task).tokens == 8 * TOKENS
+        await origin.leave(60.0)
+        await running
+        assert origin.statistics.dropped == 0
+
+    run(work())
+
+
+def test_an_evaluation_that_cannot_end_in_time_says_so() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        with pytest.raises(Unavailable) as refusal:
+            await world.origin(node).evaluate(3, within_s=30.0)
+        assert "did not end in 30 s" in str(refusal.value)
+        assert node.admission.taken == 0
+
+    run(work())
+
+
+def test_ids_never_repeat_and_batches_are_drawn_in_order() -> None:
+    async def work() -> None:
+        entrance = Entrance()
+        origin = origin_of(entrance, max_in_flight=4)
+        task = asyncio.create_task(origin.evaluate(3, within_s=60.0))
+        await train(origin, 12)
+        await task
+        ids = [message.microbatch for message, *_ in entrance.seen]
+        assert len(set(ids)) == len(ids) and all(i.startswith(b"origin00") for i in ids)
+        drawn = [data for message, data, *_ in entrance.seen if message.purpose == "train"]
+        assert drawn == [bytes(tokens_of(i).data) for i in range(len(drawn))]
+
+    run(work())

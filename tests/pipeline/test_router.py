@@ -1,0 +1,353 @@
+"""The router among real hops: retries, waiting for a peer, full peers, shares, newcomers, hints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from agora_protocol.errors import PeerFailed, Unavailable
+from agora_protocol.ids import microbatch_id
+from agora_protocol.messages import Pong, Process, Processed
+
+from agora.net.errors import ConnectionBroken
+from agora.observe.events import MicrobatchRerouted, PeerStruck, RouteChanged
+from agora.pipeline.seams import Answer
+from tests.pipeline.virtual_time import run
+from tests.pipeline.world import (
+    Faults,
+    Node,
+    World,
+    boundary_of,
+    gradient_of,
+    peer_id,
+    started,
+    tokens_of,
+    train,
+)
+
+MB = microbatch_id(b"session0", 1)
+
+
+async def send(node: Node, microbatch=MB, *, within_s: float = 60.0, hint=(), purpose="train") -> Answer:
+    stage = node.span.last + 1
+    process = Process(microbatch, peer_id("origin"), stage, purpose, 60_000, tuple(hint))
+    deadline = asyncio.get_running_loop().time() + within_s
+    return await node.router.send(process, [boundary_of(microbatch, stage), tokens_of(1)], deadline, lambda a: None)
+
+
+def rerouted(node: Node) -> list[MicrobatchRerouted]:
+    return [e for e in node.events if isinstance(e, MicrobatchRerouted)]
+
+
+def test_a_killed_callee_costs_a_retry_not_a_microbatch() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        callees = [world.add(name, "1", service_s=2.0) for name in ("x", "y")]
+        task = asyncio.create_task(send(node))
+        await asyncio.sleep(1.0)
+        victim = next(c for c in callees if c.calls_in)
+        world.kill(victim)
+        await asyncio.sleep(0.0)
+        answer = await task
+        survivor = next(c for c in callees if c is not victim)
+        assert answer.peer == survivor.peer and survivor.calls_in == 1
+        assert [e.from_peer for e in rerouted(node)] == [victim.peer] and node.router.rerouted == 1
+        assert "broken" in rerouted(node)[0].reason
+
+    run(work())
+
+
+def test_a_hung_callee_is_left_at_its_attempt_deadline() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        callees = [world.add(name, "1") for name in ("x", "y")]
+        for callee in callees:
+            world.hang(callee)
+        started_at = asyncio.get_running_loop().time()
+        task = asyncio.create_task(send(node, within_s=40.0))
+        await asyncio.sleep(19.0)
+        assert not rerouted(node)
+        await asyncio.sleep(2.0)
+        assert len(rerouted(node)) == 1, "left after half of the time: one stage, one sibling"
+        with pytest.raises(Unavailable):
+            await task
+        assert asyncio.get_running_loop().time() - started_at == pytest.approx(40.0, abs=0.1)
+
+    run(work())
+
+
+def test_a_callee_without_siblings_gets_all_the_time() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        world.add("only", "1", service_s=35.0)
+        answer = await send(node, within_s=40.0)
+        assert answer.message.tokens == 2 and not rerouted(node)
+
+    run(work())
+
+
+def test_a_stage_without_a_peer_waits_and_goes_on_the_moment_one_comes() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        task = asyncio.create_task(send(node, within_s=500.0))
+        await asyncio.sleep(321.0)
+        world.add("late", "1")
+        before = asyncio.get_running_loop().time()
+        await task
+        assert asyncio.get_running_loop().time() - before < 0.1
+        changes = [e for e in node.events if isinstance(e, RouteChanged)]
+        assert [bool(e.peer) for e in changes] == [False, True] and changes[0].reason == "no live peer holds stage 1"
+
+    run(work())
+
+
+def test_a_killed_peer_that_still_claims_is_tried_again_and_found_when_it_is_back() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, only = world.add("first", "0"), world.add("only", "1")
+        world.kill(only)
+        task = asyncio.create_task(send(node, within_s=500.0))
+        await asyncio.sleep(100.0)
+        assert 20 <= world.carried[node.peer, only.peer] <= 40, "every 4 s, having no sibling"
+        again = world.add("only", "1")
+        again.incarnation = 2
+        world.show(again)
+        await task
+        assert again.calls_in == 1
+
+    run(work())
+
+
+def test_full_peers_are_neither_banned_nor_flooded() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, only = world.add("first", "0"), world.add("only", "1", service_s=1.0, seats=2)
+        answers = await asyncio.gather(*(send(node, microbatch_id(b"session0", i), within_s=500.0) for i in range(40)))
+        assert len(answers) == 40 and not rerouted(node)
+        assert only.calls_in <= 40 + 50, "a microbatch is sent again only when there is reason to hope"
+        assert asyncio.get_running_loop().time() - 1000.0 < 45.0
+
+    run(work())
+
+
+def test_shares_follow_measured_speeds_and_nobody_idles() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0", service_s=0.001)
+        fast, slow = world.add("fast", "1", service_s=0.1), world.add("slow", "1", service_s=0.2)
+        origin = world.origin(node, max_in_flight=12)
+        begun = asyncio.get_running_loop().time()
+        await train(origin, 200)
+        took = asyncio.get_running_loop().time() - begun
+        assert 1.7 <= fast.calls_in / slow.calls_in <= 2.3
+        assert origin.statistics.completed / took > 0.9 * 15.0
+
+    run(work())
+
+
+def test_a_newcomer_gets_work_at_once_but_no_flood() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0", service_s=0.001)
+        for name in ("x", "y"):
+            world.add(name, "1", service_s=0.1)
+        origin = world.origin(node, max_in_flight=12)
+        running = asyncio.create_task(origin.run())
+        await asyncio.sleep(20.0)
+        newcomer = world.add("z", "1", service_s=0.1)
+        await asyncio.sleep(1.0)
+        assert 1 <= newcomer.calls_in <= 14
+        await asyncio.sleep(19.0)
+        total = sum(world.carried[node.peer, peer] for peer in world.nodes)
+        assert total > 0 and 0.25 <= newcomer.calls_in / (20.0 * 30.0) <= 0.4
+        await origin.leave(60.0)
+        await running
+
+    run(work())
+
+
+def test_a_sibling_that_is_called_by_others_too_is_called_less() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, other = world.add("first", "0", service_s=0.001), world.add("other", "0", service_s=0.001)
+        shared = world.add("shared", "1", service_s=0.1)
+        origin = world.origin(other, max_in_flight=12)
+        elsewhere = asyncio.create_task(origin.run())
+        await asyncio.sleep(5.0)
+        mine = world.add("mine", "1", service_s=0.1, seen=False)
+        world.claimed[mine.peer] = mine
+        real, other.router._view_of = other.router._view_of, lambda: world.view.without(mine.peer)
+        world.look()
+        ours = world.origin(node, max_in_flight=4)
+        await train(ours, 80)
+        assert world.carried[node.peer, mine.peer] > 2 * world.carried[node.peer, shared.peer]
+        other.router._view_of = real
+        await origin.leave(60.0)
+        await elsewhere
+
+    run(work())
+
+
+def test_a_retry_reaches_the_peers_that_already_did_their_part() -> None:
+    async def work() -> None:
+        world = World(3)
+        first = world.add("first", "0")
+        middles = [world.add(name, "1") for name in ("m1", "m2")]
+        lasts = [world.add(f"l{i}", "2", service_s=1.0) for i in range(6)]
+        task = asyncio.create_task(send(first))
+        await asyncio.sleep(0.5)
+        world.kill(next(m for m in middles if m.calls_in))
+        await task
+        await asyncio.sleep(30.0)
+        assert sum(last.calls_in for last in lasts) == 2, "the same peer was asked again"
+        assert sorted(sum(last.compute.counted.values()) for last in lasts) == [0, 0, 0, 0, 0, 1]
+
+    run(work())
+
+
+def test_a_lost_answer_is_fetched_from_the_peer_that_has_it() -> None:
+    async def work() -> None:
+        world = World(2, faults=Faults(lost_answer=1.0))
+        node = world.add("first", "0")
+        callees = [world.add(name, "1") for name in ("x", "y", "z")]
+        task = asyncio.create_task(send(node))
+        await asyncio.sleep(0.2)
+        world.faults.lost_answer = 0.0
+        await task
+        assert world.faults.fired["lost"] == 1
+        assert sorted(c.calls_in for c in callees) == [0, 0, 2]
+        assert sum(sum(c.compute.counted.values()) for c in callees) == 1
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (Answer(Processed(1.0, 2, 1.0), []), "bad-message"),
+        (Answer(Processed(1.0, 2, 1.0), [tokens_of(1)]), "bad-tensor"),
+        (Answer(Processed(1.0, 99, 1.0), [gradient_of(MB, 1)]), "bad-message"),
+        (Answer(Pong(), []), "bad-message"),
+    ],
+)
+def test_an_answer_that_is_none_is_a_strike_and_the_next_peer_is_asked(answer: Answer, code: str) -> None:
+    async def work() -> None:
+        world = World(2)
+        node, liar = world.add("first", "0"), world.add("liar", "1")
+
+        async def lie(*args) -> Answer:
+            return answer
+
+        liar.hop.process = lie
+        task = asyncio.create_task(send(node))
+        await asyncio.sleep(1.0)
+        honest = world.add("honest", "1")
+        assert (await task).peer == honest.peer
+        strikes = {(e.peer, e.code) for e in node.events if isinstance(e, PeerStruck)}
+        assert strikes == {(liar.peer, code)}
+
+    run(work())
+
+
+def test_a_peer_that_cannot_get_further_is_left_for_one_that_can() -> None:
+    async def work() -> None:
+        world = World(3)
+        first = world.add("first", "0")
+        cut_off, connected = world.add("cut-off", "1"), world.add("connected", "1")
+        last = world.add("last", "2")
+
+        async def nowhere(*args, **kwargs):
+            raise ConnectionBroken("no way")
+
+        cut_off.call = nowhere
+        cut_off.router._caller = cut_off
+        for i in range(20):
+            await send(first, microbatch_id(b"session0", i))
+        assert last.calls_in == 20 and connected.calls_in == 20
+
+    run(work())
+
+
+def test_unavailable_names_the_stage_and_why_each_peer_failed() -> None:
+    async def work() -> None:
+        world = World(2)
+        node = world.add("first", "0")
+        for name in ("x", "y"):
+            peer = world.add(name, "1")
+
+            async def broken(*args) -> Answer:
+                raise PeerFailed("the peer could not finish (device)")
+
+            peer.hop.process = broken
+        with pytest.raises(Unavailable) as refusal:
+            await send(node, within_s=5.0)
+        assert refusal.value.stage == 1 and len(refusal.value.reasons) == 2
+        assert "the peer could not finish (device)" in str(refusal.value)
+
+    run(work())
+
+
+def test_cancelling_a_send_leaves_no_trace_in_the_costs() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, only = world.add("first", "0"), world.add("only", "1", service_s=50.0)
+        task = asyncio.create_task(send(node, purpose="evaluate"))
+        await asyncio.sleep(1.0)
+        assert node.router.costs(1)[only.peer].calls == 1
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(0.1)
+        cost = node.router.costs(1)[only.peer]
+        assert (cost.calls, cost.failures, cost.virtual_s) == (0, 0, 0.0)
+        assert only.admission.taken == 0, "the cancel went downstream"
+
+    run(work())
+
+
+def test_peers_that_left_the_view_are_forgotten_and_enter_anew() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, only = world.add("first", "0"), world.add("only", "1")
+        await send(node)
+        world.hide(only)
+        with pytest.raises(Unavailable):
+            await send(node, microbatch_id(b"session0", 2), within_s=1.0)
+        assert node.router.costs(1) == {}
+        world.show(only)
+        await send(node, microbatch_id(b"session0", 3))
+        assert node.router.costs(1)[only.peer].samples == 1
+
+    run(work())
+
+
+def test_the_path_is_estimated_without_queues() -> None:
+    async def work() -> None:
+        world = World(4, faults=Faults(latency_s=(0.1, 0.1)))
+        nodes = [world.add(f"peer{i}", str(i), service_s=0.2) for i in range(4)]
+        assert nodes[0].hop.path_s() is None
+        origin = world.origin(nodes[0], max_in_flight=16)
+        await train(origin, 40)
+        assert nodes[0].hop.path_s() == pytest.approx(4 * 0.2 + 3 * 2 * 0.1, rel=0.05)
+        assert started(nodes[0].events)
+
+    run(work())
+
+
+def test_measured_costs_are_about_what_they_measure() -> None:
+    async def work() -> None:
+        world = World(2, faults=Faults(latency_s=(0.01, 0.01)))
+        node = world.add("first", "0")
+        peers = {s: world.add(f"s{s}", "1", service_s=s) for s in (0.05, 0.2)}
+        await train(world.origin(node, max_in_flight=6), 60)
+        costs = node.router.costs(1)
+        for service, peer in peers.items():
+            assert costs[peer.peer].service_s == pytest.approx(service, rel=0.01)
+            assert costs[peer.peer].round_trip_s == pytest.approx(0.01, rel=0.01)
+        assert Counter(c.failures for c in costs.values()) == {0: 2}
+
+    run(work())

@@ -1,0 +1,375 @@
+"""A swarm in memory: real hops, routers and origins over an in-memory network, with computes that only count.
+
+Every fault that the world injects is counted, and every call that ended otherwise than by an answer or a refusal is
+remembered, so that a test can say which second counting was excused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from agora_protocol.errors import AgoraError, ProtocolError
+from agora_protocol.ids import MicrobatchId, PeerId, Span, peer_id_of
+from agora_protocol.messages import Advance, Process
+from agora_protocol.tensors import WireTensor
+
+from agora.net.errors import ConnectionBroken, DeadlinePassed
+from agora.observe.events import Event, MicrobatchCompleted, MicrobatchDropped, MicrobatchStarted
+from agora.pipeline.admission import Admission
+from agora.pipeline.hop import Hop, HopConfig, no_fault
+from agora.pipeline.origin import Origin, OriginConfig
+from agora.pipeline.results import ResultCache
+from agora.pipeline.router import Router
+from agora.pipeline.seams import Answer, WireShapes
+from agora.swarm.view import PeerView, View
+
+SHAPES = WireShapes("float32", (1, 2, 4), (1, 3))
+TOKENS = 2
+
+
+def peer_id(name: str) -> PeerId:
+    return peer_id_of(hashlib.sha256(name.encode()).digest())
+
+
+def boundary_of(microbatch: bytes, stage: int) -> WireTensor:
+    """What enters `stage`: any other bytes there are a mistake of the pipeline."""
+    return _tensor(b"boundary", microbatch, stage)
+
+
+def gradient_of(microbatch: bytes, stage: int) -> WireTensor:
+    """The gradient of what enters `stage`."""
+    return _tensor(b"gradient", microbatch, stage)
+
+
+def tokens_of(counter: int) -> WireTensor:
+    return WireTensor("int32", (1, 3), memoryview(counter.to_bytes(12, "little")))
+
+
+def loss_of(tokens: WireTensor) -> float:
+    return float(int.from_bytes(tokens.data, "little") % 1000)
+
+
+def _tensor(what: bytes, microbatch: bytes, stage: int) -> WireTensor:
+    return WireTensor("float32", (1, 2, 4), memoryview(hashlib.sha256(what + microbatch + bytes([stage])).digest()))
+
+
+@dataclass
+class Done:
+    """Finished and Backward at once."""
+
+    gradient: WireTensor | None
+    busy_s: float
+    loss_sum: float = 0.0
+    tokens: int = 0
+
+
+class FakeCompute:
+    """A serial device that needs `service_s` per microbatch and stage, a third of it forward."""
+
+    def __init__(self, node: Node, span: Span, service_s: float) -> None:
+        self.node, self.span, self.service_s = node, span, service_s
+        self.device = asyncio.Lock()
+        self.held: set[MicrobatchId] = set()
+        self.counted: Counter[tuple[int, MicrobatchId]] = Counter()
+        self.busy_s = 0.0
+        self.fail_next: list[AgoraError] = []
+
+    async def forward(self, microbatch, first, boundary, tokens, train) -> WireTensor:
+        self._check(microbatch, first, boundary)
+        await self._device(self._seconds(first) / 3.0, lambda: None)
+        if train:
+            self.held.add(microbatch)
+        return boundary_of(microbatch, self.span.last + 1)
+
+    async def finish(self, microbatch, first, boundary, tokens, train) -> Done:
+        self._check(microbatch, first, boundary)
+        count = (lambda: self._count(microbatch, first)) if train else (lambda: None)
+        await self._device(self._seconds(first), count)
+        gradient = gradient_of(microbatch, first) if train and first else None
+        return Done(gradient, self._seconds(first), loss_of(tokens), TOKENS)
+
+    async def backward(self, microbatch, gradient) -> Done:
+        assert microbatch in self.held, "backward without a forward"
+        if bytes(gradient.data) != bytes(gradient_of(microbatch, self.span.last + 1).data):
+            raise ProtocolError("bad-tensor", "the gradient is wrong")
+        first = self.entered[microbatch]
+        await self._device(self._seconds(first) * 2.0 / 3.0, lambda: self._count(microbatch, first))
+        self.held.discard(microbatch)
+        return Done(gradient_of(microbatch, first) if first else None, self._seconds(first))
+
+    def forget(self, microbatch) -> None:
+        self.held.discard(microbatch)
+
+    @property
+    def entered(self) -> dict[MicrobatchId, int]:
+        return self.__dict__.setdefault("_entered", {})
+
+    def _seconds(self, first: int) -> float:
+        return self.service_s * (self.span.last - first + 1)
+
+    def _check(self, microbatch, first: int, boundary: WireTensor | None) -> None:
+        assert first in self.span
+        if first:
+            assert boundary is not None and bytes(boundary.data) == bytes(boundary_of(microbatch, first).data)
+        self.entered[microbatch] = first
+
+    async def _device(self, seconds: float, effect: Callable[[], None]) -> None:
+        """One job. Cancelled in the queue it is dropped; once it runs nothing stops it, as on a real device thread."""
+        await self.node.gate()
+        async with self.device:
+            if self.fail_next:
+                raise self.fail_next.pop()
+            job = asyncio.get_running_loop().create_task(self._work(seconds, effect))
+            self.node.world.tasks.add(job)
+            job.add_done_callback(self.node.world.tasks.discard)
+            await asyncio.shield(job)
+        await self.node.gate()
+
+    async def _work(self, seconds: float, effect: Callable[[], None]) -> None:
+        await asyncio.sleep(seconds)
+        await self.node.gate()
+        self.busy_s += seconds
+        effect()
+
+    def _count(self, microbatch: MicrobatchId, first: int) -> None:
+        for stage in range(first, self.span.last + 1):
+            self.counted[stage, microbatch] += 1
+
+
+@dataclass
+class Faults:
+    """Probabilities per call, and what has fired."""
+
+    lost_answer: float = 0.0
+    break_call: float = 0.0
+    latency_s: tuple[float, float] = (0.001, 0.003)
+    fired: Counter[str] = field(default_factory=Counter)
+
+
+class Node:
+    """One peer of the world."""
+
+    def __init__(self, world: World, name: str, span: Span, service_s: float, seats: int) -> None:
+        self.world, self.name, self.peer, self.span = world, name, peer_id(name), span
+        self.frozen = False
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.state = "serving"
+        self.incarnation = 1
+        self.events: list[Event] = []
+        self.compute = FakeCompute(self, span, service_s)
+        self.admission = Admission(seats)
+        self.results = ResultCache()
+        self.reached: Counter[str] = Counter()
+        self.calls_in = 0
+        self.router = Router(
+            self,
+            lambda: world.view,
+            me=self.peer,
+            stage_count=world.stage_count,
+            shapes=SHAPES,
+            report=self.events.append,
+        )
+        self.hop = Hop(
+            HopConfig(self.peer, world.stage_count, SHAPES),
+            self.compute,
+            self.router,
+            self.admission,
+            results=self.results,
+            report=self.events.append,
+            fault=self._fault,
+        )
+        self.fault = no_fault
+
+    async def _fault(self, point: str) -> None:
+        self.reached[point] += 1
+        await self.gate()
+        await self.fault(point)
+        await self.gate()
+
+    async def gate(self) -> None:
+        """A frozen peer never goes on."""
+        if self.frozen:
+            await asyncio.Event().wait()
+
+    def view(self) -> PeerView:
+        return PeerView(self.peer, self.span, self.incarnation, state=self.state)
+
+    # --- Caller
+
+    async def call(self, peer, request, tensors, *, deadline, on_progress=None) -> Answer:
+        await self.gate()
+        try:
+            answer = await self.world.carry(self, peer, request, tensors, deadline, on_progress)
+        except AgoraError:
+            await self.gate()
+            raise
+        await self.gate()
+        return answer
+
+
+class World:
+    """All peers, the network between them, and what went wrong on purpose."""
+
+    def __init__(self, stage_count: int, *, seed: int = 0, faults: Faults | None = None) -> None:
+        self.stage_count = stage_count
+        self.rng = random.Random(seed)
+        self.faults = faults or Faults()
+        self.nodes: dict[PeerId, Node] = {}
+        self.claimed: dict[PeerId, Node] = {}
+        self.unhappy: Counter[bytes] = Counter()
+        self.carried: Counter[tuple[PeerId, PeerId]] = Counter()
+        self.tasks: set[asyncio.Task] = set()
+        self.view = View()
+
+    def add(self, name: str, span: str, service_s: float = 0.03, seats: int = 64, seen: bool = True) -> Node:
+        node = Node(self, name, Span.parse(span), service_s, seats)
+        self.nodes[node.peer] = node
+        if seen:
+            self.show(node)
+        return node
+
+    def show(self, node: Node) -> None:
+        self.claimed[node.peer] = node
+        self.look()
+
+    def hide(self, node: Node) -> None:
+        self.claimed.pop(node.peer, None)
+        self.look()
+
+    def look(self) -> None:
+        self.view = View({peer: node.view() for peer, node in self.claimed.items()})
+        for node in self.nodes.values():
+            node.router.view_changed()
+
+    def kill(self, node: Node) -> None:
+        """SIGKILL: connections break at once, nothing of it goes on."""
+        self.faults.fired["kill"] += 1
+        node.frozen = True
+        if not node.died.done():
+            node.died.set_result(None)
+
+    def hang(self, node: Node) -> None:
+        """The process stops, its connections stay."""
+        self.faults.fired["hang"] += 1
+        node.frozen = True
+
+    # --- the network
+
+    async def carry(self, caller: Node, peer, request: Process, tensors, deadline, on_progress) -> Answer:
+        loop = asyncio.get_running_loop()
+        target = self.nodes.get(peer)
+        self.carried[caller.peer, peer] += 1
+        try:
+            await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
+            if target is None or target.died.done():
+                raise ConnectionBroken("the peer is gone")
+            handler = self._deliver(caller, target, request, tensors, on_progress, loop.time())
+            return await self._reply(caller, target, handler, deadline)
+        except (ConnectionBroken, DeadlinePassed, asyncio.CancelledError):
+            self.unhappy[request.microbatch] += 1
+            raise
+
+    def _deliver(self, caller: Node, target: Node, request: Process, tensors, on_progress, now: float) -> asyncio.Task:
+        def news(advance: Advance) -> None:
+            if on_progress and not caller.frozen and not target.frozen:
+                on_progress(advance)
+
+        async def handle() -> Answer:
+            await target.gate()
+            target.calls_in += 1
+            return await target.hop.process(request, list(tensors), now + request.deadline_ms / 1000.0, news)
+
+        task = asyncio.get_running_loop().create_task(handle())
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _reply(self, caller: Node, target: Node, handler: asyncio.Task, deadline: float) -> Answer:
+        loop = asyncio.get_running_loop()
+        breaks = self.rng.random() < self.faults.break_call
+        until = min(deadline, loop.time() + self.rng.uniform(0.0, 0.3)) if breaks else deadline
+        try:
+            await asyncio.wait([handler, target.died], timeout=until - loop.time(), return_when="FIRST_COMPLETED")
+            if target.frozen and not target.died.done():
+                await asyncio.wait([target.died], timeout=until - loop.time())
+        except asyncio.CancelledError:
+            self._cancel(caller, target, handler)
+            raise
+        if target.died.done():
+            raise ConnectionBroken("the peer died")
+        if not handler.done() or target.frozen:
+            if breaks and loop.time() < deadline:
+                self.faults.fired["break"] += 1
+                raise ConnectionBroken("the connection broke")
+            self._cancel(caller, target, handler)
+            raise DeadlinePassed("no answer in time")
+        if handler.exception() is None and self.rng.random() < self.faults.lost_answer:
+            self.faults.fired["lost"] += 1
+            raise ConnectionBroken("the answer was lost")
+        await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
+        return handler.result()
+
+    def _cancel(self, caller: Node, target: Node, handler: asyncio.Task) -> None:
+        if not caller.frozen and not target.frozen:
+            handler.cancel()
+
+    # --- what a test asks
+
+    def origin(self, node: Node, **settings) -> Origin:
+        values = {
+            "synchronous": False,
+            "target_tokens": 8,
+            "tokens_per_microbatch": TOKENS,
+            "ceiling": 16,
+            "first_patience_s": 30.0,
+        } | settings
+        config = OriginConfig(me=node.peer, stage_count=self.stage_count, **values)
+        session = hashlib.sha256(node.name.encode()).digest()[:8]
+        return Origin(config, node.hop, FakeBatches(), node.events.append, path_s=node.hop.path_s, session=session)
+
+    def counts(self, stage: int, microbatch: bytes) -> dict[PeerId, int]:
+        counts = {peer: node.compute.counted[stage, microbatch] for peer, node in self.nodes.items()}
+        return {peer: count for peer, count in counts.items() if count}
+
+
+class FakeBatches:
+    """Tokens that say which draw they are."""
+
+    def draw(self, counter: int) -> WireTensor:
+        return tokens_of(counter)
+
+    def heldout(self, count: int) -> Iterable[WireTensor]:
+        return [tokens_of(10_000 + i) for i in range(count)]
+
+
+def started(events: Sequence[Event]) -> list[str]:
+    return [e.microbatch for e in events if isinstance(e, MicrobatchStarted) and e.purpose == "train"]
+
+
+def completed(events: Sequence[Event]) -> list[str]:
+    return [e.microbatch for e in events if isinstance(e, MicrobatchCompleted) and e.purpose == "train"]
+
+
+def dropped(events: Sequence[Event]) -> list[str]:
+    return [e.microbatch for e in events if isinstance(e, MicrobatchDropped)]
+
+
+async def train(origin: Origin, microbatches: int, patience_s: float = 100_000.0) -> None:
+    """Runs an origin until it has completed so many, then lets it leave."""
+    running = asyncio.create_task(origin.run())
+    until = asyncio.get_running_loop().time() + patience_s
+    while origin.statistics.completed < microbatches and not running.done():
+        assert asyncio.get_running_loop().time() < until, origin.statistics
+        await asyncio.sleep(0.05)
+    await origin.leave(patience_s)
+    await running
