@@ -43,7 +43,7 @@ def run(plan: Plan, *, as_json: bool) -> int:
     manifest = demo_plan.manifest_of(plan)
     with _workspace(plan) as directory:
         (directory / "run.toml").write_text(manifest.to_toml(), encoding="utf-8")
-        swarm = Swarm(plan, directory)
+        swarm = Swarm(plan, directory, manifest.optimizer.target_tokens)
         with _signals(swarm):
             try:
                 result = swarm.train()
@@ -108,10 +108,10 @@ def _signals(swarm: Swarm) -> Iterator[None]:
 class Swarm:
     """The daemons of one demo and what their journals say."""
 
-    def __init__(self, plan: Plan, directory: Path) -> None:
+    def __init__(self, plan: Plan, directory: Path, target_tokens: int) -> None:
         self.plan = plan
         self.directory = directory
-        self.books = Books()
+        self.books = Books(target_tokens)
         self.daemons: list[Daemon] = []
         self.ticker = Ticker(plan.steps)
         self._random = random.Random(plan.seed)
@@ -162,7 +162,6 @@ class Swarm:
 
     def _start_one(self, run: str) -> None:
         index = len(self.daemons)
-        self.books.peer(index, replacement=index >= self.plan.peers)
         self.daemons.append(demo_peers.start(index, self.directory, run, self.plan.threads))
         self._owed -= 1
 
@@ -245,10 +244,10 @@ class Swarm:
         self._read_journals()
 
     def _evaluate(self) -> float | None:
-        for daemon in self._living():
-            span = self.books.peer(daemon.index).span
-            if span is not None and span[0] == 0:
-                answer = daemon.ask("evaluate", timeout_s=EVALUATE_SECONDS, batches=EVALUATE_BATCHES)
-                if answer is not None:
-                    return float(answer["loss"])
+        """The held-out loss through the swarm, asked of the origin that has trained longest."""
+        origins = [daemon for daemon in self._living() if 0 in self.books.peer(daemon.index).steps]
+        for daemon in sorted(origins, key=lambda daemon: -self.books.peer(daemon.index).steps[0]):
+            answer = daemon.ask("evaluate", timeout_s=EVALUATE_SECONDS, batches=EVALUATE_BATCHES)
+            if answer is not None:
+                return float(answer["loss"])
         return None

@@ -17,7 +17,6 @@ from agora.observe import events
 class PeerBooks:
     """One peer's part."""
 
-    replacement: bool = False
     killed: bool = False
     joined: bool = False
     serving: bool = False
@@ -45,8 +44,9 @@ class StepLoss:
 
 @dataclass
 class Books:
-    """All peers' parts, added up."""
+    """All peers' parts, added up. A step of a stage is `target_tokens` tokens, whichever replicas saw them."""
 
+    target_tokens: int
     peers: dict[int, PeerBooks] = field(default_factory=dict)
     completed: int = 0
     rerouted: int = 0
@@ -57,14 +57,15 @@ class Books:
     last_completed_unix: float | None = None
     recent_loss: float | None = None
     refused_gradients: int = 0
+    _stepped_tokens: int = 0
     _counted: dict[str, Counter[int]] = field(default_factory=dict)
     _step_of: dict[str, int] = field(default_factory=dict)
     _loss_of: dict[str, StepLoss] = field(default_factory=dict)
     _losses: dict[int, StepLoss] = field(default_factory=dict)
 
-    def peer(self, index: int, *, replacement: bool = False) -> PeerBooks:
+    def peer(self, index: int) -> PeerBooks:
         """One peer's books, opened at its first mention."""
-        return self.peers.setdefault(index, PeerBooks(replacement=replacement))
+        return self.peers.setdefault(index, PeerBooks())
 
     def take(self, index: int, fields: Mapping[str, Any]) -> None:
         """Adds one line of a peer's journal."""
@@ -114,14 +115,15 @@ class Books:
 
     def _count(self, peer: PeerBooks, microbatch: str, stages: tuple[int, ...], tokens: int) -> None:
         self._counted.setdefault(microbatch, Counter()).update(stages)
-        if 0 in stages and not peer.replacement:
+        if 0 in stages:
             peer.counted.append((microbatch, tokens))
             self._fill_steps(peer)
 
     def _step(self, peer: PeerBooks, stage: int, step: int, tokens: int) -> None:
         peer.steps[stage] = step
-        if stage == 0 and not peer.replacement:
-            peer.due.append((step, tokens))
+        if stage == 0:
+            peer.due.append((self._stepped_tokens // self.target_tokens + 1, tokens))
+            self._stepped_tokens += tokens
             self._fill_steps(peer)
 
     def _fill_steps(self, peer: PeerBooks) -> None:
@@ -147,8 +149,12 @@ class Books:
 
     @property
     def step(self) -> int:
-        """Optimizer steps of stage 0: those of the replica that took most."""
-        return max((peer.steps.get(0, 0) for peer in self.peers.values()), default=0)
+        """Optimizer steps of stage 0: by the tokens its replicas saw together, or those of the one that took most.
+
+        A replica that took a killed one's place begins to count at 0, the stage does not.
+        """
+        most = max((peer.steps.get(0, 0) for peer in self.peers.values()), default=0)
+        return max(most, self._stepped_tokens // self.target_tokens)
 
     @property
     def losses(self) -> list[float]:

@@ -78,7 +78,7 @@ def verdict(value: Mapping[str, Any]) -> str:
         return f"{microbatches['dropped']} microbatches were dropped; keep the data with --dir and look at the journals"
     if loss["eval"] is None:
         return "the held-out loss could not be evaluated through the swarm; look at the log of a peer with --dir"
-    if loss["first"] is None or (value["steps"] > 1 and not loss["last"] < loss["first"]):
+    if loss["first"] is None or (value["steps"] > 1 and not min(loss["last"], loss["eval"]) < loss["first"]):
         return f"the loss did not fall ({loss['first']} -> {loss['last']}); train for more --steps"
     return ""
 
