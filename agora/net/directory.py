@@ -1,0 +1,303 @@
+"""The DHT in which peers publish signed records, and read each other's.
+
+Knows hivemind's DHTNode, its keys and its notion of time (unix seconds; a later expiry replaces an earlier one). Must
+not know what a record's fields mean. Every node that stores or returns a record judges it first, with the same rules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from agora_protocol.addresses import peer_of_address
+from agora_protocol.errors import ProtocolError
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, RunId, is_peer_id
+from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_RECORD_BYTES, MAX_STAGES
+from agora_protocol.packing import pack, unpack
+from agora_protocol.records import NAMES, Record, expiry_of, open_record, record_key, seal
+from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.p2p import PeerID
+
+from agora.net.errors import ConnectionBroken
+from agora.net.host import Host
+
+READ_S: Final = 3.0
+PUBLISH_S: Final = 10.0
+RPC_S: Final = 2.0  # a node that does not answer within this is passed over, and left alone for a while
+READS_AT_ONCE: Final = 8
+MAX_PEERS_OF_A_STAGE: Final = (
+    1024  # strangers can make keys at will; hivemind sends a key's records in one 4 MiB message
+)
+VERIFIED_AT_MOST: Final = 8192
+SMALL_SWARM: Final = 20  # up to here every node knows every other: hivemind's buckets hold 20
+LAG_S: Final = 0.3  # once half of the nodes have answered, how long a read waits for the next answer
+_PACKING: Final = 16  # what msgpack adds around a record's bytes, and more
+
+
+_Entries = dict[str, tuple[bytes, float]]  # by peer: the record as msgpack, its expiry
+
+
+class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
+    """Judges every record that a node is asked to store, or gets from another: ours, signed, and in its place."""
+
+    def __init__(self, run: RunId, stages: int = MAX_STAGES) -> None:
+        self.run = run
+        self.refused: Counter[str] = Counter()  # by the code of the ProtocolError
+        self._keys = {
+            DHTID.generate(key).to_bytes(): key
+            for name in NAMES
+            for key in (record_key(run, name, stage) for stage in range(stages))
+        }
+        self._verified: OrderedDict[tuple[bytes, bytes, bytes, float], Record] = OrderedDict()
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            self.open(record.key, record.subkey, record.value, record.expiration_time)
+        except ProtocolError as error:
+            self.refused[error.code] += 1
+            return False
+        return True
+
+    def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
+        """The record; raises ProtocolError.
+
+        A record that is over, but was not a moment ago, passes here: what hivemind stores and returns is dropped at its
+        expiry anyway, and an answer of many records must not be refused because one of them ends on its way.
+        """
+        key = self._keys.get(key_hash)
+        if key is None:
+            raise ProtocolError("wrong-run", "The key is not that of any record of this run.")
+        if len(packed) > MAX_RECORD_BYTES + _PACKING:
+            raise ProtocolError("too-large", f"A record of {len(packed)} bytes.")
+        now_unix = time.time()
+        known = self._verified.get((key_hash, packed_peer, packed, expires_unix))
+        if known is not None and expires_unix > now_unix - CLOCK_TOLERANCE_S:
+            return known
+        data, peer = _unpacked(packed, bytes), _unpacked(packed_peer, str)
+        if not is_peer_id(peer):
+            raise ProtocolError("wrong-key", "The subkey is not a peer id.")
+        if expires_unix != expiry_of(data):
+            raise ProtocolError("bad-record", "The DHT's expiry is not the signed one.")
+        grace = min(now_unix, max(expires_unix - 1e-3, now_unix - CLOCK_TOLERANCE_S))
+        record = open_record(data, run=self.run, key=key, subkey_peer=PeerId(peer), now_unix=grace)
+        self._verified[key_hash, packed_peer, packed, expires_unix] = record
+        if len(self._verified) > VERIFIED_AT_MOST:
+            self._verified.popitem(last=False)
+        return record
+
+
+class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
+    """hivemind's storage, with a bound on the peers under one key, and without a trap of its own.
+
+    There, storing an older record under a newer one is refused, but the newer is then dropped when the older would end.
+    """
+
+    def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
+        if subkey is not None:
+            return self.store_subkey(key, subkey, value, expiration_time)
+        if not isinstance(value, DictionaryDHTValue):
+            return False
+        return bool(super().store(key, value, expiration_time))
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        present = self.get(key)
+        if present is not None:
+            known = present.value.get(subkey)
+            if known is not None and known.expiration_time >= expiration_time:
+                return False
+            if known is None and len(present.value) >= MAX_PEERS_OF_A_STAGE:
+                return False
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+
+class Directory:
+    """This peer's node of the run's DHT. It works alone, and joins others whenever it meets them."""
+
+    def __init__(self, host: Host, run: RunId, node: Any, validator: SignedRecords) -> None:
+        self.run = run
+        self._host = host
+        self._node = node
+        self._validator = validator
+        self._reads = asyncio.Semaphore(READS_AT_ONCE)
+        self._last_expiry: dict[str, float] = {}
+        self._asking: set[asyncio.Task[Any]] = set()
+
+    @classmethod
+    async def create(
+        cls, host: Host, run: RunId, bootstrap: Sequence[str] = (), *, stages: int = MAX_STAGES
+    ) -> Directory:
+        """Start a node on `host`, and join the DHT through those of `bootstrap` that answer.
+
+        bootstrap: multiaddrs with /p2p/PEER. stages: how many the run has; records of others are refused. That
+        nobody answers is no error: see the method of that name.
+        """
+        validator = SignedRecords(run, stages)
+        node = await DHTNode.create(
+            p2p=host.p2p,
+            # Nothing is cached: a claim must be seen within a second or two, and a cached stage hides newcomers. And no
+            # search reuses another's: it would then wait for the slower of both.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            reuse_get_requests=False,
+            wait_timeout=RPC_S,
+            blacklist_time=2.0,
+            num_workers=8,
+            record_validator=validator,
+        )
+        node.protocol.storage = _BoundedStorage()
+        node.protocol.cache = _BoundedStorage(maxsize=1)
+        self = cls(host, run, node, validator)
+        await self.bootstrap(bootstrap)
+        return self
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many records this node refused, by the code of their error."""
+        return Counter(self._validator.refused)
+
+    @property
+    def neighbours(self) -> int:
+        """How many other nodes are in the routing table; 0 means that this node is alone."""
+        return len(self._node.protocol.routing_table.uid_to_peer_id)
+
+    async def bootstrap(self, addresses: Iterable[str], timeout_s: float = 10.0) -> int:
+        """Meet the DHT through the peers at `addresses`; returns how many answered. May be called again at any time.
+
+        Raises InputError for a malformed address.
+        """
+        addresses = list(addresses)
+        try:
+            await self._host.connect(addresses, timeout_s)
+        except ConnectionBroken:
+            return 0
+        ping = self._node.protocol.call_ping
+        strangers = {peer_of_address(address) for address in addresses} - {self._host.peer}
+        answers = await asyncio.gather(*(ping(PeerID.from_base58(peer)) for peer in strangers))
+        if any(answers):
+            await _within(self._node.find_nearest_nodes([self._node.node_id]), timeout_s)
+        return sum(answer is not None for answer in answers)
+
+    async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> bool:
+        """Sign `record` and store it under each stage of its span; returns whether every stage has it somewhere.
+
+        The newest record of a peer replaces its older ones, also when it is to live shorter: such a one lives as long
+        as the one before. Takes at most PUBLISH_S. Raises ProtocolError for a record that is too large or not ours.
+        """
+        fields: Any = record
+        keys = [record_key(self.run, type(record), stage) for stage in fields.span.stages]
+        latest = max(self._last_expiry.get(key, 0.0) for key in keys)
+        expires_unix = max(time.time() + lifetime_s, latest + 0.001)
+        sealed = seal(record, self.run, identity, expires_unix)
+        self._last_expiry.update(dict.fromkeys(keys, expires_unix))
+        storing = self._node.store_many(
+            keys, [sealed] * len(keys), [expires_unix] * len(keys), subkeys=[str(fields.peer)] * len(keys)
+        )
+        stored = await _within(storing, PUBLISH_S)
+        return stored is not None and all(stored.values())
+
+    async def read(self, kind: type[Record] | str, stage: int, timeout_s: float = READ_S) -> list[Record]:
+        """The valid records of a stage, one for each peer, newest versions. Empty when none came within the time."""
+        return (await self.read_many(kind, [stage], timeout_s))[stage]
+
+    async def read_many(
+        self, kind: type[Record] | str, stages: Sequence[int], timeout_s: float = READ_S
+    ) -> dict[int, list[Record]]:
+        """`read` of several stages; in a small swarm as cheap as one."""
+        keys = {stage: DHTID.generate(record_key(self.run, kind, stage)) for stage in stages}
+        async with self._reads:
+            if self.neighbours <= SMALL_SWARM:
+                found = await self._ask_everyone(list(keys.values()), timeout_s)
+            else:
+                found = await self._search(list(keys.values()), timeout_s)
+        return {stage: self._opened(key, found.get(key, {})) for stage, key in keys.items()}
+
+    async def _ask_everyone(self, keys: list[Any], timeout_s: float) -> dict[Any, _Entries]:
+        """Ask every node we know, and whom they know, once for all keys. A node that lags is not waited for."""
+        loop = asyncio.get_running_loop()
+        table, ends = self._node.protocol.routing_table.uid_to_peer_id, loop.time() + timeout_s
+        found: dict[Any, _Entries] = {key: _merged({}, self._node.protocol.storage.get(key)) for key in keys}
+        met, to_ask, asked = {self._node.node_id}, dict(table), 0
+        running: set[asyncio.Task[Any]] = set()
+        while to_ask or running:
+            for peer in to_ask.values():
+                running.add(task := asyncio.create_task(self._node._call_find_with_blacklist(peer, keys)))
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
+            asked += len(to_ask)
+            met |= to_ask.keys()
+            patience = ends - loop.time() if len(running) > asked / 2 else min(LAG_S, ends - loop.time())
+            done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            to_ask = {}
+            for task in done:
+                for key, (entry, nearest) in (task.result() or {}).items():
+                    _merged(found[key], entry)
+                    to_ask |= {node: peer for node, peer in nearest.items() if node not in met}
+        return found
+
+    async def _search(self, keys: list[Any], timeout_s: float) -> dict[Any, _Entries]:
+        """Kademlia's search, for swarms in which a node knows only part of the others."""
+        # A search may end early on a "sufficient" expiry, which any node can claim. No expiry is >= NaN.
+        searching = self._node.get_many_by_id(keys, sufficient_expiration_time=float("nan"), return_futures=True)
+        futures = await searching
+        await asyncio.wait(futures.values(), timeout=timeout_s)
+        found: dict[Any, _Entries] = {}
+        for key, future in futures.items():
+            if not future.done():
+                future.cancel()
+            elif (result := future.result()) is not None and isinstance(result.value, dict):
+                found[key] = {peer: (pack(it.value), it.expiration_time) for peer, it in result.value.items()}
+        return found
+
+    def _opened(self, key: Any, entries: _Entries) -> list[Record]:
+        now_unix = time.time()
+        records = []
+        for peer, (packed, expires_unix) in entries.items():
+            if now_unix < expires_unix:
+                with contextlib.suppress(ProtocolError):  # judged before, but the clock may have been set since
+                    records.append(self._validator.open(key.to_bytes(), pack(peer), packed, expires_unix))
+        return records
+
+    async def close(self) -> None:
+        """Leave the DHT; the host stays."""
+        self._node.is_alive = False
+        for task in self._asking:
+            task.cancel()
+        if not self._host.died.is_set():
+            await _within(self._node.shutdown(), RPC_S)
+
+
+def _merged(entries: _Entries, found: Any) -> _Entries:
+    """`entries` with what a node holds under one key; of one peer's records the one that ends last."""
+    if found is not None and isinstance(found.value, DictionaryDHTValue):
+        for peer, (packed, expires_unix) in found.value.items():
+            if peer not in entries or entries[peer][1] < expires_unix:
+                entries[peer] = packed, expires_unix
+    return entries
+
+
+def _unpacked(packed: bytes, kind: type) -> Any:
+    value = unpack(packed, MAX_RECORD_BYTES + _PACKING, "bad-record")
+    if not isinstance(value, kind):
+        raise ProtocolError("bad-record", f"A DHT entry is not {kind.__name__}.")
+    return value
+
+
+async def _within(work: Any, timeout_s: float) -> Any:
+    """What `work` returns, or None when it takes longer than `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except TimeoutError:
+        return None

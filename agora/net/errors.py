@@ -1,0 +1,30 @@
+"""The two ways in which a call ends without an answer. Knows nothing of streams or peers.
+
+AgoraError
+|-- ConnectionBroken   the stream to the peer broke, or could not be opened; fails at once
+`-- DeadlinePassed     the caller's own deadline came first
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from agora_protocol.errors import AgoraError
+
+
+class ConnectionBroken(AgoraError):
+    """The stream to the peer broke before the answer came, or could not be opened at all; another peer may do."""
+
+    code: ClassVar[str] = "broken"
+
+
+class DeadlinePassed(AgoraError):
+    """The answer did not come before the caller's deadline; the peer was told to stop."""
+
+    code: ClassVar[str] = "deadline"
+
+
+class Unreachable(AgoraError):
+    """None of the peers that were tried answered; the text says what happened to each, and what to do."""
+
+    code: ClassVar[str] = "unreachable"

@@ -1,0 +1,194 @@
+"""The light client: asks a peer of a run for its status or manifest, without a daemon, torch or hivemind.
+
+Knows py-libp2p, trio and the wire protocol. Must not import hivemind, nor anything of agora that does: two libp2p
+implementations cannot live in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import trio
+from agora_protocol.addresses import address_problem, peer_of_address
+from agora_protocol.errors import AgoraError, InputError, ProtocolError, WrongRun
+from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.limits import PREFIX_BYTES, PROTOCOL_NAME, PROTOCOL_VERSION
+from agora_protocol.messages import (
+    GetManifest,
+    GetStatus,
+    Hello,
+    ManifestAnswer,
+    Message,
+    Ping,
+    Pong,
+    Refusal,
+    StatusAnswer,
+    refusal_from_wire,
+)
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from multiaddr import Multiaddr
+
+from agora.net.errors import Unreachable
+
+TIMEOUT_S: Final = 10.0
+STAGGER_S: Final = 0.4  # the next peer is tried beside those that have not answered yet
+SOFTWARE: Final = "agora light client"
+LIMITS: Final = FrameLimits(max_payload_bytes=0)
+
+A = TypeVar("A", bound=Message)
+R = TypeVar("R")
+
+
+def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """The status of a run (`swarm status --json`) as the first of the peers at `addresses` that answers sees it.
+
+    addresses: multiaddrs with /p2p/PEER. Takes at most about `timeout_s`. Raises InputError for a malformed address,
+    WrongRun when all who answered train something else, Unreachable when nobody answered.
+    """
+
+    def read(answer: StatusAnswer) -> dict[str, Any]:
+        try:
+            status = json.loads(answer.status)
+        except ValueError:
+            raise ProtocolError("bad-message", "The status is not JSON.") from None
+        if not isinstance(status, dict):
+            raise ProtocolError("bad-message", "The status is not a JSON object.")
+        return status
+
+    return _fetch(addresses, run, timeout_s, GetStatus(), StatusAnswer, read)
+
+
+def fetch_manifest(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S) -> bytes:
+    """The signed manifest of a run, its hash and signature checked. Errors as those of `fetch_status`.
+
+    A peer that sends another manifest is passed over like one that does not answer.
+    """
+
+    from agora_protocol.manifest import SignedManifest  # it needs pydantic, which a status does not
+
+    def read(answer: ManifestAnswer) -> bytes:
+        SignedManifest.from_bytes(answer.manifest, run)
+        return answer.manifest
+
+    return _fetch(addresses, run, timeout_s, GetManifest(), ManifestAnswer, read)
+
+
+def _fetch(
+    addresses: Sequence[str],
+    run: RunId,
+    timeout_s: float,
+    request: Message,
+    kind: type[A],
+    read: Callable[[A], R],
+) -> R:
+    by_peer: dict[PeerId, list[str]] = defaultdict(list)
+    for address in addresses:
+        if problem := address_problem(address):
+            raise InputError(f"{address!r} {problem}; it should look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo...")
+        by_peer[peer_of_address(address)].append(address.rpartition("/p2p/")[0])
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+
+    async def ask_all() -> R:
+        return await _ask_all(dict(by_peer), run, timeout_s, request, lambda answer: read(_typed(answer, kind)))
+
+    result: R = trio.run(ask_all)
+    return result
+
+
+def _typed(answer: Message, kind: type[A]) -> A:
+    if not isinstance(answer, kind):
+        raise ProtocolError("bad-message", f"{type(answer).__name__} is no answer to the question.")
+    return answer
+
+
+async def _ask_all(
+    by_peer: dict[PeerId, list[str]], run: RunId, timeout_s: float, request: Message, read: Callable[[Message], R]
+) -> R:
+    """The first good answer; the peers are tried in turn, overlapping."""
+    answers: list[R] = []
+    errors: list[AgoraError] = []
+    reasons: dict[PeerId, str] = dict.fromkeys(by_peer, "no answer in time")
+    with trio.move_on_after(timeout_s):
+        host = new_host(key_pair=create_new_key_pair())
+        async with host.run(listen_addrs=[]), trio.open_nursery() as nursery:
+
+            async def attempt(peer: PeerId, addresses: list[str], done: trio.Event) -> None:
+                try:
+                    answers.append(read(await _ask(host, peer, addresses, run, request)))
+                    nursery.cancel_scope.cancel()
+                except AgoraError as error:
+                    errors.append(error)
+                    reasons[peer] = str(error)
+                except Exception as error:  # py-libp2p raises many kinds; each only means that this peer is no help
+                    reasons[peer] = f"{type(error).__name__}: {error}"[:200].rstrip(": ")
+                done.set()
+
+            for peer, addresses in by_peer.items():
+                done = trio.Event()
+                nursery.start_soon(attempt, peer, addresses, done)
+                with trio.move_on_after(STAGGER_S):
+                    await done.wait()
+    if answers:
+        return answers[0]
+    wrong = next((error for error in errors if isinstance(error, WrongRun)), None)
+    if wrong is not None and all(isinstance(error, WrongRun) for error in errors):
+        raise wrong
+    tried = "; ".join(f"{peer}: {why}" for peer, why in reasons.items()) or "no addresses are known"
+    raise Unreachable(f"No peer of the run answered ({tried}). Check the invite, or ask for a new one.")
+
+
+async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId, request: Message) -> Message:
+    identity = ID.from_base58(peer)
+    await host.connect(PeerInfo(identity, [Multiaddr(address) for address in addresses]))
+    stream = await host.new_stream(identity, [TProtocol(PROTOCOL_NAME)])
+    frames = _Frames(stream)
+    await frames.send(FrameType.HELLO, 0, Hello(PROTOCOL_VERSION, b"", SOFTWARE, ()))
+    while True:
+        prefix, message = await frames.next()
+        match prefix.type, message:
+            case FrameType.HELLO, Hello() as hello if hello.run != bytes.fromhex(run):
+                raise WrongRun(f"The peer trains run {hello.run.hex()[:12] or 'none'}, not {run[:12]}.")
+            case FrameType.HELLO, Hello():
+                await frames.send(FrameType.REQUEST, 1, request)
+            case FrameType.REQUEST, Ping():
+                await frames.send(FrameType.ANSWER, prefix.call, Pong())
+            case FrameType.ANSWER, Message() as answer if prefix.call == 1:
+                await stream.close()
+                return answer
+            case ((FrameType.REFUSAL | FrameType.GOODBYE), Refusal() as refusal):
+                raise refusal_from_wire(refusal)
+
+
+class _Frames:
+    """The frames of a py-libp2p stream; the run's checks are the caller's."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._pending = bytearray()
+
+    async def send(self, type: FrameType, call: int, message: Message) -> None:
+        await self._stream.write(b"".join(encode_frame(type, call, message)))
+
+    async def next(self) -> tuple[Prefix, Message | None]:
+        prefix = Prefix.parse(await self._exactly(PREFIX_BYTES), LIMITS)
+        message, _ = decode_header(prefix, await self._exactly(prefix.header_bytes))
+        return prefix, message
+
+    async def _exactly(self, count: int) -> bytes:
+        while len(self._pending) < count:
+            data = await self._stream.read(65_536)
+            if not data:
+                raise Unreachable("the peer closed the stream")
+            self._pending += data
+        taken = bytes(self._pending[:count])
+        del self._pending[:count]
+        return taken

@@ -1,0 +1,139 @@
+"""What the tests of the network share: a uvloop to run in, hosts with networks on them, and requests to send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import uvloop
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId
+from agora_protocol.messages import Hello, Process, Processed, StatusAnswer
+from agora_protocol.tensors import WireTensor
+
+from agora.net.calls import Handler, IncomingCall, NetEvent, NetLimits, Network, Reply
+from agora.net.host import Host
+
+T = TypeVar("T")
+RUN = "ab" * 32
+MEGABYTE = 1 << 20
+
+
+def run(main: Callable[[], Awaitable[T]], timeout_s: float = 30.0) -> T:
+    """Run `main` on a uvloop of its own; whatever it leaves unhandled on the loop fails the test."""
+    unhandled: list[dict[str, Any]] = []
+
+    async def bounded() -> T:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        async with asyncio.timeout(timeout_s):
+            return await main()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        result = runner.run(bounded())
+    assert not unhandled, unhandled
+    return result
+
+
+async def echo(call: IncomingCall) -> Reply:
+    """Send the boundary back as its own gradient."""
+    if not isinstance(call.message, Process):
+        return Reply(StatusAnswer(b"{}"))
+    return Reply(Processed(0.0, 1, 0.0), [call.tensors[0]])
+
+
+@dataclass
+class Peer:
+    """One peer of a test: a host, its network, and what it reported."""
+
+    host: Host
+    network: Network
+    identity: Identity
+    addresses: tuple[str, ...]
+    events: list[NetEvent] = field(default_factory=list)
+
+    @property
+    def id(self) -> PeerId:
+        return self.host.peer
+
+    async def close(self) -> None:
+        with contextlib.suppress(Exception):
+            await self.network.close()
+        await self.host.close()
+
+
+async def make_host(folder: Path, name: str, **options: Any) -> tuple[Host, Identity]:
+    identity = Identity.load_or_create(folder / f"{name}.key")
+    return await Host.create(identity_path=folder / f"{name}.key", **options), identity
+
+
+async def make_peer(
+    folder: Path,
+    name: str,
+    handler: Handler = echo,
+    limits: NetLimits | None = None,
+    run_id: str = RUN,
+    version: int = 1,
+) -> Peer:
+    host, identity = await make_host(folder, name)
+    try:
+        addresses = await host.addresses()
+        events: list[NetEvent] = []
+        hello = Hello(version, bytes.fromhex(run_id), "test", addresses)
+        network = Network(host, lambda: hello, handler, limits, events.append)
+        await network.start()
+    except BaseException:
+        await host.close()
+        raise
+    return Peer(host, network, identity, addresses, events)
+
+
+@asynccontextmanager
+async def peers(*handlers: Handler, limits: NetLimits | None = None, **options: Any) -> AsyncIterator[list[Peer]]:
+    """One peer for each handler, each knowing the others' addresses; all closed at the end, however it comes."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="agora-test-")))
+        made = []
+        for number, handler in enumerate(handlers):
+            peer = await make_peer(folder, f"p{number}", handler, limits, **options)
+            stack.push_async_callback(peer.close)
+            made.append(peer)
+        introduce(*made)
+        yield made
+
+
+def introduce(*made: Peer) -> None:
+    for peer in made:
+        for other in made:
+            if other is not peer:
+                peer.network.learn(other.id, other.addresses)
+
+
+def after(seconds: float) -> float:
+    """A deadline."""
+    return asyncio.get_running_loop().time() + seconds
+
+
+def process(origin: PeerId, deadline_ms: int = 20_000) -> Process:
+    return Process(os.urandom(16), origin, 0, "train", deadline_ms, ())
+
+
+def boundary(size: int, seed: int = 0) -> list[WireTensor]:
+    """A tensor of `size` bytes that no mistake would reproduce, and a token tensor."""
+    return [
+        WireTensor("uint8", (size,), memoryview(seed.to_bytes(4, "big") + os.urandom(size - 4))),
+        WireTensor("int32", (1, 2), memoryview(b"\0" * 8)),
+    ]
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for something that has no event of its own."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)

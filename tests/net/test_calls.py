@@ -1,0 +1,324 @@
+"""Calls between peers over real libp2p streams: concurrency, cancellation, deadlines, refusals, who may ask what."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from agora_protocol import errors
+from agora_protocol.messages import (
+    Advance,
+    GetStatus,
+    Hello,
+    Ping,
+    Pong,
+    Process,
+    Processed,
+    StatusAnswer,
+)
+
+from agora.net.calls import (
+    ConnectionBroken,
+    DeadlinePassed,
+    HandlerFailed,
+    IncomingCall,
+    NetLimits,
+    Reply,
+)
+from tests.net.helpers import MEGABYTE, after, boundary, echo, introduce, make_peer, peers, process, run, until
+
+
+class Gate:
+    """A handler that waits for `open`, and tells what became of its calls."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.entered = 0
+        self.cancelled = 0
+        self.finished = 0
+        self.calls: list[IncomingCall] = []
+
+    async def __call__(self, call: IncomingCall) -> Reply:
+        self.entered += 1
+        self.calls.append(call)
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.finished += 1
+        return Reply(Processed(0.0, 1, 0.0))
+
+
+def test_three_peers_call_each_other_all_at_once_and_every_answer_is_the_right_one() -> None:
+    async def main() -> None:
+        async with peers(echo, echo, echo) as made:
+
+            async def one(number: int) -> None:
+                caller, callee = made[number % 3], made[(number + 1 + number // 3 % 2) % 3]
+                tensors = boundary((1 + number % 7) * 50_000, number)
+                reply = await caller.network.call(callee.id, process(caller.id), tensors, deadline=after(20))
+                assert isinstance(reply.message, Processed)
+                assert reply.tensors[0].data == tensors[0].data
+
+            await asyncio.gather(*(one(number) for number in range(90)))
+            statistics = made[0].network.statistics()
+            assert statistics.held_bytes == 0
+            assert statistics.strikes == 0
+            assert set(statistics.peers) == {made[1].id, made[2].id}
+            assert statistics.bytes_in > 60 * 50_000
+
+    run(main)
+
+
+def test_32_megabytes_arrive_intact_in_both_directions() -> None:
+    async def main() -> None:
+        async with peers(echo, echo) as (a, b):
+            for caller, callee in ((a, b), (b, a)):
+                tensors = boundary(32 * MEGABYTE)
+                reply = await caller.network.call(callee.id, process(caller.id), tensors, deadline=after(20))
+                assert reply.tensors[0].shape == tensors[0].shape
+                assert reply.tensors[0].data == tensors[0].data
+
+    run(main)
+
+
+def test_one_dial_serves_all_who_wait_for_it_and_the_callee_calls_back_on_the_same_stream() -> None:
+    async def main() -> None:
+        async with peers(echo, echo) as (a, b):
+            opened = []
+            open_stream = a.host.open_stream
+            a.host.open_stream = lambda *args: opened.append(args) or open_stream(*args)  # type: ignore[method-assign]
+            b.host.open_stream = None  # type: ignore[method-assign, assignment]
+            calls = [a.network.call(b.id, GetStatus(), deadline=after(10)) for _ in range(20)]
+            assert len(await asyncio.gather(*calls)) == 20
+            assert len(opened) == 1
+            await b.network.call(a.id, GetStatus(), deadline=after(10))
+
+    run(main)
+
+
+def test_two_peers_that_dial_each_other_at_once_agree_on_one_of_the_streams() -> None:
+    async def main() -> None:
+        async with peers(echo, echo) as (a, b):
+            await asyncio.gather(
+                a.network.call(b.id, GetStatus(), deadline=after(10)),
+                b.network.call(a.id, GetStatus(), deadline=after(10)),
+            )
+            chosen = [a.network._usable(b.id), b.network._usable(a.id)]
+            assert chosen[0] is not None and chosen[1] is not None
+            assert chosen[0].opened is not chosen[1].opened
+            await a.network.call(b.id, GetStatus(), deadline=after(10))
+            await b.network.call(a.id, GetStatus(), deadline=after(10))
+
+    run(main)
+
+
+def test_progress_arrives_in_order_and_before_the_answer() -> None:
+    async def handler(call: IncomingCall) -> Reply:
+        for number in range(5):
+            call.progress(Advance(number, call.peer, "accepted", number))
+        return Reply(Processed(0.0, 1, 0.0))
+
+    async def main() -> None:
+        async with peers(handler, handler) as (a, b):
+            seen: list[int] = []
+            await a.network.call(
+                b.id, process(a.id), boundary(64), deadline=after(10), on_progress=lambda it: seen.append(it.stage)
+            )
+            assert seen == [0, 1, 2, 3, 4]
+
+    run(main)
+
+
+def test_a_cancelled_call_and_one_past_its_deadline_stop_the_handler() -> None:
+    async def main() -> None:
+        gate = Gate()
+        async with peers(echo, gate) as (a, b):
+            task = asyncio.create_task(a.network.call(b.id, process(a.id), boundary(64), deadline=after(20)))
+            await until(lambda: gate.entered == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: gate.cancelled == 1)
+            assert gate.calls[0].caller_gone
+
+            started = time.monotonic()
+            with pytest.raises(DeadlinePassed):
+                await a.network.call(b.id, process(a.id), boundary(64), deadline=after(0.3))
+            assert 0.25 < time.monotonic() - started < 2
+            await until(lambda: gate.cancelled == 2)
+            assert b.network.held.used == 0
+            assert not a.events and not b.events
+
+    run(main)
+
+
+RAISED = [
+    errors.Busy("no seat", retry_after_ms=120),
+    errors.NotMyStage("not mine"),
+    errors.NotAdmitted("not listed"),
+    errors.Unavailable(3, ["a: dead", "b: busy"]),
+    errors.ProtocolError("bad-tensor", "wrong shape"),
+    errors.DiskError("/secret/path is full"),
+    ZeroDivisionError("a bug"),
+]
+
+
+def test_what_a_handler_raises_arrives_typed_and_bugs_are_reported_where_they_are() -> None:
+    async def handler(call: IncomingCall) -> Reply:
+        assert isinstance(call.message, Process)
+        raise RAISED[call.message.stage]
+
+    async def main() -> None:
+        async with peers(echo, handler) as (a, b):
+            caught = []
+            for stage in range(len(RAISED)):
+                request = Process(b"m" * 16, a.id, stage, "train", 9_000, ())
+                with pytest.raises(errors.AgoraError) as error:
+                    await a.network.call(b.id, request, boundary(64), deadline=after(10))
+                caught.append(error.value)
+            kinds = [type(error) for error in RAISED[:5]] + [errors.PeerFailed, errors.PeerFailed]
+            assert [type(error) for error in caught] == kinds
+            assert [error.code for error in caught[:2]] == ["busy", "not-my-stage"]
+            assert caught[0].retry_after_ms == 120 and caught[3].stage == 3 and caught[4].code == "bad-tensor"
+            assert not any("secret" in str(error) for error in caught)
+            assert [type(event) for event in b.events] == [HandlerFailed]  # and no strike for what a handler refuses
+            assert b.network.statistics().peers[a.id].open_calls == 0
+
+    run(main)
+
+
+def test_an_observer_may_ask_and_nothing_else() -> None:
+    async def main() -> None:
+        async with peers(echo, echo) as (a, b):
+            a.network.hello = lambda: Hello(1, b"", "observer", ())
+            assert (await a.network.call(b.id, Ping(), deadline=after(10))).message == Pong()
+            assert (await a.network.call(b.id, GetStatus(), deadline=after(10))).message == StatusAnswer(b"{}")
+            with pytest.raises(errors.NotAdmitted):
+                await a.network.call(b.id, process(a.id), boundary(MEGABYTE), deadline=after(10))
+            assert b.network.held.peak == 0
+            assert (await a.network.call(b.id, Ping(), deadline=after(10))).message == Pong()
+            assert not b.events
+
+    run(main)
+
+
+def test_peers_of_another_run_or_version_refuse_each_other_by_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peers(echo) as (a,):
+            stranger = await make_peer(tmp_path, "stranger", run_id="cd" * 32)
+            future = await make_peer(tmp_path, "future", version=2)
+            try:
+                introduce(a, stranger, future)
+                for caller, callee in ((a, stranger), (stranger, a)):
+                    with pytest.raises(errors.WrongRun):
+                        await caller.network.call(callee.id, GetStatus(), deadline=after(10))
+                for caller, callee in ((a, future), (future, a)):
+                    with pytest.raises(errors.ProtocolError) as caught:
+                        await caller.network.call(callee.id, GetStatus(), deadline=after(10))
+                    assert caught.value.code == "wrong-version"
+                assert not a.events and not stranger.events and not future.events
+                assert not a.network.statistics().peers
+            finally:
+                await stranger.close()
+                await future.close()
+
+    run(main)
+
+
+def test_payloads_in_hand_stay_within_the_bound_and_what_does_not_fit_is_busy() -> None:
+    limits = NetLimits(max_payload_bytes=MEGABYTE + 8, max_held_bytes=4 * MEGABYTE + 32, patience_s=0.05)
+
+    async def main() -> None:
+        gate = Gate()
+        async with peers(echo, gate, limits=limits) as (a, b):
+
+            async def one() -> type[object]:
+                try:
+                    reply = await a.network.call(b.id, process(a.id), boundary(MEGABYTE), deadline=after(20))
+                except errors.Busy as busy:
+                    assert busy.retry_after_ms == 50
+                    return errors.Busy
+                return type(reply.message)
+
+            calls = [asyncio.create_task(one()) for _ in range(20)]
+            await until(lambda: sum(call.done() for call in calls) == 16)
+            assert gate.entered == 4
+            assert b.network.held.used == b.network.held.peak == 4 * (MEGABYTE + 8)
+            # small payloads still get through, answers too, and what is let go is used again
+            gate.open.set()
+            results = await asyncio.gather(*calls)
+            assert results.count(Processed) == 4 and results.count(errors.Busy) == 16
+            assert b.network.held.used == 0
+            assert await one() is Processed
+
+    run(main)
+
+
+def test_a_request_waits_a_moment_for_bytes_that_are_let_go() -> None:
+    limits = NetLimits(max_payload_bytes=MEGABYTE + 8, max_held_bytes=MEGABYTE + 8, patience_s=10.0)
+
+    async def main() -> None:
+        gate = Gate()
+        async with peers(echo, gate, limits=limits) as (a, b):
+            calls = [
+                asyncio.create_task(a.network.call(b.id, process(a.id), boundary(MEGABYTE), deadline=after(20)))
+                for _ in range(4)
+            ]
+            await until(lambda: gate.entered == 1)
+            await asyncio.sleep(0.1)
+            assert gate.entered == 1
+            gate.open.set()
+            assert len(await asyncio.gather(*calls)) == 4
+            assert b.network.held.peak == MEGABYTE + 8
+
+    run(main)
+
+
+def test_a_peer_that_nobody_knows_and_one_that_leaves_are_reported_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate = Gate()
+        async with peers(echo, gate) as (a, b):
+            stranger = await make_peer(tmp_path, "stranger")
+            await stranger.close()
+            started = time.monotonic()
+            with pytest.raises(ConnectionBroken, match="could not be reached"):
+                await a.network.call(stranger.id, GetStatus(), deadline=after(10))
+            a.network.learn(stranger.id, stranger.addresses)
+            with pytest.raises(ConnectionBroken):
+                await a.network.call(stranger.id, GetStatus(), deadline=after(10))
+            assert time.monotonic() - started < 5
+
+            open_call = asyncio.create_task(a.network.call(b.id, process(a.id), boundary(64), deadline=after(20)))
+            await until(lambda: gate.entered == 1)
+            b.network.leave()
+            with pytest.raises(errors.Refused):
+                await a.network.call(b.id, GetStatus(), deadline=after(10))
+            gate.open.set()
+            await open_call  # what was begun is finished
+            gate.open.clear()
+
+            a.network.leave()
+            with pytest.raises(ConnectionBroken, match="leaving"):
+                await a.network.call(b.id, GetStatus(), deadline=after(10))
+
+    run(main)
+
+
+def test_closing_ends_the_calls_of_others_at_once() -> None:
+    async def main() -> None:
+        gate = Gate()
+        async with peers(echo, gate) as (a, b):
+            open_call = asyncio.create_task(a.network.call(b.id, process(a.id), boundary(64), deadline=after(20)))
+            await until(lambda: gate.entered == 1)
+            started = time.monotonic()
+            await b.network.close()
+            with pytest.raises(ConnectionBroken, match="left"):
+                await open_call
+            assert time.monotonic() - started < 1
+            assert gate.cancelled == 1
+
+    run(main)
