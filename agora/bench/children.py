@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-STOP_S = 4.0
+STOP_S = 3.0
 TAIL_LINES = 12
 
 
@@ -36,7 +36,7 @@ class Child:
         self.name, self.log = name, log
         self._left = b""
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -48,14 +48,14 @@ class Child:
     @property
     def pid(self) -> int:
         """The process id, which is also its group's."""
-        return self._process.pid
+        return self.process.pid
 
     def tell(self, order: Mapping[str, object]) -> None:
         """Sends one order without waiting for its answer."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
         except (BrokenPipeError, ValueError) as broken:
             raise self._failed("ended before it was told what to do") from broken
 
@@ -81,25 +81,20 @@ class Child:
     def dismiss(self) -> None:
         """Tells the child to end, without waiting for it."""
         with contextlib.suppress(BrokenPipeError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            if self.process.stdin is not None:
+                self.process.stdin.close()
 
     def close(self) -> None:
-        """Ends the child: end of input, then SIGTERM, then SIGKILL to its whole group."""
-        if self._process.returncode is not None:
-            return
-        self.dismiss()
-        end_group(self._process, STOP_S)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        """Ends the child and what it forked; see `end_children`."""
+        end_children([self])
 
     def _read_some(self, deadline: float, timeout_s: float) -> bytes:
-        assert self._process.stdout is not None
+        assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
+            selector.register(self.process.stdout, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 raise self._failed(f"did not answer within {timeout_s:.0f} s")
-        some = os.read(self._process.stdout.fileno(), 1 << 16)
+        some = os.read(self.process.stdout.fileno(), 1 << 16)
         if not some:
             raise self._failed("ended by itself")
         return some
@@ -108,16 +103,24 @@ class Child:
         return BenchFailed(f"{self.name} {what}; the end of its log:\n{tail(self.log)}")
 
 
-def end_group(process: subprocess.Popen[Any], wait_s: float) -> None:
-    """Ends a process that leads its own group: waits, SIGTERM, waits, SIGKILL; then reaps it.
+def end_children(children: Sequence[Child]) -> None:
+    """Ends children together: end of input, SIGTERM, SIGKILL to their groups, STOP_S between each; then reaps them.
 
-    The leader is reaped last: until then its group's number cannot come to mean anybody else's processes.
+    A leader is reaped last: until then its group's number cannot come to mean anybody else's processes.
     """
-    if not _exited_within(process.pid, wait_s):
-        _signal_group(process.pid, signal.SIGTERM)
-        _exited_within(process.pid, wait_s)
-    _signal_group(process.pid, signal.SIGKILL)
-    process.wait()
+    alive = [child for child in children if child.process.returncode is None]
+    for child in alive:
+        child.dismiss()
+    _await_exits(alive)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for child in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+        _await_exits(alive)
+    for child in alive:
+        child.process.wait()
+        if child.process.stdout is not None:
+            child.process.stdout.close()
 
 
 def tail(log: Path) -> str:
@@ -130,31 +133,33 @@ def tail(log: Path) -> str:
 
 
 class Nursery:
-    """Owns the children of one benchmark: `start` them through it, and leaving the `with` ends them all."""
+    """Owns the processes of one benchmark: leaving the `with` ends them all, the whole within about 10 s."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._owned = contextlib.ExitStack()
         self._children: list[Child] = []
+        self._adopted: list[tuple[Callable[[], object], Callable[[], object]]] = []
 
     def start(self, name: str, role: str, spec: Mapping[str, object], threads: int = 1) -> Child:
         """Starts `agora.bench.worker ROLE` with its spec; `threads` is what its numeric libraries may use."""
         command = [sys.executable, "-m", "agora.bench.worker", role, json.dumps(spec)]
         child = Child(name, command, self.folder / f"{name}.log", thread_environment(threads))
-        self._owned.callback(child.close)
         self._children.append(child)
         return child
 
-    def adopt(self, end: Callable[[], object]) -> None:
-        """Calls `end` when the nursery closes, for processes that were started in another way."""
-        self._owned.callback(end)
+    def adopt(self, dismiss: Callable[[], object], end: Callable[[], object]) -> None:
+        """For processes started in another way: `dismiss` tells them to end without waiting, `end` makes sure."""
+        self._adopted.append((dismiss, end))
 
     def close(self) -> None:
-        """Tells all children to end, then ends them one by one, the last started first."""
-        for child in self._children:
-            child.dismiss()
-        self._children.clear()
-        self._owned.close()
+        """Tells all processes to end, then makes sure that they do."""
+        adopted, self._adopted = self._adopted, []
+        children, self._children = self._children, []
+        for dismiss, _ in adopted:
+            dismiss()
+        end_children(children)
+        for _, end in adopted:
+            end()
 
     def __enter__(self) -> Self:
         return self
@@ -187,16 +192,12 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _exited_within(pid: int, wait_s: float) -> bool:
-    """Whether the child ended, without reaping it."""
-    deadline = time.monotonic() + wait_s
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        if time.monotonic() > deadline:
-            return False
+def _await_exits(children: Sequence[Child]) -> None:
+    """Waits until all have exited, at most STOP_S; reaps none."""
+    deadline = time.monotonic() + STOP_S
+    while time.monotonic() < deadline and not all(_exited(child.pid) for child in children):
         time.sleep(0.02)
-    return True
 
 
-def _signal_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
+def _exited(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None

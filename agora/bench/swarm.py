@@ -44,7 +44,7 @@ class SwarmContender:
         file.write_text(manifest_for(self.stages).to_toml(), encoding="utf-8")
         # The daemons look for the corpus beside their own directories; all contenders share one.
         (self._folder / "corpus").symlink_to(self._folder.parent / "corpus")
-        self._nursery.adopt(lambda: demo_peers.stop(self._daemons))
+        self._nursery.adopt(self._dismiss, lambda: demo_peers.stop(self._daemons))
         self._start_one(str(file))
         invite = self._await_invite()
         for _ in range(1, self.stages):
@@ -66,6 +66,11 @@ class SwarmContender:
         window = Window(sum(tokens for _, tokens in counted), counted[-1][0] - first)
         self._rest()
         return window
+
+    def _dismiss(self) -> None:
+        for daemon in self._daemons:
+            if daemon.alive:
+                daemon.process.terminate()
 
     def _start_one(self, run: str) -> None:
         threads = stage_threads(self.stages)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agora.bench.children import BenchFailed, Child, Nursery
+from agora.bench.children import BenchFailed, Child, Nursery, end_children
 
 pytestmark = pytest.mark.process
 
@@ -69,6 +69,17 @@ def test_a_death_is_told_at_once_with_its_reason(children: list[Child], tmp_path
         start(children, tmp_path, DYING).hear(30)
 
 
+def test_many_stubborn_children_end_together(
+    children: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agora.bench.children.STOP_S", 0.5)
+    stubborn = [start(children, tmp_path, FORKING) for _ in range(4)]
+    for child in stubborn:
+        child.hear(30)
+    end_children(stubborn)
+    assert all(gone(child.pid) for child in stubborn)
+
+
 def test_what_a_child_forked_ends_with_it(
     children: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +96,7 @@ def test_what_a_child_forked_ends_with_it(
 def test_a_nursery_ends_everything_also_when_the_bench_fails(tmp_path: Path) -> None:
     ended: list[str] = []
     with pytest.raises(BenchFailed), Nursery(tmp_path) as nursery:
-        nursery.adopt(lambda: ended.append("adopted"))
+        nursery.adopt(lambda: ended.append("told"), lambda: ended.append("ended"))
         nursery.start("nonsense", "no-such-role", {}).hear(60)
-    assert ended == ["adopted"]
+    assert ended == ["told", "ended"]
     assert "usage: python -m agora.bench.worker" in (tmp_path / "nonsense.log").read_text()
