@@ -21,7 +21,7 @@ from torch import Tensor
 from agora.codec import all_finite, codec_by_name, decode_tokens
 from agora.observe.events import Report, TaskFailed
 from agora.train.device import DeviceQueue, DeviceStatistics, Priority, choose_device, has_native_bf16
-from agora.train.held import LIMIT_PER_SEAT
+from agora.train.held import LIMIT_PER_SEAT, Held
 from agora.train.span import SpanTrainer, StageProgress
 
 DEFAULT_IN_FLIGHT = 32
@@ -114,10 +114,15 @@ class Compute:
         `train`, what the backward needs is held until `backward`, `forget`, or another forward of the same microbatch.
         """
         priority = Priority.FORWARD if train else Priority.EVALUATE
-        undo = (lambda: self.forget(microbatch)) if train else None
-        return await self._queue.run(
+
+        def undo(nobodys: tuple[WireTensor, Held | None]) -> None:
+            if nobodys[1] is not None:
+                self._trainer.held.forget_this(microbatch, nobodys[1])
+
+        output, _ = await self._queue.run(
             priority, self._forward, microbatch, first, boundary, tokens, train, abandoned=undo
         )
+        return output
 
     async def finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
@@ -128,19 +133,20 @@ class Compute:
             priority, self._finish, microbatch, first, boundary, tokens, train, then=self._trainer.take_due_steps
         )
 
-    async def backward(self, microbatch: MicrobatchId, gradient: WireTensor) -> Backward:
+    async def backward(self, microbatch: MicrobatchId, gradient: WireTensor, first: int | None = None) -> Backward:
         """Adds the microbatch's gradients to the sums and counts its tokens in every stage that it went through.
 
-        gradient: of the loss sum with respect to what `forward` returned. After a ProtocolError the forward is still
+        gradient: of the loss sum with respect to what `forward` returned. first: the stage that this forward entered;
+        without it a microbatch held twice, from two stages, is a LocalError. After a ProtocolError the forward is still
         held, so that a gradient from another peer can follow; after any other error it is gone.
         """
         return await self._queue.run(
-            Priority.BACKWARD, self._backward, microbatch, gradient, then=self._trainer.take_due_steps
+            Priority.BACKWARD, self._backward, microbatch, gradient, first, then=self._trainer.take_due_steps
         )
 
-    def forget(self, microbatch: MicrobatchId) -> None:
-        """Frees a forward that will have no backward; does nothing when there is none."""
-        self._trainer.held.forget(microbatch)
+    def forget(self, microbatch: MicrobatchId, first: int | None = None) -> None:
+        """Frees a forward that will have no backward (all of the microbatch's, or the one that entered at `first`)."""
+        self._trainer.held.forget(microbatch, first)
 
     def progress(self) -> list[StageProgress]:
         """How far each stage of the span is, in order."""
@@ -163,12 +169,13 @@ class Compute:
 
     def _forward(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
-    ) -> WireTensor:
+    ) -> tuple[WireTensor, Held | None]:
         if first not in self.span or self.span.last == self._last_stage:
             raise NotMyStage(f"stages {first} to {self.span.last} cannot run forward here; this peer holds {self.span}")
         with _device_errors():
             entry, ids = self._decode(microbatch, first, boundary, tokens)
-            return self._codec.encode(self._trainer.forward(microbatch, first, entry, ids, train))
+            output, held = self._trainer.forward(microbatch, first, entry, ids, train)
+            return self._codec.encode(output), held
 
     def _finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
@@ -182,11 +189,11 @@ class Compute:
             encoded = None if gradient is None else self._codec.encode(gradient)
         return Finished(loss_sum, supervised, encoded, time.perf_counter() - begun)
 
-    def _backward(self, microbatch: MicrobatchId, gradient: WireTensor) -> Backward:
+    def _backward(self, microbatch: MicrobatchId, gradient: WireTensor, first: int | None) -> Backward:
         begun = time.perf_counter()
         with _device_errors():
             decoded = self._decode_finite(microbatch, self.span.last, gradient, "gradient")
-            result, forward_s = self._trainer.backward(microbatch, decoded)
+            result, forward_s = self._trainer.backward(microbatch, decoded, first)
             encoded = None if result is None else self._codec.encode(result)
         return Backward(encoded, forward_s + time.perf_counter() - begun)
 

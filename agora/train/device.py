@@ -59,7 +59,7 @@ class _Job:
         priority: Priority,
         call: Callable[[], Any],
         then: Callable[[], None] | None,
-        abandoned: Callable[[], None] | None,
+        abandoned: Callable[[Any], None] | None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
@@ -106,13 +106,13 @@ class DeviceQueue:
         function: Callable[[*Ts], T],
         *args: *Ts,
         then: Callable[[], None] | None = None,
-        abandoned: Callable[[], None] | None = None,
+        abandoned: Callable[[T], None] | None = None,
     ) -> T:
         """The result of `function(*args)`, computed on the device thread.
 
         `then` runs right after the result was handed back and before any other job: work that nobody needs to wait for.
         When the waiter is cancelled, a job still queued is dropped; one that already runs is finished, and if it
-        succeeds `abandoned` is called on the loop, so that its effects can be undone.
+        succeeds `abandoned` is called with its result on the loop, so that its effects can be undone.
         Raises Busy at once when `limit` jobs of this priority wait, DeviceError when the thread is gone or closing.
         """
         job = _Job(priority, lambda: function(*args), then, abandoned)
@@ -246,14 +246,14 @@ def _settle(job: _Job, result: object, error: Exception | None) -> None:
         else:
             job.future.set_exception(error)
     elif error is None and job.future.cancelled() and job.abandoned is not None:
-        job.abandoned()
+        job.abandoned(result)
 
 
 def _undo_delivered(job: _Job) -> None:
     """The outcome arrived in the same turn of the loop as the cancellation: it is there, and nobody takes it."""
     delivered = job.future.done() and not job.future.cancelled()
     if delivered and job.future.exception() is None and job.abandoned is not None:
-        job.abandoned()
+        job.abandoned(job.future.result())
 
 
 def choose_device(name: str) -> torch.device:

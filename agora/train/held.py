@@ -5,6 +5,7 @@ Knows: what is kept of a forward. Must not know: how forwards are computed, opti
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from agora_protocol.errors import Busy, LocalError
@@ -47,34 +48,58 @@ class Held:
 
 
 class HeldForwards:
-    """All of them, by microbatch; bounded. `forget` may be called from any thread, the rest on the device thread."""
+    """All of them, by microbatch and entered stage: a microbatch may pass a span twice, entered at different stages.
+
+    Bounded. `forget` may be called from any thread, the rest on the device thread.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._held: dict[MicrobatchId, Held] = {}
+        self._held: dict[tuple[MicrobatchId, int], Held] = {}
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def check_room(self, microbatch: MicrobatchId) -> None:
+    def check_room(self, microbatch: MicrobatchId, first: int) -> None:
         """Raises Busy when one more microbatch would exceed the limit."""
-        if len(self._held) >= self._limit and microbatch not in self._held:
+        if len(self._held) >= self._limit and (microbatch, first) not in self._held:
             raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
 
     def keep(self, microbatch: MicrobatchId, held: Held) -> None:
-        """Replaces what an earlier forward of the same microbatch left."""
-        self._held[microbatch] = held
+        """Replaces what an earlier forward of the same microbatch from the same stage left."""
+        with self._lock:
+            self._held[microbatch, held.first] = held
 
-    def take(self, microbatch: MicrobatchId) -> Held:
-        """Removes and returns it; raises LocalError when it was forgotten or never there."""
-        held = self._held.pop(microbatch, None)
-        if held is None:
-            raise LocalError(f"no forward of microbatch {microbatch.hex()} is held here; it has to be sent again")
-        return held
+    def take(self, microbatch: MicrobatchId, first: int | None = None) -> Held:
+        """Removes and returns what is held of the microbatch, entered at `first` (None: wherever it was entered).
 
-    def forget(self, microbatch: MicrobatchId) -> None:
+        Raises LocalError when it was forgotten or never there, or when None does not say which of two is meant.
+        """
+        with self._lock:
+            found = self._keys(microbatch, first)
+            if len(found) > 1:
+                raise LocalError(f"microbatch {microbatch.hex()} is held from stages {found[0][1]} and {found[1][1]}")
+            if not found:
+                raise LocalError(f"no forward of microbatch {microbatch.hex()} is held here; it has to be sent again")
+            return self._held.pop(found[0])
+
+    def forget(self, microbatch: MicrobatchId, first: int | None = None) -> None:
         """Frees what is held of it, if anything."""
-        self._held.pop(microbatch, None)
+        with self._lock:
+            for key in self._keys(microbatch, first):
+                del self._held[key]
+
+    def forget_this(self, microbatch: MicrobatchId, held: Held) -> None:
+        """Frees exactly this forward; one that has replaced it stays."""
+        with self._lock:
+            if self._held.get((microbatch, held.first)) is held:
+                del self._held[microbatch, held.first]
+
+    def _keys(self, microbatch: MicrobatchId, first: int | None) -> list[tuple[MicrobatchId, int]]:
+        if first is not None:
+            return [(microbatch, first)] if (microbatch, first) in self._held else []
+        return [key for key in self._held if key[0] == microbatch]
 
     def live_graphs(self) -> int:
         """How many keep their graph."""

@@ -93,8 +93,11 @@ class SpanTrainer:
 
     # --- a microbatch's way through the span
 
-    def forward(self, microbatch: MicrobatchId, first: int, entry: Tensor, tokens: Tensor, train: bool) -> Tensor:
-        """Runs stages `first` to the span's last; the boundary that leaves it, [b, s, d], without a graph.
+    def forward(
+        self, microbatch: MicrobatchId, first: int, entry: Tensor, tokens: Tensor, train: bool
+    ) -> tuple[Tensor, Held | None]:
+        """Runs stages `first` to the span's last; the boundary that leaves it, [b, s, d], without a graph, and what is
+        held for the backward (None unless `train`).
 
         entry: float32 [b, s, d], or token ids [b, s] at stage 0. tokens: [b, s + 1]; the last s are the targets.
         Raises NonFinite, and Busy (when `train`) as long as too many microbatches wait for their backward.
@@ -102,8 +105,8 @@ class SpanTrainer:
         context = Context(tokens[:, :-1])
         if not train:
             with torch.no_grad():
-                return self._run(first, entry, context)
-        self.held.check_room(microbatch)
+                return self._run(first, entry, context), None
+        self.held.check_room(microbatch, first)
         begun = time.perf_counter()
         output, banks = self._forward_for_training(first, entry, context)
         result = output.detach()
@@ -113,7 +116,7 @@ class SpanTrainer:
         if banks:
             held.output, held.banks = output, banks
         self.held.keep(microbatch, held)
-        return result
+        return result, held
 
     def finish(
         self, microbatch: MicrobatchId, first: int, entry: Tensor, tokens: Tensor, train: bool
@@ -139,14 +142,17 @@ class SpanTrainer:
         self._count(microbatch, first, supervised, steps)
         return loss_sum, supervised, gradient
 
-    def backward(self, microbatch: MicrobatchId, gradient: Tensor) -> tuple[Tensor | None, float]:
+    def backward(
+        self, microbatch: MicrobatchId, gradient: Tensor, first: int | None = None
+    ) -> tuple[Tensor | None, float]:
         """Adds this microbatch's gradients to the sums; the gradient of its entry (None at stage 0), and the seconds
         that its forward took.
 
-        gradient: float32 [b, s, d], finite, with respect to what `forward` returned. Raises LocalError when no forward
-        is held, NonFinite when a computed gradient is not finite; then nothing was added, and it is held no more.
+        gradient: float32 [b, s, d], finite, with respect to what `forward` returned. first: where it entered, needed
+        only when it entered twice. Raises LocalError when no forward is held, NonFinite when a computed gradient is not
+        finite; then nothing was added, and it is held no more.
         """
-        held = self.held.take(microbatch)
+        held = self.held.take(microbatch, first)
         output, banks = held.output, held.banks
         if output is None:
             with torch.enable_grad():

@@ -268,6 +268,44 @@ def test_a_forgotten_microbatch_has_to_be_sent_again() -> None:
     with_compute("0", test)
 
 
+def test_a_microbatch_that_enters_a_span_twice_keeps_its_two_forwards_apart() -> None:
+    """A caller that lost patience asks another peer, and that one may enter this span one stage later."""
+    manifest = small_manifest(stages={"count": 4})
+
+    async def whole() -> None:
+        async with pipeline_of(manifest, ["1-2", "1-2"], report=Events()) as (both, alone):
+            expected = {}
+            for first in (1, 2):
+                await alone.forward(M, first, a_boundary(), a_batch(), True)
+                expected[first] = values_of((await alone.backward(M, a_boundary())).gradient)
+                await both.forward(M, first, a_boundary(), a_batch(), True)
+            with pytest.raises(LocalError, match="from stages 1 and 2"):
+                await both.backward(M, a_boundary())
+            for first in (1, 2):
+                gradient = (await both.backward(M, a_boundary(), first)).gradient
+                np.testing.assert_array_equal(values_of(gradient), expected[first])
+            await both.forward(M, 1, a_boundary(), a_batch(), True)
+            await both.forward(M, 2, a_boundary(), a_batch(), True)
+            both.forget(M, 2)
+            assert (await both.backward(M, a_boundary())).gradient is not None
+
+    asyncio.run(whole())
+
+
+def test_undoing_an_abandoned_forward_spares_the_one_that_replaced_it() -> None:
+    async def test(compute: Compute) -> None:
+        held = compute._trainer.held
+        await compute.forward(M, 0, None, a_batch(), True)
+        old = held._held[M, 0]
+        await compute.forward(M, 0, None, a_batch(), True)
+        held.forget_this(M, old)
+        assert len(held) == 1
+        held.forget_this(M, held._held[M, 0])
+        assert len(held) == 0
+
+    with_compute("0", test)
+
+
 def test_a_forward_whose_waiter_goes_away_leaves_nothing_behind() -> None:
     entered, opened = threading.Event(), threading.Event()
     armed = False
@@ -329,7 +367,7 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
 def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
     async def test(compute: Compute) -> None:
         await compute.forward(M, 0, None, a_batch(), True)
-        held_s = compute._trainer.held._held[M].seconds
+        held_s = compute._trainer.held._held[M, 0].seconds
         assert (await compute.backward(M, a_boundary())).busy_s > held_s > 0
 
     with_compute("0", test)

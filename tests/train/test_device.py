@@ -123,7 +123,7 @@ def test_a_cancelled_waiters_queued_job_never_runs_and_frees_its_place() -> None
 def test_a_job_cancelled_while_it_runs_is_finished_and_undone() -> None:
     async def test(queue: DeviceQueue) -> None:
         gate, undone = Gate(), asyncio.Event()
-        task = asyncio.ensure_future(queue.run(Priority.FORWARD, gate, abandoned=undone.set))
+        task = asyncio.ensure_future(queue.run(Priority.FORWARD, gate, abandoned=lambda result: undone.set()))
         await asyncio.to_thread(gate.entered.wait, 30)
         task.cancel()
         await asyncio.sleep(0)

@@ -41,7 +41,7 @@ class Bench:
 
     def forward(self, number: int) -> Tensor:
         tokens = self.batches[number]
-        return self.trainer.forward(microbatch_id(number), 0, tokens[:, :-1], tokens, True)
+        return self.trainer.forward(microbatch_id(number), 0, tokens[:, :-1], tokens, True)[0]
 
     def backward(self, number: int) -> None:
         assert self.trainer.backward(microbatch_id(number), self.gradients[number])[0] is None
@@ -226,7 +226,7 @@ def test_a_failure_in_the_middle_of_a_backward_adds_nothing_at_all() -> None:
 def test_forgetting_frees_the_graph_and_the_former_weights() -> None:
     bench = Bench("keep")
     bench.forward(0)
-    graph = weakref.ref(bench.trainer.held._held[microbatch_id(0)].output)
+    graph = weakref.ref(bench.trainer.held._held[microbatch_id(0), 0].output)
     bench.step_with(1)
     assert bench.alive() == 2
     bench.trainer.held.forget(microbatch_id(0))
