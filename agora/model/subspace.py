@@ -20,7 +20,9 @@ from agora.model.stage import Context, Stage, stage_loss
 __all__ = ["Context", "SubspaceStage", "rotate", "rotation_table", "stage_loss"]
 
 WEIGHT_STD = 0.02
-EMBEDDING_STD = 0.02
+# Held-out loss of the tiny preset after 40 steps of 16,384 bytes of stdlib text: 2.32 with 0.02, 2.26 with 0.05. A head
+# of 0.02 instead of 1 / sqrt(width) was 0.2 behind after 40 steps of 4,096 bytes.
+EMBEDDING_STD = 0.05
 
 
 class Linear(nn.Module):
@@ -156,7 +158,7 @@ class SubspaceStage(Stage):
         return hidden
 
     def initial_std(self, name: str) -> float | None:
-        """0.02; the projections that write to the residual stream shrink with depth, as 0.02 / sqrt(2 (layer + 1))."""
+        """0.02, over sqrt(2 (layer + 1)) for projections to the residual stream; embedding and head have their own."""
         if "norm." in name:
             return None
         if name == "embedding.weight":

@@ -100,6 +100,7 @@ def test_initial_deviations_follow_depth() -> None:
     assert weights["layers.0.attention.output.weight"].std() == pytest.approx(0.02 / 2**0.5, rel=0.05)
     assert weights["layers.3.feed_forward.down.weight"].std() == pytest.approx(0.02 / 8**0.5, rel=0.05)
     assert weights["head.weight"].std() == pytest.approx(64**-0.5, rel=0.05)
+    assert weights["embedding.weight"].std() == pytest.approx(0.05, rel=0.05)
     assert torch.equal(weights["norm.weight"], torch.ones(64))
 
 
@@ -213,7 +214,7 @@ def test_a_tiny_model_learns_a_sequence_by_heart() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[0] == pytest.approx(3.9, abs=0.7)
+    assert losses[0] == pytest.approx(4.4, abs=0.5), "log of 50 ids, and half the variance of the logits"
     assert losses[-1] < 0.05
 
 
