@@ -86,7 +86,7 @@ def _unreachable(run: str, name: str, why: str, do: str) -> Status:
         "schema": 1,
         "run_id": run,
         "name": name,
-        "step": None,
+        "step": 0,
         "loss": None,
         "tokens_per_second": 0.0,
         "health": {"state": "UNREACHABLE", "why": why, "do": do},
@@ -107,7 +107,7 @@ def _print(status: Status) -> None:
 def header(status: Status) -> list[str]:
     """The run in one line."""
     loss = f"loss {status['loss']:.3f}" if status["loss"] is not None else "no loss yet"
-    step = f"step {status['step']}" if status["step"] is not None else "no step yet"
+    step = f"step {status['step']}"
     run = f"{status['name'] or 'unnamed'} ({status['run_id'][:12] or 'unsigned'})"
     return [f"run     {run}  {step}  {loss}  {status['tokens_per_second']:.0f} tokens/s"]
 

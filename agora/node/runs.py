@@ -125,7 +125,10 @@ def _with_signature(text: str, signed: SignedManifest, source: str) -> str:
     from agora_protocol.manifest import SignedManifest
 
     table = signed.to_toml().rpartition("\n[signed]")[2]
-    whole = f'founder = "{signed.founder}"\n{text.rstrip()}\n\n[signed]{table}'
+    lines = text.rstrip().split("\n")
+    begin = next((i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
+    lines.insert(begin, f'founder = "{signed.founder}"')
+    whole = "\n".join(lines) + f"\n\n[signed]{table}"
     try:
         return whole if SignedManifest.from_toml(whole, source) == signed else signed.to_toml()
     except ManifestError:

@@ -19,6 +19,8 @@ from agora_protocol.errors import LocalError
 from agora_protocol.ids import Span
 
 PREFIX = "AGORA_"
+FLAGS = "the command line"
+ENVIRONMENT = "the environment"
 OTHER_VARIABLES = frozenset({"AGORA_HOME", "AGORA_RUNTIME_DIR", "AGORA_FAULTS", "AGORA_FAULTS_LOG"})
 _HOST_PORT = re.compile(r"(?P<host>\d+\.\d+\.\d+\.\d+):(?P<port>\d+)")
 
@@ -27,6 +29,10 @@ class SettingsError(LocalError):
     """A setting is unknown or impossible; the sentence names where it stands and what would be right."""
 
     code = "settings"
+
+    def __init__(self, text: str, source: str) -> None:
+        super().__init__(text)
+        self.exit_code = 2 if source == FLAGS else 1
 
 
 class Settings(pydantic.BaseModel):
@@ -81,16 +87,16 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
     """The settings in force; `flags` holds only what was given. Raises SettingsError with one sentence."""
     layers: list[tuple[str, dict[str, Any]]] = [
         (str(file), _from_file(file)),
-        ("the environment", _from_environment(environment)),
-        ("the command line", {key: value for key, value in flags.items() if value is not None}),
+        (ENVIRONMENT, _from_environment(environment)),
+        (FLAGS, {key: value for key, value in flags.items() if value is not None}),
     ]
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for source, values in layers:
         for key in values:
             if key not in Settings.model_fields:
-                shown = PREFIX + key.upper() if source == "the environment" else key
-                raise SettingsError(f"{source} sets the unknown {shown}{_nearest(key, source)}")
+                shown = PREFIX + key.upper() if source == ENVIRONMENT else key
+                raise SettingsError(f"{source} sets the unknown {shown}{_nearest(key, source)}", source)
         merged |= values
         origin |= dict.fromkeys(values, source)
     try:
@@ -98,26 +104,26 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
-        reason = first["msg"].removeprefix("Value error, ")
-        raise SettingsError(f"{origin.get(key, 'a setting')} sets {key} wrongly: {reason}; correct it") from None
+        reason, source = first["msg"].removeprefix("Value error, ").rstrip("."), origin.get(key, FLAGS)
+        raise SettingsError(f"{source} sets {key} wrongly: {reason}.", source) from None
 
 
 def _nearest(key: str, source: str) -> str:
     close = difflib.get_close_matches(key, Settings.model_fields, n=1, cutoff=0.5)
     if not close:
         return f"; known are {', '.join(sorted(Settings.model_fields))}"
-    return f"; did you mean {PREFIX + close[0].upper() if source == 'the environment' else close[0]}?"
+    return f"; did you mean {PREFIX + close[0].upper() if source == ENVIRONMENT else close[0]}?"
 
 
 def _from_file(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read {file}: {error}; repair or remove it") from None
+        raise SettingsError(f"cannot read {file}: {error}; repair or remove it", str(file)) from None
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{file} is not TOML: {error}; repair or remove it") from None
+        raise SettingsError(f"{file} is not TOML: {error}; repair or remove it", str(file)) from None
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -1,0 +1,214 @@
+"""Claims about the commands: help, exit codes, one sentence per mistake, and nothing heavy at import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agora.cli import console, main_node, main_swarm, status
+from agora.cli.console import Failure, explain
+from agora.node import asking, paths
+
+Completed = subprocess.CompletedProcess[str]
+COMMANDS = [("node", name) for name in ("join", "leave", "pause", "resume")]
+COMMANDS += [("swarm", name) for name in ("new", "status", "demo", "bench")]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Completed]:
+    """Runs a command in an empty directory, with data and runtime directories of its own."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("AGORA_")}
+    environment = kept | {"AGORA_HOME": str(tmp_path / "home"), "AGORA_RUNTIME_DIR": str(tmp_path / "run")}
+
+    def command(script: str, *arguments: str, **more: str) -> Completed:
+        line = [sys.executable, "-m", f"agora.cli.main_{script}", *arguments]
+        return subprocess.run(
+            line, cwd=tmp_path, env=environment | more, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    return command
+
+
+def one_sentence(done: Completed, code: int, *expected: str) -> None:
+    """The command failed as it should: code, nothing on standard output, one line that says all of it, no traceback."""
+    assert (done.returncode, done.stdout) == (code, ""), done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1 and lines[-1] == errors[0] and "Traceback" not in done.stderr, done.stderr
+    for text in expected:
+        assert text in errors[0]
+
+
+def test_importing_the_commands_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, agora.cli.main_node, agora.cli.main_swarm, agora.cli.join, agora.cli.status, agora.cli.new, "
+        "agora.cli.demo\n"
+        "heavy = {'torch', 'hivemind', 'numpy', 'pydantic', 'libp2p', 'trio', 'uvloop', 'rich', 'cryptography', "
+        "'msgpack', 'agora_protocol.manifest', 'agora.node.node'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_commands_costs_little_more_than_typer() -> None:
+    """A ratio of processor times in one process each, since seconds depend on the machine."""
+    code = "import time; t = time.process_time(); import {0}; print(time.process_time() - t)"
+
+    def seconds(module: str) -> float:
+        command = [sys.executable, "-c", code.format(module)]
+        times = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)]
+        return min(times)
+
+    assert seconds("agora.cli.main_swarm, agora.cli.main_node") < 2.0 * seconds("typer")
+
+
+@pytest.mark.parametrize(("script", "name"), COMMANDS, ids=[f"{s}-{n}" for s, n in COMMANDS])
+def test_every_command_says_what_why_and_an_example(script: str, name: str) -> None:
+    app = main_node.app if script == "node" else main_swarm.app
+    shown = CliRunner().invoke(app, [name, "--help"])
+    assert shown.exit_code == 0
+    assert "Example" in shown.output and len(shown.output.splitlines()) > 8
+    assert f"{'agora-node' if script == 'node' else 'swarm'} {name}" in shown.output
+
+
+def test_what_is_not_built_is_not_in_help_and_says_so() -> None:
+    assert "--link" not in CliRunner().invoke(main_swarm.app, ["demo", "--help"]).output
+
+
+def test_bad_arguments_end_with_2(run: Callable[..., Completed]) -> None:
+    for arguments in (["demo", "--peers", "none"], ["demo", "--nonsense"], ["nonsense"], ["bench"]):
+        assert run("swarm", *arguments).returncode == 2, arguments
+    one_sentence(run("swarm", "demo", "--link", "200,50"), 2, "not built yet")
+    one_sentence(run("swarm", "demo", "--peers", "1"), 2, "give --peers 2")
+    one_sentence(run("swarm", "demo", "--codec", "gzip"), 2, "gzip")
+    one_sentence(run("swarm", "demo", "--preset", "tyni"), 2, "tiny")
+    one_sentence(run("swarm", "new", "x.toml", "--preset", "tyni"), 2, "tiny")
+
+
+def test_new_writes_a_manifest_that_is_read_and_never_over_another(
+    tmp_path: Path, run: Callable[..., Completed]
+) -> None:
+    from agora_protocol.manifest import Manifest
+
+    assert run("swarm", "new", "poems.toml", "--preset", "small").returncode == 0
+    manifest = Manifest.from_toml((tmp_path / "poems.toml").read_text())
+    assert (manifest.name, manifest.model.width) == ("poems", 512)
+    one_sentence(run("swarm", "new", "poems.toml"), 1, "poems.toml exists")
+    one_sentence(run("swarm", "new", "nowhere/poems.toml"), 1, "cannot write nowhere/poems.toml")
+
+
+def test_join_refuses_what_is_wrong_before_it_starts_anything(tmp_path: Path, run: Callable[..., Completed]) -> None:
+    (tmp_path / "typo.toml").write_text("[optimizer]\nlearning_rat = 0.1\n")
+    (tmp_path / "shape.toml").write_text("[model]\nwidth = 130\nheads = 4\n")
+    (tmp_path / "good.toml").write_text("name = 'good'\n")
+    one_sentence(run("node", "join", "typo.toml"), 1, "typo.toml", "learning_rate")
+    one_sentence(run("node", "join", "shape.toml"), 1, "shape.toml", "heads")
+    one_sentence(run("node", "join", "missing.toml"), 2, "missing.toml", "swarm new")
+    one_sentence(run("node", "join", "agora://nonsense"), 2, "invite")
+    one_sentence(run("node", "join", "good.toml", "--stages", "2-1"), 2, "stages")
+    one_sentence(run("node", "join", "good.toml", "--listen", "here"), 2, "'here' is no address")
+    one_sentence(run("node", "join", "good.toml", AGORA_THREDS="2"), 1, "did you mean AGORA_THREADS?")
+    one_sentence(run("node", "join", "good.toml", AGORA_FAULTS="hop.acepted:kill"), 1, "AGORA_FAULTS")
+    (tmp_path / "file").write_text("")
+    one_sentence(run("node", "join", "good.toml", "--dir", "file/x"), 1, "Cannot make", "--dir")
+
+
+def test_join_refuses_an_identity_that_others_can_read(tmp_path: Path, run: Callable[..., Completed]) -> None:
+    (tmp_path / "good.toml").write_text("name = 'good'\n")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "identity.key").write_bytes(b"x" * 68)
+    (tmp_path / "home" / "identity.key").chmod(0o644)
+    one_sentence(run("node", "join", "good.toml"), 1, "chmod 600")
+
+
+def test_telling_a_daemon_that_is_not_there(run: Callable[..., Completed]) -> None:
+    for name in ("leave", "pause", "resume"):
+        one_sentence(run("node", name), 1, "no such daemon", "agora-node join RUN")
+
+
+def test_status_of_a_run_that_nobody_answers_for_is_4_and_still_an_object(
+    tmp_path: Path, run: Callable[..., Completed]
+) -> None:
+    (tmp_path / "good.toml").write_text("name = 'good'\n")
+    done = run("swarm", "status", "good.toml", "--json")
+    value = json.loads(done.stdout)
+    assert done.returncode == 4 and len(done.stdout.splitlines()) == 1
+    assert value["schema"] == 1 and value["health"]["state"] == "UNREACHABLE" and value["health"]["do"]
+    plain = run("swarm", "status", "good.toml")
+    assert plain.returncode == 4 and "health  UNREACHABLE  why: " in plain.stdout
+    one_sentence(run("swarm", "status", "nonsense"), 2, "no run that this machine has joined")
+
+
+def example(state: str) -> dict[str, Any]:
+    peer = {"peer": "12D3KooWExample", "name": "olive-heron", "span": [0, 1], "state": "training", "step": 7}
+    peer |= {"tokens_per_second": 3400.0, "path": "direct", "seen_seconds": 1.2, "note": "late"}
+    stage = {"stage": 0, "replicas": 3, "step": 7, "tokens_per_second": 10400.0}
+    health = {"state": state, "why": "because", "do": None if state == "OK" else "this"}
+    run = {"schema": 1, "run_id": "ab" * 32, "name": "poems", "step": 7, "loss": 2.5, "tokens_per_second": 9870.0}
+    return run | {"health": health, "stages": [stage], "peers": [peer]}
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("OK", 0), ("PAUSED", 0), ("DEGRADED", 3), ("STALLED", 4), ("UNREACHABLE", 4)]
+)
+def test_the_exit_code_of_status_is_the_health(
+    state: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status, "fetch", lambda run, home: example(state))
+    assert status.show("poems", None, watch=False, as_json=True) == code
+    assert json.loads(capsys.readouterr().out) == example(state)
+    assert status.show("poems", None, watch=False, as_json=False) == code
+    shown = capsys.readouterr().out
+    assert f"health  {state}  why: because" in shown and ("do: this" in shown) == (state != "OK")
+    assert "olive-heron" in shown and "0-1" in shown
+
+
+def test_watch_shows_again_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    states = iter(["OK", "DEGRADED"])
+
+    def fetch(run: str, home: paths.Home) -> dict[str, Any]:
+        try:
+            return example(next(states))
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(status, "fetch", fetch)
+    monkeypatch.setattr(status, "WATCH_SECONDS", 0.0)
+    assert status.show("poems", None, watch=True, as_json=False) == 3
+    assert capsys.readouterr().out.count("health  ") == 2
+
+
+def test_a_daemon_of_the_run_is_asked_before_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    entry = paths.Entry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
+    monkeypatch.setattr(paths, "daemons", lambda: [entry])
+    monkeypatch.setattr(asking, "ask", lambda path, question: example("OK") | {"asked": [str(path), question]})
+    found = status.fetch("ab" * 32, paths.Home(tmp_path))
+    assert found["asked"] == ["/nowhere.sock", "status"]
+
+
+def test_unforeseen_errors_leave_a_file_and_no_traceback() -> None:
+    try:
+        raise ZeroDivisionError("division by zero")
+    except ZeroDivisionError as error:
+        text, code = explain(error)
+    assert code == 1 and text.startswith("ZeroDivisionError: division by zero; the details are in ")
+    path = Path(text.split("details are in ")[1].split(",")[0])
+    assert "Traceback" in path.read_text()
+    path.unlink()
+
+
+def test_foreseen_errors_are_their_own_sentence() -> None:
+    from agora_protocol.errors import InputError, ManifestError
+
+    assert explain(Failure("no", 3)) == ("no", 3)
+    assert explain(InputError("no")) == ("no", console.USAGE)
+    assert explain(ManifestError("no")) == ("no", console.FAILED)

@@ -1,0 +1,56 @@
+"""Claims about the checks before joining: measured value, limit, and what to do, in one sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import psutil
+import pytest
+from agora_protocol.errors import DiskError, MemoryError_
+from agora_protocol.ids import Span
+from agora_protocol.manifest import preset
+
+from agora.model import build_stage
+from agora.node import doctor
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskError, match=r"No space left on device\); free some space there, or choose another --dir"):
+        doctor.check_disk(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_nearly_full_disk_names_what_is_free_and_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3 * 2**20))
+    with pytest.raises(DiskError, match="has 3 MiB free and the daemon needs 64 MiB"):
+        doctor.check_disk(tmp_path)
+
+
+def test_too_little_memory_names_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = preset("tiny")
+    with pytest.raises(MemoryError_, match=r"Stages 0-1 need \d+ MiB .* 102 MiB may be used"):
+        doctor.check_memory(manifest, Span(0, 1), 0.1)
+    Memory = namedtuple("Memory", "available")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(50 * 2**20))
+    with pytest.raises(MemoryError_, match="hold fewer stages"):
+        doctor.check_memory(manifest, Span(0, 0), 0.0)
+
+
+def test_parameters_are_counted_as_the_model_has_them() -> None:
+    manifest = preset("tiny", model={"layers": 5}, stages={"count": 3})
+    for stage in range(3):
+        built = build_stage(manifest.model, manifest.layers_of(stage), stage, 3, 0)
+        exact = sum(parameter.numel() for parameter in built.parameters())
+        assert doctor.parameters_of(manifest, Span(stage, stage)) == pytest.approx(exact, rel=0.01)

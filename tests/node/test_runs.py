@@ -1,0 +1,151 @@
+"""Claims about what RUN means: files, invites, names; and about founding a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agora_protocol.errors import AgoraError, InputError, ManifestError
+from agora_protocol.identity import Identity
+from agora_protocol.invite import Invite
+from agora_protocol.manifest import SignedManifest, preset
+
+from agora.node import paths, runs
+from agora.node.paths import Home
+
+ADDRESS = "/ip4/203.0.113.5/tcp/4001/p2p/"
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "run"))
+    paths.make_private(tmp_path / "run")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    made = Home(tmp_path / "home")
+    made.root.mkdir()
+    return made
+
+
+def write(tmp_path: Path, text: str = "") -> Path:
+    path = tmp_path / "poems.toml"
+    path.write_text(text or preset("tiny").replaced(name="poems").to_toml())
+    return path
+
+
+def test_founding_signs_the_file_and_keeps_what_its_author_wrote(tmp_path: Path, home: Home) -> None:
+    path = write(tmp_path, "# my own words\n\nname = 'poems'  # mine, too\n[optimizer]\nlearning_rate = 0.001\n")
+    identity, told = Identity.generate(), []
+    signed, note = runs.sign(runs.resolve(str(path), home), identity, told.append)
+    text = path.read_text()
+    assert text.startswith("# my own words\n\nfounder = ") and "# mine, too" in text and "[signed]" in text
+    assert SignedManifest.from_toml(text) == signed and told == [signed]
+    assert signed.founder == identity.peer and "signed" in note
+    again = runs.resolve(str(path), home)
+    assert again.run == signed.run_id and again.signed == signed
+
+
+def test_two_who_found_from_one_file_found_one_run(tmp_path: Path, home: Home) -> None:
+    path = write(tmp_path)
+    draft = runs.resolve(str(path), home)
+    first, _ = runs.sign(draft, Identity.generate(), lambda signed: None)
+    second, note = runs.sign(draft, Identity.generate(), lambda signed: None)
+    assert second == first and "meanwhile" in note
+
+
+def test_a_read_only_file_stays_unsigned_and_the_run_is_founded_all_the_same(
+    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = write(tmp_path), Path.open
+
+    def read_only(self: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if "+" in mode:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opened(self, mode, *rest, **more)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    signed, note = runs.sign(runs.resolve(str(path), home), Identity.generate(), lambda signed: None)
+    signed.verify()
+    assert "stays unsigned" in note and "[signed]" not in path.read_text()
+
+
+def test_a_draft_is_the_run_that_a_daemon_on_this_machine_founded_from_it(tmp_path: Path, home: Home) -> None:
+    draft = runs.resolve(str(write(tmp_path)), home)
+    assert draft.draft is not None and draft.run == ""
+    signed = SignedManifest.sign(draft.draft, Identity.generate())
+    entry = paths.Entry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
+    other = paths.Entry("b" * 64, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
+    assert draft.is_of(entry) and not draft.is_of(other)
+
+
+def test_a_joined_run_is_found_by_name_and_by_the_beginning_of_its_id(home: Home) -> None:
+    signed = SignedManifest.sign(preset("tiny").replaced(name="poems"), Identity.generate())
+    runs.remember(home, signed)
+    runs.remember_addresses(home, signed.run_id, [ADDRESS + signed.founder])
+    for text in ("poems", signed.run_id, signed.run_id[:8]):
+        found = runs.resolve(text, home)
+        assert (found.run, found.addresses) == (signed.run_id, (ADDRESS + signed.founder,))
+    with pytest.raises(InputError, match="did you mean 'poems'"):
+        runs.resolve("poem", home)
+    twin = SignedManifest.sign(preset("tiny").replaced(name="poems", seed=2), Identity.generate())
+    runs.remember(home, twin)
+    with pytest.raises(InputError, match="Several runs are called 'poems'"):
+        runs.resolve("poems", home)
+
+
+def test_an_invite_is_joined_by_addresses_that_were_remembered(home: Home) -> None:
+    signed = SignedManifest.sign(preset("tiny"), Identity.generate())
+    runs.remember(home, signed)
+    other = "/ip4/203.0.113.6/tcp/4001/p2p/" + Identity.generate().peer
+    runs.remember_addresses(home, signed.run_id, [other])
+    found = runs.resolve(str(Invite(signed.run_id, (ADDRESS + signed.founder,), "poems")), home)
+    assert found.addresses == (ADDRESS + signed.founder, other) and found.signed is None and found.name == "poems"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "expected"),
+    [
+        ("missing.toml", InputError, "write one with `swarm new missing.toml`"),
+        ("somewhere/missing", InputError, "There is no manifest"),
+        ("nonsense", InputError, "no file, no invite and no run"),
+        ("agora://nonsense", InputError, "agora-node join"),
+        (".", InputError, "is a directory"),
+    ],
+)
+def test_what_is_none_of_the_three_is_a_sentence(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, error: type[Exception], expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=expected) as caught:
+        runs.resolve(text, home)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[model]\nwidht = 128\n", "width"),
+        ("[model]\nwidth = 130\nheads = 4\n", "heads"),
+        ("[model]\nlayers = 1\n[stages]\ncount = 2\n", "layer"),
+        ("name = \n", "TOML"),
+        ("\x00", "TOML"),
+    ],
+)
+def test_a_bad_manifest_is_a_sentence_that_names_the_file(home: Home, tmp_path: Path, text: str, expected: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ManifestError, match=expected) as caught:
+        runs.resolve(str(path), home)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_changed_signed_manifest_is_refused(home: Home, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    runs.sign(runs.resolve(str(path), home), Identity.generate(), lambda signed: None)
+    path.write_text(path.read_text().replace("seed = 0", "seed = 1"))
+    with pytest.raises(AgoraError, match="signature"):
+        runs.resolve(str(path), home)

@@ -1,0 +1,173 @@
+"""One daemon's life in real processes: what systemd hears, how it leaves, what ends it, and what a wrong machine says."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agora_protocol.manifest import Manifest, preset
+
+from agora.node import paths
+from tests.process.harness import Daemon, Swarm, swarm
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+def tiny(**sections: object) -> Manifest:
+    """Two stages of almost nothing."""
+    base = preset("tiny", name="daemon").model_dump()
+    base["model"] |= {"width": 32, "subspace": 32, "layers": 2, "heads": 2, "key_value_heads": 1}
+    base["model"] |= {"feed_forward": 64, "context": 32}
+    base["schedule"] |= {"microbatch": 2, "max_in_flight": 4}
+    base["optimizer"] |= {"target_tokens": 512, "warmup_steps": 4}
+    for section, values in sections.items():
+        base[section] |= values  # type: ignore[operator]
+    return Manifest.model_validate(base)
+
+
+def heard(channel: socket.socket) -> list[str]:
+    """Every line that came so far."""
+    lines: list[str] = []
+    while True:
+        try:
+            lines += channel.recv(65536).decode().splitlines()
+        except BlockingIOError:
+            return lines
+
+
+def p2pd_of(daemon: Daemon) -> psutil.Process:
+    """The daemon's network process."""
+    (found,) = [c for c in psutil.Process(daemon.process.pid).children(recursive=True) if "p2pd" in c.name()]
+    return found
+
+
+def test_a_daemons_life_from_ready_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """READY comes after the first hop served and not before; SIGTERM leaves in order; a dead p2pd is a clean end."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    channel.bind(str(tmp_path / "notify"))
+    with channel, swarm(tmp_path, tiny()) as made:
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "60000000")
+        first = made.start("first", "0")
+        monkeypatch.delenv("NOTIFY_SOCKET")
+        made.serving()
+        lines = heard(channel)
+        made.until(
+            lambda: lines.extend(heard(channel)) or "WATCHDOG=1" in lines, "the watchdog to be fed while waiting"
+        )
+        assert "READY=1" not in lines
+        assert any(line.startswith("STATUS=") and "waiting for a peer of stage 1" in line for line in lines)
+        assert first.ask("status")["health"]["state"] == "STALLED"
+
+        second = made.start("second", "1")
+        made.until(lambda: lines.extend(heard(channel)) or "READY=1" in lines, "READY after the first hop")
+        assert first.of("FirstHopServed") and first.of("MicrobatchCounted")
+        a_second_daemon_on_the_directory_is_refused(made, first)
+
+        p2pd_of(second).kill()
+        assert second.process.wait(20) == 1
+        assert "p2pd ended by itself" in second.log().splitlines()[-1]
+        second.ended = True
+        assert not paths.socket_of(paths.Home(second.root)).exists()
+
+        leaves_within_ten_seconds(first)
+        lines += heard(channel)
+        assert "STOPPING=1" in lines
+        assert first.of("StateChanged", state="left")
+
+
+def a_second_daemon_on_the_directory_is_refused(made: Swarm, daemon: Daemon) -> None:
+    command = [sys.executable, "-m", "agora.cli.main_node", "join", str(made.file), "--dir", str(daemon.root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"in use by the daemon with pid {daemon.process.pid}" in done.stderr
+
+
+def leaves_within_ten_seconds(daemon: Daemon) -> None:
+    """With microbatches in flight that nobody downstream will ever answer."""
+    began = time.monotonic()
+    daemon.kill(signal.SIGTERM)
+    assert daemon.process.wait(15) == 0
+    assert time.monotonic() - began < 10.0
+    assert not paths.socket_of(paths.Home(daemon.root)).exists()
+
+
+def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny()) as made:
+        daemon = made.start("whole", "0-1")
+        made.until(lambda: made.completed(daemon) > 3, "it to train alone, holding both stages")
+        assert daemon.ask("evaluate", timeout_s=60, batches=2)["loss"] > 0
+        daemon.ask("pause")
+        made.until(lambda: daemon.ask("report")["in_hand"] == 0, "what is in hand to be finished")
+        assert daemon.ask("status")["health"]["state"] == "PAUSED"
+        before = made.completed(daemon)
+        daemon.ask("resume")
+        made.until(lambda: made.completed(daemon) > before, "it to go on after the pause")
+        report = daemon.ask("report")
+        assert report["microbatches"]["dropped"] == 0 and report["bytes"]["boundary"] == 0
+        assert sum(report["staleness"]["0"]) > 0 and 0 < report["busy_fraction"] <= 1
+        daemon.process.send_signal(signal.SIGSTOP)  # both signals are pending before it can act on the first
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        daemon.process.send_signal(signal.SIGCONT)
+        assert daemon.process.wait(10) in (0, 1)
+        assert time.monotonic() - began < 5.0
+        daemon.ended = True
+
+
+def join(
+    made: Swarm, name: str, *flags: str, limit: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A join that is expected to fail."""
+    command = [sys.executable, "-m", "agora.cli.main_node", "join", str(made.file), "--dir", str(made.directory / name)]
+    command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--stages", "0", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit)
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny()) as made, socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = last_line(join(made, "taken", "--listen", f"127.0.0.1:{port}"))
+        assert str(port) in said and "--listen" in said
+
+
+def test_an_unreadable_corpus_is_one_sentence(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(data={"corpus": [str(tmp_path / "poems.txt")]})) as made:
+        said = last_line(join(made, "corpus"))
+        assert "poems.txt" in said
+        assert not list(paths.runtime_directory().glob(f"{paths.Home(tmp_path / 'corpus').name}*"))
+
+
+def test_a_disk_that_fills_up_is_one_sentence(tmp_path: Path) -> None:
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    with swarm(tmp_path, tiny()) as made:
+        said = last_line(join(made, "full", limit=small_files))
+        assert "corpus" in said and ("space" in said or "--dir" in said), said
+
+
+@pytest.fixture(autouse=True)
+def private_runtime_directory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Daemons of these tests are not found by others of this user."""
+    directory = Path("/tmp") / f"agora-test-{os.getpid()}"
+    monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(directory))
+    yield
+    if directory.exists():
+        assert not list(directory.glob("*.sock"))

@@ -1,0 +1,91 @@
+"""The demo as a user runs it: a command line, a JSON object, an exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+DEMO = [sys.executable, "-m", "agora.cli.main_swarm", "demo", "--peers", "2", "--stages", "2"]
+
+
+def daemons_of(directory: Path) -> list[int]:
+    """Processes whose command line names the directory."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(directory) in part for part in process.info["cmdline"] or []) and "join" in process.info["cmdline"]:
+            found.append(process.pid)
+    return found
+
+
+def test_a_small_demo_trains_and_prints_the_contracts_object(tmp_path: Path) -> None:
+    directory = tmp_path / "demo"
+    command = [*DEMO, "--steps", "3", "--seed", "1", "--dir", str(directory), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    value = json.loads(done.stdout)
+    assert (value["schema"], value["peers"], value["stages"], value["steps"]) == (1, 2, 2, 3)
+    assert len(value["run_id"]) == 64 and value["steps_taken"] >= 3
+    assert value["tokens"] >= 3 * 16384
+    assert value["tokens_per_second"] == pytest.approx(value["tokens"] / value["seconds"], rel=0.01)
+    loss = value["loss"]
+    assert 4.5 < loss["first"] < 7 and loss["eval"] < loss["first"]
+    microbatches = value["microbatches"]
+    assert microbatches["completed"] == value["tokens"] // 1024
+    assert (microbatches["dropped"], microbatches["counted_twice"], microbatches["abandoned_by_killed_origin"]) == (
+        0,
+        0,
+        0,
+    )
+    assert (value["peers_killed"], value["peers_joined"]) == (0, 2)
+    assert set(value["averaging"]) == {"rounds", "participation", "failed_parts"}
+    # Every microbatch crosses once forward and once back, 8 x 128 x 128 bf16 values each way; evaluations cross once.
+    boundary = 8 * 128 * 128 * 2
+    assert value["bytes"]["boundary"] >= 2 * boundary * microbatches["completed"]
+    assert 0 < value["first_microbatch_seconds"] < value["total_seconds"]
+    steps = [step["name"] for step in value["start_steps"]["0"]]
+    assert steps == [
+        *("identity", "imports", "manifest", "host", "bootstrap", "doctor"),
+        *("directory", "placement", "corpus", "model", "serve"),
+    ]
+    assert sorted(value["spans"].values()) == [[0, 0], [1, 1]]
+    assert not daemons_of(directory)
+    assert (directory / "run.toml").exists() and (directory / "peer-1" / "events.jsonl").exists()
+
+
+def test_ctrl_c_stops_the_demo_and_every_daemon(tmp_path: Path) -> None:
+    directory = tmp_path / "demo"
+    process = subprocess.Popen([*DEMO, "--steps", "100000", "--dir", str(directory)], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not daemons_of(directory):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(20) == 1
+        assert time.monotonic() - began < 14
+        assert process.stderr is not None and "stopped" in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+    assert not daemons_of(directory)
+
+
+def test_a_daemon_that_ends_by_itself_ends_the_demo_with_its_words(tmp_path: Path) -> None:
+    missing = str(tmp_path / "poems.txt")
+    command = [*DEMO, "--steps", "3", "--data", missing, "--dir", str(tmp_path / "demo"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "peer 0 ended by itself with exit code 1" in done.stderr and missing in done.stderr
+    assert not daemons_of(tmp_path / "demo")
