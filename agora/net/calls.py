@@ -222,7 +222,12 @@ class Network:
         if dial is None:
             dial = self._dials[peer] = asyncio.create_task(self._open(peer), name=f"dial {peer}")
             dial.add_done_callback(lambda done: self._dialled(peer, done))
-        return await asyncio.shield(dial)
+        try:
+            return await asyncio.shield(dial)
+        except asyncio.CancelledError:
+            if dial.cancelled() and not _being_cancelled():
+                raise ConnectionBroken("this peer is leaving") from None
+            raise
 
     def _dialled(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
         self._dials.pop(peer, None)
@@ -261,7 +266,7 @@ class Network:
     def _accept(self, stream: FrameStream, peer: PeerId, path: str) -> None:
         try:
             self._refuse_shut_out(peer)
-            if self._leaving or sum(map(len, self._connections.values())) >= self.limits.max_connections:
+            if self._leaving or not self._make_room():
                 raise Refused("This peer takes no more connections now; try another.")
         except Refused as error:
             stream.send_small(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
@@ -273,6 +278,17 @@ class Network:
         connection = Connection(self, stream, peer, opened=False, path=path)
         self._register(connection)
         self.spawn(self._greet(connection))
+
+    def _make_room(self) -> bool:
+        """Whether one more connection may come; observers, and who has not said HELLO yet, give way to newcomers."""
+        connections = self._all()
+        if len(connections) < self.limits.max_connections:
+            return True
+        for connection in connections:
+            if connection.observer and not connection.opened:
+                connection.break_("others need the room")
+                return True
+        return False
 
     async def _greet(self, connection: Connection) -> None:
         with contextlib.suppress(AgoraError):
@@ -334,13 +350,18 @@ class Network:
                 connection.tick(loop.time())
 
 
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def _statistics_of(connections: Sequence[Connection]) -> PeerStatistics:
     measured = [connection.rtt_s for connection in connections if connection.rtt_s is not None]
     return PeerStatistics(
         rtt_s=min(measured, default=None),
         bytes_in=sum(connection.stream.bytes_in for connection in connections),
         bytes_out=sum(connection.stream.bytes_out for connection in connections),
-        open_calls=sum(connection.open_calls for connection in connections),
+        open_calls=sum(connection.owed for connection in connections),
         path=connections[-1].path if connections else "direct",
     )
 

@@ -34,6 +34,7 @@ from agora_protocol.messages import (
 from agora_protocol.tensors import WireTensor
 
 from agora.net.errors import ConnectionBroken
+from agora.net.pulse import Pulse, Verdict
 from agora.net.streams import Frame, FrameStream, Intake
 from agora.net.terms import HeldBytes, IncomingCall, NetLimits, OnProgress, Reply
 
@@ -97,15 +98,12 @@ class Connection:
         self._open: dict[int, _OpenCall] = {}
         self._serving: dict[int, _Serving] = {}
         self._slots = asyncio.Semaphore(min(home.limits.max_calls, MAX_CALLS_PER_CONNECTION))
-        self._owed = 0  # our calls, pings aside, that the peer has not answered
+        self.owed = 0  # our calls, pings aside, that the peer has not answered
         self._reading_bytes = 0  # taken from held bytes for the frame whose payload is arriving
         self._held_here = 0
         self._wanted = 0
         self._out_of_patience = False
-        self._pinged_at: float | None = None
-        self._flushing_at = self._loop.time()
-        self._flushed = 0
-        self._had_backlog = False
+        self._pulse = Pulse(home.limits.silence_s, home.limits.answer_s, self._loop.time())
 
     # --- from HELLO to GOODBYE
 
@@ -126,14 +124,9 @@ class Connection:
         return self._hello is not None and self.broken is None and not self.leaving and self._next <= LAST_CALL - 2
 
     @property
-    def idle(self) -> bool:
-        """Whether no call is open either way."""
-        return not self._owed and not self._serving
-
-    @property
-    def open_calls(self) -> int:
-        """Our calls that wait for an answer."""
-        return self._owed
+    def observer(self) -> bool:
+        """Whether the peer is here only to ask, as far as it has said."""
+        return self._hello is None or not self._hello.run
 
     def say_goodbye(self, error: AgoraError | None = None) -> None:
         """No more calls here; with an error, the connection ends now."""
@@ -144,13 +137,11 @@ class Connection:
 
     def break_(self, reason: str) -> None:
         """Fail every call and cut the stream."""
-        self._fail(reason)
+        self.lost(reason)
         self.stream.abort()
 
     def lost(self, reason: str) -> None:
-        self._fail(reason)
-
-    def _fail(self, reason: str) -> None:
+        """The stream is gone, or as good as: fail every call."""
         if self.broken is not None:
             return
         self.broken = error = ConnectionBroken(reason)
@@ -179,11 +170,11 @@ class Connection:
         The tensors must not change until this returns. Cancelling it tells the peer to stop.
         """
         async with self._slots:
-            self._owed += 1
+            self.owed += 1
             try:
                 return await self._ask(request, tensors, on_progress)
             finally:
-                self._owed -= 1
+                self.owed -= 1
                 self._close_when_left()
 
     async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
@@ -223,28 +214,20 @@ class Connection:
         """Find out whether a peer that owes us something is still there, and show one that sends to us that we are."""
         if self._hello is None or self.broken is not None:
             return
-        self._note_flushing(now)
-        limits = self._home.limits
-        if self.stream.mid_payload and not self.stream.backlog and now - self.stream.last_sent > limits.silence_s / 2:
+        stream = self.stream
+        if stream.mid_payload and not stream.backlog and now - stream.last_sent > self._home.limits.silence_s / 2:
             self._home.spawn(self.ping())  # on a slow link our word that its bytes arrive is all it hears for long
-        if not self._owed or self.stream.reading_held:
-            self._pinged_at = None
-            return
-        heard = max(self.stream.last_heard, self._flushing_at)
-        if self._pinged_at is not None and heard > self._pinged_at:
-            self._pinged_at = None
-        if self._pinged_at is not None and now - self._pinged_at > limits.answer_s:
-            self.break_(f"the peer has been silent for {now - heard:.0f} s")
-        elif self._pinged_at is None and now - heard > limits.silence_s:
-            self._pinged_at = now
+        verdict = self._pulse.judge(
+            now,
+            owed=self.owed > 0 and not stream.reading_held,
+            heard_at=stream.last_heard,
+            flushed=stream.bytes_out - stream.unsent,
+            backlog=stream.backlog,
+        )
+        if verdict is Verdict.PING:
             self._home.spawn(self.ping())
-
-    def _note_flushing(self, now: float) -> None:
-        """Bytes of ours that leave a backlog are a sign of life too: the peer reads, and has nothing to say yet."""
-        backlog, flushed = self.stream.backlog, self.stream.bytes_out - self.stream.unsent
-        if self._had_backlog and flushed > self._flushed:
-            self._flushing_at = now
-        self._flushed, self._had_backlog = flushed, backlog > 0
+        elif verdict is Verdict.GONE:
+            self.break_(f"the peer has been silent for {self._pulse.silent_s(now):.0f} s")
 
     # --- what arrives
 
@@ -287,7 +270,7 @@ class Connection:
         if prefix is not None and prefix.type is FrameType.REQUEST and not self._ours(prefix.call):
             self._refuse(prefix.call, error)
         self.say_goodbye(error)
-        self._fail(f"the peer broke the protocol ({error.code}): {error}")
+        self.lost(f"the peer broke the protocol ({error.code}): {error}")
         self._home.struck(self.peer, error)
 
     def _on_hello(self, hello: Hello) -> None:
@@ -303,7 +286,7 @@ class Connection:
         if problem is not None:
             self._resolve(problem)
             self.say_goodbye(problem)
-            self._fail(str(problem))
+            self.lost(str(problem))
             return
         self._hello = hello
         self._home.ready(self)
@@ -500,7 +483,7 @@ class Connection:
         return encode_frame(FrameType.REFUSAL, number, refusal_to_wire(refusal))
 
     def _close_when_left(self) -> None:
-        if self._peer_leaves and self.idle and self.broken is None:
+        if self._peer_leaves and not self.owed and not self._serving and self.broken is None:
             self.break_("the peer is leaving")  # it waits for us to end the stream, see FrameStream.close
 
 

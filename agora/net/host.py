@@ -42,6 +42,7 @@ OnStream = Callable[[FrameStream, PeerId, str], None]
 
 STARTUP_S: Final = 60.0  # p2pd starts in 0.3 s on an idle machine; many at once on two cores take their turns
 ANSWER_S: Final = 5.0  # p2pd's own questions, which need no network
+LAG_S: Final = 1.0
 LEAVE_S: Final = 3.0  # SIGTERM, then SIGKILL
 SOCKET_PREFIX: Final = "agora-net-"
 
@@ -131,8 +132,8 @@ class Host:
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
         """Connect to the peers these multiaddrs (with /p2p/PEER) lead to; returns how many peers answered.
 
-        Our own addresses are passed over. Raises InputError for an address that is none, and ConnectionBroken when
-        there were peers to connect to and none answered.
+        Our own addresses are passed over. Once one has answered, the others get LAG_S more each. Raises InputError for
+        an address that is none, and ConnectionBroken when there were peers to connect to and none answered.
         """
         by_peer: dict[PeerId, list[str]] = defaultdict(list)
         for address in addresses:
@@ -140,13 +141,22 @@ class Host:
                 raise InputError(f"{address!r} {problem}; it should look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo...")
             by_peer[peer_of_address(address)].append(address)
         by_peer.pop(self.peer, None)
-        reached = await asyncio.gather(
-            *(self.reach(peer, known, timeout_s) for peer, known in by_peer.items()), return_exceptions=True
-        )
-        failed = [result for result in reached if isinstance(result, BaseException)]
-        if failed and len(failed) == len(reached):
-            raise ConnectionBroken(f"none of {len(reached)} peers could be reached: {failed[0]}")
-        return len(reached) - len(failed)
+        running = {asyncio.create_task(self.reach(peer, known, timeout_s)) for peer, known in by_peer.items()}
+        reached, failed = 0, ""
+        try:
+            while running:
+                patience = LAG_S if reached else None
+                done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                reached += sum(task.exception() is None for task in done)
+                failed = next((str(task.exception()) for task in done if task.exception() is not None), failed)
+                if not done:
+                    break
+        finally:
+            for task in running:
+                task.cancel()
+        if by_peer and not reached:
+            raise ConnectionBroken(f"none of {len(by_peer)} peers could be reached: {failed}")
+        return reached
 
     async def reach(self, peer: PeerId, addresses: Iterable[str], timeout_s: float = 10.0) -> None:
         """Have a libp2p connection to `peer`, dialling these addresses where there is none. Raises ConnectionBroken.
@@ -199,10 +209,13 @@ class Host:
         self._sockets.remove()
 
     async def _watch(self) -> None:
-        # hivemind does not look: with its p2pd gone, P2P.is_alive stays True and its calls hang.
-        await self.p2p._child.wait()
+        # hivemind does not look: with its p2pd gone, P2P.is_alive stays True and its calls hang. The same where only
+        # the task that reads p2pd's answers for the DHT has ended.
+        child = asyncio.create_task(self.p2p._child.wait())
+        await asyncio.wait([child, self.p2p._client.control._read_task], return_when=asyncio.FIRST_COMPLETED)
         if not self._closing:
             self.died.set()
+        await child
 
     async def _ask(self, request: Any, timeout_s: float) -> Any:
         stream, response = await self._request(request, FrameLimits(), timeout_s)

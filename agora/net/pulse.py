@@ -1,0 +1,50 @@
+"""When a silent peer counts as gone. Pure: told what a stream has done, at times that are arguments.
+
+Knows two waits: how long a peer that owes an answer may be silent before it is pinged, and how long it has then.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Verdict(Enum):
+    """What to do about a peer now."""
+
+    FINE = "nothing"
+    PING = "ask whether it is there"
+    GONE = "give it up"
+
+
+class Pulse:
+    """Looks at one connection about twice a second."""
+
+    def __init__(self, silence_s: float, answer_s: float, now: float) -> None:
+        self._silence_s, self._answer_s = silence_s, answer_s
+        self._alive_at = now  # when it last showed life, or did not have to
+        self._pinged_at: float | None = None
+        self._flushed = 0
+        self._had_backlog = False
+
+    def judge(self, now: float, *, owed: bool, heard_at: float, flushed: int, backlog: int) -> Verdict:
+        """owed: an answer of the peer is awaited, and we are reading. heard_at: when its last byte came.
+
+        flushed: bytes that have left us so far; backlog: bytes that wait to. Bytes that leave a backlog are a sign of
+        life too: on a slow link the peer is still reading our request, and has nothing to say yet.
+        """
+        if not owed or (self._had_backlog and flushed > self._flushed):
+            self._alive_at = now
+        self._flushed, self._had_backlog = flushed, backlog > 0
+        self._alive_at = max(self._alive_at, heard_at)
+        if not owed or (self._pinged_at is not None and self._alive_at >= self._pinged_at):
+            self._pinged_at = None
+        if self._pinged_at is not None:
+            return Verdict.GONE if now - self._pinged_at > self._answer_s else Verdict.FINE
+        if now - self._alive_at > self._silence_s:
+            self._pinged_at = now
+            return Verdict.PING
+        return Verdict.FINE
+
+    def silent_s(self, now: float) -> float:
+        """For how long there was no sign of life."""
+        return now - self._alive_at

@@ -1,0 +1,166 @@
+"""What callers see when something dies: streams, daemons, whole processes, and peers that fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from agora_protocol.ids import PeerId
+from agora_protocol.messages import GetStatus, Processed
+
+from agora.net.calls import ConnectionBroken, IncomingCall, NetLimits, Reply
+from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, peers, process, run, until
+
+ROOT = Path(__file__).parents[2]
+LIMITS = NetLimits(silence_s=0.6, answer_s=0.4)
+
+
+async def hang(call: IncomingCall) -> Reply:
+    await asyncio.sleep(60)
+    raise AssertionError("nobody waits that long")
+
+
+async def started(task: asyncio.Task[Reply], peer: Peer, callee: PeerId) -> None:
+    """Wait until a call is open."""
+    await until(lambda: callee in peer.network.statistics().peers)
+    await asyncio.sleep(0.1)
+    assert not task.done()
+
+
+@asynccontextmanager
+async def another_process(folder: Path) -> AsyncIterator[tuple[Process, PeerId, list[str], int]]:
+    """A peer in a process of its own, whose handler hangs: (process, peer id, addresses, pid of its p2pd)."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'protocol'}", "OMP_NUM_THREADS": "1"}
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.net.lone_peer", str(folder), cwd=ROOT, env=environment, stdin=PIPE, stdout=PIPE
+    )
+    try:
+        assert child.stdout is not None
+        peer, addresses, daemon = json.loads(await child.stdout.readline())
+        yield child, peer, addresses, daemon
+    finally:
+        if child.returncode is None:
+            child.send_signal(signal.SIGCONT)
+            child.kill()
+        await child.wait()
+
+
+def test_when_a_p2pd_is_killed_both_sides_know_at_once_and_the_callees_work_goes_on() -> None:
+    async def main() -> None:
+        entered, finished = asyncio.Event(), asyncio.Event()
+        calls = []
+
+        async def slow(call: IncomingCall) -> Reply:
+            calls.append(call)
+            entered.set()
+            await asyncio.wait_for(finished.wait(), 20)
+            return Reply(Processed(0.0, 1, 0.0))
+
+        async with peers(echo, slow) as (a, b):
+            call = asyncio.create_task(a.network.call(b.id, process(a.id), boundary(64), deadline=after(20)))
+            await entered.wait()
+            began = time.monotonic()
+            os.kill(b.host.daemon_pid, signal.SIGKILL)
+            with pytest.raises(ConnectionBroken):
+                await call
+            await b.host.died.wait()
+            assert time.monotonic() - began < 2
+            assert calls[0].caller_gone
+            assert b.network.held.used > 0  # the handler was not stopped: its result may be asked for again
+            finished.set()
+            await until(lambda: b.network.held.used == 0)
+            with pytest.raises(ConnectionBroken, match="p2pd is gone"):
+                await b.network.call(a.id, GetStatus(), deadline=after(10))
+            assert not a.host.died.is_set()
+
+    run(main)
+
+
+def test_when_our_own_p2pd_is_killed_our_calls_fail_at_once() -> None:
+    async def main() -> None:
+        async with peers(echo, hang) as (a, b):
+            call = asyncio.create_task(a.network.call(b.id, process(a.id), boundary(64), deadline=after(20)))
+            await started(call, a, b.id)
+            began = time.monotonic()
+            os.kill(a.host.daemon_pid, signal.SIGKILL)
+            with pytest.raises(ConnectionBroken):
+                await call
+            await a.host.died.wait()
+            assert time.monotonic() - began < 2
+            assert not a.network.statistics().peers
+
+    run(main)
+
+
+def test_a_broken_stream_is_opened_again_by_the_next_call() -> None:
+    async def main() -> None:
+        async with peers(echo, echo) as (a, b):
+            for _ in range(3):
+                await a.network.call(b.id, GetStatus(), deadline=after(10))
+                connection = a.network._usable(b.id)
+                assert connection is not None
+                connection.stream.abort()
+                await until(lambda: not a.network.statistics().peers)
+            await b.network.call(a.id, GetStatus(), deadline=after(10))
+
+    run(main)
+
+
+def test_a_large_request_whose_peer_dies_half_way_fails_at_once_and_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        async with peers(echo, echo) as (a, b):
+            await a.network.call(b.id, GetStatus(), deadline=after(10))
+            tensors = boundary(128 * MEGABYTE)
+            call = asyncio.create_task(a.network.call(b.id, process(a.id), tensors, deadline=after(20)))
+            await until(lambda: b.network.statistics().bytes_in > MEGABYTE)
+            assert b.network.held.used > 128 * MEGABYTE
+            connection = b.network._usable(a.id)
+            assert connection is not None
+            connection.stream.abort()
+            with pytest.raises(ConnectionBroken):
+                await call
+            await until(lambda: b.network.held.used == 0)
+
+    run(main)
+
+
+def test_a_stopped_process_is_left_after_silence_and_a_killed_one_at_once_with_its_p2pd(tmp_path: Path) -> None:
+    patience_s = LIMITS.silence_s + LIMITS.answer_s
+
+    async def main() -> None:
+        async with peers(echo, limits=LIMITS) as (a,), another_process(tmp_path) as (child, peer, addresses, daemon):
+            a.network.learn(peer, addresses)
+
+            def hanging() -> asyncio.Task[Reply]:
+                return asyncio.create_task(a.network.call(peer, process(a.id), boundary(64), deadline=after(30)))
+
+            call = hanging()
+            await asyncio.sleep(2.5 * patience_s)
+            assert not call.done()  # its handler hangs, but somebody answers Ping
+            child.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(ConnectionBroken, match="silent"):
+                await call
+            assert time.monotonic() - began < 4 * patience_s
+
+            child.send_signal(signal.SIGCONT)
+            call = hanging()
+            await started(call, a, peer)
+            began = time.monotonic()
+            child.kill()
+            with pytest.raises(ConnectionBroken):
+                await call
+            assert time.monotonic() - began < 2
+            await child.wait()
+            await until(lambda: not Path(f"/proc/{daemon}").exists(), 2)
+
+    run(main, timeout_s=60)

@@ -1,0 +1,242 @@
+"""What a peer that breaks the protocol can do: cost itself its connection, and nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import resource
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from agora_protocol.errors import PROTOCOL_CODES, NotAdmitted
+from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES, PROTOCOL_NAME
+from agora_protocol.messages import (
+    Advance,
+    GetStatus,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Processed,
+    Refusal,
+)
+from hivemind.p2p import PeerID
+
+from agora.net.calls import ConnectionBroken, NetLimits, Struck
+from tests.net.helpers import RUN, Peer, after, boundary, echo, peers, process, run, until
+
+LENIENT = NetLimits(max_payload_bytes=65_536, max_strikes=10**6)
+HELLO = b"".join(encode_frame(FrameType.HELLO, 0, Hello(1, bytes.fromhex(RUN), "raw", ())))
+
+
+class Raw:
+    """A stream to a peer over which a test says whatever it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, *parts: bytes | Sequence[bytes | memoryview]) -> None:
+        for part in parts:
+            self.writer.write(part if isinstance(part, bytes) else b"".join(part))
+
+    async def next(self) -> tuple[Prefix, Message | None]:
+        prefix = Prefix.parse(await self.reader.readexactly(PREFIX_BYTES))
+        message, _ = decode_header(prefix, await self.reader.readexactly(prefix.header_bytes))
+        await self.reader.readexactly(prefix.payload_bytes)
+        return prefix, message
+
+    async def until_goodbye(self) -> list[tuple[Prefix, Message | None]]:
+        """Everything up to the GOODBYE, or to the end of the stream."""
+        seen: list[tuple[Prefix, Message | None]] = []
+        with contextlib.suppress(EOFError, ConnectionError):
+            while not seen or seen[-1][0].type is not FrameType.GOODBYE:
+                seen.append(await self.next())
+        return seen
+
+
+@asynccontextmanager
+async def raw_stream(a: Peer, to: Peer, greet: bytes = HELLO) -> AsyncIterator[Raw]:
+    _, reader, writer = await a.host.p2p.call_binary_stream_handler(PeerID.from_base58(to.id), PROTOCOL_NAME)
+    raw = Raw(reader, writer)
+    try:
+        raw.send(greet)
+        yield raw
+    finally:
+        writer.close()
+
+
+def frames_to_mutate(peer: PeerId) -> list[bytes]:
+    """One good frame of every type that a peer may send unasked."""
+    return [
+        b"".join(encode_frame(FrameType.REQUEST, 1, process(peer), boundary(300))),
+        b"".join(encode_frame(FrameType.REQUEST, 3, Ping())),
+        b"".join(encode_frame(FrameType.REQUEST, 5, GetStatus())),
+        b"".join(encode_frame(FrameType.CANCEL, 7, None)),
+        b"".join(encode_frame(FrameType.PROGRESS, 2, Advance(0, peer, "accepted", 0))),
+        b"".join(encode_frame(FrameType.ANSWER, 2, Processed(0.0, 1, 0.0))),
+        b"".join(encode_frame(FrameType.REFUSAL, 2, Refusal("busy"))),
+        HELLO,
+    ]
+
+
+def mutated(frame: bytes, rng: random.Random) -> bytes:
+    """`frame` with a byte changed, cut out or put in, cut short, doubled, or with another length in its prefix."""
+    data, at = bytearray(frame), rng.randrange(len(frame))
+    match rng.randrange(6):
+        case 0:
+            data[at] ^= 1 << rng.randrange(8)
+        case 1:
+            del data[at : at + rng.randrange(1, 9)]
+        case 2:
+            data[at:at] = rng.randbytes(rng.randrange(1, 9))
+        case 3:
+            del data[at:]
+        case 4:
+            data += frame
+        case 5:
+            data[8:16] = rng.choice([b"\xff" * 8, b"\0" * 8, rng.randbytes(8), b"\0\0\1\0" + rng.randbytes(4)])
+    return bytes(data)
+
+
+def test_400_mutated_streams_end_typed_while_an_honest_peer_is_served_and_memory_stays_bounded() -> None:
+    rng = random.Random(20)
+    ends: Counter[str] = Counter()
+    # Whatever length a mutation made up, this is longer; and it begins no frame.
+    filler = b"\0" * (MAX_HEADER_BYTES + LENIENT.max_payload_bytes + 1024)
+
+    async def attack(a: Peer, victim: Peer, good: list[bytes]) -> None:
+        async with raw_stream(a, victim, greet=mutated(HELLO, rng) if rng.random() < 0.1 else HELLO) as raw:
+            raw.send(*(mutated(rng.choice(good), rng) for _ in range(3)), filler)
+            async with asyncio.timeout(5):
+                *_, (last, message) = await raw.until_goodbye()
+            assert last.type is FrameType.GOODBYE and isinstance(message, Refusal), "no typed end"
+            assert message.code in PROTOCOL_CODES
+            ends[message.code] += 1
+
+    async def main() -> None:
+        async with peers(echo, echo, echo, limits=LENIENT) as (victim, attacker, honest):
+            await attacker.host.connect(victim.addresses)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            served, stop = 0, False
+
+            async def keep_calling() -> None:
+                nonlocal served
+                while not stop:
+                    tensors = boundary(20_000, served)
+                    reply = await honest.network.call(victim.id, process(honest.id), tensors, deadline=after(5))
+                    assert reply.tensors[0].data == tensors[0].data
+                    served += 1
+
+            calling = asyncio.create_task(keep_calling())
+            for _ in range(400):
+                await attack(attacker, victim, frames_to_mutate(attacker.id))
+            stop = True
+            await calling
+            assert served > 50
+            assert sum(ends.values()) == 400
+            assert len(victim.events) == 400 - ends["wrong-run"] - ends["wrong-version"]  # these two cost no strike
+            assert {"bad-frame", "bad-message", "too-large", "out-of-order"} <= ends.keys()
+            await until(lambda: victim.network.held.used == 0)
+            assert victim.network.held.peak <= LENIENT.max_payload_bytes * 4
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+            await attacker.network.call(victim.id, GetStatus(), deadline=after(5))  # it may still behave
+
+    run(main, timeout_s=60)
+
+
+def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None:
+    hello = Hello(1, bytes.fromhex(RUN), "raw", ())
+    too_large = Prefix(FrameType.REQUEST, 1, 40, LENIENT.max_payload_bytes + 1).to_bytes()
+    long_answer = Prefix(FrameType.ANSWER, 2, MAX_HEADER_BYTES + 1, 0).to_bytes()
+
+    def wrong(version: int, run_id: str) -> bytes:
+        return b"".join(encode_frame(FrameType.HELLO, 0, Hello(version, bytes.fromhex(run_id), "raw", ())))
+
+    def request(call: int, message: Message) -> bytes:
+        return b"".join(encode_frame(FrameType.REQUEST, call, message))
+
+    cases: list[tuple[bytes, bytes, str, bool]] = [
+        (b"", request(1, Ping()), "out-of-order", True),
+        (b"", b"\xa6\x09\0\0" + bytes(12), "bad-frame", True),
+        (wrong(7, RUN), b"", "wrong-version", False),
+        (wrong(1, "cd" * 32), b"", "wrong-run", False),
+        (HELLO, b"".join(encode_frame(FrameType.HELLO, 0, hello)), "out-of-order", True),
+        (HELLO, request(2, Ping()), "out-of-order", True),
+        (HELLO, request(1, GetStatus()) + request(1, GetStatus()), "out-of-order", True),
+        (HELLO, too_large, "too-large", True),
+        (HELLO, long_answer, "too-large", True),
+        (HELLO, b"".join(encode_frame(FrameType.ANSWER, 4, Pong())), "bad-message", True),  # 4 was GetStatus
+        (HELLO, b"".join(encode_frame(FrameType.ANSWER, 900, Pong())), "out-of-order", True),
+        (HELLO, b"".join(encode_frame(FrameType.ANSWER, 1, Pong())), "out-of-order", True),
+        (HELLO, b"".join(encode_frame(FrameType.CANCEL, 2, None)), "out-of-order", True),
+        (HELLO, b"".join(request(2 * n + 1, GetStatus()) for n in range(300)), "too-many-calls", True),
+    ]
+
+    async def slow(call: object) -> object:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    async def main() -> None:
+        async with peers(slow, echo, limits=LENIENT) as (victim, a):  # type: ignore[arg-type]
+            await a.host.connect(victim.addresses)
+            for greet, said, code, strikes in cases:
+                victim.events.clear()
+                asked = None
+                async with raw_stream(a, victim, greet) as raw, asyncio.timeout(5):
+                    if greet == HELLO:
+                        await until(lambda: victim.network._usable(a.id) is not None)
+                        asked = asyncio.create_task(victim.network.call(a.id, GetStatus(), deadline=after(5)))
+                        await asyncio.sleep(0)  # a connection begins with a Ping, so this is call 4
+                    raw.send(said)
+                    seen = await raw.until_goodbye()
+                assert isinstance(seen[-1][1], Refusal) and seen[-1][1].code == code, (code, seen)
+                assert [type(event) for event in victim.events] == [Struck] * strikes, code
+                if strikes:
+                    assert victim.events[0].code == code  # type: ignore[union-attr]
+                if asked is not None:
+                    with pytest.raises(ConnectionBroken):
+                        await asked
+
+    run(main)
+
+
+def test_three_strikes_shut_a_peer_out_for_a_while_and_nobody_else() -> None:
+    limits = NetLimits(max_strikes=3, shut_out_s=0.8)
+
+    async def main() -> None:
+        async with peers(echo, echo, echo, limits=limits) as (victim, attacker, honest):
+            await attacker.host.connect(victim.addresses)
+            for _ in range(3):
+                async with raw_stream(attacker, victim) as raw, asyncio.timeout(5):
+                    raw.send(bytes(64))
+                    await raw.until_goodbye()
+            assert [event.shut_out_s > 0 for event in victim.events if isinstance(event, Struck)] == [
+                False,
+                False,
+                True,
+            ]
+            with pytest.raises(NotAdmitted, match="shut out"):
+                await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
+            with pytest.raises(NotAdmitted, match="shut out"):
+                await victim.network.call(attacker.id, GetStatus(), deadline=after(5))
+            await honest.network.call(victim.id, GetStatus(), deadline=after(5))
+            await asyncio.sleep(limits.shut_out_s)
+            await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
+
+    run(main)
+
+
+def test_a_peer_that_says_nothing_is_cut_off() -> None:
+    async def main() -> None:
+        async with peers(echo, echo, limits=NetLimits(hello_s=0.3)) as (victim, a):
+            await a.host.connect(victim.addresses)
+            async with raw_stream(a, victim, greet=b"") as raw, asyncio.timeout(5):
+                await raw.until_goodbye()
+            assert not victim.network.statistics().peers
+
+    run(main)
