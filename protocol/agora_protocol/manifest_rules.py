@@ -112,7 +112,10 @@ def _payload(it: Manifest) -> str | None:
 
 
 def _size(it: Manifest) -> str | None:
-    size = len(it.canonical()) + SIGNING_BYTES
+    try:
+        size = len(it.canonical()) + SIGNING_BYTES
+    except UnicodeEncodeError as error:  # a lone surrogate, where pydantic lets it pass
+        return f"The text {shown(error.object)} is not valid Unicode; write it again."
     if size > MAX_MANIFEST_BYTES:
         return (
             f"The manifest has {size} bytes once signed, more than the {MAX_MANIFEST_BYTES} allowed; "
@@ -202,6 +205,8 @@ def _complaint(first: Mapping[str, Any]) -> str:
             return f"must have at least {limits['min_length']} item"
         case "too_long":
             return f"must have at most {limits['max_length']} items"
+        case "string_unicode":
+            return "must be valid Unicode"
         case "tuple_type":
             return "must be a list"
         case "string_pattern_mismatch":

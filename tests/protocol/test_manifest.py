@@ -151,6 +151,14 @@ def test_a_mistake_is_one_sentence_that_says_what_to_do(text: str, says: str) ->
     assert len(said) < 420 and "\n" not in said and said.endswith((".", "?"))
 
 
+def test_a_file_name_that_is_no_utf8_is_refused() -> None:
+    name = b"caf\xe9.txt".decode(errors="surrogateescape")  # as Python reads it from the command line
+    with pytest.raises(ManifestError, match=r"corpus\[0\] 'caf\\udce9.txt' must be valid Unicode"):
+        preset("tiny", data={"corpus": [name]})
+    with pytest.raises(ManifestError, match=r"'\\ud800' is not valid Unicode; write it again"):
+        preset("tiny", admission={"mode": "listed", "peers": ["\ud800"]})
+
+
 def test_more_mistakes_that_need_values(alice: Identity) -> None:
     for admission, says in (
         ({"mode": "listed", "peers": [alice.peer] * 2}, "one peer twice"),
