@@ -75,7 +75,7 @@ def start(index: int, directory: Path, run: str, threads: int) -> Daemon:
     root.mkdir(mode=0o700)
     command = [sys.executable, "-m", "agora.cli.main_node", "join", run, "--dir", str(root)]
     command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", str(threads)]
-    command += ["--corpus-cache", str(directory / "corpus")]
+    command += ["--corpus-cache", str(directory / "corpus"), "--allow-files"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     with (root / "log.txt").open("wb") as log:
         process = subprocess.Popen(

@@ -51,7 +51,9 @@ def check(plan: Plan) -> None:
     if plan.link is not None:
         raise Failure("--link is not built yet: this version cannot shape links; leave it out", USAGE)
     if plan.peers < plan.stages:
-        raise Failure(f"{plan.peers} peers cannot hold {plan.stages} stages; give --peers {plan.stages} or more", USAGE)
+        raise Failure(
+            f"--peers {plan.peers} cannot hold {plan.stages} stages; give --peers {plan.stages} or more", USAGE
+        )
 
 
 def manifest_of(plan: Plan) -> Manifest:

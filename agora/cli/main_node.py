@@ -47,6 +47,9 @@ def join(
     corpus_cache: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where tokenised texts are kept; default in the data directory.")
     ] = None,
+    allow_files: Annotated[
+        bool, typer.Option("--allow-files", help="Let an invited run read the files that its manifest names.")
+    ] = False,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. Default info.")] = None,
 ) -> None:
     """Join a run and train until stopped.
@@ -67,6 +70,7 @@ def join(
         "stages": stages,
         "listen": tuple(listen) if listen else None,
         "threads": threads,
+        "allow_files": allow_files or None,
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
         "log_level": log_level,
     }

@@ -75,8 +75,9 @@ def demo(
     stages: Annotated[int, typer.Option(min=1, max=64, help="How many stages the model is cut into.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of stage 0 to train.")] = 40,
     data: Annotated[
-        list[str] | None, typer.Option(metavar="stdlib|PATH", help="Text to train on; may be repeated. Default stdlib.")
+        list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on, one or more. Default stdlib.")
     ] = None,
+    more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     preset: Annotated[str, typer.Option(help="The model: tiny or small.")] = "tiny",
     codec: Annotated[str | None, typer.Option(metavar="NAME", help="Boundary codec: bf16 or float32.")] = None,
     link: Annotated[str | None, typer.Option(metavar="RATE,RTT", hidden=True)] = None,
@@ -102,11 +103,13 @@ def demo(
     from agora.cli import demo as command
     from agora.cli.demo_plan import Plan
 
+    if more_data and not data:
+        raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.USAGE)
     plan = Plan(
         peers=peers,
         stages=stages,
         steps=steps,
-        data=tuple(data or ("stdlib",)),
+        data=(*(data or ("stdlib",)), *(more_data or ())),
         preset=preset,
         codec=codec,
         link=link,

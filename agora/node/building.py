@@ -6,7 +6,6 @@ closed in the opposite order by the exit stack, also when a later step fails.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agora_protocol.errors import AgoraError, InputError
+from agora_protocol.errors import AgoraError, InputError, LocalError, NotAdmitted
 from agora_protocol.ids import RunId, Span
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.records import Claim
@@ -24,6 +23,7 @@ from agora.net.calls import HandlerFailed, NetEvent, NetLimits, Network
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.node import doctor, joining, paths, runs
+from agora.node.aside import aside
 from agora.node.batches import OriginBatches
 from agora.node.joining import Unreachable
 from agora.node.parts import Early, Parts, Where
@@ -101,7 +101,7 @@ class Builder:
         """Keeps the manifest, and makes this daemon findable on this machine under its run."""
         where = self._where
         if not signed.manifest.admits(where.peer):
-            raise AgoraError(f"the run admits only listed peers; ask its founder to list {where.peer}")
+            raise NotAdmitted(f"the run admits only listed peers; ask its founder to list {where.peer}")
         runs.remember(where.home, signed)
         paths.make_private(paths.runtime_directory())
         socket, root = str(paths.socket_of(where.home)), str(where.home.root)
@@ -133,6 +133,7 @@ class Builder:
             if signed is not None:
                 known += await joining.neighbours(signed.run_id, os.getpid())
             known = tuple(dict.fromkeys(address for address in known if not address.endswith(host.peer)))
+            self._early.others = known
             reached, reason = 0, "it names no other peer"
             if known:
                 try:
@@ -187,6 +188,7 @@ class Builder:
     async def _corpus(self, signed: SignedManifest, span: Span) -> OriginBatches:
         """The text that this origin draws from; loaded off the loop, since it may be long."""
         where, manifest = self._where, signed.manifest
+        _check_files(where, manifest)
         cache = Path(where.settings.corpus_cache or where.home.corpus)
 
         def load() -> tuple[Sampler, int]:
@@ -196,7 +198,7 @@ class Builder:
             return sampler, len(corpus.tokens)
 
         with self._steps.step("corpus") as note:
-            sampler, count = await asyncio.to_thread(load)
+            sampler, count = await aside(load)
             note.text = f"{count:,} tokens"
         reserved = where.home.manifest(signed.run_id).with_name("drawn.txt")
         return OriginBatches(sampler, where.peer, manifest.schedule.microbatch, reserved, self._report)
@@ -261,6 +263,17 @@ class Builder:
             return Share(origins.index(me), len(origins)) if me in origins else Share()
 
         return Origin(config, hop, batches, self._report, share=share, path_s=hop.path_s)
+
+
+def _check_files(where: Where, manifest: Manifest) -> None:
+    """A manifest that came over the network may not make this machine read its files, unless its owner says so."""
+    sources = [source for source in manifest.data.corpus if source != "stdlib"]
+    sources += [manifest.data.tokenizer] if manifest.data.tokenizer != "bytes" else []
+    if where.run.file is None and sources and not where.settings.allow_files:
+        raise LocalError(
+            f"the run reads files of this machine ({', '.join(sources[:3])}); "
+            "look at them, then join with --allow-files"
+        )
 
 
 def seats(manifest: Manifest) -> int:

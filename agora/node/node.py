@@ -151,8 +151,11 @@ class Node:
         loop = asyncio.get_running_loop()
         until = loop.time() + LEAVE_SECONDS - 3.0
         if not parts.host.died.is_set():
-            async with asyncio.timeout(SAY_SECONDS + ORIGIN_SECONDS):
-                await asyncio.gather(self._say_leaving(parts), self._finish_own(parts))
+            try:
+                async with asyncio.timeout(ORIGIN_SECONDS):
+                    await asyncio.gather(self._say_leaving(parts), self._finish_own(parts))
+            except TimeoutError:
+                self._report(events.TaskFailed("leave", "what was in hand could not be ended in time"))
             await parts.hop.leave(max(0.1, until - loop.time()))
         self._heart.tell_traffic(parts)
 

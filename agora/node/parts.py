@@ -48,6 +48,7 @@ class Early:
 
     addresses: tuple[str, ...] = ()
     signed: SignedManifest | None = None
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

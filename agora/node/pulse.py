@@ -20,6 +20,7 @@ from agora.observe.report import Counters
 TICK_S = 1.0
 TRAFFIC_S = 2.0
 REMEMBER_S = 15.0
+LONELY_S = 10.0
 SILENCE_S = 30.0
 TRIPS = 10.0
 
@@ -56,6 +57,8 @@ class Heart:
                 self.tell_traffic(parts)
             if self._due("remember", REMEMBER_S, now):
                 await asyncio.to_thread(self._remember)
+            if self._due("meet", LONELY_S, now):
+                await self._meet(parts)
             await asyncio.sleep(TICK_S)
 
     def _due(self, what: str, every_s: float, now: float) -> bool:
@@ -107,6 +110,11 @@ class Heart:
         if traffic != self._traffic:
             self._traffic = traffic
             self._report(events.Traffic(*traffic))
+
+    async def _meet(self, parts: Parts) -> None:
+        """Who is alone in the directory asks again at every address it knows; a swarm never stays in two halves so."""
+        if self._early.others and parts.directory.neighbours == 0:
+            await parts.directory.bootstrap(self._early.others, timeout_s=2.0)
 
     def _remember(self) -> None:
         """Keeps addresses of others for the next start; a full disk costs that and nothing else."""

@@ -46,6 +46,7 @@ class Settings(pydantic.BaseModel):
     announce: tuple[str, ...] = ()  # further multiaddrs under which others can reach this peer
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
+    allow_files: bool = False  # whether a manifest that came over the network may name files of this machine
     corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

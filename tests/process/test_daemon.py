@@ -1,4 +1,4 @@
-"""One daemon's life in real processes: what systemd hears, how it leaves, what ends it, and what a wrong machine says."""
+"""One daemon in real processes: what systemd hears, how it leaves, what ends it, what a wrong machine says."""
 
 from __future__ import annotations
 
@@ -152,6 +152,21 @@ def test_an_unreadable_corpus_is_one_sentence(tmp_path: Path) -> None:
         said = last_line(join(made, "corpus"))
         assert "poems.txt" in said
         assert not list(paths.runtime_directory().glob(f"{paths.Home(tmp_path / 'corpus').name}*"))
+
+
+def test_an_invite_may_not_make_this_machine_read_its_files(tmp_path: Path) -> None:
+    (tmp_path / "poems.txt").write_text("so much depends upon a red wheel barrow\n" * 200)
+    with swarm(tmp_path, tiny(data={"corpus": [str(tmp_path / "poems.txt")], "heldout": 0.1})) as made:
+        founder = made.start("founder", "0")
+        made.serving()
+        invite = made.invite_of(founder)
+        command = [sys.executable, "-m", "agora.cli.main_node", "join", invite, "--dir", str(tmp_path / "guest")]
+        command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--stages", "0"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert "poems.txt" in last_line(done) and "--allow-files" in last_line(done)
+        made.start("trusting", "0-1", flags=["--allow-files"])
+        made.serving("trusting")
+        assert set(made.stop().values()) == {0}
 
 
 def test_a_disk_that_fills_up_is_one_sentence(tmp_path: Path) -> None:
