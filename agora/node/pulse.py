@@ -72,7 +72,6 @@ class Heart:
         if first is not None and not self._served:
             self._served = True
             self._report(events.FirstHopServed(parts.span.first, first - began_unix))
-            self._notifier.send(READY=1)
 
     def _judge(self) -> None:
         health = self._facts.health(time.time())
@@ -101,7 +100,11 @@ class Heart:
                 self._notifier.send(EXTEND_TIMEOUT_USEC=120_000_000)
         steps = ", ".join(f"stage {stage} step {step}" for stage, step in sorted(self._counters.steps.items()))
         rate = f"{self._facts.rate.per_second:.0f} tokens/s"
-        self._notifier.send(STATUS=f"{self._health}: {sentence}; {steps or 'no step yet'}; {rate}")
+        status = f"{self._health}: {sentence}; {steps or 'no step yet'}; {rate}"
+        if self._served:  # said again each time: a datagram may be lost, and saying it twice means nothing
+            self._notifier.send(READY=1, STATUS=status)
+        else:
+            self._notifier.send(STATUS=status)
 
     def tell_traffic(self, parts: Parts) -> None:
         """Puts the byte counters into the journal, where they survive a kill."""

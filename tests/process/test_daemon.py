@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,14 +37,25 @@ def tiny(**sections: object) -> Manifest:
     return Manifest.model_validate(base)
 
 
-def heard(channel: socket.socket) -> list[str]:
-    """Every line that came so far."""
-    lines: list[str] = []
-    while True:
-        try:
-            lines += channel.recv(65536).decode().splitlines()
-        except BlockingIOError:
-            return lines
+class Manager:
+    """The service manager's end of sd_notify: reads all the time, since a full queue makes datagrams get lost."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines: list[str] = []
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._channel.bind(str(path))
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while data := self._channel.recv(65536):
+            self.lines += data.decode().splitlines()
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+            end.sendto(b"", self._channel.getsockname())
+        self._thread.join(5)
+        self._channel.close()
 
 
 def p2pd_of(daemon: Daemon) -> psutil.Process:
@@ -53,24 +66,21 @@ def p2pd_of(daemon: Daemon) -> psutil.Process:
 
 def test_a_daemons_life_from_ready_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """READY comes after the first hop served and not before; SIGTERM leaves in order; a dead p2pd is a clean end."""
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-    channel.bind(str(tmp_path / "notify"))
-    with channel, swarm(tmp_path, tiny()) as made:
+    manager = Manager(tmp_path / "notify")
+    lines = manager.lines
+    with contextlib.closing(manager), swarm(tmp_path, tiny()) as made:
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "60000000")
         first = made.start("first", "0")
         monkeypatch.delenv("NOTIFY_SOCKET")
         made.serving()
-        lines = heard(channel)
-        made.until(
-            lambda: lines.extend(heard(channel)) or "WATCHDOG=1" in lines, "the watchdog to be fed while waiting"
-        )
+        made.until(lambda: "WATCHDOG=1" in lines, "the watchdog to be fed while waiting")
         assert "READY=1" not in lines
         assert any(line.startswith("STATUS=") and "waiting for a peer of stage 1" in line for line in lines)
         assert first.ask("status")["health"]["state"] == "STALLED"
 
         second = made.start("second", "1")
-        made.until(lambda: lines.extend(heard(channel)) or "READY=1" in lines, "READY after the first hop")
+        made.until(lambda: "READY=1" in lines, "READY after the first hop")
         assert first.of("FirstHopServed") and first.of("MicrobatchCounted")
         a_second_daemon_on_the_directory_is_refused(made, first)
 
@@ -81,8 +91,7 @@ def test_a_daemons_life_from_ready_to_its_end(tmp_path: Path, monkeypatch: pytes
         assert not paths.socket_of(paths.Home(second.root)).exists()
 
         leaves_within_ten_seconds(first)
-        lines += heard(channel)
-        assert "STOPPING=1" in lines
+        made.until(lambda: "STOPPING=1" in lines, "the manager to hear of the end", 5)
         assert first.of("StateChanged", state="left")
 
 
