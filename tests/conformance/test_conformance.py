@@ -41,7 +41,7 @@ REFUSALS = {
     "unknown_message_kind": "bad-message",
     "unknown_field": "bad-message",
     "answer_as_request": "bad-message",
-    "call_id_of_the_other_side": "bad-frame",
+    "call_id_of_the_other_side": "out-of-order",
     "answer_to_no_call": "out-of-order",
     "deadline_of_zero": "bad-message",
     "deadline_beyond_the_limit": "bad-message",

@@ -18,8 +18,16 @@ PRODUCT = [ROOT / "agora", ROOT / "protocol"]
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
 MAX_PARAMETERS = 9
-# `except Exception` stands only where a task or a process ends. Raise this number only with the reason in the commit.
-BROAD_EXCEPTS = 0
+# `except Exception` stands only where a task, a job or a process ends, and where a library raises nothing narrower. What cleans
+# up and raises again is not counted. A file is added only with the reason in the commit.
+BROAD_EXCEPTS = {
+    "agora/cli/console.py": 1,  # the command ends: a short message and the path of the traceback
+    "agora/data/tokenizer.py": 1,  # the tokenizers extension raises plain Exception for every malformed file
+    "agora/net/connection.py": 1,  # a call's handler ends: its caller gets a typed refusal
+    "agora/net/light.py": 1,  # py-libp2p raises many kinds; each only means that this peer is no help
+    "agora/node/aside.py": 1,  # a piece of work beside the loop ends: whoever waits hears why
+    "agora/train/device.py": 1,  # a job of the device thread ends: whoever waits hears why
+}
 
 
 def product_files() -> list[Path]:
@@ -106,14 +114,14 @@ def test_every_public_class_and_function_has_a_docstring() -> None:
 
 
 def test_broad_excepts_stand_only_where_they_are_known() -> None:
-    broad = [
-        f"{path}:{node.lineno}"
-        for path, tree in parsed()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException"))
-    ]
-    assert len(broad) == BROAD_EXCEPTS, "\n".join(broad)
+    def is_broad(node: ast.AST) -> bool:
+        if not isinstance(node, ast.ExceptHandler):
+            return False
+        raises_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+        return getattr(node.type, "id", "Exception") in ("Exception", "BaseException") and not (node.type and raises_again)
+
+    found = {str(path): sum(is_broad(node) for node in ast.walk(tree)) for path, tree in parsed()}
+    assert {path: count for path, count in found.items() if count} == BROAD_EXCEPTS
 
 
 def test_nothing_unpickles_and_nothing_evaluates() -> None:

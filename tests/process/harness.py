@@ -7,6 +7,7 @@ here sleeps for a fixed time and hopes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -109,7 +110,13 @@ class Swarm:
             environment |= {"AGORA_FAULTS": faults, "AGORA_FAULTS_LOG": str(root / "faults.log")}
         with (root / "log.txt").open("wb") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_die_with_the_tests,
             )
         daemon = self.daemons[name] = Daemon(name, root, process)
         if not self._invite and not run:
@@ -170,6 +177,11 @@ class Swarm:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.process.wait(5)
             paths.unregister(paths.socket_of(paths.Home(daemon.root)))
+
+
+def _die_with_the_tests() -> None:
+    """A daemon gets SIGKILL when the test process is gone, however that ended (Linux: PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 @contextlib.contextmanager
