@@ -242,11 +242,10 @@ class Network:
             raise ConnectionBroken(f"{peer} could not be reached within {self.limits.dial_s:.0f} s") from None
         connection = Connection(self, stream, peer, opened=True, path=path)
         self._register(connection)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(connection.break_, "the handshake failed")
             await connection.start()
-        except BaseException:
-            connection.break_("the handshake failed")
-            raise
+            undo.pop_all()
         return connection
 
     async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
@@ -28,6 +27,7 @@ from agora_protocol.messages import (
     Ping,
     Pong,
     Refusal,
+    Request,
     refusal_from_wire,
     refusal_to_wire,
 )
@@ -247,24 +247,22 @@ class Connection:
         return Intake.TAKE
 
     def frame(self, frame: Frame) -> None:
-        match frame.type, frame.message:
-            case FrameType.HELLO, Hello() as hello:
-                self._on_hello(hello)
-            case FrameType.REQUEST, Message() as request:
-                self._on_request(frame, request)
-            case FrameType.PROGRESS, Advance() as advance:
-                self._on_progress(frame.call, advance)
-            case FrameType.ANSWER, Message() as answer:
-                self._on_answer(frame, answer)
-            case FrameType.REFUSAL, Refusal() as refusal:
-                self._settle_ours(frame.call, refusal_from_wire(refusal))
-            case FrameType.CANCEL, _:
+        message: Any = frame.message  # of the class that belongs into such a frame: that was judged with its header
+        match frame.type:
+            case FrameType.REQUEST:
+                self._on_request(frame, message)
+            case FrameType.ANSWER:
+                self._on_answer(frame, message)
+            case FrameType.PROGRESS:
+                self._on_progress(frame.call, message)
+            case FrameType.REFUSAL:
+                self._settle_ours(frame.call, refusal_from_wire(message))
+            case FrameType.CANCEL:
                 self._on_cancel(frame.call)
-            case FrameType.GOODBYE, Refusal() as refusal:
-                self._on_dismissal(refusal_from_wire(refusal))
-            case FrameType.GOODBYE, _:
-                self.leaving = self._peer_leaves = True
-                self._close_when_left()
+            case FrameType.HELLO:
+                self._on_hello(message)
+            case FrameType.GOODBYE:
+                self._on_goodbye(message)
 
     def violated(self, error: ProtocolError, prefix: Prefix | None) -> None:
         if prefix is not None and prefix.type is FrameType.REQUEST and not self._ours(prefix.call):
@@ -298,7 +296,12 @@ class Connection:
         """Where the peer says it can be dialled."""
         return self._hello.addresses if self._hello else ()
 
-    def _on_dismissal(self, error: AgoraError) -> None:
+    def _on_goodbye(self, refusal: Refusal | None) -> None:
+        if refusal is None:
+            self.leaving = self._peer_leaves = True
+            self._close_when_left()
+            return
+        error = refusal_from_wire(refusal)
         self._resolve(error)
         if isinstance(error, Refused) or error.code == "wrong-version":
             for call in self._open.values():
@@ -318,7 +321,9 @@ class Connection:
         if not isinstance(message, ANSWER_OF[call.request]):
             raise ProtocolError("bad-message", f"{type(message).__name__} is no answer to {call.request.__name__}.")
         # Never held back: we asked for it, and whoever waits for it may hold what others wait for.
-        self._start_reading(prefix.payload_bytes)
+        self._home.held.add(prefix.payload_bytes)
+        self._held_here += prefix.payload_bytes
+        self._reading_bytes = prefix.payload_bytes
         return Intake.TAKE
 
     def _on_answer(self, frame: Frame, message: Message) -> None:
@@ -353,7 +358,7 @@ class Connection:
             raise ProtocolError("out-of-order", f"Call {prefix.call} is not the peer's to open.")
         if isinstance(request, Ping):
             return Intake.TAKE
-        if not (self._hello and self._hello.run) and not isinstance(request, OBSERVERS_MAY):
+        if self.observer and not isinstance(request, OBSERVERS_MAY):
             return self._refuse(prefix.call, NotAdmitted("An observer may only ask for the manifest and the status."))
         if self.leaving and not self._peer_leaves:
             return self._refuse(prefix.call, Refused("This peer is leaving; ask another."))
@@ -404,11 +409,6 @@ class Connection:
             self._out_of_patience = True
             self.stream.proceed(self._refuse(number, self._busy("no memory free for the payload")))
 
-    def _start_reading(self, size: int) -> None:
-        self._home.held.add(size)
-        self._held_here += size
-        self._reading_bytes = size
-
     def _let_go(self, size: int) -> None:
         if size:
             self._held_here -= size
@@ -421,7 +421,7 @@ class Connection:
         self.stream.send_small(encode_frame(FrameType.REFUSAL, number, refusal_to_wire(error)), number)
         return Intake.DROP
 
-    def _on_request(self, frame: Frame, request: Message) -> None:
+    def _on_request(self, frame: Frame, request: Request) -> None:
         held, self._reading_bytes = self._reading_bytes, 0
         if isinstance(request, Ping):
             self.stream.send_small(encode_frame(FrameType.ANSWER, frame.call, Pong()))
@@ -431,7 +431,7 @@ class Connection:
             run=self._hello.run or None if self._hello else None,
             message=request,
             tensors=slice_payload(frame.specs, frame.payload) if frame.payload is not None else [],
-            deadline=self._loop.time() + request.deadline_ms / 1000,  # type: ignore[attr-defined]
+            deadline=self._loop.time() + request.deadline_ms / 1000,
         )
         incoming.progress = partial(self._send_progress, frame.call)
         self._serving[frame.call] = serving = _Serving(incoming)
@@ -456,7 +456,7 @@ class Connection:
         incoming = serving.incoming
         try:
             buffers = await self._answer(number, incoming)
-            async with nullcontext() if self.stream.has_room else asyncio.timeout_at(incoming.deadline):
+            async with asyncio.timeout_at(None if self.stream.has_room else incoming.deadline):
                 if not incoming.caller_gone:
                     await self.stream.send(buffers, number)
         except (TimeoutError, ConnectionBroken):
@@ -479,7 +479,11 @@ class Connection:
             self._home.handler_failed(self.peer, error)
             refusal = PeerFailed("an error inside the peer's daemon; its log has it")
         else:
-            return encode_frame(FrameType.ANSWER, number, reply.message, reply.tensors)
+            try:
+                return encode_frame(FrameType.ANSWER, number, reply.message, reply.tensors)
+            except ProtocolError as error:
+                self._home.handler_failed(self.peer, error)
+                refusal = PeerFailed("the peer's answer would have broken the protocol")
         return encode_frame(FrameType.REFUSAL, number, refusal_to_wire(refusal))
 
     def _close_when_left(self) -> None:

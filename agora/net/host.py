@@ -101,21 +101,16 @@ class Host:
         for address in listen:
             _check_listen(address)
         logging.getLogger("hivemind").setLevel(logging.CRITICAL)
-        sockets = _SocketDirectory()
-        try:
-            p2p = await _start(identity_path, listen, announce, startup_s, sockets.path)
-        except BaseException:
-            sockets.remove()
-            raise
-        host = cls(p2p, sockets)
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            sockets = _SocketDirectory()
+            undo.callback(sockets.remove)
+            host = cls(await _start(identity_path, listen, announce, startup_s, sockets.path), sockets)
+            undo.push_async_callback(host.close)
             if host.peer != identity.peer:
                 raise LocalError(f"p2pd runs as {host.peer} with the key of {identity.peer}; install hivemind again.")
             with contextlib.suppress(ConnectionBroken):
                 await host.connect(bootstrap)
-        except BaseException:
-            await host.close()
-            raise
+            undo.pop_all()
         return host
 
     @property
@@ -227,24 +222,21 @@ class Host:
         body = request.SerializeToString()
         stream = FrameStream(limits)
         loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await loop.create_unix_connection(lambda: stream, self.p2p._daemon_listen_maddr["unix"])
-                stream.write_preamble(_varint(len(body)) + body)
-                answer = await stream.preamble
-        except (OSError, ConnectionBroken) as error:
-            stream.abort()
-            raise ConnectionBroken("this machine's p2pd is gone; restart the daemon") from error
-        except TimeoutError:
-            stream.abort()
-            raise ConnectionBroken(f"no answer from the network within {timeout_s:.0f} s") from None
-        except BaseException:
-            stream.abort()
-            raise
-        response = p2pd_pb2.Response.FromString(answer)
-        if response.type == p2pd_pb2.Response.ERROR:
-            stream.abort()
-            raise ConnectionBroken(_one_line(response.error.msg))
+        with contextlib.ExitStack() as undo:
+            undo.callback(stream.abort)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await loop.create_unix_connection(lambda: stream, self.p2p._daemon_listen_maddr["unix"])
+                    stream.write_preamble(_varint(len(body)) + body)
+                    answer = await stream.preamble
+            except TimeoutError:
+                raise ConnectionBroken(f"no answer from the network within {timeout_s:.0f} s") from None
+            except (OSError, ConnectionBroken) as error:
+                raise ConnectionBroken("this machine's p2pd is gone; restart the daemon") from error
+            response = p2pd_pb2.Response.FromString(answer)
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise ConnectionBroken(_one_line(response.error.msg))
+            undo.pop_all()
         return stream, response
 
 

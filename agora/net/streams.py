@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -191,7 +192,7 @@ class FrameStream(asyncio.BufferedProtocol):
             return
         self._filled += count
         if self._filled == len(frame.payload):
-            self._guarded(self._deliver)
+            self._guarded(partial(self._deliver, frame))
 
     @property
     def reading_held(self) -> bool:
@@ -205,10 +206,11 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def proceed(self, intake: Intake) -> None:
         """End a WAIT."""
-        if not self._waiting or self._transport is None or self.lost:
+        frame, prefix = self._frame, self._prefix
+        if not self._waiting or frame is None or prefix is None or self._transport is None or self._deaf:
             return
         self._waiting = False
-        self._guarded(lambda: self._payload_begins(intake))
+        self._guarded(partial(self._payload_begins, frame, prefix, intake))
         self._advance()
         if not self._waiting:
             self._transport.resume_reading()
@@ -232,38 +234,37 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._sink.violated(error, self._prefix)
 
     def _understand(self) -> None:
-        while not self._deaf and not self._waiting and self._step():
-            pass
+        """Take frame after frame out of the scratch buffer, as far as it goes."""
+        sink = self._sink
+        if sink is None:
+            self._read_preamble(self._end - self._start)
+            return
+        while not self._waiting and not self._deaf:
+            available = self._end - self._start
+            if self._skip:
+                dropped = min(self._skip, available)
+                self._start += dropped
+                self._skip -= dropped
+                available -= dropped
+            prefix = self._prefix
+            if prefix is None:
+                if available < PREFIX_BYTES:
+                    return
+                self._prefix = prefix = Prefix.parse(self._take_scratch(PREFIX_BYTES), self._limits)
+                sink.prefix(prefix)
+                available -= PREFIX_BYTES
+            if available < prefix.header_bytes:
+                self._make_room(prefix.header_bytes - available)
+                return
+            message, specs = decode_header(prefix, self._take_scratch(prefix.header_bytes))
+            self._frame = Frame(prefix.type, prefix.call, message, specs)
+            self._payload_begins(self._frame, prefix, sink.begin(prefix, message, specs))
+            if self._frame is not None:
+                return
 
-    def _step(self) -> bool:
-        """Take one piece out of the scratch buffer; False when there is not enough of it yet."""
-        available = self._end - self._start
-        if self._sink is None:
-            return self._read_preamble(available)
-        if self._skip:
-            dropped = min(self._skip, available)
-            self._start += dropped
-            self._skip -= dropped
-            return dropped > 0
-        if self._frame is not None:
-            return False
-        if self._prefix is None:
-            if available < PREFIX_BYTES:
-                return False
-            self._prefix = Prefix.parse(self._take_scratch(PREFIX_BYTES), self._limits)
-            self._sink.prefix(self._prefix)
-            return True
-        if available < self._prefix.header_bytes:
-            self._make_room(self._prefix.header_bytes - available)
-            return False
-        self._header_complete(self._prefix, self._sink)
-        return True
-
-    def _read_preamble(self, available: int) -> bool:
+    def _read_preamble(self, available: int) -> None:
         size, shift = 0, 0
-        if self.preamble.done():
-            return False
-        for at in range(min(available, 3)):
+        for at in range(0 if self.preamble.done() else min(available, 3)):
             byte = self._view[self._start + at]
             size |= (byte & 0x7F) << shift
             shift += 7
@@ -275,8 +276,7 @@ class FrameStream(asyncio.BufferedProtocol):
                     if self._transport is not None:
                         self._transport.pause_reading()
                     self.preamble.set_result(bytes(self._take_scratch(size)))
-                return False
-        return False
+                return
 
     def _take_scratch(self, size: int) -> memoryview:
         taken = self._view[self._start : self._start + size]
@@ -294,35 +294,26 @@ class FrameStream(asyncio.BufferedProtocol):
         self._view[:used] = source
         self._start, self._end = 0, used
 
-    def _header_complete(self, prefix: Prefix, sink: FrameSink) -> None:
-        message, specs = decode_header(prefix, self._take_scratch(prefix.header_bytes))
-        self._frame = Frame(prefix.type, prefix.call, message, specs)
-        self._payload_begins(sink.begin(prefix, message, specs))
-
-    def _payload_begins(self, intake: Intake) -> None:
-        frame, prefix = self._frame, self._prefix
-        if frame is None or prefix is None or self._deaf:
-            return
+    def _payload_begins(self, frame: Frame, prefix: Prefix, intake: Intake) -> None:
+        size = prefix.payload_bytes
         if intake is Intake.WAIT:
             self._waiting = True
             if self._transport is not None:
                 self._transport.pause_reading()
-            return
-        if intake is Intake.DROP:
+        elif intake is Intake.DROP:
             self._frame = self._prefix = None
-            self._skip = prefix.payload_bytes
-            return
-        if prefix.payload_bytes:
-            frame.payload = new_buffer(prefix.payload_bytes)
-            self._filled = min(prefix.payload_bytes, self._end - self._start)
-            frame.payload[: self._filled] = self._take_scratch(self._filled)
-        if self._filled == prefix.payload_bytes:
-            self._deliver()
+            self._skip = size
+        else:
+            if size:
+                frame.payload = new_buffer(size)
+                self._filled = min(size, self._end - self._start)
+                frame.payload[: self._filled] = self._take_scratch(self._filled)
+            if self._filled == size:
+                self._deliver(frame)
 
-    def _deliver(self) -> None:
-        frame = self._frame
+    def _deliver(self, frame: Frame) -> None:
         self._frame, self._filled = None, 0
-        if frame is not None and self._sink is not None:
+        if self._sink is not None:
             self._sink.frame(frame)
         self._prefix = None
 
