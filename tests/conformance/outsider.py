@@ -28,10 +28,10 @@ HELLO, REQUEST, PROGRESS, ANSWER, REFUSAL, CANCEL, GOODBYE = range(1, 8)
 KIND_HELLO, KIND_PING, KIND_PROCESS, KIND_GET_MANIFEST, KIND_GET_STATUS = 1, 2, 3, 8, 10
 
 
-def frame(kind: int, call: int, header: bytes = b"", payload: bytes = b"", **wrong: int) -> bytes:
+def frame(kind: int, call: int, head: bytes = b"", body: bytes = b"", **wrong: int) -> bytes:
     """A frame; `wrong` replaces fields of its prefix."""
-    fields = {"magic": MAGIC, "type": kind, "reserved": 0, "call": call, "header": len(header), "payload": len(payload)}
-    return PREFIX.pack(*(fields | wrong).values()) + header + payload
+    fields = {"magic": MAGIC, "type": kind, "reserved": 0, "call": call, "header": len(head), "payload": len(body)}
+    return PREFIX.pack(*(fields | wrong).values()) + head + body
 
 
 def header(kind: int, fields: dict[str, Any], tensors: list[Any] | None = None) -> bytes:
@@ -99,6 +99,8 @@ class Outsider:
         if greet:
             await wire.send(hello(self.run if run is None else run))
             kind, call, head, _ = await wire.frame()
+            if kind == GOODBYE:
+                raise Refused(head[1]["code"])
             if (kind, call, head[0]) != (HELLO, 0, KIND_HELLO):
                 raise ValueError(f"no hello but {kind} {head}")
         return wire
@@ -237,7 +239,7 @@ raw("unknown_message_kind", lambda me, task: frame(REQUEST, 1, header(77, {})))
 raw("unknown_field", lambda me, task: frame(REQUEST, 1, header(KIND_PING, {"deadline_ms": 1000, "sudo": True})))
 raw("answer_as_request", lambda me, task: frame(REQUEST, 1, header(7, {})))
 raw("call_id_of_the_other_side", lambda me, task: frame(REQUEST, 2, PING))
-raw("answer_to_no_call", lambda me, task: frame(ANSWER, 2, header(7, {})))
+raw("answer_to_no_call", lambda me, task: frame(ANSWER, 40_002, header(7, {})))
 raw("deadline_of_zero", lambda me, task: request(me, task, deadline_ms=0))
 raw("deadline_beyond_the_limit", lambda me, task: request(me, task, deadline_ms=600_001))
 raw("short_microbatch_id", lambda me, task: request(me, task, microbatch=b"\x01" * 15))
@@ -281,14 +283,20 @@ async def call_id_used_twice(me: Outsider, task: dict[str, Any]) -> str:
 
 
 async def serve(order: dict[str, Any]) -> list[Any]:
-    """Does the tasks one after the other; a failure of one is its result."""
+    """Does the tasks one after the other; a failure of one is its result. With `"alone": true` each is done by a peer of its own."""
+    groups = [[task] for task in order["tasks"]] if order.get("alone") else [order["tasks"]]
+    return [result for group in groups for result in await as_one_peer(order, group)]
+
+
+async def as_one_peer(order: dict[str, Any], tasks: list[dict[str, Any]]) -> list[Any]:
+    """Does these tasks under one fresh identity."""
     host = new_host(key_pair=create_new_key_pair())
     results: list[Any] = []
     async with host.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]):
         info = info_from_p2p_addr(Multiaddr(order["address"]))
         await host.connect(info)
         me = Outsider(host, info.peer_id, bytes.fromhex(order["run"]))
-        for task in order["tasks"]:
+        for task in tasks:
             try:
                 with trio.fail_after(30):
                     results.append(await getattr(me, task["do"])(task))
