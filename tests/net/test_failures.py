@@ -21,7 +21,7 @@ from agora.net.calls import ConnectionBroken, IncomingCall, NetLimits, Reply
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, peers, process, run, until
 
 ROOT = Path(__file__).parents[2]
-LIMITS = NetLimits(silence_s=0.6, answer_s=0.4)
+LIMITS = NetLimits(silence_s=0.5, answer_s=1.0)
 
 
 async def hang(call: IncomingCall) -> Reply:
@@ -110,6 +110,7 @@ def test_a_broken_stream_is_opened_again_by_the_next_call() -> None:
                 assert connection is not None
                 connection.stream.abort()
                 await until(lambda: not a.network.statistics().peers)
+            await until(lambda: not b.network.statistics().peers)
             await b.network.call(a.id, GetStatus(), deadline=after(10))
 
     run(main)
@@ -144,7 +145,7 @@ def test_a_stopped_process_is_left_after_silence_and_a_killed_one_at_once_with_i
                 return asyncio.create_task(a.network.call(peer, process(a.id), boundary(64), deadline=after(30)))
 
             call = hanging()
-            await asyncio.sleep(2.5 * patience_s)
+            await asyncio.sleep(1.5 * patience_s)
             assert not call.done()  # its handler hangs, but somebody answers Ping
             child.send_signal(signal.SIGSTOP)
             began = time.monotonic()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from agora_protocol.errors import PROTOCOL_CODES, NotAdmitted
+from agora_protocol.errors import PROTOCOL_CODES, NotAdmitted, ProtocolError
 from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES, PROTOCOL_NAME
@@ -227,6 +227,10 @@ def test_three_strikes_shut_a_peer_out_for_a_while_and_nobody_else() -> None:
             await honest.network.call(victim.id, GetStatus(), deadline=after(5))
             await asyncio.sleep(limits.shut_out_s)
             await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
+            # a handler that finds a request's contents wrong may strike too
+            victim.network.strike(attacker.id, ProtocolError("bad-tensor", "not the manifest's shape"))
+            assert victim.events[-1].code == "bad-tensor"  # type: ignore[union-attr]
+            await until(lambda: not attacker.network.statistics().peers)
 
     run(main)
 

@@ -1,0 +1,78 @@
+"""The network's decisions that need no network: who counts as gone, who is shut out, where a peer can be dialled."""
+
+from __future__ import annotations
+
+from agora_protocol.identity import Identity
+
+from agora.net import peers
+from agora.net.peers import AddressBook, Strikes
+from agora.net.pulse import Pulse, Verdict
+
+
+def judged(
+    pulse: Pulse, now: float, *, owed: bool = True, heard: float = 0.0, flushed: int = 0, backlog: int = 0
+) -> str:
+    return pulse.judge(now, owed=owed, heard_at=heard, flushed=flushed, backlog=backlog).name
+
+
+def test_a_silent_peer_is_pinged_and_then_given_up() -> None:
+    pulse = Pulse(10.0, 5.0, 0.0)
+    assert [judged(pulse, now) for now in (5.0, 10.0, 10.5, 11.0, 15.5, 15.6)] == [
+        "FINE", "FINE", "PING", "FINE", "FINE", "GONE",
+    ]  # fmt: skip
+    assert pulse.silent_s(15.6) == 15.6
+
+
+def test_an_answer_in_the_very_moment_of_the_ping_counts() -> None:
+    pulse = Pulse(10.0, 5.0, 0.0)
+    assert judged(pulse, 10.5) == "PING"
+    assert judged(pulse, 16.0, heard=10.5) == "FINE"
+    assert judged(pulse, 20.6, heard=10.5) == "PING"
+
+
+def test_a_peer_that_owes_nothing_may_be_silent_and_its_silence_counts_from_the_next_call() -> None:
+    pulse = Pulse(10.0, 5.0, 0.0)
+    assert judged(pulse, 100.0, owed=False) == "FINE"
+    assert judged(pulse, 109.0) == "FINE"
+    assert judged(pulse, 110.5) == "PING"
+    assert judged(pulse, 111.0, owed=False) == "FINE"
+    assert judged(pulse, 117.0) == "FINE"
+
+
+def test_bytes_that_leave_a_backlog_are_a_sign_of_life_and_those_that_meet_none_are_not() -> None:
+    slow, dead = Pulse(10.0, 5.0, 0.0), Pulse(10.0, 5.0, 0.0)
+    for now in range(0, 40, 2):
+        assert judged(slow, now, flushed=1000 * now, backlog=10**6) == "FINE"
+    verdicts = [judged(dead, now, flushed=20 * now) for now in range(0, 40, 2)]  # its kernel takes our pings
+    assert verdicts.index(Verdict.PING.name) < verdicts.index(Verdict.GONE.name)
+    stuck = Pulse(10.0, 5.0, 0.0)
+    verdicts = [judged(stuck, now, flushed=500, backlog=10**6) for now in range(0, 40, 2)]
+    assert Verdict.GONE.name in verdicts
+
+
+def test_strikes_are_forgotten_in_time_and_memory_of_strangers_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    one, two = Identity.generate().peer, Identity.generate().peer
+    strikes = Strikes(most=3, memory_s=100.0, shut_out_s=50.0)
+    assert [strikes.add(one, now) for now in (0.0, 60.0, 120.0)] == [0.0, 0.0, 0.0]  # never three within 100 s
+    assert strikes.add(one, 130.0) == 50.0
+    assert strikes.shut_out_s(one, 150.0) == 30.0 and strikes.shut_out_s(one, 181.0) == 0.0
+    assert strikes.shut_out_s(two, 150.0) == 0.0
+
+    monkeypatch.setattr(peers, "MAX_PEERS", 10)
+    strikes, book = Strikes(1, 100.0, 50.0), AddressBook()
+    for _ in range(30):
+        stranger = Identity.generate().peer
+        strikes.add(stranger, 0.0)
+        book.learn(stranger, [f"/ip4/10.0.0.1/tcp/1/p2p/{stranger}"])
+    assert len(strikes._strikes) == len(strikes._out_until) == len(book._known) == 10
+
+
+def test_only_addresses_that_lead_to_the_peer_are_learnt() -> None:
+    peer, other = Identity.generate().peer, Identity.generate().peer
+    book = AddressBook()
+    good = f"/ip4/10.0.0.1/tcp/4001/p2p/{peer}"
+    book.learn(peer, [f"/ip4/10.0.0.1/tcp/4001/p2p/{other}", "/unix/etc/passwd", good, "nonsense"])
+    assert book.addresses(peer) == (good,)
+    book.learn(peer, [])
+    assert book.addresses(peer) == (good,)
+    assert book.addresses(other) == ()
