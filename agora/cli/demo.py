@@ -120,6 +120,7 @@ class Swarm:
         self._began_unix = time.time()
         self._last_news = self._began
         self._killed = 0
+        self._drained: set[int] = set()
         self._invite = ""
         self._owed = plan.peers  # daemons still to be started, replacements included
 
@@ -137,13 +138,15 @@ class Swarm:
                 next_kill = time.monotonic() + self.plan.kill_every
             time.sleep(POLL_SECONDS)
         reached = time.monotonic()
-        self._wait_for_joiners()
         self._drain()
+        trained = self.books.trained()
         loss = self._evaluate()
+        self._wait_for_joiners()
         reports = {str(daemon.index): daemon.ask("report") or {} for daemon in self._living()}
         first_unix = self.books.first_completed_unix
         first_s = first_unix - self._began_unix if first_unix is not None else None
-        return Result(reached - self._began, first_s, loss, self._killed, reports, Invite.parse(self._invite).run)
+        run = Invite.parse(self._invite).run
+        return Result(reached - self._began, first_s, trained, loss, self._killed, reports, run)
 
     def stop(self) -> None:
         """Ends every daemon and reads the rest of the journals."""
@@ -194,8 +197,8 @@ class Swarm:
             self._start_one(self._fresh_invite())
         if time.monotonic() - self._last_news > STALL_SECONDS:
             raise Failure(f"nothing happened for {STALL_SECONDS:.0f} s: {self._living()[0].last_words()}")
-        seconds = time.time() - self.books.first_started_unix if self.books.first_started_unix else 0.0
-        rate = self.books.tokens / seconds if seconds else 0.0
+        tokens, seconds = self.books.trained()
+        rate = tokens / seconds if seconds else 0.0
         serving = sum(self.books.peer(daemon.index).serving for daemon in self._living())
         self.ticker.show(self.books.step, self.books.recent_loss, rate, serving, time.monotonic() - self._began)
 
@@ -231,16 +234,21 @@ class Swarm:
         return set(range(span[0], span[1] + 1)) <= held
 
     def _wait_for_joiners(self) -> None:
-        """Lets the daemons that are being started arrive, so that every peer asked for was there."""
+        """Lets the daemons that are being started arrive, so that every peer asked for was there; they find rest."""
         deadline = time.monotonic() + JOIN_SECONDS
         while (self._owed or self._starting()) and time.monotonic() < deadline:
             self._turn()
+            self._drain()
             time.sleep(POLL_SECONDS)
+        self._drain()
 
     def _drain(self) -> None:
         """No further microbatches; those in flight come home."""
         for daemon in self._living():
-            daemon.ask("drain", timeout_s=DRAIN_SECONDS)
+            if not self.books.peer(daemon.index).serving or daemon.index in self._drained:
+                continue
+            if daemon.ask("drain", timeout_s=DRAIN_SECONDS) is not None:
+                self._drained.add(daemon.index)
         self._read_journals()
 
     def _evaluate(self) -> float | None:

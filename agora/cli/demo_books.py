@@ -156,6 +156,12 @@ class Books:
         most = max((peer.steps.get(0, 0) for peer in self.peers.values()), default=0)
         return max(most, self._stepped_tokens // self.target_tokens)
 
+    def trained(self) -> tuple[int, float]:
+        """Tokens so far, and the seconds from the first microbatch's start to the last one's end."""
+        if self.first_started_unix is None or self.last_completed_unix is None:
+            return self.tokens, 0.0
+        return self.tokens, self.last_completed_unix - self.first_started_unix
+
     @property
     def losses(self) -> list[float]:
         """Mean loss of each step of stage 0, in order."""

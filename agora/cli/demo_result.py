@@ -20,6 +20,7 @@ class Result:
 
     target_seconds: float | None  # from the demo's start until stage 0 had taken its steps
     first_microbatch_seconds: float | None  # from the demo's start until the first microbatch was back
+    trained: tuple[int, float]  # tokens, and seconds of training, until everything was drained
     evaluated: float | None
     killed: int
     reports: Mapping[str, Mapping[str, Any]]
@@ -28,9 +29,7 @@ class Result:
 
 def compose(plan: Plan, books: Books, result: Result) -> dict[str, Any]:
     """The object that `swarm demo --json` prints."""
-    seconds = 0.0
-    if books.first_started_unix is not None and books.last_completed_unix is not None:
-        seconds = books.last_completed_unix - books.first_started_unix
+    tokens, seconds = result.trained
     losses = books.losses
     return {
         "schema": 1,
@@ -39,8 +38,8 @@ def compose(plan: Plan, books: Books, result: Result) -> dict[str, Any]:
         "stages": plan.stages,
         "steps": plan.steps,
         "seconds": round(seconds, 3),
-        "tokens": books.tokens,
-        "tokens_per_second": round(books.tokens / seconds, 1) if seconds else 0.0,
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
         "loss": {
             "first": _rounded(losses[0]) if losses else None,
             "last": _rounded(losses[-1]) if losses else None,

@@ -77,7 +77,7 @@ def demo(
     data: Annotated[
         list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on, one or more. Default stdlib.")
     ] = None,
-    more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="[PATH]")] = None,
+    more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")] = None,
     preset: Annotated[str, typer.Option(help="The model: tiny or small.")] = "tiny",
     codec: Annotated[str | None, typer.Option(metavar="NAME", help="Boundary codec: bf16 or float32.")] = None,
     link: Annotated[str | None, typer.Option(metavar="RATE,RTT", hidden=True)] = None,

@@ -90,7 +90,9 @@ def good_books() -> Books:
 
 def test_the_object_has_the_contracts_fields() -> None:
     plan = Plan(peers=2, stages=2, steps=3)
-    value = compose(plan, good_books(), Result(9.0, 4.0, 3.05, 0, {"0": {"staleness": {"0": 3}}}, "ab" * 32))
+    value = compose(
+        plan, good_books(), Result(9.0, 4.0, good_books().trained(), 3.05, 0, {"0": {"staleness": {"0": 3}}}, "ab" * 32)
+    )
     assert {"schema", "run_id", "peers", "stages", "steps", "seconds", "tokens", "tokens_per_second"} <= set(value)
     assert value["loss"] == {"first": 5.6, "last": 3.0, "eval": 3.05}
     assert set(value["microbatches"]) >= {"completed", "rerouted", "dropped", "counted_twice"}
@@ -112,7 +114,9 @@ def test_the_object_has_the_contracts_fields() -> None:
     ],
 )
 def test_each_way_to_fail_has_its_sentence(change: dict[str, Any], reason: str) -> None:
-    value = compose(Plan(peers=2, stages=2, steps=3), good_books(), Result(9.0, 4.0, 3.05, 0, {}))
+    value = compose(
+        Plan(peers=2, stages=2, steps=3), good_books(), Result(9.0, 4.0, good_books().trained(), 3.05, 0, {})
+    )
     assert reason in verdict(value | change)
 
 
