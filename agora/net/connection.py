@@ -89,7 +89,7 @@ class Connection:
         self.stream = stream
         self.rtt_s: float | None = None
         self.leaving = self._peer_leaves = False
-        self.broken: ConnectionBroken | None = None
+        self.broken: AgoraError | None = None
         self._home = home
         self._loop = asyncio.get_running_loop()
         self._hello: Hello | None = None
@@ -135,16 +135,16 @@ class Connection:
         if error is not None:
             self.stream.close()
 
-    def break_(self, reason: str) -> None:
-        """Fail every call and cut the stream."""
-        self.lost(reason)
+    def break_(self, reason: str, error: AgoraError | None = None) -> None:
+        """Fail every call, with `error` where it says more than that the connection broke, and cut the stream."""
+        self.lost(reason, error)
         self.stream.abort()
 
-    def lost(self, reason: str) -> None:
+    def lost(self, reason: str, error: AgoraError | None = None) -> None:
         """The stream is gone, or as good as: fail every call."""
         if self.broken is not None:
             return
-        self.broken = error = ConnectionBroken(reason)
+        self.broken = error = error or ConnectionBroken(reason)
         self._resolve(error)
         for call in list(self._open.values()):
             _settle(call.answer, error)
@@ -284,7 +284,7 @@ class Connection:
         if problem is not None:
             self._resolve(problem)
             self.say_goodbye(problem)
-            self.lost(str(problem))
+            self.lost(str(problem), problem)
             return
         self._hello = hello
         self._home.ready(self)
@@ -303,10 +303,8 @@ class Connection:
             return
         error = refusal_from_wire(refusal)
         self._resolve(error)
-        if isinstance(error, Refused) or error.code == "wrong-version":
-            for call in self._open.values():
-                _settle(call.answer, error)  # it does not want us at all, and says why
-        self.break_(f"the peer ended the connection ({error.code}): {error}")
+        unwanted = isinstance(error, Refused) or error.code == "wrong-version"
+        self.break_(f"the peer ended the connection ({error.code}): {error}", error if unwanted else None)
 
     def _ours(self, call: int) -> bool:
         return call % 2 == (1 if self.opened else 0)
