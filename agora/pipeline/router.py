@@ -23,7 +23,7 @@ from agora.pipeline.deadline import LEAST_S, attempt_deadline, deadline_to_send
 from agora.pipeline.routing import Choice, Link, PathHint, PeerCost
 from agora.pipeline.seams import Answer, Caller, Progress, Reply, Report, WireShapes
 from agora.pipeline.signal import Signal
-from agora.swarm.view import View
+from agora.swarm.view import PeerView, View
 
 MOST_REASONS = 8
 UNAVAILABLE_FAILURES = 3
@@ -105,6 +105,8 @@ class Router:
         self._changed = Signal()
         self._costs: dict[int, dict[PeerId, PeerCost]] = {}
         self._stuck: dict[int, bool] = {}
+        self._view = View()
+        self._replicas: dict[int, dict[PeerId, PeerView]] = {}
         self.rerouted = 0
 
     def view_changed(self) -> None:
@@ -151,7 +153,7 @@ class Router:
     def _refreshed(self, stage: int) -> dict[PeerId, PeerCost]:
         """The costs of the peers that claim `stage` now; newcomers enter, those gone are forgotten."""
         costs = self._costs.setdefault(stage, {})
-        live = {view.peer: view for view in self._view_of().replicas(stage) if view.peer != self._me}
+        live = self._live(stage)
         for gone in [peer for peer, cost in costs.items() if peer not in live and not cost.calls]:
             del costs[gone]
         known = {peer: cost for peer, cost in costs.items() if peer in live}
@@ -161,6 +163,15 @@ class Router:
             elif view.incarnation > costs[peer].incarnation:
                 costs[peer] = routing.reborn(costs[peer], view.incarnation)
         return {peer: costs[peer] for peer in live}
+
+    def _live(self, stage: int) -> dict[PeerId, PeerView]:
+        """Who serves `stage`, remembered for as long as the view stays the same object."""
+        view = self._view_of()
+        if view is not self._view:
+            self._view, self._replicas = view, {}
+        if stage not in self._replicas:
+            self._replicas[stage] = {seen.peer: seen for seen in view.replicas(stage) if seen.peer != self._me}
+        return self._replicas[stage]
 
     def _charge(self, now: float, trip: Trip, peer: PeerId) -> _Attempt:
         stage = trip.process.stage
@@ -237,8 +248,10 @@ class Router:
 
     def _learn_failure(self, trip: Trip, attempt: _Attempt, error: AgoraError) -> None:
         process, reason = trip.process, f"{error.code}: {error}"
-        most = UNAVAILABLE_FAILURES if isinstance(error, Unavailable) else 64
-        self._learn(process.stage, attempt, routing.failed, _now(), attempt.charge_s, most)
+        most, wasted_s = 64, _now() - attempt.started
+        if isinstance(error, Unavailable):
+            most, wasted_s = UNAVAILABLE_FAILURES, 0.0
+        self._learn(process.stage, attempt, routing.failed, _now(), attempt.charge_s, most, wasted_s)
         trip.failed(attempt.peer, reason)
         self.rerouted += 1
         self._report(events.MicrobatchRerouted(process.microbatch.hex(), process.stage, attempt.peer, reason))
@@ -266,7 +279,7 @@ class Router:
         link's transfer for every hop, there and back.
         """
         costs = [cost for cost in self._costs.get(stage, {}).values() if cost.samples]
-        lengths = [len(view.span) for view in self._view_of().replicas(stage)]
+        lengths = [len(seen.span) for seen in self._live(stage).values()]
         if not costs or not lengths:
             return None
         length = sum(lengths) / len(lengths)

@@ -57,6 +57,7 @@ class PeerCost:
     sent: int = 0
     failures: int = 0
     failed_at: float = 0.0
+    wasted_s: float = 0.0
     busy_until: float = 0.0
     incarnation: int = 0
 
@@ -172,7 +173,9 @@ def _candidate(now: float, peer: PeerId, cost: PeerCost, stage: _Stage) -> Candi
 
 def _ready(cost: PeerCost, stage: _Stage) -> tuple[float, str]:
     if cost.failures:
-        return cost.failed_at + backoff_s(cost.failures, stage.healthy), "backing off"
+        if cost.calls and stage.healthy:
+            return math.inf, "on trial"
+        return cost.failed_at + backoff_s(cost.failures, stage.healthy, cost.wasted_s), "backing off"
     if stage.measured and not cost.samples and cost.calls >= NEWCOMER_CALLS:
         return math.inf, "new"
     if cost.calls and cost.calls + 1 > cost.limit:
@@ -187,10 +190,14 @@ def virtual_floor(costs: Iterable[PeerCost], payload_bytes: int) -> float:
     return max(cost.virtual_s for cost in costs) - horizon
 
 
-def backoff_s(failures: int, healthy_siblings: bool) -> float:
-    """How long to leave a peer alone after so many failures in a row; not for long when there is nobody else."""
+def backoff_s(failures: int, healthy_siblings: bool, wasted_s: float = 0.0) -> float:
+    """How long to leave a peer alone after so many failures in a row; not for long when there is nobody else.
+
+    At least as long as a failed call kept us waiting: a peer that hangs until our deadline costs more than one that
+    breaks at once, so it is asked as much more rarely. After the pause it gets one call at a time until it answers.
+    """
     most = BACKOFF_MOST_S if healthy_siblings else BACKOFF_MOST_WITHOUT_SIBLING_S
-    return min(most, BACKOFF_S * 2.0 ** min(failures - 1, 30))
+    return min(most, max(BACKOFF_S, wasted_s) * 2.0 ** min(failures - 1, 30))
 
 
 def newcomer(siblings: Iterable[PeerCost], incarnation: int, capacity: float = 0.0) -> PeerCost:
@@ -254,6 +261,7 @@ def answered(cost: PeerCost, service_s: float, call_s: float) -> PeerCost:
         samples=cost.samples + 1,
         calls=cost.calls - 1,
         failures=0,
+        wasted_s=0.0,
         limit=cost.limit + 0.5 / max(1.0, cost.limit),
     )
 
@@ -266,12 +274,17 @@ def was_busy(cost: PeerCost, now: float, charge_s: float, retry_after_s: float) 
     return replace(refunded, limit=float(max(1, calls)), busy_until=max(cost.busy_until, now + wait))
 
 
-def failed(cost: PeerCost, now: float, charge_s: float, most_failures: int = 64) -> PeerCost:
-    """A call failed. Failures of calls that were open together count once: one broken connection fails them all."""
+def failed(
+    cost: PeerCost, now: float, charge_s: float, most_failures: int = 64, wasted_s: float = 0.0
+) -> PeerCost:
+    """A call failed after `wasted_s`. Failures of calls that were open together count once: one broken connection fails
+    them all.
+    """
     counts = cost.failures == 0 or now >= cost.failed_at + BACKOFF_S
     failures = min(cost.failures + 1, max(most_failures, cost.failures)) if counts else cost.failures
     refunded = replace(cost, virtual_s=cost.virtual_s - charge_s, calls=cost.calls - 1, sent=max(0, cost.sent - 1))
-    return replace(refunded, failures=failures, failed_at=now if counts else cost.failed_at)
+    wasted = max(cost.wasted_s, wasted_s)
+    return replace(refunded, failures=failures, failed_at=now if counts else cost.failed_at, wasted_s=wasted)
 
 
 def left(cost: PeerCost, charge_s: float) -> PeerCost:
@@ -281,7 +294,7 @@ def left(cost: PeerCost, charge_s: float) -> PeerCost:
 
 def reborn(cost: PeerCost, incarnation: int) -> PeerCost:
     """The peer's daemon started anew: what it was guilty of is forgotten, what it cost is kept as an estimate."""
-    return replace(cost, incarnation=incarnation, failures=0, busy_until=0.0, limit=math.inf, queue=0, sent=0)
+    return replace(cost, incarnation=incarnation, failures=0, wasted_s=0.0, busy_until=0.0, limit=math.inf, queue=0, sent=0)
 
 
 def _mean(old: float, new: float, samples: int) -> float:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from agora_protocol.manifest import OptimizerSection
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.nadam import nadam
 
 from agora.train.schedule import learning_rate
 
@@ -37,11 +39,7 @@ class StageOptimizer:
         self._gradient = gradient
         self._clip = section.clip / math.sqrt(stage_count)
         self._parts = [part for part in (slice(0, decayed), slice(decayed, gradient.numel())) if part.start < part.stop]
-        self._handles = [nn.Parameter(gradient[part]) for part in self._parts]  # bound to weights at each step
-        for handle, part in zip(self._handles, self._parts, strict=True):
-            handle.grad = gradient[part]
-        decays = [section.weight_decay if part.start < decayed else 0.0 for part in self._parts]
-        self._optimizer = _build(section, self._handles, decays)
+        self._moments = [_Moments.of(section, gradient[part], part.start < decayed) for part in self._parts]
 
     def step(self, weights: Tensor, number: int, tokens: int) -> StepDone | None:
         """Changes `weights` in place by step `number` (0 the first) over `tokens`, and zeroes the gradient sum.
@@ -61,20 +59,53 @@ class StageOptimizer:
 
     @torch.no_grad()
     def _apply(self, weights: Tensor, rate: float) -> None:
-        for handle, part in zip(self._handles, self._parts, strict=True):
-            handle.data = weights[part]
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
+        for moments, part in zip(self._moments, self._parts, strict=True):
+            moments.apply(self._section, weights[part], self._gradient[part], rate)
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
         torch.autograd.graph.increment_version(weights)
 
 
-def _build(section: OptimizerSection, handles: list[nn.Parameter], decays: list[float]) -> torch.optim.Optimizer:
-    groups: list[dict[str, Any]] = [
-        {"params": [handle], "weight_decay": decay} for handle, decay in zip(handles, decays, strict=True)
-    ]
-    betas = (section.beta1, section.beta2)
-    if section.name == "nadam":
-        return torch.optim.NAdam(groups, betas=betas, eps=section.epsilon, decoupled_weight_decay=True, foreach=True)
-    return torch.optim.AdamW(groups, betas=betas, eps=section.epsilon, fused=True)
+@dataclass(slots=True)
+class _Moments:
+    """The optimizer's state for one part of the weights.
+
+    torch's optimizers as functions: their classes import torch._dynamo, which nothing here needs and which costs half
+    of a daemon's start.
+    """
+
+    decay: float
+    mean: Tensor
+    square: Tensor
+    step: Tensor
+    momentum: Tensor
+
+    @classmethod
+    def of(cls, section: OptimizerSection, gradient: Tensor, decayed: bool) -> _Moments:
+        """Before the first step."""
+        decay = section.weight_decay if decayed else 0.0
+        # The fused kernel wants its step count on the device; nadam's scalars stay on the CPU, as its class has them.
+        step = torch.zeros((), device=gradient.device if section.name == "adamw" else "cpu")
+        return cls(decay, torch.zeros_like(gradient), torch.zeros_like(gradient), step, torch.ones(()))
+
+    def apply(self, section: OptimizerSection, weights: Tensor, gradient: Tensor, rate: float) -> None:
+        """One step, in place."""
+        common: dict[str, Any] = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "lr": rate}
+        common |= {"weight_decay": self.decay, "maximize": False}
+        if section.name == "nadam":
+            step = self.step
+            nadam(
+                [weights],
+                [gradient],
+                [self.mean],
+                [self.square],
+                [self.momentum],
+                [step],
+                foreach=True,
+                decoupled_weight_decay=True,
+                momentum_decay=4e-3,
+                **common,
+            )
+        else:
+            adamw(
+                [weights], [gradient], [self.mean], [self.square], [], [self.step], fused=True, amsgrad=False, **common
+            )
