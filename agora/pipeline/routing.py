@@ -274,9 +274,7 @@ def was_busy(cost: PeerCost, now: float, charge_s: float, retry_after_s: float) 
     return replace(refunded, limit=float(max(1, calls)), busy_until=max(cost.busy_until, now + wait))
 
 
-def failed(
-    cost: PeerCost, now: float, charge_s: float, most_failures: int = 64, wasted_s: float = 0.0
-) -> PeerCost:
+def failed(cost: PeerCost, now: float, charge_s: float, most_failures: int = 64, wasted_s: float = 0.0) -> PeerCost:
     """A call failed after `wasted_s`. Failures of calls that were open together count once: one broken connection fails
     them all.
     """
@@ -294,7 +292,9 @@ def left(cost: PeerCost, charge_s: float) -> PeerCost:
 
 def reborn(cost: PeerCost, incarnation: int) -> PeerCost:
     """The peer's daemon started anew: what it was guilty of is forgotten, what it cost is kept as an estimate."""
-    return replace(cost, incarnation=incarnation, failures=0, wasted_s=0.0, busy_until=0.0, limit=math.inf, queue=0, sent=0)
+    return replace(
+        cost, incarnation=incarnation, failures=0, wasted_s=0.0, busy_until=0.0, limit=math.inf, queue=0, sent=0
+    )
 
 
 def _mean(old: float, new: float, samples: int) -> float:

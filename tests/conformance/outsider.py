@@ -1,7 +1,7 @@
 """A peer written from protocol/SPEC.md alone, on py-libp2p and raw msgpack: it shares no line of code with agora.
 
-Run as a program in its own process (py-libp2p and hivemind cannot live in one): reads one JSON object from standard input,
-{"address": "/ip4/.../p2p/...", "run": hex, "tasks": [...]}, and writes one JSON object {"results": [...]} to standard output.
+Run as a program in its own process (py-libp2p and hivemind cannot live in one). It reads one JSON object from standard
+input, {"address": "/ip4/.../p2p/...", "run": hex, "tasks": [...]}, and writes {"results": [...]} to standard output.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ async def call_id_used_twice(me: Outsider, task: dict[str, Any]) -> str:
 
 
 async def serve(order: dict[str, Any]) -> list[Any]:
-    """Does the tasks one after the other; a failure of one is its result. With `"alone": true` each is done by a peer of its own."""
+    """Does the tasks in order; a failure of one is its result. With `"alone": true` each is done by a peer of its own."""
     groups = [[task] for task in order["tasks"]] if order.get("alone") else [order["tasks"]]
     return [result for group in groups for result in await as_one_peer(order, group)]
 

@@ -93,7 +93,12 @@ def outsider(node: tuple[Swarm, Daemon], *tasks: dict[str, Any], alone: bool = F
     order = {"address": address, "run": started["run"], "tasks": list(tasks), "alone": alone}
     program = Path(__file__).with_name("outsider.py")
     done = subprocess.run(
-        [sys.executable, str(program)], input=json.dumps(order), capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, str(program)],
+        input=json.dumps(order),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])["results"]
@@ -107,7 +112,11 @@ def microbatch() -> tuple[torch.Tensor, torch.Tensor, list[dict[str, Any]]]:
     boundary = torch.randn(BATCH, CONTEXT, WIDTH, generator=generator)
     tokens = torch.randint(0, 256, (BATCH, CONTEXT + 1), generator=generator, dtype=torch.int32)
     wire = [
-        {"dtype": "float32", "shape": list(boundary.shape), "data": base64.b64encode(boundary.numpy().tobytes()).decode()},
+        {
+            "dtype": "float32",
+            "shape": list(boundary.shape),
+            "data": base64.b64encode(boundary.numpy().tobytes()).decode(),
+        },
         {"dtype": "int32", "shape": list(tokens.shape), "data": base64.b64encode(tokens.numpy().tobytes()).decode()},
     ]
     return boundary, tokens, wire

@@ -1,7 +1,7 @@
-"""Real daemons for tests: started, watched through their journals and control sockets, killed by their pid, always ended.
+"""Real daemons for tests: started, watched by journal and control socket, killed by their pid, always ended.
 
-A test waits for what it needs with `Swarm.until`, which fails with the logs of every daemon when the deadline passes; nothing
-here sleeps for a fixed time and hopes.
+A test waits for what it needs with `Swarm.until`, which fails with the logs of every daemon when the deadline passes;
+nothing here sleeps for a fixed time and hopes.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class Swarm:
         self.file.write_text(manifest.to_toml(), encoding="utf-8")
         self._invite = ""
 
-    def start(self, name: str, stages: str = "auto", *, faults: str = "", run: str = "", flags: Sequence[str] = ()) -> Daemon:
+    def start(
+        self, name: str, stages: str = "auto", *, faults: str = "", run: str = "", flags: Sequence[str] = ()
+    ) -> Daemon:
         """A daemon of the run; the first founds it from the manifest file, the others join by invite."""
         root = self.directory / name
         root.mkdir(mode=0o700)
@@ -129,7 +131,7 @@ class Swarm:
         return self._invite
 
     def until(self, ready: Callable[[], Any], what: str, within_s: float = START_S) -> Any:
-        """The first truthy value of `ready`; fails loudly, with every log, at the deadline or when a daemon dies unasked."""
+        """The first truthy value of `ready`; fails, with every log, at the deadline or when a daemon dies unasked."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             if value := ready():
