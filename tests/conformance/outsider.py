@@ -283,7 +283,7 @@ async def call_id_used_twice(me: Outsider, task: dict[str, Any]) -> str:
 
 
 async def serve(order: dict[str, Any]) -> list[Any]:
-    """Does the tasks in order; a failure of one is its result. With `"alone": true` each is done by a peer of its own."""
+    """Does the tasks in order; a failure of one is its result. With "alone", each by a peer of its own."""
     groups = [[task] for task in order["tasks"]] if order.get("alone") else [order["tasks"]]
     return [result for group in groups for result in await as_one_peer(order, group)]
 

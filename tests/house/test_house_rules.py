@@ -1,4 +1,4 @@
-"""The rules of the house, checked: linters, types, who may know whom, how long a thing may grow, what is never called."""
+"""The house rules, checked: linters, types, who may know whom, how long a thing may grow, what nobody calls."""
 
 from __future__ import annotations
 
