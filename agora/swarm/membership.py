@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agora_protocol.errors import AgoraError
+from agora_protocol.errors import AgoraError, LocalError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.records import Claim, Progress, Record
@@ -31,6 +31,8 @@ PROGRESS_S = 2.0
 READ_S, CALM_READ_S, MOST_READ_S = 1.0, 2.0, 8.0
 JITTER = 0.2
 MOST_ROUNDS = 12
+KEPT_ROUNDS = 3
+"""Who has kept its span so often serves it, although others still choose: some are bound to theirs by their owner."""
 
 
 class Directory(Protocol):
@@ -39,8 +41,8 @@ class Directory(Protocol):
     async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> object:
         """Stores our record under every stage of its span."""
 
-    async def read(self, kind: type[Record], stage: int) -> Sequence[Record]:
-        """The verified live records of one kind under one stage; empty when nothing was found in time."""
+    async def read_many(self, kind: type[Record], stages: Sequence[int]) -> Mapping[int, Sequence[Record]]:
+        """The verified live records of one kind under some stages; empty where nothing was found in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,6 @@ class Membership:
         """Where `run` gets this peer's progress from, each time it publishes it."""
         self._progress = progress
 
-    def forget(self, peer: PeerId) -> None:
-        """Drops a peer that is known to be gone, without waiting for its claim to end; a newer read may bring it
-        back.
-        """
-        if peer in self.view.peers and peer != self.me:
-            self._adopt(self.view.without(peer))
-
     # --- joining and leaving
 
     async def join(self, claim: Claim, length: int, pinned: Span | None = None) -> Placement:
@@ -115,23 +110,31 @@ class Membership:
         """
         await self.refresh()
         placement = self._place(length, pinned)
+        kept = 0
         for _ in range(MOST_ROUNDS):
             await self.announce(replace(claim, span=placement.span, state="joining"))
             if pinned is not None:
                 break
             await asyncio.sleep(self._config.settle_s * self._rng.uniform(1.0, 2.0))
             await self.refresh()
-            if not self.confirm().choose_again:
+            verdict = self.confirm()
+            kept = 0 if verdict.choose_again else kept + 1
+            if verdict.settled or kept == KEPT_ROUNDS:
                 break
-            placement = self._place(length, pinned)
+            if verdict.choose_again:
+                # a new life: the claim of the one before stays in the directory until it ends
+                claim = replace(claim, incarnation=claim.incarnation + 1)
+                placement = Placement(verdict.span, verdict.reason)
+        else:
+            await self.announce(replace(claim, span=placement.span, state="joining"))
         self._report(events.SpanChosen(placement.span.first, placement.span.last, placement.reason))
         return placement
 
     def confirm(self) -> Collision:
-        """Whether the claimed span is still right, as far as the view knows."""
+        """Whether the claimed span is still right, as far as the view knows. Raises LocalError before `join`."""
         me = self.view.peers.get(self.me)
         if me is None:
-            return Collision(False, "nothing is claimed yet")
+            raise LocalError("this peer has claimed no stages yet; join first")
         return judge_collision(self.view, me, self._config.stage_count, self._config.run)
 
     async def announce(self, claim: Claim) -> None:
@@ -167,7 +170,8 @@ class Membership:
         while True:
             await asyncio.sleep(self._jittered(PROGRESS_S))
             progress = self._progress()
-            if progress is not None:
+            if progress is not None and self._own is not None:
+                progress = replace(progress, incarnation=self._own.incarnation)
                 self._merge([progress])
                 await self._publish(progress, self._config.lifetime_s)
 
@@ -185,17 +189,17 @@ class Membership:
 
     async def refresh(self) -> None:
         """Reads every stage's claims and progress once, and merges them."""
-        stages = range(self._config.stage_count)
-        reads = [self._read(kind, stage) for kind in (Claim, Progress) for stage in stages]
-        found = [record for records in await asyncio.gather(*reads) for record in records]
-        self._merge([record for record in found if getattr(record, "peer", None) != self.me])
+        found = await asyncio.gather(self._read(Claim), self._read(Progress))
+        others = [record for records in found for record in records if getattr(record, "peer", None) != self.me]
+        self._merge(others)
 
-    async def _read(self, kind: type[Record], stage: int) -> Sequence[Record]:
+    async def _read(self, kind: type[Record]) -> list[Record]:
         try:
-            return await self._directory.read(kind, stage)
+            found = await self._directory.read_many(kind, range(self._config.stage_count))
         except AgoraError as error:
             self._in_trouble("read", error)
             return []
+        return [record for records in found.values() for record in records]
 
     async def _publish_claim(self) -> None:
         if self._own is not None:

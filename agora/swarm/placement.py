@@ -28,10 +28,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Collision:
-    """Whether to choose again after the jitter, and why."""
+    """The span to hold after the jitter, whether it is another than the one claimed, and why.
 
+    settled: no joiner in the view has to choose again, so there is nothing to wait for.
+    """
+
+    span: Span
     choose_again: bool
     reason: str
+    settled: bool = False
 
 
 def choose_span(view: View, stage_count: int, length: int, rng: random.Random) -> Placement:
@@ -60,22 +65,44 @@ def holders_by_stage(peers: Iterable[PeerView], stage_count: int) -> list[int]:
 
 
 def judge_collision(view: View, me: PeerView, stage_count: int, run: RunId) -> Collision:
-    """Whether this peer, still joining, must give way to others that chose at the same time.
+    """Which span this peer, still joining, should hold, given that others may have chosen at the same time.
 
-    To be asked once the claim had time to be seen, and again right before serving. Who stands well in the whole view
-    stays. Else the joining peers stand in the order of a hash of (run, peer), and each stays whose span is a best
-    choice given everybody who serves and those before it in that order: the first always does, and when every peer
-    applies the rule to its own claim they settle after at most as many rounds as there are joiners.
+    To be asked once the claim had time to be seen, and again right before serving. Who stands well beside everybody
+    else's claim stays. The other joiners stand in the order of a hash of (run, peer): each in turn keeps its span if
+    that is a best choice given those who serve, those who stand well and those before it, else it gets the best one
+    then. Every peer that sees the same view computes the same outcome, so they settle in one round; with views that
+    differ they settle when the views do.
     """
-    others = view.without(me.peer)
-    if me.span.first in _best_starts(holders_by_stage(others.peers.values(), stage_count), len(me.span)):
-        return Collision(False, f"stages {me.span} are the best choice beside everybody else's")
-    mine = hash_order(run, me.peer)
-    serving = [p for p in others.peers.values() if p.state == "serving"]
-    before = [p for p in others.peers.values() if p.state == "joining" and hash_order(run, p.peer) < mine]
-    if me.span.first in _best_starts(holders_by_stage([*serving, *before], stage_count), len(me.span)):
-        return Collision(False, f"of those that chose stages {me.span} at once, others come later and give way")
-    return Collision(True, f"{len(before)} peers that chose at once come first; other stages are held more thinly now")
+    moving = [p for p in view.peers.values() if p.state == "joining" and not _stands_well(view, p, stage_count)]
+    if me.peer not in {p.peer for p in moving}:
+        reason = f"stages {me.span} are the best choice beside everybody else's"
+        return Collision(me.span, False, reason, settled=not moving)
+    holders = holders_by_stage((p for p in view.peers.values() if p not in moving), stage_count)
+    ahead = 0
+    for turn in sorted(moving, key=lambda p: hash_order(run, p.peer)):
+        span = _settled_span(holders, turn, run)
+        if turn.peer == me.peer:
+            break
+        ahead += 1
+        for stage in span.stages:
+            holders[stage] += 1
+    if span == me.span:
+        return Collision(span, False, f"of those that chose stages {span} at once, others come later and give way")
+    return Collision(span, True, f"{ahead} peers that chose at once come first; {_because(holders, span)}")
+
+
+def _stands_well(view: View, peer: PeerView, stage_count: int) -> bool:
+    others = view.without(peer.peer).peers.values()
+    return peer.span.first in _best_starts(holders_by_stage(others, stage_count), len(peer.span))
+
+
+def _settled_span(holders: Sequence[int], turn: PeerView, run: RunId) -> Span:
+    """What a joiner holds when its turn comes; ties are broken by its hash, so that everybody computes the same."""
+    starts = _best_starts(holders, len(turn.span))
+    if turn.span.first in starts:
+        return turn.span
+    first = starts[int.from_bytes(hash_order(run, turn.peer)[-4:], "big") % len(starts)]
+    return Span(first, first + len(turn.span) - 1)
 
 
 def hash_order(run: RunId, peer: PeerId) -> bytes:

@@ -1,0 +1,136 @@
+"""Health judged by steps, and the status object of the contract."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agora.swarm.health import Health, judge
+from agora.swarm.status import PeerFacts, RunFacts, status
+from agora.swarm.view import View
+from tests.swarm.makers import peer_id, seen, view
+
+NOW = 10_000.0
+
+
+def two_each(stages: int, **rest) -> View:
+    return view(*(seen(f"p{s}{r}", str(s), **rest) for s in range(stages) for r in range(2)))
+
+
+def health(peers: View, stages: int = 2, *, since: float = 0.0, paused: bool = False) -> Health:
+    return judge(peers, stages, NOW, since_unix=since, paused=paused)
+
+
+def test_ok_when_every_stage_steps_and_has_two_replicas() -> None:
+    found = health(two_each(2, stepped_unix=NOW - 3.0))
+    assert found == Health("OK", "every stage has at least 2 replicas; last step 3 s ago", None)
+
+
+def test_degraded_when_a_stage_hangs_on_one_peer() -> None:
+    peers = view(*two_each(2, stepped_unix=NOW - 3.0).peers.values()).without(peer_id("p11"))
+    found = health(peers)
+    assert found.state == "DEGRADED" and "stage 1 has a single peer" in found.why
+    assert found.do is not None and "--stages 1" in found.do
+
+
+def test_stalled_names_the_stage_that_has_no_peer() -> None:
+    found = health(view(seen("a", "0", stepped_unix=NOW), seen("b", "2", stepped_unix=NOW)), 3)
+    assert found.state == "STALLED" and found.why == "stage 1 has no peer"
+    assert found.do == "start one with `agora-node join RUN --stages 1`; the others wait for it"
+    several = health(view(seen("a", "0", stepped_unix=NOW)), 4)
+    assert several.why == "stages 1, 2, 3 have no peer"
+
+
+def test_a_stage_whose_only_peer_joins_or_leaves_is_stalled_too() -> None:
+    joining = health(view(seen("a", "0", stepped_unix=NOW), seen("b", "1", "joining")))
+    assert (joining.state, joining.do) == ("STALLED", "wait until it serves")
+    leaving = health(view(seen("a", "0", stepped_unix=NOW), seen("b", "1", "leaving")))
+    assert leaving.why == "stage 1 has no peer"
+
+
+def test_stalled_is_judged_by_steps_and_not_by_heartbeats() -> None:
+    beating = two_each(2, seen_unix=NOW, stepped_unix=NOW - 61.0)
+    found = health(beating)
+    assert found.state == "STALLED" and "stage 0 took no step for 61 s" in found.why
+    assert health(two_each(2, seen_unix=NOW, stepped_unix=NOW - 59.0)).state == "OK"
+
+
+def test_one_stage_that_stands_still_stalls_the_swarm() -> None:
+    peers = view(seen("a", "0", stepped_unix=NOW), seen("b", "1", stepped_unix=NOW - 100.0))
+    assert "stage 1 took no step for 100 s" in health(peers).why
+
+
+def test_slow_steps_are_given_ten_of_their_usual_time() -> None:
+    assert health(two_each(2, stepped_unix=NOW - 900.0, step_s=100.0)).state == "OK"
+    assert health(two_each(2, stepped_unix=NOW - 1001.0, step_s=100.0)).state == "STALLED"
+
+
+def test_a_swarm_that_has_just_started_is_degraded_then_stalled() -> None:
+    fresh = health(two_each(2), since=NOW - 5.0)
+    assert (fresh.state, fresh.do) == ("DEGRADED", "wait; the swarm has just started")
+    assert health(two_each(2), since=NOW - 61.0).state == "STALLED"
+
+
+def test_paused_and_unreachable() -> None:
+    assert health(two_each(2), paused=True).state == "PAUSED"
+    assert health(View()).state == "UNREACHABLE" and health(View()).do
+
+
+@pytest.mark.parametrize("peers", [View(), two_each(2), two_each(2, stepped_unix=NOW)])
+def test_every_state_but_ok_says_what_to_do(peers: View) -> None:
+    found = health(peers)
+    assert (found.do is None) == (found.state == "OK")
+
+
+# --- status
+
+RUN_FACTS = RunFacts("ab" * 32, "demo", 2)
+OK = Health("OK", "fine", None)
+
+
+def test_status_has_exactly_the_fields_of_the_contract() -> None:
+    found = status(two_each(2, stepped_unix=NOW, seen_unix=NOW - 1.2), RUN_FACTS, OK, NOW)
+    assert list(found) == ["schema", "run_id", "name", "step", "loss", "tokens_per_second", "health", "stages", "peers"]
+    assert list(found["health"]) == ["state", "why", "do"]
+    assert list(found["stages"][0]) == ["stage", "replicas", "step", "tokens_per_second"]
+    expected = ["peer", "name", "span", "state", "step", "tokens_per_second", "path", "seen_seconds", "note"]
+    assert list(found["peers"][0]) == expected
+    assert found["peers"][0]["seen_seconds"] == 1.2 and found["peers"][0]["name"].count("-") == 1
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_status_sums_replicas_and_the_slowest_stage_is_the_swarms_throughput() -> None:
+    peers = view(
+        seen("a", "0", steps=(10,), tokens_per_second=100.0, loss=4.0),
+        seen("b", "0-1", steps=(12, 11), tokens_per_second=50.0, loss=1.0),
+        seen("c", "1", "joining", steps=(0,), tokens_per_second=70.0),
+    )
+    found = status(peers, RUN_FACTS, OK, NOW)
+    assert [s["replicas"] for s in found["stages"]] == [2, 1]
+    assert [s["step"] for s in found["stages"]] == [12, 11] and found["step"] == 12
+    assert [s["tokens_per_second"] for s in found["stages"]] == [150.0, 50.0] and found["tokens_per_second"] == 50.0
+    assert found["loss"] == 3.0, "weighted by throughput"
+    assert {p["state"] for p in found["peers"]} == {"training", "joining"}
+    assert [p["span"] for p in found["peers"]] == [[0, 0], [0, 1], [1, 1]]
+
+
+def test_status_of_an_empty_view_is_still_a_status() -> None:
+    found = status(View(), RUN_FACTS, health(View()), NOW)
+    assert (found["loss"], found["step"], found["tokens_per_second"], found["peers"]) == (None, 0, 0.0, [])
+    assert found["health"]["state"] == "UNREACHABLE"
+
+
+def test_what_only_the_asked_peer_knows_is_added() -> None:
+    peer = peer_id("p00")
+    found = status(two_each(1), RUN_FACTS, OK, NOW, PeerFacts({peer: "relay"}, {peer: "slow link"}))
+    entry = next(p for p in found["peers"] if p["peer"] == peer)
+    assert (entry["path"], entry["note"]) == ("relay", "slow link")
+
+
+def test_decisions_of_the_swarm_know_neither_asyncio_nor_torch() -> None:
+    room = Path(__file__).resolve().parents[2] / "agora" / "swarm"
+    for name in ("view", "placement", "health", "status"):
+        text = (room / f"{name}.py").read_text()
+        assert "asyncio" not in text and "import torch" not in text and "import time" not in text

@@ -1,0 +1,248 @@
+"""The membership loop over a directory in memory: joining, collisions, freshness, trouble, leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from agora_protocol.errors import PeerFailed
+from agora_protocol.identity import Identity
+from agora_protocol.ids import Span
+from agora_protocol.records import Claim, Progress, Record
+
+from agora.observe.events import DirectoryTrouble, PeerGone, PeerSeen, SpanChosen
+from agora.swarm.membership import Membership, MembershipConfig, read_interval_s
+from tests.pipeline.virtual_time import run
+from tests.swarm.makers import RUN
+
+EPOCH = 1_700_000_000.0
+
+
+def unix() -> float:
+    return EPOCH + asyncio.get_running_loop().time()
+
+
+class Store:
+    """The DHT: who published what under which stage, until when. Publishing becomes visible after `delay_s`."""
+
+    def __init__(self, delay_s: float = 0.1) -> None:
+        self.delay_s = delay_s
+        self.records: dict[tuple[type, int], dict[str, tuple[Record, float]]] = {}
+        self.broken = False
+        self.reads: Counter[str] = Counter()
+
+
+class Directory:
+    """One peer's door to the store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> None:
+        assert record.peer == identity.peer
+        await asyncio.sleep(self.store.delay_s)
+        if self.store.broken:
+            raise PeerFailed("the directory does not answer")
+        for stage in record.span.stages:
+            self.store.records.setdefault((type(record), stage), {})[record.peer] = (record, unix() + lifetime_s)
+
+    async def read_many(self, kind: type[Record], stages: Sequence[int]) -> dict[int, list[Record]]:
+        await asyncio.sleep(self.store.delay_s)
+        self.store.reads[kind.__name__] += 1
+        if self.store.broken:
+            raise PeerFailed("the directory does not answer")
+        found = {stage: self.store.records.get((kind, stage), {}).values() for stage in stages}
+        return {stage: [record for record, expires in records if expires > unix()] for stage, records in found.items()}
+
+
+class Peer:
+    """A membership with its own identity and events."""
+
+    def __init__(self, store: Store, stages: int, seed: int) -> None:
+        self.identity = Identity.generate()
+        self.events: list = []
+        config = MembershipConfig(RUN, stages)
+        self.membership = Membership(
+            config, Directory(store), self.identity, self.events.append, rng=random.Random(seed), unix=unix
+        )
+        self.task: asyncio.Task | None = None
+
+    def claim(self) -> Claim:
+        return Claim(self.identity.peer, Span(0, 0), int(unix() * 1e9), (), "joining", 0.0)
+
+    async def join(self, length: int = 1, pinned: Span | None = None) -> None:
+        await self.membership.join(self.claim(), length, pinned)
+
+    async def serve(self) -> None:
+        await self.membership.say("serving")
+        self.task = asyncio.create_task(self.membership.run())
+
+    async def stop(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait([self.task])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_eight_peers_that_start_at_once_hold_every_stage_equally(seed: int) -> None:
+    async def work() -> None:
+        store = Store()
+        peers = [Peer(store, 4, 100 * seed + i) for i in range(8)]
+        begun = asyncio.get_running_loop().time()
+        await asyncio.gather(*(peer.join() for peer in peers))
+        assert asyncio.get_running_loop().time() - begun < 20.0
+        spans = Counter(peer.membership.claim.span.first for peer in peers)
+        assert set(spans.values()) == {2}, spans
+        for peer in peers:
+            assert [type(e) for e in peer.events].count(SpanChosen) == 1
+
+    run(work())
+
+
+def test_a_pinned_span_is_claimed_at_once_and_kept() -> None:
+    async def work() -> None:
+        store = Store()
+        peers = [Peer(store, 4, i) for i in range(3)]
+        await asyncio.gather(*(peer.join(pinned=Span(1, 2)) for peer in peers))
+        assert all(peer.membership.claim.span == Span(1, 2) for peer in peers)
+        assert not any(peer.membership.confirm().choose_again for peer in peers if peer.membership.claim is None)
+
+    run(work())
+
+
+def test_a_killed_peer_leaves_the_view_and_a_new_one_comes_into_it() -> None:
+    async def work() -> None:
+        store = Store()
+        a, b = Peer(store, 2, 1), Peer(store, 2, 2)
+        woken: list[float] = []
+        a.membership.subscribe(lambda: woken.append(asyncio.get_running_loop().time()))
+        for peer in (a, b):
+            await peer.join()
+            await peer.serve()
+        await asyncio.sleep(3.0)
+        stage = b.membership.claim.span.first
+        assert [p.peer for p in a.membership.view.replicas(stage)] == [b.identity.peer]
+        await b.stop()
+        await asyncio.sleep(40.0)
+        assert a.membership.view.replicas(stage) == []
+        assert [e.peer for e in a.events if isinstance(e, PeerGone)] == [b.identity.peer]
+        calm = len(woken)
+        c = Peer(store, 2, 3)
+        await c.join()
+        await c.serve()
+        await asyncio.sleep(3.0)
+        assert c.membership.claim.span.first == stage and len(woken) > calm
+        assert [p.peer for p in a.membership.view.replicas(stage)] == [c.identity.peer]
+        await a.stop()
+        await c.stop()
+
+    run(work())
+
+
+def test_leaving_is_seen_within_seconds() -> None:
+    async def work() -> None:
+        store = Store()
+        a, b = Peer(store, 1, 1), Peer(store, 1, 2)
+        for peer in (a, b):
+            await peer.join()
+            await peer.serve()
+        await asyncio.sleep(5.0)
+        assert len(a.membership.view.replicas(0)) == 2
+        await b.membership.say("leaving")
+        await asyncio.sleep(3.0)
+        assert [p.peer for p in a.membership.view.replicas(0)] == [a.identity.peer]
+        await a.stop()
+        await b.stop()
+
+    run(work())
+
+
+def test_a_directory_in_trouble_is_told_and_the_last_view_stays_for_a_while() -> None:
+    async def work() -> None:
+        store = Store()
+        a, b = Peer(store, 2, 1), Peer(store, 2, 2)
+        for peer in (a, b):
+            await peer.join()
+            await peer.serve()
+        await asyncio.sleep(5.0)
+        store.broken = True
+        await asyncio.sleep(2.0)
+        assert b.identity.peer in a.membership.view.peers, "a slow read is no death"
+        await asyncio.sleep(20.0)
+        assert set(a.membership.view.peers) == {a.identity.peer}, "we never lose ourselves"
+        assert {e.what for e in a.events if isinstance(e, DirectoryTrouble)} == {"read", "publish"}
+        store.broken = False
+        await asyncio.sleep(10.0)
+        assert b.identity.peer in a.membership.view.peers
+        await a.stop()
+        await b.stop()
+
+    run(work())
+
+
+def test_progress_is_spoken_and_reaches_the_others() -> None:
+    async def work() -> None:
+        store = Store()
+        a, b = Peer(store, 1, 1), Peer(store, 1, 2)
+        for peer in (a, b):
+            await peer.join()
+            await peer.serve()
+        steps = [0]
+
+        def progress() -> Progress:
+            steps[0] += 1
+            return Progress(b.identity.peer, Span(0, 0), 1, (steps[0],), 12.5, 3.25, 4, 99)
+
+        b.membership.speak_progress(progress)
+        await asyncio.sleep(10.0)
+        seen = a.membership.view.peers[b.identity.peer]
+        assert seen.steps[0] >= 3 and (seen.loss, seen.tokens_per_second) == (3.25, 12.5)
+        assert seen.stepped_unix is not None and seen.step_s == pytest.approx(2.0, rel=0.5)
+        assert b.membership.view.peers[b.identity.peer].steps[0] == steps[0], "our own is known at once"
+        await a.stop()
+        await b.stop()
+
+    run(work())
+
+
+def test_choosing_again_is_a_new_life_so_that_the_old_claim_cannot_come_back() -> None:
+    async def work() -> None:
+        store = Store()
+        a, b = Peer(store, 2, 1), Peer(store, 2, 1)
+        await asyncio.gather(a.join(), b.join())
+        assert {a.membership.claim.span.first, b.membership.claim.span.first} == {0, 1}
+        both = store.records[Claim, 0].keys() & store.records[Claim, 1].keys()
+        assert both, "one of them chose again, and its first claim is still in the directory"
+        for _ in range(5):
+            await a.membership.refresh()
+            await b.membership.refresh()
+            for one, other in ((a, b), (b, a)):
+                assert one.membership.view.peers[other.identity.peer].span == other.membership.claim.span
+
+    run(work())
+
+
+def test_reading_is_quick_while_things_change_and_rests_when_calm_or_slow() -> None:
+    assert read_interval_s(False, 0.01) == 1.0
+    assert read_interval_s(True, 0.01) == 2.0
+    assert read_interval_s(True, 1.0) == 3.0
+    assert read_interval_s(False, 60.0) == 8.0
+
+
+def test_a_calm_swarm_reads_about_every_two_seconds() -> None:
+    async def work() -> None:
+        store = Store(delay_s=0.01)
+        peer = Peer(store, 2, 1)
+        await peer.join(length=2)
+        await peer.serve()
+        await asyncio.sleep(30.0)
+        before = store.reads["Claim"]
+        await asyncio.sleep(100.0)
+        assert 40 <= store.reads["Claim"] - before <= 65
+        assert [e.state for e in peer.events if isinstance(e, PeerSeen)][-1] == "serving"
+        await peer.stop()
+
+    run(work())
