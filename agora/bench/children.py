@@ -140,10 +140,18 @@ class Nursery:
         self._children: list[Child] = []
         self._adopted: list[tuple[Callable[[], object], Callable[[], object]]] = []
 
-    def start(self, name: str, role: str, spec: Mapping[str, object], threads: int = 1) -> Child:
+    def start(
+        self,
+        name: str,
+        role: str,
+        spec: Mapping[str, object],
+        threads: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
         """Starts `agora.bench.worker ROLE` with its spec; `threads` is what its numeric libraries may use."""
         command = [sys.executable, "-m", "agora.bench.worker", role, json.dumps(spec)]
-        child = Child(name, command, self.folder / f"{name}.log", thread_environment(threads))
+        inherited = thread_environment(threads) | dict(environment or {})
+        child = Child(name, command, self.folder / f"{name}.log", inherited)
         self._children.append(child)
         return child
 

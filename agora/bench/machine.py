@@ -1,4 +1,4 @@
-"""What a benchmark ran on: processor, cores, memory, versions.
+"""What a benchmark ran on: processor, cores, memory, versions, and how calm it was.
 
 Knows: /proc, the platform and package metadata. Must not know: torch as an import (its version is read from metadata),
 what is being measured.
@@ -6,8 +6,11 @@ what is being measured.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -42,6 +45,37 @@ def describe() -> dict[str, object]:
         "versions": {name: _version(name) for name in PACKAGES},
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+class Watch:
+    """What the rest of the machine does while something is measured: processor time that is not ours."""
+
+    def __init__(self, groups: Iterable[int]) -> None:
+        """groups: the process groups that are being measured; this process counts as ours too."""
+        self._groups = set(groups)
+        self._begin = time.monotonic()
+        self._busy, self._ours = _busy_seconds(), self._our_seconds()
+
+    def elsewhere(self) -> float:
+        """Cores used by others since the start, on average; what our processes that ended meanwhile used counts too."""
+        seconds = time.monotonic() - self._begin
+        used = (_busy_seconds() - self._busy) - (self._our_seconds() - self._ours)
+        return max(0.0, used / seconds) if seconds > 0 else 0.0
+
+    def _our_seconds(self) -> float:
+        """Processor seconds of all processes of our groups so far."""
+        ticks = 0
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = entry.read_text(errors="replace").rpartition(")")[2].split()
+                if int(fields[2]) in self._groups or int(entry.parent.name) == os.getpid():
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
 
 
 def _version(package: str) -> str:

@@ -1,28 +1,29 @@
 """`swarm bench pipeline`: the swarm's tokens per second beside three other ways to train the same model here.
 
 Knows: the contenders, how their turns alternate, the ratios of the contract. Must not know: torch (only children import
-it). All contenders are started once and kept; in every round each gets one measured window while the others rest, in
-turning order, and a ratio is the median over rounds of the ratios within a round: slow drift and a noisy neighbour hit
-both sides of each pair.
+it). All contenders are started once and kept; in every round each gets one measured window while the others are frozen,
+in turning order, and a ratio is the median over rounds of the ratios within a round: slow drift and a noisy neighbour
+hit both sides of each pair.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from agora.bench.children import BenchFailed, Child, Nursery
-from agora.bench.machine import describe, usable_cores
+from agora.bench.children import BenchFailed, Nursery
+from agora.bench.contenders import Contender, Gloo1F1B, HivemindMoe, SingleLoop
+from agora.bench.freezer import Freezer
+from agora.bench.machine import Watch, describe, usable_cores
 from agora.bench.report import Cell, Ratio, Report, paired_ratio
 from agora.bench.stream_rates import measure_streams
 from agora.bench.swarm import SwarmContender
-from agora.bench.task import MICROBATCHES_PER_STEP, SEQUENCES, manifest_for, prepare_corpus, spec
-from agora.bench.window import PATIENCE_S, START_S, Window, stage_threads, tell
+from agora.bench.task import MICROBATCHES_PER_STEP, SEQUENCES, manifest_for, prepare_corpus
+from agora.bench.window import tell
 
-STAGES = 4
+CALM_CORES = 0.15
 
 RATIOS: Mapping[str, tuple[str, str, str, str]] = {
     "swarm2_vs_single": ("swarm2", "single", ">= 1.0", "tokens/s, swarm of 2 stages against the plain loop"),
@@ -41,139 +42,16 @@ class Effort:
     stream_repeats: int
 
 
+@dataclass(slots=True)
+class Readings:
+    """One contender's rounds: tokens per second, and how many cores the rest of the machine used meanwhile."""
+
+    rates: list[float] = field(default_factory=list)
+    elsewhere: list[float] = field(default_factory=list)
+
+
 QUICK = Effort(rounds=3, window_s=8.0, stream_repeats=5)
 FULL = Effort(rounds=7, window_s=15.0, stream_repeats=15)
-
-
-class Contender(Protocol):
-    """One way to train the model. Rests, using no processor to speak of, between `start` and `measure`."""
-
-    name: str
-    processes: int
-    threads: int
-    note: str
-
-    def start(self) -> None:
-        """Starts its processes and trains until caches and allocators are warm."""
-        ...
-
-    def measure(self, seconds: float) -> Window:
-        """Trains for about `seconds`; whole steps, or a steady stretch between two completions."""
-        ...
-
-
-class SingleLoop:
-    """(a) The plain loop in one process with all threads."""
-
-    name = "single"
-    note = "plain PyTorch loop, float32, fused AdamW"
-
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
-        self._nursery, self._folder = nursery, folder
-        self.processes, self.threads = 1, usable_cores()
-        self._steps = Lockstep([])
-
-    def start(self) -> None:
-        """See Contender."""
-        told = spec(manifest_for(1), self._folder, self.threads)
-        self._steps = Lockstep([self._nursery.start(self.name, "single", told, self.threads)])
-        self._steps.warm_up()
-
-    def measure(self, seconds: float) -> Window:
-        """See Contender."""
-        return self._steps.measure(seconds)
-
-
-class Gloo1F1B:
-    """(c) torch.distributed.pipelining."""
-
-    name = "gloo_1f1b"
-    note = "PipelineStage and Schedule1F1B over gloo on loopback, float32 boundaries, a flush per step as 1F1B has it"
-
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
-        self._nursery, self._folder = nursery, folder
-        self.processes, self.threads = STAGES, STAGES * stage_threads(STAGES)
-        self._steps = Lockstep([])
-
-    def start(self) -> None:
-        """See Contender."""
-        threads = stage_threads(STAGES)
-        manifest = manifest_for(STAGES)
-        meeting = str(self._folder / "gloo-meeting")
-        ranks = [
-            self._nursery.start(
-                f"gloo-{k}", "gloo", spec(manifest, self._folder, threads, rank=k, meeting=meeting), threads
-            )
-            for k in range(STAGES)
-        ]
-        self._steps = Lockstep(ranks)
-        self._steps.warm_up()
-
-    def measure(self, seconds: float) -> Window:
-        """See Contender."""
-        return self._steps.measure(seconds)
-
-
-class HivemindMoe:
-    """(d) hivemind's servers with remote modules, and a trainer that calls them in turn."""
-
-    name = "hivemind_moe"
-    note = (
-        "hivemind.moe Servers and RemoteExpert calls; 16 microbatches in flight on threads, 16-bit boundaries through "
-        "the trainer and the forward repeated in the backward (hivemind's design); backends made to step every 16 "
-        "calls, not every call"
-    )
-
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
-        self._nursery, self._folder = nursery, folder
-        self.processes, self.threads = STAGES + 1, STAGES * stage_threads(STAGES)
-        self._trainer: Child | None = None
-
-    def start(self) -> None:
-        """See Contender."""
-        threads = stage_threads(STAGES)
-        manifest = manifest_for(STAGES)
-        peers: list[str] = []
-        for k in range(STAGES):
-            told = spec(manifest, self._folder, threads, stage=k, peers=peers)
-            peers = self._nursery.start(f"moe-{k}", "moe-stage", told, threads).hear(START_S)["addresses"]
-        self._trainer = self._nursery.start("moe-trainer", "moe-trainer", spec(manifest, self._folder, 1, peers=peers))
-        self._trainer.hear(START_S)
-        self._trainer.ask({"steps": 1}, PATIENCE_S)
-
-    def measure(self, seconds: float) -> Window:
-        """See Contender."""
-        assert self._trainer is not None
-        answer = self._trainer.ask({"seconds": seconds}, PATIENCE_S + seconds)
-        return Window(answer["tokens"], answer["seconds"])
-
-
-class Lockstep:
-    """Children that take whole optimizer steps together; knows how long a step takes, to fill a window with them."""
-
-    def __init__(self, children: Sequence[Child]) -> None:
-        self._children = children
-        self._step_s = 1.0
-
-    def warm_up(self) -> None:
-        """Waits until all are ready, then takes two steps, the second one timed."""
-        for child in self._children:
-            child.hear(START_S)
-        self.take(1)
-        self.take(1)
-
-    def measure(self, seconds: float) -> Window:
-        """As many whole steps as fill `seconds` best."""
-        return self.take(max(1, round(seconds / self._step_s)))
-
-    def take(self, steps: int) -> Window:
-        """`steps` steps; the time is that of the slowest child."""
-        for child in self._children:
-            child.tell({"steps": steps})
-        answers = [child.hear(PATIENCE_S) for child in self._children]
-        seconds = max(float(answer["seconds"]) for answer in answers)
-        self._step_s = seconds / steps
-        return Window(int(answers[0]["tokens"]), seconds)
 
 
 def run(quick: bool, folder: Path) -> Report:
@@ -183,7 +61,7 @@ def run(quick: bool, folder: Path) -> Report:
     prepare_corpus(folder)
     with Nursery(folder) as nursery:
         streams = measure_streams(nursery, effort.stream_repeats)
-    with Nursery(folder) as nursery:
+    with Nursery(folder) as nursery, Freezer() as freezer:
         contenders: list[Contender] = [
             SingleLoop(nursery, folder),
             SwarmContender(2, nursery, folder),
@@ -191,51 +69,66 @@ def run(quick: bool, folder: Path) -> Report:
             Gloo1F1B(nursery, folder),
             HivemindMoe(nursery, folder),
         ]
-        rates = alternate(contenders, effort)
-    report.rows = [training_row(c, rates[c.name]) for c in contenders] + streams.rows
-    report.ratios = training_ratios(rates) | {"stream_vs_bare": streams.ratio}
-    report.notes = [f"`{c.name}`: {c.note}." for c in contenders] + notes(effort) + streams.notes
+        found = alternate(contenders, effort, freezer)
+    report.rows = [training_row(c, found[c.name]) for c in contenders] + streams.rows
+    report.ratios = training_ratios(found) | {"stream_vs_bare": streams.ratio}
+    described = [f"`{c.name}`: {c.note}." for c in contenders]
+    report.notes = calmness(found) + described + notes(effort) + streams.notes
     return report
 
 
-def alternate(contenders: Sequence[Contender], effort: Effort) -> dict[str, list[float]]:
-    """Tokens per second of every contender in every round; the order of turns is reversed in every other round."""
+def alternate(contenders: Sequence[Contender], effort: Effort, freezer: Freezer) -> dict[str, Readings]:
+    """What every contender did in every round; the order of turns is reversed in every other round."""
     for contender in contenders:
         tell(f"starting {contender.name}")
         contender.start()
-    rates: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+        freezer.freeze(contender.groups())
+    found = {contender.name: Readings() for contender in contenders}
     for number in range(effort.rounds):
         for contender in contenders if number % 2 == 0 else reversed(contenders):
+            freezer.thaw(contender.groups())
+            watch = Watch(contender.groups())
             window = contender.measure(effort.window_s)
+            elsewhere = watch.elsewhere()
+            freezer.freeze(contender.groups())
             if window.tokens <= 0 or window.seconds <= 0:
-                raise BenchFailed(
-                    f"{contender.name} trained nothing in {effort.window_s:.0f} s; run again on a calmer machine"
-                )
-            rates[contender.name].append(window.rate)
-            tell(f"round {number + 1} of {effort.rounds}: {contender.name} {window.rate:,.0f} tokens/s")
-    return rates
+                raise BenchFailed(f"{contender.name} trained nothing in {effort.window_s:.0f} s; run again in calm")
+            found[contender.name].rates.append(window.rate)
+            found[contender.name].elsewhere.append(elsewhere)
+            turn = f"round {number + 1} of {effort.rounds}: {contender.name} {window.rate:,.0f} tokens/s"
+            tell(turn + (f" (others used {elsewhere:.1f} cores)" if elsewhere > CALM_CORES else ""))
+    return found
 
 
-def training_row(contender: Contender, rates: Sequence[float]) -> dict[str, Cell]:
+def training_row(contender: Contender, found: Readings) -> dict[str, Cell]:
     """One line of the table for a contender."""
     return {
         "name": contender.name,
         "processes": contender.processes,
         "threads": contender.threads,
         "unit": "tokens/s",
-        "median": statistics.median(rates),
-        "low": min(rates),
-        "high": max(rates),
-        "rounds": len(rates),
+        "median": statistics.median(found.rates),
+        "low": min(found.rates),
+        "high": max(found.rates),
+        "rounds": len(found.rates),
+        "others": round(statistics.mean(found.elsewhere), 3),
     }
 
 
-def training_ratios(rates: Mapping[str, Sequence[float]]) -> dict[str, Ratio]:
+def training_ratios(found: Mapping[str, Readings]) -> dict[str, Ratio]:
     """The four ratios of tokens per second, by their fixed names."""
     return {
-        name: Ratio(paired_ratio(rates[ours], rates[theirs]), target, meaning)
+        name: Ratio(paired_ratio(found[ours].rates, found[theirs].rates), target, meaning)
         for name, (ours, theirs, target, meaning) in RATIOS.items()
     }
+
+
+def calmness(found: Mapping[str, Readings]) -> list[str]:
+    """A warning where the machine had other things to do."""
+    worst = max((statistics.mean(readings.elsewhere) for readings in found.values()), default=0.0)
+    if worst <= CALM_CORES:
+        return []
+    return [f"THE MACHINE WAS NOT CALM: others used up to {worst:.1f} cores on average; these figures mean little."]
 
 
 def notes(effort: Effort) -> list[str]:
@@ -251,6 +144,6 @@ def notes(effort: Effort) -> list[str]:
         f"Compute threads in all: {cores} on {cores} cores, but one at least per stage process. The networks' own "
         "threads and processes come on top and share those cores.",
         f"All are started and warmed up first; then {effort.rounds} rounds in alternating order give each a window of "
-        f"about {effort.window_s:.0f} s while the others rest. A ratio is the median of the rounds' ratios; low and "
-        "high are the slowest and the fastest round.",
+        f"about {effort.window_s:.0f} s while the others are stopped. A ratio is the median of the rounds' ratios; "
+        "low and high are the slowest and the fastest round, others is what the rest of the machine used, in cores.",
     ]

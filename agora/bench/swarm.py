@@ -18,11 +18,12 @@ from agora.cli.demo_peers import Daemon
 
 POLL_S = 0.1
 STALL_S = 60.0
+ANSWER_S = 20.0
 WARM_STEPS = 2
 
 
 class SwarmContender:
-    """A swarm of `stages` daemons. Rests by pausing the daemon that originates microbatches."""
+    """A swarm of `stages` daemons. Comes to rest by draining the daemon that originates microbatches."""
 
     def __init__(self, stages: int, nursery: Nursery, folder: Path) -> None:
         self.name = f"swarm{stages}"
@@ -35,7 +36,12 @@ class SwarmContender:
         self._daemons: list[Daemon] = []
         self._completed: list[tuple[float, int]] = []  # (unix time, tokens) of every microbatch that came home
         self._serving: set[int] = set()
+        self._rerouted = 0
         self._origin: Daemon | None = None
+
+    def groups(self) -> list[int]:
+        """See Contender."""
+        return [daemon.process.pid for daemon in self._daemons]
 
     def start(self) -> None:
         """See Contender."""
@@ -58,12 +64,15 @@ class SwarmContender:
         """Lets the pipeline fill, then counts from one completion to another."""
         self._read()
         self._completed.clear()
+        self._rerouted = 0
         self._ask("resume")
         self._wait_until("fill its pipeline", lambda: len(self._completed) > MICROBATCHES_PER_STEP, STALL_S)
         first = self._completed[MICROBATCHES_PER_STEP][0]
         self._wait_until("train", lambda: self._completed[-1][0] >= first + seconds, seconds + STALL_S)
         counted = [entry for entry in self._completed if entry[0] > first]
         window = Window(sum(tokens for _, tokens in counted), counted[-1][0] - first)
+        if self._rerouted:
+            tell(f"{self.name}: {self._rerouted} microbatches were rerouted")
         self._rest()
         return window
 
@@ -88,18 +97,11 @@ class SwarmContender:
         return found[0]
 
     def _rest(self) -> None:
-        """Pauses the origin and waits until what is in flight has come home."""
-        self._ask("pause")
-        quiet_since, seen = time.monotonic(), len(self._completed)
-        deadline = quiet_since + STALL_S
-        while time.monotonic() - quiet_since < 1.0 and time.monotonic() < deadline:
-            self._read()
-            if len(self._completed) != seen:
-                quiet_since, seen = time.monotonic(), len(self._completed)
-            time.sleep(POLL_S)
+        """No further microbatches; those in flight come home."""
+        self._ask("drain", STALL_S)
 
-    def _ask(self, what: str) -> None:
-        if self._origin is None or self._origin.ask(what) is None:
+    def _ask(self, what: str, timeout_s: float = ANSWER_S) -> None:
+        if self._origin is None or self._origin.ask(what, timeout_s=timeout_s) is None:
             raise BenchFailed(f"{self.name}: the origin did not {what}; the end of its log:\n{self._log(self._origin)}")
 
     def _wait_until(self, what: str, done: Any, seconds: float) -> None:
@@ -131,6 +133,8 @@ class SwarmContender:
             self._origin = daemon
         elif kind == "StateChanged" and fields["state"] == "serving":
             self._serving.add(daemon.index)
+        elif kind == "MicrobatchRerouted":
+            self._rerouted += 1
         elif kind == "MicrobatchDropped":
             tell(f"{self.name} dropped a microbatch: {fields['reason']}")
 
