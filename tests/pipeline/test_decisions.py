@@ -149,6 +149,17 @@ def test_one_broken_connection_counts_once_however_many_calls_it_carried() -> No
     assert (cost.failures, cost.calls) == (1, 0)
 
 
+def test_a_peer_that_kept_us_waiting_is_asked_as_much_more_rarely_and_one_call_at_a_time() -> None:
+    hung = routing.failed(routing.sent(measured(0.1), 0.0, 0.1), 100.0, 0.1, wasted_s=20.0)
+    costs = {A: hung, B: measured(0.1)}
+    assert candidates_of(100.0, costs, PAYLOAD)[0].ready_at == 120.0
+    costs[A] = routing.sent(hung, 0.0, 0.1)
+    assert candidates_of(130.0, costs, PAYLOAD)[0].ready_at == math.inf, "on trial until that call has ended"
+    answered = routing.answered(costs[A], 0.1, 1.0)
+    assert (answered.failures, answered.wasted_s) == (0, 0.0)
+    assert candidates_of(100.0, {A: hung}, PAYLOAD)[0].ready_at == 104.0, "without a sibling it is asked soon"
+
+
 def test_a_newer_incarnation_starts_with_a_clean_record() -> None:
     cost = replace(measured(0.1), failures=9, failed_at=100.0, limit=1.0, busy_until=500.0)
     assert choose({A: routing.reborn(cost, 2)}, 100.0).peer == A
