@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 MICROBATCHES_PER_STEP = 8
 LEAST_STEPS = 6
-ASYNCHRONOUS_STEPS = 100
+ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 100, 32
 
 
 def manifest_of(stages: int, *, kind: str, activations: str, codec: str = "float32") -> Manifest:
@@ -48,12 +48,11 @@ def sampler_of(manifest: Manifest, cache: Path) -> Sampler:
 
 def batches_of(manifest: Manifest, sampler: Sampler, origin: str, steps: int) -> Batches:
     """What that origin drew for its first `steps` steps: a pure function, so nobody has to tell."""
-    b = manifest.schedule.microbatch
+    b, per = manifest.schedule.microbatch, manifest.optimizer.target_tokens // manifest.tokens_per_microbatch
 
     def microbatch(number: int) -> np.ndarray:
         return sampler.batch([sample_id(PeerId(origin), number * b + row) for row in range(b)])
 
-    per = MICROBATCHES_PER_STEP
     return [[microbatch(step * per + i) for i in range(per)] for step in range(steps)]
 
 
@@ -99,10 +98,21 @@ def test_a_synchronous_swarm_equals_a_plain_loop(tmp_path: Path, stages: int, ac
 
 
 def annealed(manifest: Manifest) -> Manifest:
-    """With a learning rate that has decayed at the end of the test: a step more or less must not decide it."""
+    """With a learning rate that has decayed at the end, so that a step more or less does not decide the comparison.
+
+    A gradient is stale when a step falls between its forward and its backward, so the stale share is about microbatches in
+    flight / microbatches per step; runs have far more of the latter. docs/routing.md has the price of a larger share.
+    """
     base = manifest.model_dump()
+    base["schedule"] |= {"microbatch": 2}
     base["optimizer"] |= {"warmup_steps": 10, "total_steps": ASYNCHRONOUS_STEPS, "minimum_ratio": 0.05}
+    base["optimizer"] |= {"target_tokens": ASYNCHRONOUS_MICROBATCHES * 2 * 64, "learning_rate": 2e-3}
     return Manifest.model_validate(base)
+
+
+def trimmed(histogram: list[int]) -> list[int]:
+    """Without the empty ages at its end."""
+    return histogram[: max(age for age, count in enumerate(histogram) if count) + 1]
 
 
 def heldout_loss(manifest: Manifest, sampler: Sampler, weights: list[dict[str, np.ndarray]]) -> float:
@@ -134,11 +144,12 @@ def test_the_asynchronous_schedule_ends_where_the_plain_loop_ends(tmp_path: Path
         staleness = {k: peer.ask("report")["staleness"] for k, peer in enumerate(peers)}
         origin = peers[0].peer
         made.stop()
-    print("staleness histograms (steps: microbatches):", staleness, "steps:", counts)
+    print("staleness, microbatches by age in steps:", {k: trimmed(ages[str(k)]) for k, ages in staleness.items()})
     histogram = staleness[0]["0"]
     assert sum(histogram[1:]) > 0, "nothing flowed across a step: not asynchronous"
     sampler = sampler_of(manifest, tmp_path / "corpus")
     plain = run_plain_loop(manifest, batches_of(manifest, sampler, origin, counts[0]))
     ours, theirs = heldout_loss(manifest, sampler, actual), heldout_loss(manifest, sampler, plain.weights)
+    print(f"held-out loss: asynchronous {ours:.4f}, plain {theirs:.4f}, after {counts[0]} steps")
     assert ours < theirs * 1.02, f"asynchronous {ours:.4f}, plain {theirs:.4f} after {counts[0]} steps"
-    assert theirs < 4.0, "the plain loop itself must have learnt something"
+    assert theirs < 3.0, "the plain loop itself must have learnt something"
