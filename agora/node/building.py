@@ -7,7 +7,7 @@ closed in the opposite order by the exit stack, also when a later step fails.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ from agora.pipeline.seams import WireShapes
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.train.compute import Compute
 
+Spawn = Callable[[str, Coroutine[Any, Any, None]], None]
+"""Starts a task by name that lives as long as the daemon; the daemon ends when it does."""
+
 LEAST_SEATS = 32
 SEATS_PER_STAGE = 4
 LEAST_HELD_BYTES = 64 * 2**20
@@ -48,12 +51,15 @@ LEAST_HELD_BYTES = 64 * 2**20
 class Builder:
     """`build` returns the parts; `early` is filled on the way, so that an invite can be given before the end."""
 
-    def __init__(self, where: Where, report: Report, steps: Steps, closing: AsyncExitStack, early: Early) -> None:
+    def __init__(
+        self, where: Where, report: Report, steps: Steps, closing: AsyncExitStack, early: Early, spawn: Spawn
+    ) -> None:
         self._where = where
         self._report = report
         self._steps = steps
         self._closing = closing
         self._early = early
+        self._spawn = spawn
 
     async def build(self, status: Callable[[], dict[str, Any]]) -> Parts:
         """Raises an AgoraError, one sentence and what to do, when this machine or the run cannot."""
@@ -179,6 +185,7 @@ class Builder:
             membership = Membership(config, directory, where.identity, self._report)
             claim = Claim(where.peer, Span(0, 0), where.incarnation, self._early.addresses, "joining", 0.0)
             placement = await membership.join(claim, 1, pinned)
+            self._spawn("membership", membership.run())  # from now on: the claim must live through a long load
             need = doctor.check_memory(signed.manifest, placement.span, where.settings.memory_gib)
             note.text = f"stages {placement.span}: {placement.reason}; {need}"
         return membership, placement.span

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +78,7 @@ class Node:
 
     async def _start(self) -> Parts | None:
         """The parts; None when it was asked to leave meanwhile."""
-        builder = Builder(self._where, self._report, self._steps, self._closing, self._early)
+        builder = Builder(self._where, self._report, self._steps, self._closing, self._early, self._spawn)
         building = asyncio.create_task(builder.build(self._facts.status), name="start")
         stopping = asyncio.create_task(self.stop.wait(), name="stop")
         await asyncio.wait((building, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -94,10 +94,9 @@ class Node:
         self._facts.parts = parts
         await self._announce(parts)
         spawn = asyncio.create_task
-        self._tasks["membership"] = spawn(parts.membership.run(), name="membership")
-        self._tasks["heart"] = spawn(self._heart.beat(parts), name="heart")
+        self._spawn("heart", self._heart.beat(parts))
         if parts.origin is not None:
-            self._tasks["origin"] = spawn(parts.origin.run(), name="origin")
+            self._spawn("origin", parts.origin.run())
         stop, died = spawn(self.stop.wait(), name="stop"), spawn(parts.host.died.wait(), name="p2pd")
         try:
             await asyncio.wait((stop, died, *self._tasks.values()), return_when=asyncio.FIRST_COMPLETED)
@@ -109,6 +108,9 @@ class Node:
         if parts.host.died.is_set():
             return Ending(1, "the network process p2pd ended by itself; start the daemon again, and look at its memory")
         return self._failed()
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks[name] = asyncio.create_task(work, name=name)
 
     async def _announce(self, parts: Parts) -> None:
         with self._steps.step("serve") as note:
