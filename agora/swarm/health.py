@@ -58,11 +58,8 @@ def _vacant(view: View, empty: list[int]) -> Health:
 def _still(stage: int, stepped: float | None, now_unix: float, patience: float) -> Health:
     ago = "since this peer began to look" if stepped is None else f"for {now_unix - stepped:.0f} s"
     why = f"stage {stage} took no step {ago}; up to {patience:.0f} s are usual"
-    return Health(
-        STALLED,
-        why,
-        f"look at the logs of the peers of stage {stage}, and start another with `agora-node join RUN --stages {stage}`",
-    )
+    do = f"look at the logs of its peers, and start another with `agora-node join RUN --stages {stage}`"
+    return Health(STALLED, why, do)
 
 
 def _moving(view: View, stage_count: int, last: dict[int, float | None], now_unix: float) -> Health:
