@@ -74,7 +74,8 @@ class SingleLoop:
     def measure(self, seconds: float) -> Window:
         """See Contender."""
         answers = [child.ask({"seconds": seconds / 2}, PATIENCE_S) for child in self._children]
-        return max((Window(a["tokens"], a["seconds"]) for a in answers), key=lambda window: window.rate)
+        trained = sum(int(answer["tokens"]) for answer in answers)
+        return max((Window(a["tokens"], a["seconds"], trained) for a in answers), key=lambda window: window.rate)
 
 
 class Gloo1F1B:
@@ -147,7 +148,7 @@ class HivemindMoe:
         """See Contender."""
         assert self._trainer is not None
         answer = self._trainer.ask({"seconds": seconds}, PATIENCE_S + seconds)
-        return Window(answer["tokens"], answer["seconds"])
+        return Window(answer["tokens"], answer["seconds"], answer["trained"])
 
     def _start_stage(self, stage: int, peers: list[str]) -> Child:
         threads = stage_threads(STAGES)
@@ -185,4 +186,5 @@ class Lockstep:
         answers = [child.hear(PATIENCE_S) for child in self._children]
         seconds = max(float(answer["seconds"]) for answer in answers)
         self._step_s = seconds / steps
-        return Window(int(answers[0]["tokens"]), seconds)
+        tokens = int(answers[0]["tokens"])
+        return Window(tokens, seconds, tokens)

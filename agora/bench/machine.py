@@ -56,10 +56,14 @@ class Watch:
         self._begin = time.monotonic()
         self._busy, self._ours = _busy_seconds(), self._our_seconds()
 
+    def ours(self) -> float:
+        """Processor seconds that the watched groups, and this process, have used since the start."""
+        return self._our_seconds() - self._ours
+
     def elsewhere(self) -> float:
         """Cores used by others since the start, on average; what our processes that ended meanwhile used counts too."""
         seconds = time.monotonic() - self._begin
-        used = (_busy_seconds() - self._busy) - (self._our_seconds() - self._ours)
+        used = (_busy_seconds() - self._busy) - self.ours()
         return max(0.0, used / seconds) if seconds > 0 else 0.0
 
     def _our_seconds(self) -> float:

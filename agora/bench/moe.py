@@ -139,7 +139,8 @@ class Flow:
         last = max((entry[0] for entry in counted), default=first + seconds)
         tokens = self._work.tokens_per_microbatch
         losses = [entry[2] / tokens for entry in counted]
-        return {"tokens": len(counted) * tokens, "seconds": last - first, "losses": losses}
+        trained = len(finished) * tokens
+        return {"tokens": len(counted) * tokens, "seconds": last - first, "losses": losses, "trained": trained}
 
     def _run(self, more: Callable[[], bool]) -> list[tuple[float, int, float]]:
         """Runs microbatches while `more`; (when it finished, number, loss sum) of each, in order of finishing."""

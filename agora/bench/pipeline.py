@@ -44,9 +44,10 @@ class Effort:
 
 @dataclass(slots=True)
 class Readings:
-    """One contender's rounds: tokens per second, and how many cores the rest of the machine used meanwhile."""
+    """One contender's rounds: tokens per second, its processor seconds per 1000 tokens, cores that others used."""
 
     rates: list[float] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
     elsewhere: list[float] = field(default_factory=list)
 
 
@@ -89,11 +90,12 @@ def alternate(contenders: Sequence[Contender], effort: Effort, freezer: Freezer)
             freezer.thaw(contender.groups())
             watch = Watch(contender.groups())
             window = contender.measure(effort.window_s)
-            elsewhere = watch.elsewhere()
+            elsewhere, cost = watch.elsewhere(), 1000 * watch.ours() / max(window.trained, 1)
             freezer.freeze(contender.groups())
             if window.tokens <= 0 or window.seconds <= 0:
                 raise BenchFailed(f"{contender.name} trained nothing in {effort.window_s:.0f} s; run again in calm")
             found[contender.name].rates.append(window.rate)
+            found[contender.name].costs.append(cost)
             found[contender.name].elsewhere.append(elsewhere)
             turn = f"round {number + 1} of {effort.rounds}: {contender.name} {window.rate:,.0f} tokens/s"
             tell(turn + (f" (others used {elsewhere:.1f} cores)" if elsewhere > CALM_CORES else ""))
@@ -111,6 +113,7 @@ def training_row(contender: Contender, found: Readings) -> dict[str, Cell]:
         "low": min(found.rates),
         "high": max(found.rates),
         "rounds": len(found.rates),
+        "cpu_s_per_1000": round(statistics.median(found.costs), 4),
         "others": round(statistics.mean(found.elsewhere), 3),
     }
 
@@ -145,5 +148,6 @@ def notes(effort: Effort) -> list[str]:
         "threads and processes come on top and share those cores.",
         f"All are started and warmed up first; then {effort.rounds} rounds in alternating order give each a window of "
         f"about {effort.window_s:.0f} s while the others are stopped. A ratio is the median of the rounds' ratios; "
-        "low and high are the slowest and the fastest round, others is what the rest of the machine used, in cores.",
+        "low and high are the slowest and the fastest round; cpu_s_per_1000 is the processor time that 1000 tokens "
+        "cost in all processes of the contender; others is what the rest of the machine used, in cores.",
     ]

@@ -70,11 +70,12 @@ class SwarmContender:
         first = self._completed[MICROBATCHES_PER_STEP][0]
         self._wait_until("train", lambda: self._completed[-1][0] >= first + seconds, seconds + STALL_S)
         counted = [entry for entry in self._completed if entry[0] > first]
-        window = Window(sum(tokens for _, tokens in counted), counted[-1][0] - first)
         if self._rerouted:
             tell(f"{self.name}: {self._rerouted} microbatches were rerouted")
         self._rest()
-        return window
+        self._read()
+        trained = sum(tokens for _, tokens in self._completed)
+        return Window(sum(tokens for _, tokens in counted), counted[-1][0] - first, trained)
 
     def _dismiss(self) -> None:
         for daemon in self._daemons:

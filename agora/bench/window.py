@@ -16,10 +16,11 @@ PATIENCE_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a contender did in one measured window."""
+    """What a contender did in one measured window; `trained` counts also what filled and drained its pipeline."""
 
     tokens: int
     seconds: float
+    trained: int
 
     @property
     def rate(self) -> float:

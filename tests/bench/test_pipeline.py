@@ -26,7 +26,7 @@ class Fake:
 
     def measure(self, seconds: float) -> Window:
         self.log.append(self.name)
-        return Window(self.tokens, 2.0)
+        return Window(self.tokens, 2.0, self.tokens)
 
 
 class NoFreezer(Freezer):
@@ -71,7 +71,7 @@ def test_a_contender_that_trains_nothing_fails_the_bench() -> None:
 
 def test_ratios_divide_the_swarm_by_the_others() -> None:
     rates = {"single": 100.0, "swarm2": 110.0, "swarm4": 96.0, "gloo_1f1b": 80.0, "hivemind_moe": 32.0}
-    found = {name: pipeline.Readings([rate], [0.0]) for name, rate in rates.items()}
+    found = {name: pipeline.Readings([rate], [1.0], [0.0]) for name, rate in rates.items()}
     values = {name: ratio.value for name, ratio in pipeline.training_ratios(found).items()}
     assert values == pytest.approx(
         {"swarm2_vs_single": 1.1, "swarm4_vs_single": 0.96, "swarm4_vs_gloo_1f1b": 1.2, "swarm4_vs_hivemind_moe": 3.0}
@@ -87,6 +87,8 @@ def test_every_cut_is_the_same_work(stages: int) -> None:
 
 
 def test_a_busy_machine_is_said_first() -> None:
-    assert pipeline.calmness({"a": pipeline.Readings([1.0], [0.01])}) == []
-    (note,) = pipeline.calmness({"a": pipeline.Readings([1.0], [0.01]), "b": pipeline.Readings([1.0], [0.9])})
+    assert pipeline.calmness({"a": pipeline.Readings([1.0], [1.0], [0.01])}) == []
+    (note,) = pipeline.calmness(
+        {name: pipeline.Readings([1.0], [1.0], [used]) for name, used in {"a": 0, "b": 1}.items()}
+    )
     assert note.startswith("THE MACHINE WAS NOT CALM")
