@@ -88,7 +88,6 @@ def test_every_cut_is_the_same_work(stages: int) -> None:
 
 def test_a_busy_machine_is_said_first() -> None:
     assert pipeline.calmness({"a": pipeline.Readings([1.0], [1.0], [0.01])}) == []
-    (note,) = pipeline.calmness(
-        {name: pipeline.Readings([1.0], [1.0], [used]) for name, used in {"a": 0, "b": 1}.items()}
-    )
+    busy = {name: pipeline.Readings([1.0], [1.0], [used]) for name, used in {"a": 0.0, "b": 1.0}.items()}
+    (note,) = pipeline.calmness(busy)
     assert note.startswith("THE MACHINE WAS NOT CALM")
