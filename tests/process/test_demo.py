@@ -53,11 +53,11 @@ def test_a_small_demo_trains_and_prints_the_contracts_object(tmp_path: Path) -> 
     boundary = 8 * 128 * 128 * 2
     assert value["bytes"]["boundary"] >= 2 * boundary * microbatches["completed"]
     assert 0 < value["first_microbatch_seconds"] < value["total_seconds"]
-    steps = [step["name"] for step in value["start_steps"]["0"]]
-    assert steps == [
+    origin = next(peer for peer, span in value["spans"].items() if span == [0, 0])  # the founder takes either stage
+    assert {step["name"] for step in value["start_steps"][origin]} == {
         *("identity", "imports", "manifest", "host", "bootstrap", "doctor"),
         *("directory", "placement", "corpus", "model", "serve"),
-    ]
+    }
     assert sorted(value["spans"].values()) == [[0, 0], [1, 1]]
     assert not daemons_of(directory)
     assert (directory / "run.toml").exists() and (directory / "peer-1" / "events.jsonl").exists()
