@@ -100,8 +100,8 @@ def test_a_synchronous_swarm_equals_a_plain_loop(tmp_path: Path, stages: int, ac
 def annealed(manifest: Manifest) -> Manifest:
     """With a learning rate that has decayed at the end, so that a step more or less does not decide the comparison.
 
-    A gradient is stale when a step falls between its forward and its backward, so the stale share is about microbatches in
-    flight / microbatches per step; runs have far more of the latter. docs/routing.md has the price of a larger share.
+    A gradient is stale when a step falls between its forward and its backward, so the stale share is about microbatches
+    in flight / microbatches per step; runs have far more of the latter. docs/routing.md: what a larger share costs.
     """
     base = manifest.model_dump()
     base["schedule"] |= {"microbatch": 2}
