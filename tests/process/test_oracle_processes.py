@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 MICROBATCHES_PER_STEP = 8
 LEAST_STEPS = 6
-ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 100, 32
+ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 80, 32
 
 
 def manifest_of(stages: int, *, kind: str, activations: str, codec: str = "float32") -> Manifest:
@@ -106,7 +106,7 @@ def annealed(manifest: Manifest) -> Manifest:
     base = manifest.model_dump()
     base["schedule"] |= {"microbatch": 2}
     base["optimizer"] |= {"warmup_steps": 10, "total_steps": ASYNCHRONOUS_STEPS, "minimum_ratio": 0.05}
-    base["optimizer"] |= {"target_tokens": ASYNCHRONOUS_MICROBATCHES * 2 * 64, "learning_rate": 2e-3}
+    base["optimizer"] |= {"target_tokens": ASYNCHRONOUS_MICROBATCHES * 2 * 64, "learning_rate": 1e-3}
     return Manifest.model_validate(base)
 
 
