@@ -51,7 +51,7 @@ class Readings:
     elsewhere: list[float] = field(default_factory=list)
 
 
-QUICK = Effort(rounds=3, window_s=8.0, stream_repeats=5)
+QUICK = Effort(rounds=3, window_s=6.0, stream_repeats=5)
 FULL = Effort(rounds=7, window_s=15.0, stream_repeats=15)
 
 

@@ -19,7 +19,7 @@ from agora.cli.demo_peers import Daemon
 POLL_S = 0.1
 STALL_S = 60.0
 ANSWER_S = 20.0
-WARM_STEPS = 2
+WARM_STEPS = 1
 
 
 class SwarmContender:
