@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 LAST_WORDS_S: Final = 0.5  # how long `Network.close` waits for peers to have heard it
+SAME_MOMENT_S: Final = 0.1  # less than this before our deadline, a failed callee has met its own
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is this little too late is not worth a new message
 
 Handler = Callable[[IncomingCall], Awaitable[Reply]]
@@ -195,6 +196,11 @@ class Network:
                 return await connection.call(request, tensors, on_progress)
         except TimeoutError:
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline") from None
+        except PeerFailed as error:
+            # The callee's clock runs out with ours: whose word comes first is chance, and must not matter.
+            if asyncio.get_running_loop().time() < deadline - SAME_MOMENT_S:
+                raise
+            raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline ({error})") from None
 
     def strike(self, peer: PeerId, error: ProtocolError) -> None:
         """Count a strike for what a handler found wrong in a request, and cut the peer off."""

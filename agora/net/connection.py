@@ -42,6 +42,7 @@ GUARANTEED_BYTES: Final = 65_536  # payloads every connection may always have in
 LAST_CALL: Final = 2**32 - 1
 OBSERVERS_MAY: Final = (Ping, GetStatus, GetManifest)
 LONG_ANSWERS: Final = (GetStatus, GetManifest)
+FAREWELL_S: Final = 0.3  # both may say goodbye at once: ending the stream at once would take our last words along
 CONNECTION_FRAMES: Final = (FrameType.HELLO, FrameType.GOODBYE)
 
 
@@ -304,7 +305,8 @@ class Connection:
         error = refusal_from_wire(refusal)
         self._resolve(error)
         unwanted = isinstance(error, Refused) or error.code == "wrong-version"
-        self.break_(f"the peer ended the connection ({error.code}): {error}", error if unwanted else None)
+        self.lost(f"the peer ended the connection ({error.code}): {error}", error if unwanted else None)
+        asyncio.get_running_loop().call_later(FAREWELL_S, self.stream.abort)
 
     def _ours(self, call: int) -> bool:
         return call % 2 == (1 if self.opened else 0)

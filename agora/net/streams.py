@@ -28,7 +28,7 @@ SMALL_BYTES: Final = 16_384  # frames up to here go before bulk; a bulk frame on
 MAX_SMALL_BYTES: Final = 8_388_608  # small frames waiting beyond this: the peer has stopped reading
 MAX_QUEUED_BYTES: Final = 67_108_864  # bulk frames waiting beyond this make their senders wait
 MAX_PREAMBLE_BYTES: Final = 4096
-FLUSH_S: Final = 2.0  # how long a closing stream may take to write its last words
+FLUSH_S: Final = 5.0  # how long a closing stream may take to write its last words
 
 
 class Intake(Enum):
