@@ -244,14 +244,9 @@ class Builder:
         )
 
     def _hop(self, manifest: Manifest, compute: Compute, router: Router, admission: Admission) -> Hop:
-        def report(event: events.Event) -> None:
-            # The trainer says what it counted at the moment it does; the hop's word for it would count it twice.
-            if not isinstance(event, events.MicrobatchCounted):
-                self._report(event)
-
         config = HopConfig(self._where.peer, manifest.stage_count, shapes(manifest))
         results = ResultCache()
-        return Hop(config, compute, router, admission, results=results, report=report, fault=faults.reach)
+        return Hop(config, compute, router, admission, results=results, report=self._report, fault=faults.reach)
 
     def _origin(self, manifest: Manifest, hop: Hop, batches: OriginBatches, membership: Membership) -> Origin:
         schedule, me = manifest.schedule, self._where.peer

@@ -197,8 +197,6 @@ class Hop:
     def _answer(self, job: Job, sums: LossSum, busy_s: float, gradient: WireTensor | None) -> Answer:
         """What goes upstream; when training, the microbatch has been counted by now."""
         if job.train:
-            stages = tuple(range(job.message.stage, self.span.last + 1))
-            self._report(events.MicrobatchCounted(job.message.microbatch.hex(), stages, sums.tokens))
             self._busy_s += 0.1 * (busy_s - self._busy_s) if self._busy_s else busy_s
         busy_ms = min(1000.0 * busy_s, float(MAX_DEADLINE_MS))
         return Answer(Processed(sums.loss_sum, sums.tokens, busy_ms), [] if gradient is None else [gradient])

@@ -94,7 +94,8 @@ class Compute(Protocol):
     """This peer's span on its device (train.compute.Compute).
 
     Every failure is an AgoraError. A cancelled job leaves nothing behind. `finish` (train) and `backward` count the
-    microbatch: after they returned, the gradient is in the sums; when they raise, it is not.
+    microbatch: after they returned, the gradient is in the sums; when they raise, it is not. The compute reports what
+    it counted (MicrobatchCounted) at the moment it does: nobody else knows it.
     """
 
     @property

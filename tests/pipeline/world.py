@@ -19,7 +19,7 @@ from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.net.errors import ConnectionBroken, DeadlinePassed
-from agora.observe.events import Event, MicrobatchCompleted, MicrobatchDropped, MicrobatchStarted
+from agora.observe.events import Event, MicrobatchCompleted, MicrobatchCounted, MicrobatchDropped, MicrobatchStarted
 from agora.pipeline.admission import Admission
 from agora.pipeline.hop import Hop, HopConfig, no_fault
 from agora.pipeline.origin import Origin, OriginConfig
@@ -139,6 +139,8 @@ class FakeCompute:
     def _count(self, microbatch: MicrobatchId, first: int) -> None:
         for stage in range(first, self.span.last + 1):
             self.counted[stage, microbatch] += 1
+        stages = tuple(range(first, self.span.last + 1))
+        self.node.events.append(MicrobatchCounted(microbatch.hex(), stages, TOKENS))
 
 
 @dataclass
