@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from agora_protocol.errors import AgoraError, NotAdmitted, PeerFailed, ProtocolError, Refused
 from agora_protocol.frames import FrameType, encode_frame
@@ -28,7 +28,6 @@ from agora.net.streams import FrameStream
 from agora.net.terms import HeldBytes, IncomingCall, NetLimits, OnProgress, Reply
 
 __all__ = [
-    "Caller",
     "ConnectionBroken",
     "DeadlinePassed",
     "Handler",
@@ -62,27 +61,6 @@ class HandlerFailed:
 NetEvent = Struck | HandlerFailed
 
 
-class Caller(Protocol):
-    """What can carry a request to a peer; the network, or an in-memory one in tests."""
-
-    async def call(
-        self,
-        peer: PeerId,
-        request: Message,
-        tensors: Sequence[WireTensor] = (),
-        *,
-        deadline: float,
-        on_progress: OnProgress | None = None,
-    ) -> Reply:
-        """Ask `peer`, and wait for the answer until `deadline` (loop time).
-
-        `on_progress` is called from the event loop with every Advance the peer sends meanwhile. The tensors must not
-        change until this returns. Raises what the peer refused with (Refused, ProtocolError, Unavailable, PeerFailed),
-        ConnectionBroken as soon as the stream breaks or cannot be opened, DeadlinePassed. When it ends early, by the
-        deadline or by cancellation, the peer is told to stop.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class PeerStatistics:
     """One connected peer: round trip in seconds (None before the first measurement), bytes since the stream opened."""
@@ -107,7 +85,7 @@ class NetStatistics:
 
 
 class Network:
-    """All calls of this peer, both ways. Satisfies `Caller`."""
+    """All calls of this peer, both ways; what the pipeline calls through."""
 
     def __init__(
         self,
@@ -188,7 +166,13 @@ class Network:
         deadline: float,
         on_progress: OnProgress | None = None,
     ) -> Reply:
-        """See `Caller.call`."""
+        """Ask `peer`, and wait for the answer until `deadline` (loop time).
+
+        `on_progress` is called from the event loop with every Advance the peer sends meanwhile. The tensors must not
+        change until this returns. Raises what the peer refused with (Refused, ProtocolError, Unavailable, PeerFailed),
+        ConnectionBroken as soon as the stream breaks or cannot be opened, DeadlinePassed. When it ends early, by the
+        deadline or by cancellation, the peer is told to stop.
+        """
         try:
             async with asyncio.timeout_at(deadline):
                 connection = self._usable(peer) or await self._dial(peer)

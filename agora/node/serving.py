@@ -17,7 +17,7 @@ from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import GetManifest, GetStatus, ManifestAnswer, Message, Ping, Pong, Process, StatusAnswer
 from agora_protocol.tensors import WireTensor
 
-from agora.net.calls import Caller, IncomingCall, Reply
+from agora.net.calls import IncomingCall, Network, Reply
 from agora.net.terms import OnProgress
 from agora.pipeline.hop import Hop
 
@@ -34,8 +34,8 @@ class Meter:
 class MeteredCaller:
     """The network as the router sees it, with every boundary that goes out counted."""
 
-    def __init__(self, caller: Caller, meter: Meter) -> None:
-        self._caller = caller
+    def __init__(self, network: Network, meter: Meter) -> None:
+        self._network = network
         self._meter = meter
 
     async def call(
@@ -47,10 +47,10 @@ class MeteredCaller:
         deadline: float,
         on_progress: OnProgress | None = None,
     ) -> Reply:
-        """See agora.net.calls.Caller."""
+        """See Network.call."""
         if isinstance(request, Process) and tensors:
             self._meter.boundary_bytes += tensors[0].nbytes
-        return await self._caller.call(peer, request, tensors, deadline=deadline, on_progress=on_progress)
+        return await self._network.call(peer, request, tensors, deadline=deadline, on_progress=on_progress)
 
 
 class Service:
