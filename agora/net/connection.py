@@ -87,6 +87,7 @@ class Connection:
         self.peer = peer
         self.opened = opened
         self.path = path
+        self.addresses: tuple[str, ...] = ()  # where the peer says it can be dialled
         self.stream = stream
         self.rtt_s: float | None = None
         self.leaving = self._peer_leaves = False
@@ -137,9 +138,13 @@ class Connection:
             self.stream.close()
 
     def break_(self, reason: str, error: AgoraError | None = None) -> None:
-        """Fail every call, with `error` where it says more than that the connection broke, and cut the stream."""
-        self.lost(reason, error)
-        self.stream.abort()
+        """Fail every call, with `error` where it says more than that the connection broke, and cut the stream.
+
+        One that is lost already is left alone: its last words may still be on their way.
+        """
+        if self.broken is None:
+            self.lost(reason, error)
+            self.stream.abort()
 
     def lost(self, reason: str, error: AgoraError | None = None) -> None:
         """The stream is gone, or as good as: fail every call."""
@@ -283,19 +288,13 @@ class Connection:
         elif hello.run and ours.run and hello.run != ours.run:
             problem = WrongRun(f"The peer trains run {ours.run.hex()[:12]}, not {hello.run.hex()[:12]}.")
         if problem is not None:
-            self._resolve(problem)
             self.say_goodbye(problem)
             self.lost(str(problem), problem)
             return
-        self._hello = hello
+        self._hello, self.addresses = hello, hello.addresses
         self._home.ready(self)
         if not self._ready.done():
             self._ready.set_result(hello)
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where the peer says it can be dialled."""
-        return self._hello.addresses if self._hello else ()
 
     def _on_goodbye(self, refusal: Refusal | None) -> None:
         if refusal is None:
