@@ -27,8 +27,8 @@ LIFETIME_S = 20.0
 """How long a record outlives its peer in the directory; a killed peer leaves every view after this and LINGER_S."""
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_S = 6.0
-PROGRESS_S = 2.0
-READ_S, CALM_READ_S, MOST_READ_S = 1.0, 2.0, 8.0
+PROGRESS_S = 4.0
+READ_S, CALM_READ_S, MOST_READ_S = 1.0, 4.0, 8.0
 JITTER = 0.2
 MOST_ROUNDS = 12
 KEPT_ROUNDS = 3
@@ -240,7 +240,7 @@ class Membership:
 
 
 def read_interval_s(calm: bool, took_s: float) -> float:
-    """How long to rest between two reads: a second while things change, two when calm, more where reading is slow."""
+    """How long to rest between two reads: a second while things change, four when calm, more where reading is slow."""
     return min(MOST_READ_S, max(CALM_READ_S if calm else READ_S, 3.0 * took_s))
 
 

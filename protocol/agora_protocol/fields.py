@@ -70,6 +70,15 @@ def number(low: float, high: float, *, optional: bool = False, default: Any = RE
     return Field(f"float {low:g}..{high:g}" + (" or nil" if optional else ""), check, default, doc)
 
 
+def flag(*, default: Any = REQUIRED, doc: str = "") -> Any:
+    """True or false."""
+
+    def check(value: Any) -> str | None:
+        return None if isinstance(value, bool) else f"is {shown(value)}; it must be true or false"
+
+    return Field("bool", check, default, doc)
+
+
 def text(most: int, *, pattern: str | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
     """A text of at most `most` UTF-8 bytes, matching the whole pattern where one is given."""
     compiled = re.compile(pattern, re.ASCII) if pattern else None
@@ -165,15 +174,18 @@ def many(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") -> Any
     return Field(f"list of <= {most} of ({item.words})", check, default, doc)
 
 
-def both(left: Any, right: Any) -> Any:
-    """A pair, as an item of `many`."""
+def each(*items: Any) -> Any:
+    """A short list of values that each have their own field, as an item of `many`."""
 
     def check(value: Any) -> str | None:
-        if not isinstance(value, tuple) or len(value) != 2:
-            return f"is {shown(value)}; it must be a pair"
-        return left.check(value[0]) or right.check(value[1])  # type: ignore[no-any-return]
+        if not isinstance(value, tuple) or len(value) != len(items):
+            return f"is {shown(value)}; it must be a list of {len(items)}"
+        for item, part in zip(items, value, strict=True):
+            if problem := item.check(part):
+                return problem  # type: ignore[no-any-return]
+        return None
 
-    return Field(f"[{left.words}, {right.words}]", check)
+    return Field(f"[{', '.join(item.words for item in items)}]", check)
 
 
 def address_list(*, doc: str = "") -> Any:
@@ -189,7 +201,7 @@ def address_list(*, doc: str = "") -> Any:
 
 
 @dataclass_transform(
-    frozen_default=True, field_specifiers=(whole, number, text, raw, choice, peer_id, span, many, address_list)
+    frozen_default=True, field_specifiers=(whole, number, flag, text, raw, choice, peer_id, span, many, address_list)
 )
 class Structure:
     """Base of messages and records. Subclasses become frozen dataclasses whose constructor checks every field."""

@@ -47,6 +47,13 @@ MAX_KEY_FILE_BYTES: Final = 4096
 MAX_STAGES: Final = 1024
 MAX_SPAN_STAGES: Final = 256
 
+# Averaging and state
+MAX_TALLIES: Final = 64
+SLICE_BLOCK: Final = 1024  # elements of a stage's weights that belong to one slice together
+PART_ELEMENTS: Final = 131_072  # elements of a slice that are averaged by one owner in one call
+QUANTISER_BLOCK: Final = 64  # elements of an int8 part that share one exponent
+STATE_CHUNK_BYTES: Final = 4_194_304
+
 # msgpack, whoever it comes from
 MAX_DEPTH: Final = 16
 MAX_ARRAY_ITEMS: Final = 1024

@@ -17,12 +17,14 @@ from agora_protocol import manifest_toml
 from agora_protocol.errors import ManifestError, ProtocolError
 from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, RunId
-from agora_protocol.limits import MAX_MANIFEST_BYTES
+from agora_protocol.limits import MAX_MANIFEST_BYTES, STATE_CHUNK_BYTES
 from agora_protocol.manifest_rules import CODEC_BYTES, check_rules, explain, suggest
 from agora_protocol.manifest_sections import (
     MAX_SEED,
     AdmissionSection,
+    AveragingSection,
     BoundarySection,
+    CheckpointSection,
     DataSection,
     ModelSection,
     OptimizerSection,
@@ -35,7 +37,9 @@ from agora_protocol.packing import canonical, is_version, pack, unpack
 __all__ = [
     "PRESETS",
     "AdmissionSection",
+    "AveragingSection",
     "BoundarySection",
+    "CheckpointSection",
     "DataSection",
     "Manifest",
     "ModelSection",
@@ -64,6 +68,8 @@ class Manifest(Section):
     boundary: BoundarySection = BoundarySection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
+    averaging: AveragingSection = AveragingSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     data: DataSection = DataSection()
     admission: AdmissionSection = AdmissionSection()
 
@@ -134,9 +140,11 @@ class Manifest(Section):
 
     @property
     def max_payload_bytes(self) -> int:
-        """The largest payload a frame of this run can have: a boundary and its tokens (int32, b x (s + 1))."""
+        """The largest payload a frame of this run can have: a boundary and its tokens (int32, b x (s + 1)), or a chunk
+        of state.
+        """
         b, s, width = self.boundary_shape()
-        return b * s * width * CODEC_BYTES[self.boundary.codec] + 4 * b * (s + 1)
+        return max(STATE_CHUNK_BYTES, b * s * width * CODEC_BYTES[self.boundary.codec] + 4 * b * (s + 1))
 
     def admits(self, peer: PeerId) -> bool:
         """Whether `peer` may take part; the founder always may."""

@@ -92,6 +92,30 @@ class ScheduleSection(Section):
     )
 
 
+class AveragingSection(Section):
+    """How the replicas of a stage agree. Synchronous runs average every step's whole gradient, exactly, instead."""
+
+    fraction: float = Field(default=0.05, gt=0, le=1, description="share of a stage's weights that one round averages")
+    every: int = Field(default=20, ge=1, le=10**6, description="optimizer steps from one round to the next")
+    rule: Literal["delta", "ema"] = Field(
+        default="delta", description="what is made of progress since the snapshot: delta keeps it, ema its average"
+    )
+    aggregation: Literal["mean", "clip"] = Field(
+        default="mean", description="mean, or clip: centered clip, which bounds what a hostile replica can move"
+    )
+    wire: Literal["int8", "bf16", "float32"] = Field(default="int8", description="how weights travel in a round")
+    round_s: float = Field(
+        default=20.0, ge=1, le=300, description="seconds after which a round ends, whoever is missing"
+    )
+
+
+class CheckpointSection(Section):
+    """What lasts on the disks of those who take part."""
+
+    every: int = Field(default=100, ge=1, le=10**6, description="optimizer steps between two checkpoints of a stage")
+    keep: int = Field(default=3, ge=1, le=1000, description="checkpoints of a stage that a peer keeps")
+
+
 class DataSection(Section):
     """What the run learns from."""
 

@@ -14,8 +14,9 @@ from agora_protocol.fields import (
     MAX_UINT,
     Structure,
     address_list,
-    both,
     choice,
+    each,
+    flag,
     many,
     number,
     peer_id,
@@ -33,6 +34,7 @@ from agora_protocol.limits import (
     MAX_NAME_BYTES,
     MAX_STAGES,
     MAX_STATUS_BYTES,
+    MAX_TALLIES,
     MAX_TEXT_BYTES,
 )
 from agora_protocol.packing import pack, unpack
@@ -101,10 +103,16 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
         1, MAX_DEADLINE_MS, doc="milliseconds left for everything downstream, already reduced by the caller"
     )
     hint: tuple[tuple[int, PeerId], ...] = many(
-        both(whole(0, MAX_STAGES - 1), peer_id()),
+        each(whole(0, MAX_STAGES - 1), peer_id()),
         MAX_HINTS,
         default=(),
         doc="peers that finished this microbatch for a stage in an earlier attempt",
+    )
+    step: int = whole(
+        0,
+        MAX_UINT,
+        default=0,
+        doc="synchronous runs: the optimizer step it belongs to; a stage waits until it has taken that many",
     )
 
 
@@ -164,12 +172,125 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
     status: bytes = raw(most=MAX_STATUS_BYTES, doc="UTF-8 JSON, one object, as `swarm status --json` prints it")
 
 
-Request = Ping | GetManifest | GetStatus | Process
+def _tallies(doc: str) -> Any:
+    return many(each(peer_id(), whole(0, MAX_UINT), whole(0, MAX_UINT)), MAX_TALLIES, doc=doc)
+
+
+class Tally(Message, kind=12, frames=(FrameType.REQUEST,)):
+    """How far I know this stage's replicas to be; answered by Tallied, how far you do. Both then know the further."""
+
+    stage: int = whole(0, MAX_STAGES - 1, doc="the stage spoken of")
+    tallies: tuple[tuple[PeerId, int, int], ...] = _tallies(
+        "replica, optimizer steps it has taken, tokens it has counted since; the sender's own first"
+    )
+    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
+
+
+class Tallied(Message, kind=13, frames=(FrameType.ANSWER,)):
+    """The answer to Tally."""
+
+    tallies: tuple[tuple[PeerId, int, int], ...] = _tallies("as in Tally, the answerer's own first")
+
+
+_WHAT: Final = ("weights", "gradient")
+
+
+class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
+    """My values of one part of a round that you own; please answer with what to add to them to have the average.
+
+    Tensors: the part in the run's averaging codec, float32 [n], bf16 [n], or int8 [n] and its exponents, int8
+    [ceil(n / QUANTISER_BLOCK)].
+    """
+
+    stage: int = whole(0, MAX_STAGES - 1, doc="the stage whose replicas average")
+    what: str = choice(*_WHAT, doc="a slice of the weights, or in synchronous runs the step's mean gradient")
+    round: int = whole(0, MAX_UINT, doc="number of the round")
+    part: int = whole(0, MAX_UINT, doc="number of the part within the round's slice")
+    weight: float = number(0, 1e18, doc="supervised tokens behind these values; 0 takes the average and adds nothing")
+    second: bool = flag(doc="the part's first owner failed the sender")
+    deadline_ms: int = whole(1, MAX_DEADLINE_MS, doc=_DEADLINE_DOC)
+
+
+class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
+    """The answer to Contribute. Tensors: average minus the sender's values, in the codec and shape they came in."""
+
+    members: int = whole(1, MAX_UINT, doc="contributions of a weight above 0 in the average")
+    weight: float = number(0, 1e21, doc="the sum of their weights")
+    distance: float = number(0, 1e30, doc="median over them of the root mean square of (values - average)")
+
+
+class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
+    """You may have got this part's average from its first owner, which has failed me: please tell me what it was."""
+
+    stage: int = whole(0, MAX_STAGES - 1, doc="as in Contribute")
+    what: str = choice(*_WHAT, doc="as in Contribute")
+    round: int = whole(0, MAX_UINT, doc="as in Contribute")
+    part: int = whole(0, MAX_UINT, doc="as in Contribute")
+    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
+
+
+class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 1)):
+    """The answer to Recall. Tensor: the average itself, float32 [n]; none while the answerer has no average."""
+
+    members: int = whole(0, MAX_UINT, doc="as in Averaged; 0 without an average")
+    weight: float = number(0, 1e21, doc="as in Averaged")
+    distance: float = number(0, 1e30, doc="as in Averaged")
+
+
+class GetState(Message, kind=18, frames=(FrameType.REQUEST,)):
+    """Which snapshot of a stage's weights and moments can I have from you?"""
+
+    stage: int = whole(0, MAX_STAGES - 1, doc="the stage wanted")
+    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
+
+
+class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
+    """The answer to GetState. Tensor: SHA-256 of each chunk, uint8 [chunks, 32]; none where `size` is 0."""
+
+    snapshot: bytes = raw(0, 32, doc="SHA-256 over the chunks' hashes; empty when there is no snapshot to give")
+    step: int = whole(0, MAX_UINT, doc="optimizer steps that the snapshot has in it")
+    updates: int = whole(0, MAX_UINT, doc="of these, the steps in which this replica's own moments took part")
+    size: int = whole(0, MAX_UINT, doc="bytes of the snapshot")
+
+
+class GetChunk(Message, kind=20, frames=(FrameType.REQUEST,)):
+    """Please send one chunk of a snapshot that you have told me of."""
+
+    snapshot: bytes = raw(32, doc="as in StateIndex")
+    chunk: int = whole(0, MAX_UINT, doc="its number; it begins at byte chunk * STATE_CHUNK_BYTES")
+    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
+
+
+class Chunk(Message, kind=21, frames=(FrameType.ANSWER,), tensors=(1, 1)):
+    """The answer to GetChunk. Tensor: its bytes, uint8 [n]."""
+
+
+class GetSlice(Message, kind=22, frames=(FrameType.REQUEST,)):
+    """Please send the slice that this round averages, as your weights are now."""
+
+    stage: int = whole(0, MAX_STAGES - 1, doc="the stage wanted")
+    round: int = whole(0, MAX_UINT, doc="the round whose slice is wanted")
+    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
+
+
+class Slice(Message, kind=23, frames=(FrameType.ANSWER,), tensors=(1, 1)):
+    """The answer to GetSlice. Tensor: the slice's elements in order, float32 [n]."""
+
+    step: int = whole(0, MAX_UINT, doc="optimizer steps that the stage had taken")
+
+
+Request = Ping | GetManifest | GetStatus | Process | Tally | Contribute | Recall | GetState | GetChunk | GetSlice
 ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Ping: Pong,
     GetManifest: ManifestAnswer,
     GetStatus: StatusAnswer,
     Process: Processed,
+    Tally: Tallied,
+    Contribute: Averaged,
+    Recall: Recalled,
+    GetState: StateIndex,
+    GetChunk: Chunk,
+    GetSlice: Slice,
 }
 
 

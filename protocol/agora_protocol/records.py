@@ -10,7 +10,19 @@ from typing import Any, ClassVar, Final
 
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import ProtocolError
-from agora_protocol.fields import MAX_UINT, Structure, address_list, choice, many, number, peer_id, shown, span, whole
+from agora_protocol.fields import (
+    MAX_UINT,
+    Structure,
+    address_list,
+    choice,
+    many,
+    number,
+    peer_id,
+    raw,
+    shown,
+    span,
+    whole,
+)
 from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, RunId, Span, is_run_id
 from agora_protocol.limits import (
@@ -56,6 +68,9 @@ class Claim(Record, kind=1, name="claim"):
     addresses: tuple[str, ...] = address_list(doc="where the peer can be dialled, each ending in its own /p2p/PEER")
     state: str = choice("joining", "serving", "leaving", doc="only serving peers are sent microbatches")
     capacity: float = number(0, 1e9, doc="microbatches per second the peer measured for its span; 0 when unknown")
+    bandwidth: float = number(
+        0, 1e12, default=0.0, doc="bytes per second, the lesser of up and down; 0 when unknown: the others' median"
+    )
 
     def problem(self) -> str | None:
         if any(peer_of_address(address) != self.peer for address in self.addresses):
@@ -81,6 +96,20 @@ class Progress(Record, kind=2, name="progress"):
         if len(self.steps) != len(self.span):
             return f"has {len(self.steps)} steps for a span of {len(self.span)} stages"
         return None
+
+
+class Cut(Record, kind=3, name="cut"):
+    """I have written this checkpoint of a stage; whoever resumes the run can have it from me."""
+
+    peer: PeerId = peer_id(doc="who wrote it; signs the record and is its subkey")
+    span: Span = span(doc="the one stage that it is of")
+    incarnation: int = whole(0, MAX_UINT, doc="as in the peer's claim")
+    step: int = whole(0, MAX_UINT, doc="optimizer steps that it has in it")
+    snapshot: bytes = raw(32, doc="SHA-256 over its chunks' hashes, as in StateIndex")
+    size: int = whole(0, MAX_UINT, doc="its bytes")
+
+    def problem(self) -> str | None:
+        return "is of several stages" if len(self.span) != 1 else None
 
 
 NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}

@@ -21,7 +21,13 @@ from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.messages import (
     Advance,
+    Averaged,
+    Chunk,
+    Contribute,
+    GetChunk,
     GetManifest,
+    GetSlice,
+    GetState,
     GetStatus,
     Hello,
     ManifestAnswer,
@@ -30,10 +36,16 @@ from agora_protocol.messages import (
     Pong,
     Process,
     Processed,
+    Recall,
+    Recalled,
     Refusal,
+    Slice,
+    StateIndex,
     StatusAnswer,
+    Tallied,
+    Tally,
 )
-from agora_protocol.records import RECORD_TAG, Claim, Progress, Record, record_key, seal
+from agora_protocol.records import RECORD_TAG, Claim, Cut, Progress, Record, record_key, seal
 from agora_protocol.tensors import WireTensor
 
 HERE: Final = Path(__file__).parent
@@ -42,6 +54,7 @@ SECOND: Final = Identity(hashlib.sha256(b"agora vector 2").digest())
 NOW_UNIX: Final = 1_790_000_000.0
 SIGNED: Final = SignedManifest.sign(preset("tiny", seed=7), FIRST)
 RUN: Final = SIGNED.run_id
+HASH: Final = hashlib.sha256(b"agora vector").digest()
 MICROBATCH: Final = microbatch_id(b"vectors!", 258)
 ADDRESS: Final = f"/ip4/203.0.113.7/tcp/31000/p2p/{FIRST.peer}"
 RELAYED: Final = f"/ip6/2001:db8::9/tcp/4001/p2p/{SECOND.peer}/p2p-circuit/p2p/{FIRST.peer}"
@@ -108,6 +121,8 @@ def _records() -> list[tuple[Record, Identity, int]]:
         (Claim(SECOND.peer, Span(3, 3), 0, (), "joining", 0.0), SECOND, 3),
         (Progress(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (40, 41), 9870.0, 2.5, 3, 640), FIRST, 0),
         (Progress(SECOND.peer, Span(3, 3), 0, (0,), 0.0, None, 0, 0), SECOND, 3),
+        (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 25e6), SECOND, 3),
+        (Cut(SECOND.peer, Span(3, 3), 7, 400, HASH, 2_097_152), SECOND, 3),
     ]
 
 
@@ -135,6 +150,39 @@ def _tensors() -> tuple[WireTensor, WireTensor]:
     return WireTensor("bf16", (2, 3, 2), memoryview(boundary)), WireTensor("int32", (2, 4), memoryview(tokens))
 
 
+def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
+    kind = FrameType
+    values = WireTensor("float32", (3,), memoryview(struct.pack("<3f", 0.5, -1.25, 3.0)))
+    levels = WireTensor("int8", (3,), memoryview(struct.pack("<3b", 21, -53, 127)))
+    exponents = WireTensor("int8", (1,), memoryview(struct.pack("<1b", 2)))
+    return [
+        (kind.REQUEST, 7, Tally(1, ((FIRST.peer, 40, 8192), (SECOND.peer, 40, 0)), 5_000), []),
+        (kind.ANSWER, 7, Tallied(((SECOND.peer, 40, 1024),)), []),
+        (kind.REQUEST, 9, Contribute(1, "weights", 12, 3, 65536.0, False, 10_000), [levels, exponents]),
+        (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 0.0, True, 10_000), [values]),
+        (kind.ANSWER, 9, Averaged(3, 196608.0, 0.001953125), [levels, exponents]),
+        (kind.REQUEST, 11, Recall(1, "weights", 12, 3, 5_000), []),
+        (kind.ANSWER, 11, Recalled(3, 196608.0, 0.001953125), [values]),
+        (kind.ANSWER, 11, Recalled(0, 0.0, 0.0), []),
+    ]
+
+
+def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
+    kind = FrameType
+    values = WireTensor("float32", (3,), memoryview(struct.pack("<3f", 0.5, -1.25, 3.0)))
+    chunk = WireTensor("uint8", (5,), memoryview(b"agora"))
+    hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
+    return [
+        (kind.REQUEST, 13, GetState(1, 60_000), []),
+        (kind.ANSWER, 13, StateIndex(HASH, 400, 380, 5), [hashes]),
+        (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0), []),
+        (kind.REQUEST, 15, GetChunk(HASH, 0, 60_000), []),
+        (kind.ANSWER, 15, Chunk(), [chunk]),
+        (kind.REQUEST, 17, GetSlice(1, 12, 60_000), []),
+        (kind.ANSWER, 17, Slice(401), [values]),
+    ]
+
+
 def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
     boundary, tokens = _tensors()
     kind = FrameType
@@ -151,9 +199,11 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
         (
             kind.REQUEST,
             4_294_967_295,
-            Process(MICROBATCH, FIRST.peer, 1, "evaluate", 600_000, ((2, SECOND.peer), (3, FIRST.peer))),
+            Process(MICROBATCH, FIRST.peer, 1, "evaluate", 600_000, ((2, SECOND.peer), (3, FIRST.peer)), 17),
             [boundary, tokens],
         ),
+        *_averaging_frames(),
+        *_state_frames(),
         (kind.PROGRESS, 5, Advance(1, SECOND.peer, "accepted", 4), []),
         (kind.PROGRESS, 5, Advance(1, SECOND.peer, "forwarded", 0), []),
         (kind.PROGRESS, 5, Advance(2, FIRST.peer, "finished", 65_536), []),
@@ -273,7 +323,7 @@ def _bad_records() -> list[tuple[str, str, bytes]]:
         ("too many bytes", "too-large", _sealed(good) + bytes(4096)),
         ("no msgpack", "bad-record", b"\xc1"),
         ("another version", "bad-record", _sealed([2, 1, NOW_UNIX + 60, fields])),
-        ("an unknown kind", "bad-record", _sealed([1, 3, NOW_UNIX + 60, fields])),
+        ("an unknown kind", "bad-record", _sealed([1, 4, NOW_UNIX + 60, fields])),
         ("an integer expiry", "bad-record", _sealed([1, 1, int(NOW_UNIX + 60), fields])),
         (
             "an address of another peer",

@@ -234,7 +234,7 @@ BAD_FIELDS: list[tuple[type[Message], str, Any, str]] = [
     (Process, "stage", 1024, "from 0 to 1023"),
     (Process, "purpose", "test", "one of train, evaluate"),
     (Process, "purpose", 1, "one of train, evaluate"),
-    (Process, "hint", ((1,),), "hint [0] is a tuple; it must be a pair"),
+    (Process, "hint", ((1,),), "hint [0] is a tuple; it must be a list of 2"),
     (Process, "hint", ((1, "x"),), "peer id"),
     (Process, "hint", (("x", PEER),), "must be an integer"),
     (Process, "hint", ((1, PEER),) * 257, "a list of at most 256"),

@@ -11,7 +11,7 @@ import pytest
 from agora_protocol.errors import ManifestError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
-from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES
+from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES, STATE_CHUNK_BYTES
 from agora_protocol.manifest import PRESETS, Manifest, ModelSection, SignedManifest, is_signed, preset
 
 
@@ -80,7 +80,9 @@ def test_layers_are_cut_evenly_or_as_said() -> None:
 def test_sizes_follow_from_the_sections() -> None:
     manifest = preset("tiny")
     assert manifest.tokens_per_microbatch == 1024 and manifest.boundary_shape() == (8, 128, 128)
-    assert manifest.max_payload_bytes == 8 * 128 * 128 * 2 + 4 * 8 * 129
+    assert manifest.max_payload_bytes == STATE_CHUNK_BYTES, "a chunk of state, where boundaries are smaller"
+    wide = preset("tiny", schedule={"microbatch": 128}, optimizer={"target_tokens": 16_384})
+    assert wide.max_payload_bytes == 128 * 128 * 128 * 2 + 4 * 128 * 129
     assert manifest.stage_count == 2
 
 

@@ -197,10 +197,10 @@ def test_progress_is_spoken_and_reaches_the_others() -> None:
             return Progress(b.identity.peer, Span(0, 0), 1, (steps[0],), 12.5, 3.25, 4, 99)
 
         b.membership.speak_progress(progress)
-        await asyncio.sleep(10.0)
+        await asyncio.sleep(20.0)
         seen = a.membership.view.peers[b.identity.peer]
         assert seen.steps[0] >= 3 and (seen.loss, seen.tokens_per_second) == (3.25, 12.5)
-        assert seen.stepped_unix is not None and seen.step_s == pytest.approx(2.0, rel=0.5)
+        assert seen.stepped_unix is not None and seen.step_s == pytest.approx(4.0, rel=0.5)
         assert b.membership.view.peers[b.identity.peer].steps[0] == steps[0], "our own is known at once"
         await a.stop()
         await b.stop()
@@ -227,12 +227,12 @@ def test_choosing_again_is_a_new_life_so_that_the_old_claim_cannot_come_back() -
 
 def test_reading_is_quick_while_things_change_and_rests_when_calm_or_slow() -> None:
     assert read_interval_s(False, 0.01) == 1.0
-    assert read_interval_s(True, 0.01) == 2.0
-    assert read_interval_s(True, 1.0) == 3.0
+    assert read_interval_s(True, 0.01) == 4.0
+    assert read_interval_s(True, 2.0) == 6.0
     assert read_interval_s(False, 60.0) == 8.0
 
 
-def test_a_calm_swarm_reads_about_every_two_seconds() -> None:
+def test_a_calm_swarm_reads_about_every_four_seconds() -> None:
     async def work() -> None:
         store = Store(delay_s=0.01)
         peer = Peer(store, 2, 1)
@@ -241,7 +241,7 @@ def test_a_calm_swarm_reads_about_every_two_seconds() -> None:
         await asyncio.sleep(30.0)
         before = store.reads["Claim"]
         await asyncio.sleep(100.0)
-        assert 40 <= store.reads["Claim"] - before <= 65
+        assert 20 <= store.reads["Claim"] - before <= 33
         assert [e.state for e in peer.events if isinstance(e, PeerSeen)][-1] == "serving"
         await peer.stop()
 

@@ -1,0 +1,1 @@
+"""How far the replicas of a stage are together, and when it steps. Pure."""

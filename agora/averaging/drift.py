@@ -1,0 +1,1 @@
+"""Whether an average can be believed, and when a newcomer counts. Pure."""

@@ -1,0 +1,1 @@
+"""Who averages a part, and who when that one fails: weighted rendezvous hashing. Pure."""
