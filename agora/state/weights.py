@@ -11,19 +11,21 @@ from pathlib import Path
 
 import numpy as np
 from agora_protocol.errors import DiskError
-from safetensors.numpy import save
+from numpy.typing import NDArray
+
+from agora.state.files import Written, remove_file, sync_folder, write_tensors
 
 
-def write_weights(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+def write_weights(path: Path, tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]) -> Written:
     """Writes `tensors` (by full parameter name, float32) to `path`. Raises DiskError; `path` is then as it was."""
     temporary = path.with_suffix(f".{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with temporary.open("wb") as file:
-            file.write(save(dict(tensors), metadata=dict(metadata)))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        remove_file(temporary)
+        written = write_tensors(temporary, tensors, metadata)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        remove_file(temporary)
         raise DiskError(f"Cannot write {path} ({error.strerror}); free some space, or choose another --dir.") from error
+    return written
