@@ -38,6 +38,7 @@ from agora.pipeline.results import ResultCache
 from agora.pipeline.router import Router
 from agora.pipeline.seams import WireShapes
 from agora.swarm.membership import Membership, MembershipConfig
+from agora.swarm.placement import Placement
 from agora.train.compute import Compute
 
 Spawn = Callable[[str, Coroutine[Any, Any, None]], None]
@@ -46,6 +47,8 @@ Spawn = Callable[[str, Coroutine[Any, Any, None]], None]
 LEAST_SEATS = 32
 SEATS_PER_STAGE = 4
 LEAST_HELD_BYTES = 64 * 2**20
+MOST_LOADS = 3
+"""A peer whose span was taken while it loaded loads another; the last one it serves, whatever others do."""
 
 
 class Builder:
@@ -76,8 +79,7 @@ class Builder:
         network = await self._network(host, signed, service)
         directory = await self._directory(host, signed, bootstrap)
         membership, span = await self._placement(directory, signed)
-        batches = await self._corpus(signed, span) if 0 in span else None
-        compute = await self._model(signed.manifest, span)
+        compute, batches = await self._load(signed, membership, span)
         router = self._router(signed.manifest, MeteredCaller(network, meter), network, membership)
         admission = Admission(seats(signed.manifest))
         hop = self._hop(signed.manifest, compute, router, admission)
@@ -186,11 +188,47 @@ class Builder:
             claim = Claim(where.peer, Span(0, 0), where.incarnation, self._early.addresses, "joining", 0.0)
             placement = await membership.join(claim, 1, pinned)
             self._spawn("membership", membership.run())  # from now on: the claim must live through a long load
-            need = doctor.check_memory(signed.manifest, placement.span, where.settings.memory_gib)
-            note.text = f"stages {placement.span}: {placement.reason}; {need}"
+            note.text = self._says(signed.manifest, placement)
         return membership, placement.span
 
+    def _says(self, manifest: Manifest, placement: Placement) -> str:
+        need = doctor.check_memory(manifest, placement.span, self._where.settings.memory_gib)
+        return f"stages {placement.span}: {placement.reason}; {need}"
+
     # --- the work
+
+    async def _load(
+        self, signed: SignedManifest, membership: Membership, span: Span
+    ) -> tuple[Compute, OriginBatches | None]:
+        """Loads what the span needs, and what another needs when this one was taken while it loaded."""
+        more = MOST_LOADS - 1 if self._where.settings.span is None else 0
+        while True:
+            found = await self._load_span(signed, membership, span, ask=more > 0)
+            if not isinstance(found, Placement):
+                return found
+            with self._steps.step("placement") as note:
+                note.text = self._says(signed.manifest, found)
+            span, more = found.span, more - 1
+
+    async def _load_span(
+        self, signed: SignedManifest, membership: Membership, span: Span, *, ask: bool
+    ) -> tuple[Compute, OriginBatches | None] | Placement:
+        """What the span needs; or, asked whether it still stands, the one to load instead, with nothing kept."""
+        async with AsyncExitStack() as loaded:
+            batches = await self._corpus(signed, span) if 0 in span else None
+            compute = await self._model(signed.manifest, span)
+            loaded.push_async_callback(compute.close, 1.0)
+            other = await self._confirm(membership) if ask else None
+            if other is not None:
+                return other
+            self._closing.push_async_exit(loaded.pop_all())
+        return compute, batches
+
+    async def _confirm(self, membership: Membership) -> Placement | None:
+        with self._steps.step("confirm") as note:
+            other = await membership.confirm()
+            note.text = "the span stands" if other is None else "others took it meanwhile"
+        return other
 
     async def _corpus(self, signed: SignedManifest, span: Span) -> OriginBatches:
         """The text that this origin draws from; loaded off the loop, since it may be long."""
@@ -223,7 +261,6 @@ class Builder:
                 in_flight=seats(manifest),
                 fault=faults.reach_blocking,
             )
-            self._closing.push_async_callback(compute.close, 1.0)
             count = doctor.parameters_of(manifest, span)
             note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
         return compute

@@ -110,27 +110,47 @@ class Membership:
         """
         await self.refresh()
         placement = self._place(length, pinned)
+        claim = replace(claim, span=placement.span, state="joining")
+        if pinned is None:
+            return await self._settle(claim, placement)
+        await self.announce(claim)
+        return self._chosen(placement)
+
+    async def confirm(self) -> Placement | None:
+        """Asks once more, with a fresh view, right before serving: None when the claimed span still stands.
+
+        Otherwise the placement to load instead, already claimed and settled as in `join`. Raises LocalError before
+        `join`.
+        """
+        await self.refresh()
+        verdict = self.judge()
+        before = self._own
+        if before is None or not verdict.choose_again:
+            return None
+        placement = await self._settle(_reborn(before, verdict), Placement(verdict.span, verdict.reason))
+        return placement if placement.span != before.span else None
+
+    async def _settle(self, claim: Claim, placement: Placement) -> Placement:
+        """Claims the placement, and another one as long as peers that chose at once come first."""
         kept = 0
+        await self.announce(claim)
         for _ in range(MOST_ROUNDS):
-            await self.announce(replace(claim, span=placement.span, state="joining"))
-            if pinned is not None:
-                break
             await asyncio.sleep(self._config.settle_s * self._rng.uniform(1.0, 2.0))
             await self.refresh()
-            verdict = self.confirm()
+            verdict = self.judge()
             kept = 0 if verdict.choose_again else kept + 1
             if verdict.settled or kept == KEPT_ROUNDS:
                 break
             if verdict.choose_again:
-                # a new life: the claim of the one before stays in the directory until it ends
-                claim = replace(claim, incarnation=claim.incarnation + 1)
-                placement = Placement(verdict.span, verdict.reason)
-        else:
-            await self.announce(replace(claim, span=placement.span, state="joining"))
+                claim, placement = _reborn(claim, verdict), Placement(verdict.span, verdict.reason)
+            await self.announce(claim)
+        return self._chosen(placement)
+
+    def _chosen(self, placement: Placement) -> Placement:
         self._report(events.SpanChosen(placement.span.first, placement.span.last, placement.reason))
         return placement
 
-    def confirm(self) -> Collision:
+    def judge(self) -> Collision:
         """Whether the claimed span is still right, as far as the view knows. Raises LocalError before `join`."""
         me = self.view.peers.get(self.me)
         if me is None:
@@ -237,6 +257,11 @@ class Membership:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _reborn(claim: Claim, verdict: Collision) -> Claim:
+    """The claim of another span is a new life: the one before stays in the directory until it ends."""
+    return replace(claim, span=verdict.span, incarnation=claim.incarnation + 1)
 
 
 def read_interval_s(calm: bool, took_s: float) -> float:

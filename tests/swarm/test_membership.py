@@ -108,7 +108,42 @@ def test_a_pinned_span_is_claimed_at_once_and_kept() -> None:
         peers = [Peer(store, 4, i) for i in range(3)]
         await asyncio.gather(*(peer.join(pinned=Span(1, 2)) for peer in peers))
         assert all(peer.membership.claim.span == Span(1, 2) for peer in peers)
-        assert not any(peer.membership.confirm().choose_again for peer in peers if peer.membership.claim is None)
+
+    run(work())
+
+
+def test_a_collision_found_after_loading_moves_one_of_the_two_right_before_it_serves() -> None:
+    async def work() -> None:
+        blind = [Store(), Store()]
+        peers = [Peer(store, 2, 1) for store in blind]
+        await asyncio.gather(*(peer.join() for peer in peers))
+        assert {peer.membership.claim.span for peer in peers} == {Span(0, 0)}, "neither sees the other yet"
+        seen = Store()
+        for peer in peers:
+            peer.membership._directory = Directory(seen)
+            await peer.membership.announce(peer.membership.claim)
+        found = await asyncio.gather(*(peer.membership.confirm() for peer in peers))
+        assert [placement.span for placement in found if placement] == [Span(1, 1)]
+        assert sorted(peer.membership.claim.span.first for peer in peers) == [0, 1]
+        assert [await peer.membership.confirm() for peer in peers] == [None, None], "and then it stands"
+        mover = peers[0] if found[0] else peers[1]
+        assert [e.first_stage for e in mover.events if isinstance(e, SpanChosen)] == [0, 1]
+
+    run(work())
+
+
+def test_a_peer_that_loads_longer_gives_way_to_one_that_serves_already() -> None:
+    async def work() -> None:
+        store = Store()
+        slow, quick = Peer(store, 2, 1), Peer(store, 2, 1)
+        await slow.join()
+        span = slow.membership.claim.span
+        await quick.join(pinned=span)
+        await quick.serve()
+        placement = await slow.membership.confirm()
+        assert placement is not None and placement.span != span
+        assert slow.membership.claim.span == placement.span and slow.membership.claim.state == "joining"
+        await quick.stop()
 
     run(work())
 
