@@ -83,6 +83,7 @@ def process_fields(me: str, **changes: Any) -> dict[str, Any]:
         "purpose": "train",
         "deadline_ms": 20_000,
         "hint": [],
+        "step": 0,
     }
     return fields | changes
 
