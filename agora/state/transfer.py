@@ -36,6 +36,10 @@ HASH_BYTES: Final = 32
 MAX_PAUSE_S: Final = 10.0
 
 
+Lied = Callable[[PeerId, ProtocolError], None]
+"""Hears of a source that sent what cannot be true; must not block or raise."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransferTerms:
     """How much at once, and how patiently. The defaults fill 200 Mbit/s at 50 ms from one source, and hold 48 MiB."""
@@ -115,7 +119,7 @@ async def fetch_state(
     at_least: int = 0,
     terms: TransferTerms | None = None,
     progress: Callable[[TransferProgress], None] = lambda _: None,
-    lied: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
+    lied: Lied = lambda _peer, _error: None,
 ) -> StageState:
     """The state of `stage` from `sources`, the best first; see StateFetch, which can be run again where it stopped."""
     fetch = StateFetch(caller, stage, numel, terms=terms, progress=progress, lied=lied)
@@ -138,7 +142,7 @@ class StateFetch:
         *,
         terms: TransferTerms | None = None,
         progress: Callable[[TransferProgress], None] = lambda _: None,
-        lied: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
+        lied: Lied = lambda _peer, _error: None,
     ) -> None:
         self.board = Board(chunk_count(numel))
         self._caller = caller
@@ -316,12 +320,12 @@ class StateFetch:
 
     async def _fetch_offer(self, peer: PeerId) -> Offer:
         ends = min(self._deadline, _now() + self._terms.offer_s)
-        reply = await self._caller.call(peer, GetState(self._stage, _milliseconds_to(ends)), (), deadline=ends)
+        reply = await self._caller.call(peer, GetState(self._stage, milliseconds_to(ends)), (), deadline=ends)
         return check_offer(reply, self._numel)
 
     async def _fetch_chunk(self, peer: PeerId, offer: Offer, chunk: int) -> Arrays:
         ends = min(self._deadline, _now() + self._terms.chunk_s)
-        request = GetChunk(offer.index.snapshot, chunk, _milliseconds_to(ends))
+        request = GetChunk(offer.index.snapshot, chunk, milliseconds_to(ends))
         reply = await self._caller.call(peer, request, (), deadline=ends)
         return await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), chunk_bytes(chunk, self._numel))
 
@@ -378,5 +382,6 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _milliseconds_to(moment: float) -> int:
+def milliseconds_to(moment: float) -> int:
+    """What to say as a request's deadline."""
     return min(max(int((moment - _now()) * 1000), 1), MAX_DEADLINE_MS)
