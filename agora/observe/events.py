@@ -263,6 +263,59 @@ class GradientRefused(Event):
         return f"refused a gradient of stage {self.stage}: {self.reason}"
 
 
+# --- what lasts
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten(Event):
+    """A checkpoint of one stage is on this peer's disk; `cut` when this peer speaks of it for the stage."""
+
+    stage: int
+    step: int
+    bytes: int
+    seconds: float
+    cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDamaged(Event):
+    """A checkpoint on this peer's disk is not as it was written, and is not used; the text names file and hashes."""
+
+    level: ClassVar[Level] = "error"
+    text: str
+
+    def say(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class StateFetched(Event):
+    """A stage's weights and moments came from peers: `step` of the snapshot, chunks that had to be asked for again."""
+
+    level: ClassVar[Level] = "info"
+    stage: int
+    step: int
+    bytes: int
+    seconds: float
+    fetched_again: int = 0
+
+    def say(self) -> str:
+        return f"stage {self.stage} fetched at step {self.step}: {self.bytes / 1e6:.1f} MB in {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class StateLost(Event):
+    """A stage of this peer fell so far behind the others that it fetches their state again."""
+
+    level: ClassVar[Level] = "warning"
+    stage: int
+    step: int
+    others: int
+
+    def say(self) -> str:
+        return f"stage {self.stage} is at step {self.step}, the others at {self.others}: it fetches their state"
+
+
 # --- the swarm
 
 
