@@ -251,6 +251,34 @@ class StepTaken(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StepsSkipped(Event):
+    """A stage was behind its other replicas and took their step; the samples of its own old step did not count."""
+
+    level: ClassVar[Level] = "warning"
+    stage: int
+    step: int
+    steps: int
+    tokens: int
+
+    def say(self) -> str:
+        return (
+            f"stage {self.stage} was {self.steps} steps behind and is at step {self.step} now; "
+            f"{self.tokens} of its tokens came too late"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLate(Event):
+    """A gradient arrived after the sum of its step had been handed to the replicas; it goes into the next step's."""
+
+    level: ClassVar[Level] = "warning"
+    stage: int
+    step: int
+    microbatch: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class GradientRefused(Event):
     """A gradient was not finite and was not added; the weights are untouched."""
 
