@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
@@ -20,9 +21,15 @@ from torch import Tensor
 
 from agora.codec import all_finite, codec_by_name, decode_tokens
 from agora.observe.events import Report, TaskFailed
+from agora.state.layout import Layout, StageState
 from agora.train.device import DeviceQueue, DeviceStatistics, Priority, choose_device, has_native_bf16
 from agora.train.held import LIMIT_PER_SEAT, Held
-from agora.train.span import SpanTrainer, StageProgress
+from agora.train.replicas import Blocks, SliceRule, StageReplica
+from agora.train.span import SpanTrainer
+from agora.train.stage import MeanGradient, StageProgress, Stepped
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 DEFAULT_IN_FLIGHT = 32
 
@@ -61,6 +68,7 @@ class Compute:
         self._device = device
         self._trainer = trainer
         self._queue = queue
+        self._replicas = {n: StageReplica(trainer.stage(n), manifest.optimizer) for n in span.stages}
         self._codec = codec_by_name(manifest.boundary.codec)
         self._boundary_shape = tuple(manifest.boundary_shape())
         self._tokens_shape = (self._boundary_shape[0], self._boundary_shape[1] + 1)
@@ -156,6 +164,17 @@ class Compute:
         """step_tokens(stage): tokens this peer must see before the stage steps. Called on the device thread, often."""
         self._trainer.step_tokens = step_tokens
 
+    def set_hold_steps(self, hold_steps: Callable[[int], bool]) -> None:
+        """hold_steps(stage): whether a stage that is due shall wait for `step_with`. Called on the device thread.
+
+        It is asked after every microbatch, until `mean_gradient` took what was summed or the answer is False.
+        """
+        self._trainer.hold_steps = hold_steps
+
+    def set_stepped(self, stepped: Stepped) -> None:
+        """stepped(stage, step, tokens): told after each step, and this replica's tokens in it; on the device thread."""
+        self._trainer.stepped = stepped
+
     def statistics(self) -> DeviceStatistics:
         """How busy the device thread is."""
         return self._queue.statistics()
@@ -164,6 +183,64 @@ class Compute:
         """A copy of the stage's trainable tensors by full name; every step due before the call is in it."""
         tensors = await self._queue.run(Priority.BACKWARD, self._trainer.weights, stage)
         return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+    # --- with the other replicas of a stage; each raises NotMyStage for a stage that is not held here
+
+    def layout(self, stage: int) -> Layout:
+        """Where the stage's named tensors lie in its flat weights; their size is a multiple of SLICE_BLOCK."""
+        weights = self._trainer.stage(stage).weights
+        return Layout(weights.numel, weights.slots)
+
+    async def slice_values(self, stage: int, blocks: Blocks) -> tuple[Tensor, int]:
+        """A copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and the step they are of."""
+        return await self._change(self._replica(stage).slice_values, blocks)
+
+    async def add_to_slice(self, stage: int, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
+        """Takes in an average that lies `delta` from `snapshot`, both [blocks * SLICE_BLOCK]: see StageReplica."""
+        await self._change(self._replica(stage).add_to_slice, blocks, delta, snapshot, rule)
+
+    async def catch_up(self, stage: int, step: int) -> None:
+        """The stage has taken `step` steps elsewhere: follows, with what was counted here if only one is missing.
+
+        Further behind, what was counted is dropped (event StepsSkipped). Nothing happens when this replica is not
+        behind, or waits for `step_with`.
+        """
+        await self._change(self._trainer.stage(stage).catch_up, step)
+
+    async def mean_gradient(self, stage: int) -> MeanGradient:
+        """This replica's share of the stage's next step; from now on only `step_with` takes that step.
+
+        The same again if asked again. A gradient that still arrives goes into the step after (event GradientLate).
+        """
+        return await self._change(self._trainer.stage(stage).give_mean)
+
+    async def step_with(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
+        """Takes step `number`, whose share was given, along the mean [numel] over the `tokens` of all replicas.
+
+        Raises LocalError when the stage does not wait for it; after a ProtocolError it still does.
+        """
+        await self._change(self._replica(stage).step_with, number, mean_gradient, tokens)
+
+    async def export_state(self, stage: int) -> StageState:
+        """A copy of weights and moments, consistent, as of the last step."""
+        return await self._change(self._replica(stage).export_state)
+
+    async def load_state(self, stage: int, state: StageState) -> None:
+        """Goes on from `state`; what was summed here is dropped. After a ProtocolError nothing has changed."""
+        await self._change(self._replica(stage).load_state, state)
+
+    def _replica(self, stage: int) -> StageReplica:
+        self._trainer.stage(stage)
+        return self._replicas[stage]
+
+    async def _change(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Between two microbatches, before the next one; then the steps that became due."""
+
+        def guarded() -> T:
+            with _device_errors():
+                return function(*args)
+
+        return await self._queue.run(Priority.BACKWARD, guarded, then=self._trainer.take_due_steps)
 
     # --- on the device thread
 

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: linear warm-up, then a cosine down to a floor.
+"""What follows the stage's step: the learning rate, and how fast the average of a replica's drift forgets.
 
 Knows: the manifest's optimizer section. Must not know: torch, clocks, stages.
 """
@@ -23,4 +23,22 @@ def learning_rate(step: int, optimizer: OptimizerSection) -> float:
     decay_steps = max(optimizer.total_steps - optimizer.warmup_steps, 1)
     progress = min((step - optimizer.warmup_steps) / decay_steps, 1.0)
     floor = optimizer.minimum_ratio
-    return highest * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return highest * (floor + (1.0 - floor) * _half_cosine(progress))
+
+
+DRIFT_FIRST, DRIFT_LAST, DRIFT_STEPS = 0.5, 0.01, 1000
+
+
+def drift_share(step: int, optimizer: OptimizerSection) -> float:
+    """The share of a new drift in the average of drifts (`averaging.rule = "ema"`) at optimizer step `step`.
+
+    0.5 for the first 1000 steps, then half a cosine down to 0.01 at `total_steps`. Source: AsyncMesh
+    (arXiv 2601.22442), the schedule of lambda.
+    """
+    progress = (step - DRIFT_STEPS) / max(optimizer.total_steps - DRIFT_STEPS, 1)
+    return DRIFT_LAST + (DRIFT_FIRST - DRIFT_LAST) * _half_cosine(min(max(progress, 0.0), 1.0))
+
+
+def _half_cosine(progress: float) -> float:
+    """From 1 at progress 0 down to 0 at 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

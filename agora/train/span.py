@@ -8,58 +8,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
+from agora_protocol.errors import NotMyStage
 from agora_protocol.ids import MicrobatchId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from agora.model import Context, build_stage, stage_loss
-from agora.observe.events import GradientRefused, MicrobatchCounted, Report, StepTaken, name_of
+from agora.observe.events import GradientRefused, MicrobatchCounted, Report, name_of
 from agora.train.device import autocast
 from agora.train.held import LIMIT_PER_SEAT, Held, HeldForwards, NonFinite
 from agora.train.memory import AvailableMemory, graphs_fit, measure_saved_bytes
 from agora.train.optimizer import StageOptimizer
+from agora.train.stage import StageProgress, Stepped, TrainedStage
 from agora.train.weights import Bank, StageWeights
-
-STALENESS_BINS = 33
-"""Staleness 0, 1, ... 31, and one bin for all that is older."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageProgress:
-    """How far a stage of this peer is. `staleness[i]`: microbatches whose backward came i steps after their forward."""
-
-    stage: int
-    step: int
-    tokens_in_step: int
-    tokens_total: int
-    staleness: tuple[int, ...]
-    refused_nonfinite: int
-
-
-@dataclass(slots=True)
-class _Stage:
-    """One stage's weights, optimizer and counters."""
-
-    number: int
-    weights: StageWeights
-    optimizer: StageOptimizer
-    step: int = 0
-    tokens: int = 0
-    tokens_stepped: int = 0
-    loss_sum: float = 0.0
-    microbatches: int = 0
-    age_sum: int = 0
-    staleness: list[int] = field(default_factory=lambda: [0] * STALENESS_BINS)
-    refused: int = 0
-    stepped_at: float = field(default_factory=time.monotonic)
-
-    def start_sum(self) -> None:
-        """The gradient sum is empty again."""
-        self.tokens, self.loss_sum, self.microbatches, self.age_sum = 0, 0.0, 0, 0
 
 
 class SpanTrainer:
@@ -82,14 +46,15 @@ class SpanTrainer:
         self._device = device
         self._report = report
         self._bf16 = bf16
-        self._last_of_model = span.last == manifest.stage_count - 1
         self._activations = manifest.schedule.activations
         self._in_flight = in_flight
         self._available = AvailableMemory(device)
         self._activation_bytes: dict[int, int] = {}
-        self._stages = {stage: _make_stage(manifest, stage, device) for stage in span.stages}
         self.held = HeldForwards(LIMIT_PER_SEAT * in_flight)
+        self._stages = {stage: self._make_stage(manifest, stage) for stage in span.stages}
         self.step_tokens: Callable[[int], int] = lambda stage: manifest.optimizer.target_tokens
+        self.hold_steps: Callable[[int], bool] = lambda stage: False
+        self.stepped: Stepped = lambda stage, step, tokens: None
 
     # --- a microbatch's way through the span
 
@@ -138,8 +103,7 @@ class SpanTrainer:
             return loss_sum, supervised, None
         steps = tuple(self._stages[stage].step for stage in self._stages_from(first))
         gradient = self._add_gradients(microbatch, first, entry, self._current_banks(first), loss, None)
-        self._stages[self._span.last].loss_sum += loss_sum
-        self._count(microbatch, first, supervised, steps)
+        self._count(microbatch, first, supervised, steps, loss_sum)
         return loss_sum, supervised, gradient
 
     def backward(
@@ -162,28 +126,32 @@ class SpanTrainer:
         return result, held.seconds
 
     def take_due_steps(self) -> None:
-        """The optimizer step of every stage that has seen its tokens."""
+        """The optimizer step of every stage that has seen its tokens, but those that shall wait for their replicas."""
         for stage in self._stages.values():
-            if 0 < stage.tokens >= self.step_tokens(stage.number):
-                self._step(stage)
+            if stage.is_due(self.step_tokens(stage.number)) and not self.hold_steps(stage.number):
+                stage.take_step()
 
     def refuse(self, stage: int, microbatch: MicrobatchId, reason: str) -> None:
         """Counts and reports a microbatch whose numbers are not finite."""
         self._stages[stage].refused += 1
+        self._stages[stage].publish()
         self._report(GradientRefused(stage, name_of(microbatch), reason))
 
     # --- what others may ask
 
     def progress(self) -> list[StageProgress]:
-        """A snapshot; may be called from any thread."""
-        return [
-            StageProgress(s.number, s.step, s.tokens, s.tokens_stepped + s.tokens, tuple(s.staleness), s.refused)
-            for s in self._stages.values()
-        ]
+        """How far each stage is, in order; may be called from any thread."""
+        return [stage.progress for stage in self._stages.values()]
+
+    def stage(self, number: int) -> TrainedStage:
+        """A stage of this span; raises NotMyStage."""
+        if number not in self._stages:
+            raise NotMyStage(f"stage {number} is not held here; this peer holds {self._span}")
+        return self._stages[number]
 
     def weights(self, stage: int) -> dict[str, Tensor]:
         """The stage's trainable tensors by full name, copied to the CPU."""
-        return self._stages[stage].weights.tensors()
+        return self.stage(stage).weights.tensors()
 
     def versions_alive(self, stage: int) -> int:
         """1, or 2 while graphs on the former weights are alive."""
@@ -260,60 +228,26 @@ class SpanTrainer:
             self.refuse(first, microbatch, f"{what} is not finite")
             raise NonFinite(f"{what} from stage {first} on is not finite; a lower optimizer.learning_rate may help")
 
-    def _count(self, microbatch: MicrobatchId, first: int, supervised: int, steps: Sequence[int]) -> None:
-        stages = self._stages_from(first)
+    def _count(
+        self, microbatch: MicrobatchId, first: int, supervised: int, steps: Sequence[int], loss_sum: float = 0.0
+    ) -> None:
+        name, stages = name_of(microbatch), self._stages_from(first)
         for number, step_at_forward in zip(stages, steps, strict=True):
-            stage = self._stages[number]
-            age = stage.step - step_at_forward
-            stage.tokens += supervised
-            stage.microbatches += 1
-            stage.age_sum += age
-            stage.staleness[min(age, STALENESS_BINS - 1)] += 1
-        self._report(MicrobatchCounted(name_of(microbatch), tuple(stages), supervised))
+            self._stages[number].count(name, supervised, loss_sum, step_at_forward)
+        self._report(MicrobatchCounted(name, tuple(stages), supervised))
 
-    def _step(self, stage: _Stage) -> None:
-        self._keep_graphs_valid(stage.weights)
-        done = stage.optimizer.step(stage.weights.current.flat, stage.step, stage.tokens)
-        now = time.monotonic()
-        if done is None:
-            stage.refused += 1
-            self._report(GradientRefused(stage.number, "", f"the sum over {stage.tokens} tokens is not finite"))
-        else:
-            stage.step += 1
-            stage.tokens_stepped += stage.tokens
-            self._report(
-                StepTaken(
-                    stage=stage.number,
-                    step=stage.step,
-                    tokens=stage.tokens,
-                    loss=self._mean_loss(stage),
-                    seconds=now - stage.stepped_at,
-                    learning_rate=done.learning_rate,
-                    gradient_norm=done.gradient_norm,
-                    staleness=stage.age_sum / max(stage.microbatches, 1),
-                )
-            )
-        stage.stepped_at = now
-        stage.start_sum()
-
-    def _keep_graphs_valid(self, weights: StageWeights) -> None:
-        """Before weights change in place: no live graph may need them."""
-        if self.held.graphs_on(weights.current):
-            for held in self.held.graphs_on(weights.former):
-                held.drop_graph()
-            weights.turn_over()
-
-    def _mean_loss(self, stage: _Stage) -> float | None:
-        if self._last_of_model and stage.number == self._span.last:
-            return stage.loss_sum / stage.tokens
-        return None
-
-
-def _make_stage(manifest: Manifest, number: int, device: torch.device) -> _Stage:
-    module = build_stage(manifest.model, manifest.layers_of(number), number, manifest.stage_count, manifest.seed)
-    weights = StageWeights(module, device)
-    optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, weights.decayed, weights.gradient)
-    return _Stage(number, weights, optimizer)
+    def _make_stage(self, manifest: Manifest, number: int) -> TrainedStage:
+        module = build_stage(manifest.model, manifest.layers_of(number), number, manifest.stage_count, manifest.seed)
+        weights = StageWeights(module, self._device)
+        return TrainedStage(
+            number,
+            weights,
+            StageOptimizer(manifest.optimizer, manifest.stage_count, weights.decayed, weights.gradient),
+            self.held,
+            report=self._report,
+            stepped=lambda stage, step, tokens: self.stepped(stage, step, tokens),
+            knows_loss=number == manifest.stage_count - 1,
+        )
 
 
 def _supervised(tokens: Tensor) -> int:

@@ -9,8 +9,10 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from agora_protocol.limits import SLICE_BLOCK
 from torch import Tensor, nn
 
 ALIGNMENT = 16
@@ -35,8 +37,8 @@ class Slot:
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
-def _next_border(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+def _next_border(offset: int, border: int = ALIGNMENT) -> int:
+    return -(-offset // border) * border
 
 
 class Bank:
@@ -60,7 +62,8 @@ class StageWeights:
     """The weights of one stage in one version, or in two while graphs on the former one are alive; float32.
 
     `current` is what forwards use and steps change. `gradient` is the sum for the next step, whatever the version it
-    was computed on. The first `decayed` elements of both are the matrices, the rest is what weight decay spares.
+    was computed on. The first `decayed` elements of both are the matrices, the rest is what weight decay spares. Both
+    are `numel` elements, a multiple of SLICE_BLOCK.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -74,7 +77,8 @@ class StageWeights:
             end = _next_border(end + parameter.numel())
             if parameter.dim() >= 2:
                 self.decayed = end
-        flat = torch.zeros(end, dtype=torch.float32, device=device)
+        self.numel = _next_border(end, SLICE_BLOCK)
+        flat = torch.zeros(self.numel, dtype=torch.float32, device=device)
         for slot, (_, parameter) in zip(self.slots, ordered, strict=True):
             slot.of(flat).copy_(parameter.detach())
         self.gradient = torch.zeros_like(flat)
@@ -86,6 +90,11 @@ class StageWeights:
     def nbytes(self) -> int:
         """Bytes of one version."""
         return self.current.flat.nbytes
+
+    def clear_gaps(self, flat: Tensor) -> None:
+        """Sets to zero what belongs to no tensor in `flat` [numel]: values from others may have something there."""
+        for slot, following in pairwise([*self.slots, Slot("", self.numel, ())]):
+            flat[slot.offset + slot.numel : following.offset].zero_()
 
     def turn_over(self) -> None:
         """Makes a copy of the current weights the current version, so that graphs on the old one stay valid.
