@@ -255,11 +255,11 @@ class StateFetch:
             self.board.failed(call.chunk, source.peer)
             self._failed(source, error, call)
         else:
-            source.failures = 0
             if isinstance(result, Offer):
                 source.offer = result
                 self._first_offer = self._first_offer or _now()
             else:
+                source.failures = 0
                 self._arrived(source, call, result)
 
     def _arrived(self, source: _Source, call: _Call, arrays: Arrays) -> None:
@@ -288,8 +288,8 @@ class StateFetch:
             self._give_up(source, str(error))
         else:
             self._pause(source)
-            if isinstance(error, Refused) and call.offer is source.offer:
-                source.offer = None  # the snapshot is gone there; a newer one can be had
+            if call.offer is source.offer:
+                source.offer = None  # before it is given chunks again, it says whether its snapshot is still there
 
     def _pause(self, source: _Source) -> None:
         now = _now()
@@ -335,7 +335,7 @@ class StateFetch:
         return TransferProgress(
             ELEMENT_BYTES * min(len(self.board.here) * CHUNK_ELEMENTS, self._numel),
             ELEMENT_BYTES * self._numel,
-            sum(source.offer is not None for source in self._sources),
+            sum(1 for source in self._sources if source.offer and not source.over),
             self.board.fetched_again,
         )
 

@@ -1,0 +1,85 @@
+"""The slices that were averaged while the state was on its way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from agora_protocol.errors import Busy
+
+from agora.state.missed import fetch_slices
+from tests.pipeline.virtual_time import run
+from tests.state.world import Replica, World
+
+SIZES = {6: 1024, 7: 2048, 8: 1024, 9: 1024}
+
+
+def replica(world: World, name: str, value: float, **faults: object) -> Replica:
+    made = world.add(name, None, **faults)
+    made.slices = {round_: np.full(size, value + round_, np.float32) for round_, size in SIZES.items()}
+    return made
+
+
+async def caught_up(world: World, within_s: float = 60.0) -> tuple[dict[int, float], list[int]]:
+    applied: dict[int, float] = {}
+
+    async def apply(round_: int, values: np.ndarray, step: int) -> None:
+        assert values.shape == (SIZES[round_],) and step == 12 and round_ not in applied
+        applied[round_] = float(values[0])
+
+    deadline = asyncio.get_running_loop().time() + within_s
+    left = await fetch_slices(world, 0, list(world.replicas), SIZES, apply, deadline=deadline, lied=world.lied)
+    assert world.open == 0 and len(asyncio.all_tasks()) == 1
+    return applied, left
+
+
+def test_every_missed_slice_comes_from_one_of_the_sources() -> None:
+    async def work() -> None:
+        world = World()
+        a, b = replica(world, "a", 0.0), replica(world, "b", 100.0)
+        applied, left = await caught_up(world)
+        assert applied == {6: 6.0, 7: 107.0, 8: 8.0, 9: 109.0} and not left
+        assert a.calls["GetSlice"] == b.calls["GetSlice"] == 2
+
+    run(work())
+
+
+def test_sources_that_die_lie_or_are_busy_cost_no_slice() -> None:
+    async def work() -> None:
+        world = World()
+        replica(world, "dead", 0.0).die()
+        replica(world, "short", 0.0).slices = {round_: np.zeros(8, np.float32) for round_ in SIZES}
+        nan = replica(world, "nan", 0.0)
+        nan.slices = {round_: np.full(size, np.nan, np.float32) for round_, size in SIZES.items()}
+        good = replica(world, "good", 0.0, fault=lambda a, nth: Busy("later", 500) if nth == 2 else a)
+        applied, left = await caught_up(world)
+        assert applied == {6: 6.0, 7: 7.0, 8: 8.0, 9: 9.0} and not left
+        assert sorted(peer for peer, _ in world.lies) == ["nan", "short"] and good.calls["GetSlice"] >= 5
+
+    run(work())
+
+
+def test_rounds_that_nobody_gives_are_named() -> None:
+    async def work() -> None:
+        world = World()
+        replica(world, "a", 0.0, fault=lambda a, nth: Busy("never", 1000))
+        assert await caught_up(world, within_s=5.0) == ({}, list(SIZES))
+        assert await caught_up(World()) == ({}, list(SIZES))
+
+    run(work())
+
+
+def test_a_failure_to_apply_ends_it() -> None:
+    async def work() -> None:
+        world = World()
+        replica(world, "a", 0.0)
+
+        async def apply(*_: object) -> None:
+            raise ValueError("the device is gone")
+
+        with pytest.raises(ValueError, match="gone"):
+            await fetch_slices(world, 0, list(world.replicas), SIZES, apply, deadline=2000.0)
+        assert world.open == 0
+
+    run(work())

@@ -1,0 +1,158 @@
+"""What a peer can give: one copy for several joiners, for a while, within its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import numpy as np
+import pytest
+from agora_protocol.errors import Busy, NotMyStage, ProtocolError, Refused
+from agora_protocol.messages import Chunk, GetChunk, GetState, Slice, StateIndex
+
+from agora.state.layout import ELEMENT_BYTES, StageState, pack_chunk
+from agora.state.snapshot import SnapshotLimits, Snapshots, give_slice
+from tests.state.world import chunks, state
+
+NUMEL = chunks(2.5)
+NBYTES = ELEMENT_BYTES * NUMEL
+
+
+class Source:
+    """A stage that trains on: every copy is of a later step. The clock is the test's."""
+
+    def __init__(self, limits: SnapshotLimits | None = None) -> None:
+        self.now = 100.0
+        self.copies = 0
+        self.serving = True
+        self.snapshots = Snapshots(self.export, lambda: self.now, limits)
+
+    async def export(self, stage: int) -> StageState | None:
+        if stage > 1:
+            raise NotMyStage("not held here")
+        await asyncio.sleep(0)
+        if not self.serving:
+            return None
+        self.copies += 1
+        return state(NUMEL, step=10 * self.copies, value=float(self.copies), stage=stage)
+
+    async def index(self, stage: int = 0) -> StateIndex:
+        given = await self.snapshots.get_state(GetState(stage))
+        assert isinstance(given.message, StateIndex)
+        return given.message
+
+
+async def every_chunk_hashes_as_the_index_says() -> None:
+    source = Source()
+    given = await source.snapshots.get_state(GetState(0))
+    index = given.message
+    assert isinstance(index, StateIndex) and (index.step, index.updates, index.size) == (10, 7, NBYTES)
+    hashes = bytes(given.tensors[0].data)
+    assert hashlib.sha256(hashes).digest() == index.snapshot and len(hashes) == 3 * 32
+    for chunk in range(3):
+        answer = await source.snapshots.get_chunk(GetChunk(index.snapshot, chunk))
+        assert isinstance(answer.message, Chunk)
+        assert hashlib.sha256(answer.tensors[0].data).digest() == hashes[32 * chunk : 32 * chunk + 32]
+        assert bytes(answer.tensors[0].data) == pack_chunk(state(NUMEL), chunk)
+
+
+async def several_joiners_share_one_copy() -> None:
+    source = Source()
+    indices = await asyncio.gather(*(source.index() for _ in range(5)))
+    source.now += 29.0
+    assert {i.snapshot for i in [*indices, await source.index()]} == {indices[0].snapshot} and source.copies == 1
+
+
+async def an_older_copy_serves_who_has_begun_and_a_new_one_who_comes() -> None:
+    source = Source()
+    first = await source.index()
+    source.now += 31.0
+    second = await source.index()
+    assert second.step > first.step and source.snapshots.nbytes == 2 * NBYTES
+    await source.snapshots.get_chunk(GetChunk(first.snapshot, 0))
+    source.now += 40.0  # the second copy was last used 40 s ago, the first 40 s ago too
+    source.snapshots.sweep()
+    assert source.snapshots.nbytes == 2 * NBYTES
+    await source.snapshots.get_chunk(GetChunk(first.snapshot, 1))
+    source.now += 30.0
+    source.snapshots.sweep()
+    assert source.snapshots.nbytes == NBYTES
+    with pytest.raises(Refused, match="not kept any more"):
+        await source.snapshots.get_chunk(GetChunk(second.snapshot, 0))
+    source.now += 61.0
+    source.snapshots.sweep()
+    assert source.snapshots.nbytes == 0
+
+
+async def memory_is_bounded_and_who_fetches_is_not_cut_off() -> None:
+    source = Source(SnapshotLimits(max_bytes=NBYTES))
+    first = await source.index()
+    source.now += 31.0
+    await source.snapshots.get_chunk(GetChunk(first.snapshot, 0))
+    assert (await source.index()).snapshot == first.snapshot, "in use, and no room for another: the older one is given"
+    with pytest.raises(Busy):
+        await two_stages(source)
+    source.now += 11.0
+    assert (await source.index()).step > first.step and source.snapshots.nbytes == NBYTES
+
+
+async def two_stages(source: Source) -> None:
+    """A copy of another stage whose size is known."""
+    source.snapshots._sizes[1] = NBYTES
+    await source.index(stage=1)
+
+
+async def the_first_copy_is_made_whatever_its_size() -> None:
+    source = Source(SnapshotLimits(max_bytes=1))
+    assert (await source.index()).size == NBYTES
+
+
+async def nothing_to_give_is_said_and_asked_again() -> None:
+    source = Source()
+    source.serving = False
+    assert (await source.index()) == StateIndex(b"", 0, 0, 0)
+    source.serving = True
+    assert (await source.index()).size == NBYTES
+    with pytest.raises(NotMyStage):
+        await source.index(stage=2)
+
+
+async def what_cannot_be_asked_for_is_refused() -> None:
+    source = Source()
+    index = await source.index()
+    with pytest.raises(ProtocolError, match="has 3 chunks"):
+        await source.snapshots.get_chunk(GetChunk(index.snapshot, 3))
+    with pytest.raises(Refused):
+        await source.snapshots.get_chunk(GetChunk(bytes(32), 0))
+
+
+async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_next() -> None:
+    source = Source()
+    first, second = (asyncio.create_task(source.index()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).size == NBYTES and first.cancelled()
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        every_chunk_hashes_as_the_index_says,
+        several_joiners_share_one_copy,
+        an_older_copy_serves_who_has_begun_and_a_new_one_who_comes,
+        memory_is_bounded_and_who_fetches_is_not_cut_off,
+        the_first_copy_is_made_whatever_its_size,
+        nothing_to_give_is_said_and_asked_again,
+        what_cannot_be_asked_for_is_refused,
+        a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_next,
+    ],
+    ids=lambda claim: claim.__name__,
+)
+def test_snapshots(claim) -> None:
+    asyncio.run(claim())
+
+
+def test_a_slice_is_given_as_it_is() -> None:
+    given = give_slice(np.arange(2048, dtype=np.float32), 41)
+    assert given.message == Slice(41) and given.tensors[0].shape == (2048,)
+    np.testing.assert_array_equal(np.frombuffer(given.tensors[0].data, np.float32), np.arange(2048))

@@ -1,0 +1,168 @@
+"""Replicas that give their state over an in-memory network in virtual time, with faults that count their firings."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from agora_protocol.errors import AgoraError, ProtocolError
+from agora_protocol.ids import PeerId
+from agora_protocol.messages import GetChunk, GetSlice, GetState
+from agora_protocol.tensors import WireTensor
+
+from agora.net.errors import ConnectionBroken, DeadlinePassed
+from agora.state.layout import CHUNK_ELEMENTS, StageState
+from agora.state.snapshot import Given, Snapshots, give_slice
+
+WINDOW = 3
+
+
+def state(numel: int, *, value: float = 1.0, step: int = 10, updates: int = 7, stage: int = 0) -> StageState:
+    """Weights near `value`, means near -value, squares value^2: what came from whom can be told."""
+    ramp = np.linspace(0, 0.5, numel, dtype=np.float32)
+    return StageState(stage, step, updates, 1000, ramp + value, -(ramp + value), np.square(ramp + value))
+
+
+def chunks(count: float) -> int:
+    """Elements of about `count` chunks, a whole number of slice blocks."""
+    return int(count * CHUNK_ELEMENTS) // 1024 * 1024
+
+
+@dataclass
+class Link:
+    """One wire: bytes go through one after another."""
+
+    bytes_per_s: float
+    free_at: float = 0.0
+
+    async def carry(self, nbytes: int) -> None:
+        now = asyncio.get_running_loop().time()
+        self.free_at = max(self.free_at, now) + nbytes / self.bytes_per_s
+        await asyncio.sleep(self.free_at - now)
+
+
+@dataclass
+class Replica:
+    """A peer that gives `state`; its faults are plain fields."""
+
+    state: StageState | None
+    uplink: Link
+    delay_s: float = 0.025
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
+    die_after: int = 10**9  # chunks given
+    hang_after: int = 10**9
+    fault: Callable[[Given, int], Given | AgoraError] | None = None  # (answer, the how-manieth call of its kind)
+    calls: Counter[str] = field(default_factory=Counter)
+    given: Counter[int] = field(default_factory=Counter)
+    open_chunks: set[int] = field(default_factory=set)
+    open_at_death: set[int] = field(default_factory=set)
+    slices: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        async def export(_: int) -> StageState | None:
+            return self.state
+
+        self.snapshots = Snapshots(export, lambda: asyncio.get_running_loop().time())
+
+    def die(self) -> None:
+        self.open_at_death = set(self.open_chunks)
+        self.dead.set()
+
+    async def answer(self, request: GetState | GetChunk | GetSlice) -> Given:
+        self.calls[type(request).__name__] += 1
+        if isinstance(request, GetChunk):
+            answer = await self.snapshots.get_chunk(request)
+        elif isinstance(request, GetState):
+            answer = await self.snapshots.get_state(request)
+        else:
+            answer = give_slice(self.slices[request.round], 12)
+        if self.fault is not None:
+            changed = self.fault(answer, self.calls[type(request).__name__])
+            if isinstance(changed, AgoraError):
+                raise changed
+            answer = changed
+        return answer
+
+
+class World:
+    """A joiner's view of its replicas; the joiner's own wire is shared by all of them."""
+
+    def __init__(self, downlink: float = 1e12) -> None:
+        self.downlink = Link(downlink)
+        self.replicas: dict[PeerId, Replica] = {}
+        self.lies: list[tuple[PeerId, ProtocolError]] = []
+        self.open = 0
+        self.most_open = 0
+
+    def add(self, name: str, state: StageState | None, *, uplink: float = 50e6, **faults: object) -> Replica:
+        replica = self.replicas[PeerId(name)] = Replica(state, Link(uplink), **faults)  # type: ignore[arg-type]
+        return replica
+
+    def lied(self, peer: PeerId, error: ProtocolError) -> None:
+        self.lies.append((peer, error))
+
+    def asked(self) -> int:
+        """Calls for chunks that reached a living replica."""
+        return sum(replica.calls["GetChunk"] for replica in self.replicas.values())
+
+    async def call(self, peer, request, tensors, *, deadline, on_progress=None) -> Given:  # noqa: ANN001
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._until_death(self.replicas[peer], request)
+        except TimeoutError:
+            raise DeadlinePassed("no answer") from None
+        finally:
+            self.open -= 1
+
+    async def _until_death(self, replica: Replica, request) -> Given:  # noqa: ANN001
+        if replica.dead.is_set():
+            raise ConnectionBroken("refused")
+        work = asyncio.create_task(self._serve(replica, request))
+        death = asyncio.create_task(replica.dead.wait())
+        try:
+            await asyncio.wait([work, death], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise ConnectionBroken("the stream broke")
+        finally:
+            work.cancel()
+            death.cancel()
+            await asyncio.gather(work, death, return_exceptions=True)
+
+    async def _serve(self, replica: Replica, request) -> Given:  # noqa: ANN001
+        chunk = request.chunk if isinstance(request, GetChunk) else -1
+        if chunk >= 0:
+            replica.open_chunks.add(chunk)
+        try:
+            await asyncio.sleep(replica.delay_s)
+            if chunk >= 0 and replica.calls["GetChunk"] >= replica.hang_after:
+                await asyncio.Event().wait()
+            answer = await replica.answer(request)
+            nbytes = sum(tensor.nbytes for tensor in answer.tensors)
+            await replica.uplink.carry(nbytes)
+            await self.downlink.carry(nbytes)
+            await asyncio.sleep(replica.delay_s)
+        finally:
+            replica.open_chunks.discard(chunk)
+        if chunk >= 0:
+            replica.given[chunk] += 1
+            if sum(replica.given.values()) == replica.die_after:
+                replica.die()
+        return answer
+
+
+def flipped(answer: Given) -> Given:
+    """The answer with one bit of its first tensor changed."""
+    data = bytearray(answer.tensors[0].data)
+    data[len(data) // 2] ^= 1
+    return Given(answer.message, [WireTensor(answer.tensors[0].dtype, answer.tensors[0].shape, memoryview(data))])
+
+
+def fingerprint(array: np.ndarray) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()
