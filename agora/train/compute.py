@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agora.codec import all_finite, codec_by_name, decode_tokens
 from agora.observe.events import Report, TaskFailed
-from agora.state.layout import Layout, StageState
+from agora.state.layout import Flat, Layout, StageState
 from agora.train.device import DeviceQueue, DeviceStatistics, Priority, choose_device, has_native_bf16
 from agora.train.held import LIMIT_PER_SEAT, Held
 from agora.train.replicas import Blocks, SliceRule, StageReplica
@@ -199,6 +199,10 @@ class Compute:
         """Takes in an average that lies `delta` from `snapshot`, both [blocks * SLICE_BLOCK]: see StageReplica."""
         await self._change(self._replica(stage).add_to_slice, blocks, delta, snapshot, rule)
 
+    async def put_slice(self, stage: int, blocks: Blocks, values: Flat) -> None:
+        """Replaces the weights in `blocks` by another replica's, float32 [blocks * SLICE_BLOCK]."""
+        await self._change(self._replica(stage).put_slice, blocks, values)
+
     async def catch_up(self, stage: int, step: int) -> None:
         """The stage has taken `step` steps elsewhere: follows, with what was counted here if only one is missing.
 
@@ -225,9 +229,9 @@ class Compute:
         """A copy of weights and moments, consistent, as of the last step."""
         return await self._change(self._replica(stage).export_state)
 
-    async def load_state(self, stage: int, state: StageState) -> None:
+    async def load_state(self, state: StageState) -> None:
         """Goes on from `state`; what was summed here is dropped. After a ProtocolError nothing has changed."""
-        await self._change(self._replica(stage).load_state, state)
+        await self._change(self._replica(state.stage).load_state, state)
 
     def _replica(self, stage: int) -> StageReplica:
         self._trainer.stage(stage)

@@ -16,7 +16,7 @@ from agora_protocol.manifest import OptimizerSection
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.state.layout import StageState
+from agora.state.layout import Flat, StageState
 from agora.train.schedule import drift_share
 from agora.train.stage import TrainedStage
 
@@ -80,13 +80,14 @@ class StageReplica:
             self._drift = self._drift or DriftAverage(self._stage.weights.current.flat)
             mean = self._drift.preview(numbers, now - before, drift_share(self._stage.step, self._optimizer))
             fresh = before + moved + mean
-        if not bool(fresh.isfinite().all()):
-            raise ProtocolError("bad-tensor", "an averaged slice holds values that are not finite")
-        flat = self._stage.make_way()
-        self._rows(flat).index_copy_(0, numbers, fresh)
-        self._stage.weights.clear_gaps(flat)
+        self._write(numbers, fresh)
         if self._drift is not None and mean is not None:
             self._drift.keep(numbers, mean)
+
+    def put_slice(self, blocks: Blocks, values: Flat) -> None:
+        """Replaces the weights in `blocks` by `values`, float32 [blocks * SLICE_BLOCK]. Raises ProtocolError."""
+        numbers = self._numbers(blocks)
+        self._write(numbers, self._checked(torch.tensor(values), len(numbers)))
 
     def step_with(self, number: int, mean_gradient: Tensor, tokens: int) -> None:
         """Step `number` of the stage, see TrainedStage.step_with; the given tensor is left as it is."""
@@ -124,6 +125,14 @@ class StageReplica:
         stage.optimizer.load(state.updates, mean, square)
         stage.restart(state.step, state.tokens_total)
         self._drift = None
+
+    def _write(self, blocks: Tensor, values: Tensor) -> None:
+        """The one place where weights change by another way than a step. values: [blocks, SLICE_BLOCK]."""
+        if not bool(values.isfinite().all()):
+            raise ProtocolError("bad-tensor", "a slice holds values that are not finite")
+        flat = self._stage.make_way()
+        self._rows(flat).index_copy_(0, blocks, values)
+        self._stage.weights.clear_gaps(flat)
 
     def _rows(self, flat: Tensor) -> Tensor:
         return flat.view(-1, SLICE_BLOCK)
