@@ -1,0 +1,533 @@
+"""Replicas of a stage: one step together is one step of all their batches; slices, states, and steps caught up with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agora_protocol.errors import LocalError, NotMyStage, ProtocolError
+from agora_protocol.limits import SLICE_BLOCK
+from agora_protocol.manifest import Manifest, OptimizerSection
+from torch import Tensor
+
+from agora.observe.events import GradientLate, GradientRefused, StepsSkipped, StepTaken
+from agora.state.layout import StageState
+from agora.train.compute import Compute
+from agora.train.optimizer import momentum_product
+from agora.train.replicas import SliceRule, StageReplica
+from agora.train.schedule import drift_share
+from tests.oracle import PlainRun, relative_difference, run_plain_loop
+from tests.train.support import Events, batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
+from tests.train.test_versions import Bench, same
+
+STEPS = 20
+MICROBATCHES = 5
+TOLERANCE = 1e-4
+NEVER = 1 << 40
+
+
+def uneven_batches(manifest: Manifest) -> list[list[np.ndarray]]:
+    """Five microbatches a step, some of their targets not supervised."""
+    random, steps = np.random.default_rng(7), batches_for(manifest, STEPS, MICROBATCHES)
+    for ids in (ids for step in steps for ids in step):
+        ids[0, ids.shape[1] - random.integers(0, 9) :] = -1
+    return steps
+
+
+# --- a step together
+
+
+async def exchange(stage: Sequence[Compute], number: int) -> None:
+    """One step of a stage's replicas along the exact mean of their gradients."""
+    shares = [await compute.mean_gradient(number) for compute in stage]
+    tokens = sum(share.tokens for share in shares)
+    mean = sum((share.values.double() * share.tokens for share in shares), torch.zeros(1)) / tokens
+    for compute, share in zip(stage, shares, strict=True):
+        await compute.step_with(number, share.step, mean.float(), tokens)
+
+
+async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], replicas: int = 3) -> PlainRun:
+    """Trains two stages of `replicas` each, every microbatch through a replica of each stage drawn by lot."""
+    random, losses = np.random.default_rng(1), []
+    async with pipeline_of(manifest, ["0"] * replicas + ["1"] * replicas, report=Events()) as computes:
+        stages = computes[:replicas], computes[replicas:]
+        for compute in computes:
+            compute.set_hold_steps(lambda stage: True)
+            compute.set_step_tokens(lambda stage: 1)
+        for number, step in enumerate(batches):
+            loss, tokens = 0.0, 0
+            for i, ids in enumerate(step):
+                first, last = (stage[random.integers(replicas)] for stage in stages)
+                m, wired = microbatch_id(number * 100 + i), tokens_of(ids)
+                done = await last.finish(m, 1, await first.forward(m, 0, None, wired, True), wired, True)
+                assert done.gradient is not None
+                await first.backward(m, done.gradient)
+                loss, tokens = loss + done.loss_sum, tokens + done.tokens
+            losses.append(loss / tokens)
+            for k, stage in enumerate(stages):
+                assert [c.progress()[0].step for c in stage] == [number] * replicas
+                await exchange(stage, k)
+        weights = [[await compute.weights(k) for compute in stage] for k, stage in enumerate(stages)]
+    for first, *others in weights:
+        assert all(np.array_equal(other[name], first[name]) for other in others for name in first)
+    return PlainRun(losses, [stage[0] for stage in weights])
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("name", ["adamw", "nadam"])
+def test_three_replicas_of_two_stages_train_as_one_process_on_all_their_batches(name: str, activations: str) -> None:
+    manifest = small_manifest(optimizer={"name": name}, schedule={"activations": activations})
+    batches = uneven_batches(manifest)
+    expected = run_plain_loop(manifest, batches)
+    found = asyncio.run(train_together(manifest, batches))
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=TOLERANCE)
+    for mine, plain in zip(found.weights, expected.weights, strict=True):
+        assert max(relative_difference(mine[name], plain[name]) for name in plain) < TOLERANCE
+
+
+def test_replicas_without_a_single_microbatch_take_part_with_nothing_and_take_the_same_step() -> None:
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(), ["0", "0"]) as (worker, idle):
+            await one_microbatch(worker, 0)
+            mine, nothing = await worker.mean_gradient(0), await idle.mean_gradient(0)
+            assert (mine.tokens, nothing.tokens) == (32, 0)
+            assert not nothing.values.any()
+            for compute in (worker, idle):
+                await compute.step_with(0, 0, mine.values, 32)
+            first, second = await worker.export_state(0), await idle.export_state(0)
+            assert np.array_equal(first.weights, second.weights) and np.array_equal(first.square, second.square)
+            assert (second.step, second.updates, second.tokens_total) == (1, 1, 0)
+
+    asyncio.run(whole())
+
+
+async def one_microbatch(compute: Compute, number: int) -> None:
+    """A microbatch through stage 0, with an arbitrary gradient."""
+    wired = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
+    out = await compute.forward(microbatch_id(number), 0, None, wired, True)
+    await compute.backward(microbatch_id(number), out)
+
+
+def with_stage_0(test: Any, **overrides: Any) -> Events:
+    """Runs the test on a Compute of stage 0 that takes no step of its own accord; the events it reported."""
+    events = Events()
+
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(**overrides), ["0"], report=events) as (compute,):
+            compute.set_step_tokens(lambda stage: NEVER)
+            await asyncio.wait_for(test(compute), 60)
+
+    asyncio.run(whole())
+    return events
+
+
+def test_a_gradient_that_comes_after_the_share_was_given_goes_into_the_next_step() -> None:
+    async def test(compute: Compute) -> None:
+        await one_microbatch(compute, 0)
+        share = await compute.mean_gradient(0)
+        await one_microbatch(compute, 1)
+        (progress,) = compute.progress()
+        assert (progress.step, progress.tokens_in_step, progress.tokens_total) == (0, 32, 64)  # told as one step's
+        again = await compute.mean_gradient(0)
+        assert torch.equal(again.values, share.values) and again.tokens == 32
+        await compute.step_with(0, 0, share.values, 32)
+        (progress,) = compute.progress()
+        assert (progress.step, progress.tokens_in_step, progress.tokens_total) == (1, 32, 64)
+        late = await compute.mean_gradient(0)
+        assert (late.step, late.tokens, bool(late.values.any())) == (1, 32, True)
+
+    (late,) = with_stage_0(test).of(GradientLate)
+    assert (late.stage, late.step, late.microbatch, late.tokens) == (0, 0, microbatch_id(1).hex(), 32)
+
+
+def test_a_step_with_a_mean_takes_only_the_step_whose_share_was_given() -> None:
+    async def test(compute: Compute) -> None:
+        numel = compute.layout(0).numel
+        with pytest.raises(LocalError, match="does not wait"):
+            await compute.step_with(0, 0, torch.zeros(numel), 1)
+        await one_microbatch(compute, 0)
+        await compute.catch_up(0, 1)
+        share = await compute.mean_gradient(0)
+        with pytest.raises(LocalError, match="does not wait"):
+            await compute.step_with(0, 0, share.values, 32)
+        for bad in (torch.full((numel,), float("nan")), torch.zeros(numel - 1), torch.zeros(numel).double()):
+            with pytest.raises(ProtocolError):
+                await compute.step_with(0, 1, bad, 32)
+        before = await compute.export_state(0)
+        await compute.step_with(0, 1, torch.zeros(numel), 0)
+        after = await compute.export_state(0)
+        assert (after.step, after.updates) == (2, before.updates)
+        assert np.array_equal(before.weights, after.weights)
+
+    assert len(with_stage_0(test).of(StepTaken)) == 2
+
+
+def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
+    async def test(compute: Compute) -> None:
+        await one_microbatch(compute, 0)
+        compute._trainer._stages[0].weights.gradient[7] = float("inf")
+        share = await compute.mean_gradient(0)
+        assert (share.tokens, bool(share.values.any())) == (0, False)
+
+    assert len(with_stage_0(test).of(GradientRefused)) == 1
+
+
+def test_a_stage_that_is_held_asks_again_until_its_share_is_taken() -> None:
+    async def test(compute: Compute) -> None:
+        asked: list[int] = []
+        stepped: list[tuple[int, int, int]] = []
+        compute.set_step_tokens(lambda stage: 32)
+        compute.set_hold_steps(lambda stage: not asked.append(stage))
+        compute.set_stepped(lambda *step: stepped.append(step))
+        await one_microbatch(compute, 0)
+        await one_microbatch(compute, 1)
+        share = await compute.mean_gradient(0)
+        assert (share.tokens, asked) == (64, [0, 0])
+        await one_microbatch(compute, 2)
+        assert asked == [0, 0]
+        compute.set_hold_steps(lambda stage: False)
+        await compute.step_with(0, 0, share.values, 64)
+        await compute.weights(0)
+        assert stepped == [(0, 1, 64), (0, 2, 32)]
+
+    with_stage_0(test)
+
+
+# --- steps caught up with
+
+
+def test_one_step_behind_what_was_counted_goes_into_the_step() -> None:
+    async def test(compute: Compute) -> None:
+        stepped: list[tuple[int, int, int]] = []
+        compute.set_stepped(lambda *step: stepped.append(step))
+        before = await compute.export_state(0)
+        await one_microbatch(compute, 0)
+        await compute.catch_up(0, 1)
+        await compute.catch_up(0, 1)
+        await compute.catch_up(0, 2)
+        after = await compute.export_state(0)
+        assert (after.step, after.updates, after.tokens_total) == (2, 1, 32)
+        assert not np.array_equal(before.weights, after.weights)
+        assert stepped == [(0, 1, 32), (0, 2, 0)]
+
+    events = with_stage_0(test)
+    assert not events.of(StepsSkipped)
+    assert [(e.step, e.tokens, e.gradient_norm is None) for e in events.of(StepTaken)] == [(1, 32, False), (2, 0, True)]
+
+
+def test_further_behind_what_was_counted_is_dropped_and_said_and_the_rate_follows_the_stages_step() -> None:
+    async def test(compute: Compute) -> None:
+        before = await compute.export_state(0)
+        await one_microbatch(compute, 0)
+        await compute.catch_up(0, 4)
+        after = await compute.export_state(0)
+        assert np.array_equal(before.weights, after.weights)
+        assert (after.step, after.updates) == (4, 0)
+        assert compute.progress()[0].tokens_total == 0
+        await one_microbatch(compute, 1)
+        await compute.catch_up(0, 5)
+        assert (await compute.export_state(0)).updates == 1
+
+    events = with_stage_0(test, optimizer={"learning_rate": 1.0, "warmup_steps": 8, "clip": 0.0})
+    (skipped,) = events.of(StepsSkipped)
+    assert (skipped.stage, skipped.step, skipped.steps, skipped.tokens) == (0, 4, 4, 32)
+    assert events.of(StepTaken)[-1].learning_rate == pytest.approx(5 / 8)
+
+
+def test_one_behind_with_a_sum_that_is_not_finite_the_step_is_taken_without_it() -> None:
+    async def test(compute: Compute) -> None:
+        await one_microbatch(compute, 0)
+        compute._trainer._stages[0].weights.gradient[7] = float("nan")
+        await compute.catch_up(0, 1)
+        state = await compute.export_state(0)
+        assert (state.step, state.updates) == (1, 0)
+        assert np.isfinite(state.weights).all()
+
+    assert len(with_stage_0(test).of(GradientRefused)) == 1
+
+
+def test_a_stage_whose_share_is_given_does_not_catch_up_before_it() -> None:
+    async def test(compute: Compute) -> None:
+        await one_microbatch(compute, 0)
+        share = await compute.mean_gradient(0)
+        await compute.catch_up(0, 3)
+        assert compute.progress()[0].step == 0
+        await compute.step_with(0, 0, share.values, 32)
+        await compute.catch_up(0, 3)
+        assert compute.progress()[0].step == 3
+
+    with_stage_0(test)
+
+
+# --- slices
+
+
+class SliceBench(Bench):
+    """A trainer of stage 0 by hand, and its replica's side."""
+
+    def __init__(self, activations: str = "keep", blocks: Sequence[int] = (3, 0, 5)) -> None:
+        super().__init__(activations)
+        self.stage = self.trainer.stage(0)
+        self.replica = StageReplica(self.stage, self.manifest.optimizer)
+        self.blocks = np.array(blocks, np.int64)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def noise(self, scale: float = 0.01) -> Tensor:
+        return scale * torch.randn(len(self.blocks) * SLICE_BLOCK, generator=self.generator)
+
+    def slice(self) -> Tensor:
+        return self.replica.slice_values(self.blocks)[0]
+
+    def without_gaps(self, values: Tensor) -> Tensor:
+        """The slice of a stage whose weights would be `values` there: what lies between tensors is zero."""
+        flat = torch.zeros(self.stage.weights.numel)
+        flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)] = values.view(-1, SLICE_BLOCK)
+        self.stage.weights.clear_gaps(flat)
+        return flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)].flatten()
+
+
+def test_the_blocks_of_a_slice_come_in_the_order_asked_and_cover_padding() -> None:
+    bench = SliceBench(blocks=[5, 0])
+    flat = bench.stage.weights.current.flat
+    assert flat.numel() == bench.stage.weights.numel == bench.stage.weights.numel // SLICE_BLOCK * SLICE_BLOCK
+    expected = torch.cat([flat[5 * SLICE_BLOCK : 6 * SLICE_BLOCK], flat[:SLICE_BLOCK]])
+    values = bench.slice()
+    assert torch.equal(values, expected)
+    values.zero_()
+    assert torch.equal(bench.slice(), expected)
+
+
+def test_a_delta_keeps_what_was_learnt_since_the_snapshot() -> None:
+    bench = SliceBench()
+    snapshot, delta = bench.slice(), bench.noise()
+    bench.step_with(0)
+    moved, rest = bench.slice(), bench.stage.weights.current.flat.clone()
+    assert not torch.equal(moved, snapshot)
+    bench.replica.add_to_slice(bench.blocks, delta, snapshot, "delta")
+    assert torch.equal(bench.slice(), bench.without_gaps(moved + delta))
+    others = np.setdiff1d(np.arange(bench.stage.weights.numel // SLICE_BLOCK), bench.blocks)
+    now = bench.stage.weights.current.flat
+    assert torch.equal(now.view(-1, SLICE_BLOCK)[others], rest.view(-1, SLICE_BLOCK)[others])
+
+
+def test_the_ema_rule_is_asyncmeshs_equations() -> None:
+    """drift = w - s; m = (1 - l) m + l drift, or drift on the first visit; w = a + m."""
+    bench = SliceBench()
+    first, second = np.array([3, 0], np.int64), np.array([0, 4], np.int64)
+    m: dict[int, Tensor] = {}
+    for turn, blocks in enumerate([first, second, first, first]):
+        bench.blocks = blocks
+        s = bench.slice()
+        bench.step_with(turn)
+        w, a = bench.slice(), s + bench.noise()
+        share = drift_share(bench.stage.step, bench.manifest.optimizer)
+        expected = []
+        for block, w_c, s_c, a_c in zip(blocks.tolist(), *(t.split(SLICE_BLOCK) for t in (w, s, a)), strict=True):
+            drift = w_c - s_c
+            m[block] = (1 - share) * m[block] + share * drift if block in m else drift
+            expected.append(a_c + m[block])
+        bench.replica.add_to_slice(blocks, a - s, s, "ema")
+        torch.testing.assert_close(bench.slice(), bench.without_gaps(torch.cat(expected)), rtol=1e-5, atol=1e-7)
+
+
+def test_the_share_of_a_new_drift_falls_from_a_half_to_a_hundredth() -> None:
+    section = OptimizerSection(total_steps=3000)
+    shares = [drift_share(step, section) for step in (0, 1000, 2000, 3000, 9000)]
+    assert shares == pytest.approx([0.5, 0.5, 0.255, 0.01, 0.01])
+
+
+@pytest.mark.parametrize("rule", ["delta", "ema"])
+def test_a_slice_added_under_live_graphs_leaves_them_the_weights_they_saw(rule: SliceRule) -> None:
+    bench = SliceBench("keep")
+    old = bench.weights()
+    bench.forward(0)
+    bench.replica.add_to_slice(bench.blocks, bench.noise(0.1), bench.slice(), rule)
+    new = bench.weights()
+    assert bench.alive() == 2
+    bench.backward(0)
+    assert same(bench.sums(), bench.by_hand(0, old))
+    assert not same(bench.sums(), bench.by_hand(0, new))
+    assert bench.alive() == 1
+
+
+def test_a_slice_between_steps_makes_no_third_version() -> None:
+    bench = SliceBench("keep")
+    bench.forward(0)
+    bench.step_with(1)
+    bench.forward(2)
+    second = bench.weights()
+    bench.replica.add_to_slice(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
+    assert (bench.alive(), bench.trainer.held.live_graphs()) == (2, 1)
+    bench.backward(2)
+    before = bench.sums()
+    assert same(before, bench.by_hand(2, second))
+    bench.backward(0)  # its graph was given up: computed again, on the weights of now
+    mine = {name: total - before[name] for name, total in bench.sums().items()}
+    assert same(mine, bench.by_hand(0, bench.weights()))
+
+
+def test_with_recompute_the_backward_sees_the_slice() -> None:
+    bench = SliceBench("recompute")
+    old = bench.weights()
+    bench.forward(0)
+    bench.replica.add_to_slice(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
+    bench.backward(0)
+    assert same(bench.sums(), bench.by_hand(0, bench.weights()))
+    assert not same(bench.sums(), bench.by_hand(0, old))
+    assert bench.stage.weights.former is None
+
+
+@pytest.mark.parametrize("rule", ["delta", "ema"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_a_slice_that_would_not_be_finite_changes_nothing(rule: SliceRule, value: float) -> None:
+    bench = SliceBench()
+    snapshot, before = bench.slice(), bench.stage.weights.current.flat.clone()
+    delta = bench.noise()
+    delta[17] = value
+    if value == 3e38:
+        snapshot[17] = bench.stage.weights.current.flat.view(-1, SLICE_BLOCK)[3, 17] = before[3 * SLICE_BLOCK + 17] = (
+            value
+        )
+    with pytest.raises(ProtocolError, match="not finite"):
+        bench.replica.add_to_slice(bench.blocks, delta, snapshot, rule)
+    assert torch.equal(bench.stage.weights.current.flat, before)
+    for bad in (delta[:-1], delta.double()):
+        with pytest.raises(ProtocolError, match="no slice"):
+            bench.replica.add_to_slice(bench.blocks, bad, snapshot, rule)
+
+
+def test_a_slice_put_in_place_replaces_what_was_there() -> None:
+    bench = SliceBench()
+    bench.forward(0)
+    old, values = bench.weights(), bench.noise()
+    bench.replica.put_slice(bench.blocks, values.numpy())
+    assert torch.equal(bench.slice(), bench.without_gaps(values))
+    bench.backward(0)
+    assert same(bench.sums(), bench.by_hand(0, old))
+    with pytest.raises(ProtocolError):
+        bench.replica.put_slice(bench.blocks, values.numpy()[1:])
+
+
+# --- whole states
+
+
+async def train(pipeline: Sequence[Compute], manifest: Manifest, steps: range) -> list[float]:
+    batches = batches_for(manifest, steps.stop)
+    return [await train_step(pipeline, batches[n], n) for n in steps]
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam"])
+def test_a_state_loaded_elsewhere_goes_on_bit_for_bit(name: str) -> None:
+    manifest = small_manifest(optimizer={"name": name})
+
+    async def whole() -> None:
+        async with pipeline_of(manifest, ["0", "1", "0-1"]) as (first, last, fresh):
+            await train([first, last], manifest, range(6))
+            await train([fresh], manifest, range(2))  # it has learnt something else meanwhile
+            for stage, compute in enumerate((first, last)):
+                await fresh.load_state(await compute.export_state(stage))
+            assert [p.step for p in fresh.progress()] == [6, 6]
+            # one process holds both stages, so its forward and backward are the very same operations
+            assert await train([first, last], manifest, range(6, 9)) == await train([fresh], manifest, range(6, 9))
+            for stage, compute in enumerate((first, last)):
+                mine, theirs = await fresh.export_state(stage), await compute.export_state(stage)
+                assert (mine.step, mine.updates, mine.tokens_total) == (9, 9, 9 * 96)
+                assert same_state(mine, theirs)
+
+    asyncio.run(whole())
+
+
+def same_state(one: StageState, other: StageState) -> bool:
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("weights", "mean", "square"))
+
+
+def test_updates_and_steps_are_two_numbers_and_both_travel() -> None:
+    async def test(compute: Compute) -> None:
+        await one_microbatch(compute, 0)
+        await compute.catch_up(0, 1)
+        await compute.catch_up(0, 7)
+        state = await compute.export_state(0)
+        assert (state.stage, state.step, state.updates) == (0, 7, 1)
+        async with pipeline_of(small_manifest(optimizer={"name": "nadam"}), ["0"]) as (other,):
+            other.set_step_tokens(lambda stage: NEVER)
+            await other.load_state(state)
+            for one in (compute, other):
+                await one_microbatch(one, 1)
+                await one.catch_up(0, 8)
+            assert same_state(await compute.export_state(0), await other.export_state(0))
+
+    with_stage_0(test, optimizer={"name": "nadam"})
+
+
+def test_a_loaded_state_drops_what_was_summed_and_spares_live_graphs() -> None:
+    bench = SliceBench("keep")
+    state = bench.replica.export_state()
+    bench.step_with(0)
+    old = bench.weights()
+    bench.forward(1)
+    bench.forward(2)
+    bench.backward(2)
+    bench.replica.load_state(state)
+    assert bench.trainer.progress()[0].tokens_in_step == 0
+    assert all(not total.any() for total in bench.sums().values())
+    bench.backward(1)
+    assert same(bench.sums(), bench.by_hand(1, old))
+    assert bench.trainer.progress()[0].staleness[0] == 3  # the weights of now are older; that is not negative
+
+
+def test_a_state_is_a_copy_and_its_names_are_the_models() -> None:
+    async def test(compute: Compute) -> None:
+        state, layout = await compute.export_state(0), compute.layout(0)
+        named = layout.named(state.weights)
+        weights = await compute.weights(0)
+        assert named.keys() == weights.keys()
+        assert all(np.array_equal(named[name], weights[name]) for name in named)
+        assert layout.numel == state.numel and layout.numel % SLICE_BLOCK == 0
+        assert np.array_equal(layout.flat(named), state.weights)
+        state.weights.fill(9.0)
+        assert not np.array_equal((await compute.export_state(0)).weights, state.weights)
+
+    with_stage_0(test)
+
+
+@pytest.mark.parametrize("what", ["weights", "mean", "square"])
+def test_a_state_that_is_not_this_stages_is_refused_whole(what: str) -> None:
+    async def test(compute: Compute) -> None:
+        good = await compute.export_state(0)
+        array = getattr(good, what)
+        spoiled = array.copy()
+        spoiled[5] = float("nan")
+        bad = [array[:-1], array.astype(np.float64), spoiled] + ([array - 1] if what == "square" else [])
+        for values in bad:
+            with pytest.raises(ProtocolError):
+                await compute.load_state(replace(good, **{what: values}))
+        assert same_state(good, await compute.export_state(0))
+        with pytest.raises(NotMyStage):
+            await compute.load_state(replace(good, stage=1))
+
+    with_stage_0(test)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.9, 0.99])
+def test_nadams_product_is_recomputed_to_the_last_bit(beta1: float) -> None:
+    weight, gradient = torch.zeros(1, requires_grad=True), torch.ones(1)
+    reference = torch.optim.NAdam([weight], betas=(beta1, 0.95), decoupled_weight_decay=True)
+    for update in range(1, 301):
+        weight.grad = gradient
+        reference.step()
+        if update % 50 == 0:
+            assert momentum_product(beta1, update) == float(reference.state[weight]["mu_product"])
+
+
+def test_a_stage_that_is_not_held_is_refused() -> None:
+    async def test(compute: Compute) -> None:
+        for refused in (compute.mean_gradient(1), compute.catch_up(1, 3), compute.slice_values(1, np.arange(2))):
+            with pytest.raises(NotMyStage):
+                await refused
+
+    with_stage_0(test)
