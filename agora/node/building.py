@@ -6,6 +6,7 @@ closed in the opposite order by the exit stack, also when a later step fails.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -16,7 +17,7 @@ import torch
 from agora_protocol.errors import AgoraError, InputError, LocalError, NotAdmitted
 from agora_protocol.ids import RunId, Span
 from agora_protocol.manifest import Manifest, SignedManifest
-from agora_protocol.records import Claim
+from agora_protocol.records import Claim, Cut, Progress
 
 from agora.data import Sampler, open_corpus, open_tokenizer
 from agora.net.calls import HandlerFailed, NetEvent, NetLimits, Network
@@ -26,6 +27,7 @@ from agora.node import doctor, joining, paths, runs
 from agora.node.aside import aside
 from agora.node.batches import OriginBatches
 from agora.node.joining import Unreachable
+from agora.node.keeping import Keeper, KeeperConfig
 from agora.node.parts import Early, Parts, Where
 from agora.node.serving import Meter, MeteredCaller, Service
 from agora.node.steps import Steps
@@ -80,6 +82,7 @@ class Builder:
         directory = await self._directory(host, signed, bootstrap)
         membership, span = await self._placement(directory, signed)
         compute, batches = await self._load(signed, membership, span)
+        keeper = await self._state(signed, compute, membership, network, directory, service)
         router = self._router(signed.manifest, MeteredCaller(network, meter), network, membership)
         admission = Admission(seats(signed.manifest))
         hop = self._hop(signed.manifest, compute, router, admission)
@@ -87,7 +90,10 @@ class Builder:
         service.hop = hop
         membership.subscribe(router.view_changed)
         _share_steps(signed.manifest, membership, compute)
-        return Parts(signed, host, network, directory, membership, compute, admission, router, hop, origin, meter)
+        self._follow_steps(compute, keeper)
+        return Parts(
+            signed, host, network, directory, membership, compute, admission, router, hop, origin, meter, keeper
+        )
 
     # --- the run
 
@@ -264,6 +270,42 @@ class Builder:
             count = doctor.parameters_of(manifest, span)
             note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
         return compute
+
+    async def _state(
+        self,
+        signed: SignedManifest,
+        compute: Compute,
+        membership: Membership,
+        network: Network,
+        directory: Directory,
+        service: Service,
+    ) -> Keeper:
+        """Fills the stages with the newest state there is: this machine's, the other replicas', or the seed's."""
+        where, folder = self._where, self._where.home.checkpoints(signed.run_id)
+
+        async def publish(record: Cut, lifetime_s: float) -> bool:
+            return await directory.publish(record, where.identity, lifetime_s)
+
+        config = KeeperConfig(where.peer, where.incarnation, signed.run_id, signed.manifest, folder)
+        keeper = Keeper(config, compute, membership, network, self._report, publish=publish, strike=network.strike)
+        with self._steps.step("state") as note:
+            steps = await keeper.find()
+            service.keeper = keeper
+            if any(steps):
+                await membership.tell(Progress(where.peer, compute.span, 0, steps, 0.0, None, 0, 0))
+            await membership.refresh()
+            note.text = await keeper.start()
+        return keeper
+
+    def _follow_steps(self, compute: Compute, keeper: Keeper) -> None:
+        """Tells the keeper, on the loop, of each step that the device thread takes."""
+        loop = asyncio.get_running_loop()
+
+        def stepped(stage: int, step: int, tokens: int) -> None:
+            loop.call_soon_threadsafe(keeper.stepped, stage, step)
+
+        compute.set_stepped(stepped)
+        self._spawn("keeper", keeper.run())
 
     def _router(self, manifest: Manifest, caller: MeteredCaller, network: Network, membership: Membership) -> Router:
         def round_trip_s(peer: Any) -> float | None:

@@ -159,7 +159,16 @@ class Node:
             except TimeoutError:
                 self._report(events.TaskFailed("leave", "what was in hand could not be ended in time"))
             await parts.hop.leave(max(0.1, until - loop.time()))
+        await self._keep(parts, max(1.0, until + 1.0 - loop.time()))
         self._heart.tell_traffic(parts)
+
+    async def _keep(self, parts: Parts, within_s: float) -> None:
+        """A last checkpoint of what this peer holds; one that takes too long is not begun again."""
+        try:
+            async with asyncio.timeout(within_s):
+                await parts.keeper.write_all()
+        except (TimeoutError, AgoraError) as error:
+            self._report(events.TaskFailed("checkpoint", str(error) or f"not written in {within_s:.0f} s"))
 
     async def _say_leaving(self, parts: Parts) -> None:
         try:

@@ -14,6 +14,7 @@ from agora_protocol.manifest import SignedManifest
 from agora.net.calls import Network
 from agora.net.directory import Directory
 from agora.net.host import Host
+from agora.node.keeping import Keeper
 from agora.node.paths import Home
 from agora.node.runs import RunReference
 from agora.node.serving import Meter
@@ -66,6 +67,7 @@ class Parts:
     hop: Hop
     origin: Origin | None
     meter: Meter
+    keeper: Keeper
 
     @property
     def span(self) -> Span:

@@ -10,6 +10,7 @@ because every command uses it before anything heavy. Layout of a data directory 
     corpus/                    tokenised texts, by content
     runs/<run id>/run.toml     the signed manifest of each run this machine has joined
     runs/<run id>/peers.txt    addresses that answered last time
+    runs/<run id>/checkpoints/ this machine's checkpoints, by stage and step
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ class Home:
     def peers(self, run: str) -> Path:
         """Addresses of a run's peers that were reached the last time, one in a line."""
         return self.runs / run / "peers.txt"
+
+    def checkpoints(self, run: str) -> Path:
+        """The checkpoints of a run's stages."""
+        return self.runs / run / "checkpoints"
 
     @property
     def name(self) -> str:

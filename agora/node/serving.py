@@ -1,6 +1,6 @@
 """What this peer answers to others, and the meter on what it asks of them.
 
-Knows: the four requests and who may make them. Must not know: how a hop works, or how bytes travel.
+Knows: every request and who may make it. Must not know: how anything of it is done, or how bytes travel.
 """
 
 from __future__ import annotations
@@ -14,11 +14,25 @@ from agora_protocol.errors import Busy, NotAdmitted, Unsupported, WrongRun
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import GetManifest, GetStatus, ManifestAnswer, Message, Ping, Pong, Process, StatusAnswer
+from agora_protocol.messages import (
+    GetChunk,
+    GetManifest,
+    GetSlice,
+    GetState,
+    GetStatus,
+    ManifestAnswer,
+    Message,
+    Ping,
+    Pong,
+    Process,
+    StatusAnswer,
+)
 from agora_protocol.tensors import WireTensor
 
 from agora.net.calls import IncomingCall, Network, Reply
 from agora.net.terms import OnProgress
+from agora.node.keeping import Keeper
+from agora.observe import faults
 from agora.pipeline.hop import Hop
 
 JOINING_RETRY_MS = 1000
@@ -26,9 +40,11 @@ JOINING_RETRY_MS = 1000
 
 @dataclass
 class Meter:
-    """Boundary and gradient bytes that this peer sent to others."""
+    """Bytes of tensors that this peer sent to others: boundaries and gradients, averaging, state."""
 
     boundary_bytes: int = 0
+    averaging_bytes: int = 0
+    state_bytes: int = 0
 
 
 class MeteredCaller:
@@ -54,7 +70,7 @@ class MeteredCaller:
 
 
 class Service:
-    """Answers requests. `hop` is None until this peer serves its span; it is Busy to everybody till then."""
+    """Answers requests. `hop` and `keeper` are None until there is one; this peer is Busy to everybody till then."""
 
     def __init__(self, signed: SignedManifest, status: Callable[[], dict[str, Any]], meter: Meter) -> None:
         self._signed = signed
@@ -63,6 +79,7 @@ class Service:
         self._status = status
         self._meter = meter
         self.hop: Hop | None = None
+        self.keeper: Keeper | None = None
 
     async def answer(self, call: IncomingCall) -> Reply:
         """The network's handler; every AgoraError becomes a typed refusal."""
@@ -77,18 +94,32 @@ class Service:
                 return Reply(ManifestAnswer(self._manifest_bytes))
             case Ping():
                 return Reply(Pong())
+            case GetState() | GetChunk() | GetSlice():
+                return await self._give(call, call.message)
             case other:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
 
     async def _process(self, call: IncomingCall, message: Process) -> Reply:
-        self._check_run(call, observers=False)
-        if not self._signed.manifest.admits(call.peer):
-            raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
+        self._check_member(call)
         if self.hop is None:
             raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
         answer = await self.hop.process(message, call.tensors, call.deadline, call.progress)
         self._meter.boundary_bytes += sum(tensor.nbytes for tensor in answer.tensors)
         return Reply(answer.message, list(answer.tensors))
+
+    async def _give(self, call: IncomingCall, message: GetState | GetChunk | GetSlice) -> Reply:
+        self._check_run(call, observers=False)
+        if self.keeper is None:
+            raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
+        await faults.reach("state.giving")
+        given = await self.keeper.give(message)
+        self._meter.state_bytes += sum(tensor.nbytes for tensor in given.tensors)
+        return Reply(given.message, given.tensors)
+
+    def _check_member(self, call: IncomingCall) -> None:
+        self._check_run(call, observers=False)
+        if not self._signed.manifest.admits(call.peer):
+            raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
 
     def _check_run(self, call: IncomingCall, *, observers: bool) -> None:
         if call.run:

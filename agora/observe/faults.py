@@ -16,10 +16,10 @@ import threading
 import time
 from dataclasses import dataclass
 
-POINTS = ("hop.accepted", "hop.forwarded", "hop.before-answer", "device.job")
+POINTS = ("hop.accepted", "hop.forwarded", "hop.before-answer", "device.job", "state.giving")
 """hop.accepted: a seat is taken, nothing computed; hop.forwarded: this span's forward is done, its backward is not;
 hop.before-answer: everything is counted, the answer not sent; device.job: at the start of each job of the compute
-thread."""
+thread; state.giving: a joiner's request for state is understood, nothing answered."""
 ACTIONS = ("kill", "hang", "stop", "sleep")
 
 

@@ -190,10 +190,15 @@ class Membership:
         while True:
             await asyncio.sleep(self._jittered(PROGRESS_S))
             progress = self._progress()
-            if progress is not None and self._own is not None:
-                progress = replace(progress, incarnation=self._own.incarnation)
-                self._merge([progress])
-                await self._publish(progress, self._config.lifetime_s)
+            if progress is not None:
+                await self.tell(progress)
+
+    async def tell(self, progress: Progress) -> None:
+        """Publishes this peer's progress now."""
+        if self._own is not None:
+            progress = replace(progress, incarnation=self._own.incarnation)
+            self._merge([progress])
+            await self._publish(progress, self._config.lifetime_s)
 
     async def _keep_reading(self) -> None:
         while True:

@@ -101,9 +101,12 @@ class Swarm:
     def start(
         self, name: str, stages: str = "auto", *, faults: str = "", run: str = "", flags: Sequence[str] = ()
     ) -> Daemon:
-        """A daemon of the run; the first founds it from the manifest file, the others join by invite."""
+        """A daemon of the run; the first founds it from the manifest file, the others join by invite.
+
+        A name that was there before is the same peer again, on what is left in its directory.
+        """
         root = self.directory / name
-        root.mkdir(mode=0o700)
+        root.mkdir(mode=0o700, exist_ok=True)
         command = [sys.executable, "-m", "agora.cli.main_node", "join", run or self._invite or str(self.file)]
         command += ["--dir", str(root), "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", "--stages", stages]
         command += ["--corpus-cache", str(self.directory / "corpus"), *flags]
@@ -124,6 +127,10 @@ class Swarm:
         if not self._invite and not run:
             self._invite = str(self.until(lambda: daemon.asked("invite"), f"{name} to say its invite")["invite"])
         return daemon
+
+    def forget_invite(self) -> None:
+        """Nobody is left who could be asked: the next start reads the manifest file."""
+        self._invite = ""
 
     def invite_of(self, daemon: Daemon) -> str:
         """The invite that another daemon gives; later starts use it."""

@@ -1,0 +1,98 @@
+"""What lasts, in real processes: joining with state, resuming after everybody was killed, damage that is noticed."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.process.harness import Daemon, swarm
+from tests.process.test_faults import ENOUGH, tiny
+
+pytestmark = pytest.mark.process
+
+EVERY = 5
+
+
+def last_step(daemon: Daemon) -> int:
+    return max((event["step"] for event in daemon.of("StepTaken")), default=0)
+
+
+def written(daemon: Daemon) -> int:
+    return max((event["step"] for event in daemon.of("CheckpointWritten")), default=0)
+
+
+def said_of_state(daemon: Daemon) -> str:
+    """How the newest start of this daemon filled its stages."""
+    return str(daemon.of("StartStep", name="state")[-1]["note"])
+
+
+def steps_of_this_life(daemon: Daemon) -> list[int]:
+    """The steps since the newest start."""
+    told = daemon.read()
+    begun = max(index for index, event in enumerate(told) if event["event"] == "PeerStarted")
+    return [event["step"] for event in told[begun:] if event["event"] == "StepTaken"]
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_every_process_killed_at_once_the_run_goes_on_from_the_last_checkpoints(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(2, checkpoint={"every": EVERY, "keep": 3})) as made:
+        before = [made.start("a", "0"), made.start("b", "1")]
+        made.until(lambda: all(written(d) >= 2 * EVERY for d in before), "two checkpoints of each stage")
+        for daemon in before:
+            daemon.kill()
+        reached = [last_step(daemon) for daemon in before]
+        assert all(step - written(d) <= EVERY for d, step in zip(before, reached, strict=True)), "one interval at most"
+        newest = sorted((tmp_path / "b").rglob("weights.safetensors"), key=lambda p: int(p.parent.name.split("-")[1]))
+        flip_a_byte(newest[-1])
+        kept = [written(before[0]), int(newest[-2].parent.name.split("-")[1])]
+        made.forget_invite()
+        after = [made.start("a", "0"), made.start("b", "1")]
+        made.until(lambda: all(last_step(d) > r for d, r in zip(after, reached, strict=True)), "steps beyond the kill")
+        for daemon, step in zip(after, kept, strict=True):
+            assert f"own checkpoint of step {step}" in said_of_state(daemon)
+            assert steps_of_this_life(daemon)[0] == step + 1
+        damaged = after[1].of("CheckpointDamaged")
+        assert len(damaged) == 1 and str(newest[-1]) in damaged[0]["text"] and "SHA-256" in damaged[0]["text"]
+        made.stop()
+
+
+def test_a_newcomer_gets_the_state_of_its_stage_and_goes_on_when_a_source_dies(tmp_path: Path) -> None:
+    """Some 28 MB of weights and moments in seven chunks; one of two sources is killed at its third question."""
+    wide = {"width": 512, "heads": 8, "key_value_heads": 2, "feed_forward": 1024, "subspace": 512}
+    with swarm(tmp_path, tiny(2, model=wide, checkpoint={"every": 1000})) as made:
+        made.start("origin", "0")
+        victim = made.start("victim", "1", faults="state.giving:kill:3")
+        sibling = made.start("sibling", "1")
+        made.serving()
+        made.until(lambda: min(last_step(victim), last_step(sibling)) >= 3, "steps of both replicas")
+        late = made.start("late", "1")
+        fetched = made.until(lambda: late.of("StateFetched"), "the newcomer to have its state")[0]
+        assert [entry[1:3] for entry in victim.fired()] == [["state.giving", "kill"]]
+        assert victim.process.wait(5) == -signal.SIGKILL
+        assert fetched["step"] >= 3 and fetched["bytes"] > 25e6
+        assert fetched["fetched_again"] <= 3, "only what was being asked of the victim was asked for again"
+        made.until(lambda: len(late.of("MicrobatchCounted")) >= ENOUGH // 3, "the newcomer to train")
+        assert min(event["step"] for event in late.of("StepTaken")) > fetched["step"]
+        made.stop()
+
+
+def test_who_leaves_writes_a_checkpoint_and_starts_from_it(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(1, checkpoint={"every": 1000})) as made:
+        alone = made.start("alone", "0")
+        made.until(lambda: last_step(alone) >= 3, "a few steps")
+        assert made.stop() == {"alone": 0}
+        step = written(alone)
+        assert step == last_step(alone) > 0
+        made.forget_invite()
+        again = made.start("alone", "0")
+        made.until(lambda: last_step(again) > step, "steps of the second life")
+        assert f"own checkpoint of step {step}" in said_of_state(again)
+        assert [e["step"] for e in again.of("StepTaken")] == list(range(1, last_step(again) + 1)), "no step is missing"
+        made.stop()
