@@ -11,12 +11,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
 from agora_protocol.errors import Busy, ProtocolError, Refused
-from agora_protocol.messages import Chunk, GetChunk, GetState, Message, Slice, StateIndex
+from agora_protocol.messages import Chunk, GetChunk, GetState, Message, StateIndex
 from agora_protocol.tensors import WireTensor
 
-from agora.state.layout import ELEMENT_BYTES, Flat, StageState, chunk_count, chunk_hashes, pack_chunk, snapshot_hash
+from agora.state.layout import ELEMENT_BYTES, StageState, chunk_count, chunk_hashes, pack_chunk, snapshot_hash
 
 RETRY_MS: Final = 1000
 
@@ -133,9 +132,3 @@ class Snapshots:
                 return False
             del self._kept[unused.name]
         return True
-
-
-def give_slice(values: Flat, step: int) -> Given:
-    """The answer to GetSlice: a slice's elements as they are at `step`, float32 [n]."""
-    data = np.ascontiguousarray(values, "<f4")
-    return Given(Slice(step), [WireTensor("float32", data.shape, data.data.cast("B"))])

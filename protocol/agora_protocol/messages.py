@@ -257,7 +257,7 @@ class GetChunk(Message, kind=20, frames=(FrameType.REQUEST,)):
     """Please send one chunk of a snapshot that you have told me of."""
 
     snapshot: bytes = raw(32, doc="as in StateIndex")
-    chunk: int = whole(0, MAX_UINT, doc="its number; it begins at byte chunk * STATE_CHUNK_BYTES")
+    chunk: int = whole(0, MAX_UINT, doc="its number; section 14 says which elements it has")
     deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
 
 
@@ -266,15 +266,21 @@ class Chunk(Message, kind=21, frames=(FrameType.ANSWER,), tensors=(1, 1)):
 
 
 class GetSlice(Message, kind=22, frames=(FrameType.REQUEST,)):
-    """Please send the slice that this round averages, as your weights are now."""
+    """Please send a chunk of the slice that this round averages, as your weights are now."""
 
     stage: int = whole(0, MAX_STAGES - 1, doc="the stage wanted")
     round: int = whole(0, MAX_UINT, doc="the round whose slice is wanted")
+    chunk: int = whole(
+        0,
+        MAX_UINT,
+        default=0,
+        doc="its number; it has STATE_CHUNK_BYTES / 4 of the slice's elements, the last one fewer",
+    )
     deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
 
 
 class Slice(Message, kind=23, frames=(FrameType.ANSWER,), tensors=(1, 1)):
-    """The answer to GetSlice. Tensor: the slice's elements in order, float32 [n]."""
+    """The answer to GetSlice. Tensor: the chunk's elements in the slice's order, float32 [n]."""
 
     step: int = whole(0, MAX_UINT, doc="optimizer steps that the stage had taken")
 

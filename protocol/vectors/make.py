@@ -178,7 +178,7 @@ def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTenso
         (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0), []),
         (kind.REQUEST, 15, GetChunk(HASH, 0, 60_000), []),
         (kind.ANSWER, 15, Chunk(), [chunk]),
-        (kind.REQUEST, 17, GetSlice(1, 12, 60_000), []),
+        (kind.REQUEST, 17, GetSlice(1, 12, 3, 60_000), []),
         (kind.ANSWER, 17, Slice(401), [values]),
     ]
 

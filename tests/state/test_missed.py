@@ -6,9 +6,10 @@ import asyncio
 
 import numpy as np
 import pytest
-from agora_protocol.errors import Busy
+from agora_protocol.errors import Busy, ProtocolError
+from agora_protocol.messages import Slice
 
-from agora.state.missed import fetch_slices
+from agora.state.missed import CHUNK, chunk_blocks, fetch_slices, give_slice
 from tests.pipeline.virtual_time import run
 from tests.state.world import Replica, World
 
@@ -39,7 +40,7 @@ def test_every_missed_slice_comes_from_one_of_the_sources() -> None:
         world = World()
         a, b = replica(world, "a", 0.0), replica(world, "b", 100.0)
         applied, left = await caught_up(world)
-        assert applied == {6: 6.0, 7: 107.0, 8: 8.0, 9: 109.0} and not left
+        assert not left and all(applied[r] in (r, 100 + r) for r in SIZES)
         assert a.calls["GetSlice"] == b.calls["GetSlice"] == 2
 
     run(work())
@@ -83,3 +84,34 @@ def test_a_failure_to_apply_ends_it() -> None:
         assert world.open == 0
 
     run(work())
+
+
+def test_a_large_slice_comes_in_chunks_from_several_sources() -> None:
+    async def work() -> None:
+        world = World()
+        values = np.arange(2 * CHUNK + 1024, dtype=np.float32)
+        for name in ("a", "b", "c"):
+            world.add(name, None, die_after=10**9).slices = {5: values}
+        world.replicas["b"].die()
+        applied: list[np.ndarray] = []
+
+        async def apply(round_: int, got: np.ndarray, step: int) -> None:
+            applied.append(got)
+
+        deadline = asyncio.get_running_loop().time() + 60
+        left = await fetch_slices(world, 0, list(world.replicas), {5: values.size}, apply, deadline=deadline)
+        assert not left and len(applied) == 1 and world.most_open == 3
+        np.testing.assert_array_equal(applied[0], values)
+
+    run(work())
+
+
+def test_a_giver_finds_the_blocks_of_a_chunk() -> None:
+    blocks = np.arange(0, 20 * 2500, 20)
+    found = [chunk_blocks(blocks, chunk) for chunk in range(3)]
+    assert [len(part) for part in found] == [1024, 1024, 452]
+    np.testing.assert_array_equal(np.concatenate(found), blocks)
+    with pytest.raises(ProtocolError, match="has 3 chunks"):
+        chunk_blocks(blocks, 3)
+    given = give_slice(np.arange(2048, dtype=np.float32), 41)
+    assert given.message == Slice(41) and given.tensors[0].shape == (2048,)

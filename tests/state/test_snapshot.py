@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
-import numpy as np
 import pytest
 from agora_protocol.errors import Busy, NotMyStage, ProtocolError, Refused
-from agora_protocol.messages import Chunk, GetChunk, GetState, Slice, StateIndex
+from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
 from agora.state.layout import ELEMENT_BYTES, StageState, pack_chunk
-from agora.state.snapshot import SnapshotLimits, Snapshots, give_slice
+from agora.state.snapshot import SnapshotLimits, Snapshots
 from tests.state.world import chunks, state
 
 NUMEL = chunks(2.5)
@@ -150,9 +149,3 @@ async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_
 )
 def test_snapshots(claim) -> None:
     asyncio.run(claim())
-
-
-def test_a_slice_is_given_as_it_is() -> None:
-    given = give_slice(np.arange(2048, dtype=np.float32), 41)
-    assert given.message == Slice(41) and given.tensors[0].shape == (2048,)
-    np.testing.assert_array_equal(np.frombuffer(given.tensors[0].data, np.float32), np.arange(2048))

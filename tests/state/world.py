@@ -16,7 +16,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.net.errors import ConnectionBroken, DeadlinePassed
 from agora.state.layout import CHUNK_ELEMENTS, StageState
-from agora.state.snapshot import Given, Snapshots, give_slice
+from agora.state.missed import CHUNK, give_slice
+from agora.state.snapshot import Given, Snapshots
 
 WINDOW = 3
 
@@ -79,7 +80,7 @@ class Replica:
         elif isinstance(request, GetState):
             answer = await self.snapshots.get_state(request)
         else:
-            answer = give_slice(self.slices[request.round], 12)
+            answer = give_slice(self.slices[request.round][CHUNK * request.chunk :][:CHUNK], 12)
         if self.fault is not None:
             changed = self.fault(answer, self.calls[type(request).__name__])
             if isinstance(changed, AgoraError):
