@@ -1,0 +1,89 @@
+"""What an owner makes of the contributions to a part: their weighted mean, or a centered clip. A pure function.
+
+Knows: tensors and weights. Must not know: who contributed, or when.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+Rule = Literal["mean", "clip"]
+CLIP_ROUNDS: Final = 3  # it begins at the owner's own value, which is near: Karimireddy et al., ICML 2021
+SAMPLES: Final = 8192  # of a part's elements, that distances are measured on
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """average: float32 [n]. `members` contributions of weight above 0, `weight` the sum of their weights; `distance`:
+    the median over them of the root mean square of (values - average).
+    """
+
+    average: Tensor
+    members: int
+    weight: float
+    distance: float
+
+
+def aggregate(
+    contributions: Sequence[Tensor], weights: Sequence[float], rule: Rule, *, center: Tensor | None, cap: bool
+) -> Aggregate | None:
+    """The average of `contributions`, float32 [n] each, finite; None when every weight is 0.
+
+    cap: no weight counts for more than 2/n of all. center: where a centered clip begins (None: the coordinates' median).
+    """
+    counted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
+    if not counted:
+        return None
+    values = [value for value, _ in counted]
+    plain = [weight for _, weight in counted]
+    shares = _shares(capped(plain) if cap else plain)
+    average = _mean(values, shares) if rule == "mean" else _clip(values, shares, center)
+    return Aggregate(average, len(values), sum(plain), statistics.median(root_mean_square(v, average) for v in values))
+
+
+def capped(weights: Sequence[float]) -> list[float]:
+    """Each weight, at most 2/n of the sum of all."""
+    most = 2.0 * sum(weights) / len(weights)
+    return [min(weight, most) for weight in weights]
+
+
+def root_mean_square(values: Tensor, other: Tensor | None = None) -> float:
+    """Of `values`, or of (values - other), on an even sample of the elements."""
+    step = max(1, len(values) // SAMPLES)
+    sample = values[::step] if other is None else values[::step] - other[::step]
+    return float(torch.linalg.vector_norm(sample)) / max(1, len(sample)) ** 0.5
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    average = values[0] * shares[0]
+    for value, share in zip(values[1:], shares[1:], strict=True):
+        average.add_(value, alpha=share)
+    return average
+
+
+def _clip(values: Sequence[Tensor], shares: Sequence[float], center: Tensor | None) -> Tensor:
+    """v += sum of share * (x - v) * min(1, tau / |x - v|), tau being the median of the |x - v| that are not 0."""
+    average = (torch.stack(list(values)).median(dim=0).values if center is None else center).clone()
+    for _ in range(CLIP_ROUNDS):
+        distances = [float(torch.linalg.vector_norm(value - average)) for value in values]
+        apart = [distance for distance in distances if distance > 0]
+        if not apart:
+            break
+        tau = statistics.median(apart)
+        moved = torch.zeros_like(average)
+        for value, share, distance in zip(values, shares, distances, strict=True):
+            if distance > 0:
+                moved.add_(value - average, alpha=share * min(1.0, tau / distance))
+        average += moved
+    return average

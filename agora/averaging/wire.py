@@ -1,0 +1,107 @@
+"""How a part of a round travels: as float32, bf16, or int8 with an exponent for every QUANTISER_BLOCK elements.
+
+Knows: numbers and their bytes. Must not know: rounds, owners, peers.
+
+int8 is made for values that replicas nearly agree on. A block's step is a power of two, so that nearly equal blocks are
+rounded to the same lattice; and before rounding, the same pseudo-random fraction is added to an element at every member,
+and subtracted again when decoded (subtractive dither, L. Roberts 1962). So the difference of two members' decoded values
+is right in the mean, and exactly 0 where they agree: quantisation adds no noise to a consensus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from agora_protocol.errors import ProtocolError
+from agora_protocol.limits import QUANTISER_BLOCK
+from agora_protocol.tensors import WireTensor
+from torch import Tensor
+from torch.nn.functional import pad
+
+from agora.codec import all_finite, codec_by_name
+
+Name = Literal["int8", "bf16", "float32"]
+LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
+LEAST_EXPONENT, MOST_EXPONENT = -120, 100
+
+
+class Dither:
+    """The fractions that all members add to the elements of one part: float32 in (-0.5, 0.5), from a keyed Philox."""
+
+    def __init__(self, label: str) -> None:
+        """label: names run, stage, kind, round and part; whoever has the same label has the same fractions."""
+        digest = hashlib.sha256(f"agora dither 1\0{label}".encode()).digest()
+        self._key = np.frombuffer(digest[:16], "<u8")
+
+    def fractions(self, numel: int) -> Tensor:
+        """The first `numel` of them: (byte + 0.5) / 256, the bytes being those of Philox4x64-10's output, signed."""
+        words = np.random.Philox(key=self._key).random_raw(-(-numel // 8))
+        signed = torch.from_numpy(words.astype("<u8", copy=False).view(np.int8)[:numel])
+        return signed.to(torch.float32).add_(0.5).mul_(1.0 / 256.0)
+
+
+class PartCodec:
+    """One manifest's averaging.wire. A part's answer, a difference, is encoded without dither."""
+
+    def __init__(self, name: Name) -> None:
+        self.name = name
+
+    def encode(self, values: Tensor, dither: Dither | None = None) -> list[WireTensor]:
+        """values: float32 [n] on the CPU, finite. float32 shares its memory: change it after it was sent."""
+        if self.name != "int8":
+            return [codec_by_name(self.name).encode(values)]
+        rows = _rows(values)
+        _, exponents = torch.frexp(rows.abs().amax(dim=1).div_(LEVELS))
+        exponents.clamp_(LEAST_EXPONENT, MOST_EXPONENT)
+        scaled = (rows * _powers_of_two(-exponents)).view(-1)[: len(values)]
+        if dither is not None:
+            scaled.add_(dither.fractions(len(values)))
+        levels = scaled.round_().clamp_(-127.0, 127.0).to(torch.int8)
+        return [_int8(levels), _int8(exponents.to(torch.int8))]
+
+    def decode(self, tensors: list[WireTensor], numel: int, dither: Dither | None = None) -> Tensor:
+        """float32 [numel], finite, as every receiver has it. Raises ProtocolError ("bad-tensor")."""
+        if self.name != "int8":
+            values = codec_by_name(self.name).decode(_only(tensors), shape=(numel,))
+            if not all_finite(values):
+                raise ProtocolError("bad-tensor", "a part holds values that are not finite")
+            return values
+        if len(tensors) != 2:
+            raise ProtocolError("bad-tensor", "an int8 part comes with its exponents")
+        levels = _from_int8(tensors[0], numel).to(torch.float32)
+        if dither is not None:
+            levels.sub_(dither.fractions(numel))
+        exponents = _from_int8(tensors[1], -(-numel // QUANTISER_BLOCK)).to(torch.int32)
+        if bool(((exponents < LEAST_EXPONENT) | (exponents > MOST_EXPONENT)).any()):
+            raise ProtocolError("bad-tensor", f"an exponent is not from {LEAST_EXPONENT} to {MOST_EXPONENT}")
+        return (_rows(levels) * _powers_of_two(exponents)).view(-1)[:numel]
+
+
+def _rows(values: Tensor) -> Tensor:
+    """[blocks, QUANTISER_BLOCK], the last one filled up with zeros."""
+    missing = -len(values) % QUANTISER_BLOCK
+    return (pad(values, (0, missing)) if missing else values).view(-1, QUANTISER_BLOCK)
+
+
+def _powers_of_two(exponents: Tensor) -> Tensor:
+    """float32 [blocks, 1]."""
+    return torch.ldexp(torch.ones(len(exponents)), exponents)[:, None]
+
+
+def _int8(tensor: Tensor) -> WireTensor:
+    return WireTensor("int8", tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().data)
+
+
+def _from_int8(wire: WireTensor, numel: int) -> Tensor:
+    if wire.dtype != "int8" or wire.shape != (numel,):
+        raise ProtocolError("bad-tensor", f"a part's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},)")
+    return torch.from_numpy(np.frombuffer(wire.data, np.int8).copy())
+
+
+def _only(tensors: list[WireTensor]) -> WireTensor:
+    if len(tensors) != 1:
+        raise ProtocolError("bad-tensor", f"a part is one tensor, not {len(tensors)}")
+    return tensors[0]
