@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,7 +22,7 @@ from agora_protocol.messages import Hello, Message, refusal_to_wire
 from agora_protocol.tensors import WireTensor
 
 from agora.net.connection import Connection
-from agora.net.errors import ConnectionBroken, DeadlinePassed
+from agora.net.errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from agora.net.host import Host
 from agora.net.peers import AddressBook, Strikes, Struck
 from agora.net.streams import FrameStream
@@ -44,6 +45,8 @@ __all__ = [
 
 LAST_WORDS_S: Final = 0.5  # how long `Network.close` waits for peers to have heard it
 SAME_MOMENT_S: Final = 0.1  # less than this before our deadline, a failed callee has met its own
+DIAL_AGAIN_S: Final = 5.1  # after dials that crossed; p2pd refuses to dial an address for 5 s after it failed
+TURN_S: Final = 0.5  # how much later the peer with the higher id dials again
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is this little too late is not worth a new message
 
 Handler = Callable[[IncomingCall], Awaitable[Reply]]
@@ -106,6 +109,7 @@ class Network:
         self._struck = 0
         self._connections: dict[PeerId, list[Connection]] = {}
         self._dials: dict[PeerId, asyncio.Task[Connection]] = {}
+        self._awaited: dict[PeerId, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._past_bytes = [0, 0]
         self._closing = self._leaving = False
@@ -227,9 +231,12 @@ class Network:
     async def _open(self, peer: PeerId) -> Connection:
         try:
             async with asyncio.timeout(self.limits.dial_s):
-                stream, path = await self._open_stream(peer)
+                opened = await self._open_stream_or_meet(peer)
         except TimeoutError:
             raise ConnectionBroken(f"{peer} could not be reached within {self.limits.dial_s:.0f} s") from None
+        if isinstance(opened, Connection):
+            return opened
+        stream, path = opened
         connection = Connection(self, stream, peer, opened=True, path=path)
         self._register(connection)
         with contextlib.ExitStack() as undo:
@@ -238,6 +245,31 @@ class Network:
             undo.pop_all()
         return connection
 
+    async def _open_stream_or_meet(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
+        """A stream; or, when our dial crossed the peer's, the connection by which it reaches us meanwhile.
+
+        Tries until cancelled, as long as that is all that fails; the lower peer id dials again first.
+        """
+        while True:
+            try:
+                return await self._open_stream(peer)
+            except DialsCrossed:
+                turn = TURN_S * (random.random() * 0.5 + (self._host.peer > peer))
+            met = await self._met(peer, DIAL_AGAIN_S + turn)
+            if met is not None:
+                return met
+
+    async def _met(self, peer: PeerId, timeout_s: float) -> Connection | None:
+        """The connection that `peer` opens within this time."""
+        came = self._awaited[peer] = asyncio.Event()
+        try:
+            if self._usable(peer) is None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(came.wait(), timeout_s)
+        finally:
+            del self._awaited[peer]
+        return self._usable(peer)
+
     async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:
         # p2pd cannot find by itself a peer that it never met ("routing: not found"): known addresses first.
         addresses = self._book.addresses(peer)
@@ -245,10 +277,14 @@ class Network:
         if addresses:
             try:
                 await self._host.reach(peer, addresses, self.limits.dial_s)
+            except DialsCrossed:
+                raise
             except ConnectionBroken as error:
                 tried = f" ({error})"
         try:
             return await self._host.open_stream(peer, PROTOCOL_NAME, self.limits.frames(), self.limits.dial_s)
+        except DialsCrossed:
+            raise
         except ConnectionBroken as error:
             raise ConnectionBroken(f"{peer} could not be reached: {error}{tried}") from error
 
@@ -316,6 +352,8 @@ class Network:
     def ready(self, connection: Connection) -> None:
         """Both HELLOs were said."""
         self._book.learn(connection.peer, connection.addresses)
+        if connection.peer in self._awaited:
+            self._awaited[connection.peer].set()
         self.spawn(connection.ping())
 
     def gone(self, connection: Connection) -> None:

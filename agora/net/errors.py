@@ -2,6 +2,7 @@
 
 AgoraError
 |-- ConnectionBroken   the stream to the peer broke, or could not be opened; fails at once
+|   `-- DialsCrossed   it could not be opened because both dialled in the same instant; worth another try
 `-- DeadlinePassed     the caller's own deadline came first
 """
 
@@ -16,6 +17,14 @@ class ConnectionBroken(AgoraError):
     """The stream to the peer broke before the answer came, or could not be opened at all; another peer may do."""
 
     code: ClassVar[str] = "broken"
+
+
+class DialsCrossed(ConnectionBroken):
+    """Both peers dialled in the same instant, and TCP made one connection of the two dials (RFC 9293, 3.5).
+
+    Each side takes itself for the dialler, so the security handshake fails at both, and neither p2pd dials again for
+    some seconds.
+    """
 
 
 class DeadlinePassed(AgoraError):

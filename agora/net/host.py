@@ -34,7 +34,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
-from agora.net.errors import ConnectionBroken
+from agora.net.errors import ConnectionBroken, DialsCrossed
 from agora.net.streams import FrameStream
 
 OnStream = Callable[[FrameStream, PeerId, str], None]
@@ -45,6 +45,7 @@ ANSWER_S: Final = 5.0  # p2pd's own questions, which need no network
 LAG_S: Final = 1.0
 LEAVE_S: Final = 3.0  # SIGTERM, then SIGKILL
 SOCKET_PREFIX: Final = "agora-net-"
+CROSSED: Final = "noise: message is too short"  # a dialler's first handshake message where an answer belongs
 
 _GUARD: Final = (
     "import ctypes,os,sys\n"
@@ -235,7 +236,7 @@ class Host:
                 raise ConnectionBroken("this machine's p2pd is gone; restart the daemon") from error
             response = p2pd_pb2.Response.FromString(answer)
             if response.type == p2pd_pb2.Response.ERROR:
-                raise ConnectionBroken(_one_line(response.error.msg))
+                raise _failure(_one_line(response.error.msg))
             undo.pop_all()
         return stream, response
 
@@ -353,6 +354,10 @@ def _address_text(raw: bytes) -> str | None:
 
 def _path(raw: bytes) -> str:
     return "relayed" if "p2p-circuit" in (_address_text(raw) or "") else "direct"
+
+
+def _failure(text: str) -> ConnectionBroken:
+    return DialsCrossed(text) if CROSSED in text else ConnectionBroken(text)
 
 
 def _one_line(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agora_protocol import errors
@@ -27,6 +28,7 @@ from agora.net.calls import (
     NetLimits,
     Reply,
 )
+from agora.net.errors import DialsCrossed
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, introduce, make_peer, peers, process, run, until
 
 
@@ -100,26 +102,83 @@ def test_one_dial_serves_all_who_wait_for_it_and_the_callee_calls_back_on_the_sa
     run(main)
 
 
-async def insist(caller: Peer, callee: Peer) -> None:
-    """Calls until it is answered, as routers do: of two TCP connections that cross, libp2p may break both."""
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                await caller.network.call(callee.id, GetStatus(), deadline=after(10))
-                return
-            except ConnectionBroken:
-                await asyncio.sleep(0.2 if caller.id < callee.id else 0.7)
-
-
 def test_two_peers_that_dial_each_other_at_once_agree_on_one_of_the_streams() -> None:
     async def main() -> None:
         async with peers(echo, echo) as (a, b):
-            await asyncio.gather(insist(a, b), insist(b, a))
+            asked = [x.network.call(y.id, GetStatus(), deadline=after(20)) for x, y in ((a, b), (b, a))]
+            await asyncio.gather(*asked)
             chosen = [a.network._usable(b.id), b.network._usable(a.id)]
             assert chosen[0] is not None and chosen[1] is not None
             assert chosen[0].opened is not chosen[1].opened
             await a.network.call(b.id, GetStatus(), deadline=after(10))
             await b.network.call(a.id, GetStatus(), deadline=after(10))
+
+    run(main)
+
+
+class Crossing:
+    """A host's `reach` that fails `times` times as when both peers dialled in the same instant."""
+
+    def __init__(self, peer: Peer, times: int) -> None:
+        self.left = times
+        self.dials = 0
+        self._reach = peer.host.reach
+        peer.host.reach = self  # type: ignore[method-assign, assignment]
+
+    async def __call__(self, *args: Any) -> None:
+        self.dials += 1
+        self.left -= 1
+        if self.left >= 0:
+            raise DialsCrossed("noise: message is too short")
+        await self._reach(*args)
+
+
+def test_after_dials_that_crossed_the_lower_peer_dials_again_and_the_other_takes_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agora.net.calls.DIAL_AGAIN_S", 0.1)
+    monkeypatch.setattr("agora.net.calls.TURN_S", 5.0)
+
+    async def main() -> None:
+        async with peers(echo, echo) as made:
+            lower, higher = sorted(made, key=lambda peer: peer.id)
+            dials = [Crossing(peer, 1) for peer in (lower, higher)]
+            asked = [
+                x.network.call(y.id, GetStatus(), deadline=after(20)) for x, y in ((lower, higher), (higher, lower))
+            ]
+            await asyncio.gather(*asked)
+            assert [crossing.dials for crossing in dials] == [2, 1]
+            assert not lower.network._awaited and not higher.network._awaited
+            await higher.network.call(lower.id, GetStatus(), deadline=after(10))
+            assert [len(peer.network._connections) for peer in made] == [1, 1]
+
+    run(main)
+
+
+def test_dials_that_cross_for_ever_end_with_the_dial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agora.net.calls.DIAL_AGAIN_S", 0.1)
+
+    async def main() -> None:
+        async with peers(echo, echo, limits=NetLimits(dial_s=2.0)) as (a, b):
+            crossing = Crossing(a, 1000)
+            with pytest.raises(ConnectionBroken, match="within 2 s"):
+                await a.network.call(b.id, GetStatus(), deadline=after(10))
+            assert 2 <= crossing.dials <= 20
+
+    run(main)
+
+
+def test_a_peer_that_is_gone_when_dialled_again_fails_the_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agora.net.calls.DIAL_AGAIN_S", 0.1)
+
+    async def main() -> None:
+        async with peers(echo, echo) as (a, b):
+            crossing = Crossing(a, 1)
+            await b.close()
+            started = time.monotonic()
+            with pytest.raises(ConnectionBroken, match="could not be reached: failed to dial"):
+                await a.network.call(b.id, GetStatus(), deadline=after(10))
+            assert (crossing.dials, time.monotonic() - started < 5) == (2, True)
 
     run(main)
 

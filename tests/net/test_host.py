@@ -9,8 +9,8 @@ import pytest
 from agora_protocol.errors import IdentityError, InputError, LocalError
 from agora_protocol.identity import Identity
 
-from agora.net.errors import ConnectionBroken
-from agora.net.host import Host
+from agora.net.errors import ConnectionBroken, DialsCrossed
+from agora.net.host import Host, _failure
 from tests.net.helpers import make_host, run
 
 
@@ -81,3 +81,13 @@ def test_connecting_counts_who_answers_and_passes_over_who_does_not(tmp_path: Pa
             await a.close()
 
     run(main)
+
+
+def test_dials_that_crossed_are_told_by_what_p2pd_says_of_them() -> None:
+    said = "failed to dial X: all dials failed * [/ip4/127.0.0.1/tcp/1] "
+    crossed = (
+        said + "failed to negotiate security protocol: error reading handshake message: noise: message is too short"
+    )
+    assert isinstance(_failure(said + crossed), DialsCrossed)
+    for other in ("failed to negotiate security protocol: peer id mismatch", "dial backoff", "connection refused"):
+        assert type(_failure(said + other)) is ConnectionBroken
