@@ -5,6 +5,7 @@ Knows: tensors and weights. Must not know: who contributed, or when.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ def aggregate(
 ) -> Aggregate | None:
     """The average of `contributions`, float32 [n] each, finite; None when every weight is 0.
 
-    cap: no weight counts for more than 2/n of all. center: where a centered clip begins (None: the coordinates' median).
+    cap: no weight counts for more than 2/n of all. center: where a centered clip begins; None: at the coordinates'
+    median.
     """
     counted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
     if not counted:
@@ -57,7 +59,7 @@ def root_mean_square(values: Tensor, other: Tensor | None = None) -> float:
     """Of `values`, or of (values - other), on an even sample of the elements."""
     step = max(1, len(values) // SAMPLES)
     sample = values[::step] if other is None else values[::step] - other[::step]
-    return float(torch.linalg.vector_norm(sample)) / max(1, len(sample)) ** 0.5
+    return float(torch.linalg.vector_norm(sample)) / math.sqrt(max(1, len(sample)))
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
@@ -66,9 +68,10 @@ def _shares(weights: Sequence[float]) -> list[float]:
 
 
 def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    average = values[0] * shares[0]
+    """From the first value on: so values that are equal have exactly that mean."""
+    average = values[0].clone()
     for value, share in zip(values[1:], shares[1:], strict=True):
-        average.add_(value, alpha=share)
+        average.add_(value - values[0], alpha=share)
     return average
 
 

@@ -2,10 +2,10 @@
 
 Knows: numbers and their bytes. Must not know: rounds, owners, peers.
 
-int8 is made for values that replicas nearly agree on. A block's step is a power of two, so that nearly equal blocks are
-rounded to the same lattice; and before rounding, the same pseudo-random fraction is added to an element at every member,
-and subtracted again when decoded (subtractive dither, L. Roberts 1962). So the difference of two members' decoded values
-is right in the mean, and exactly 0 where they agree: quantisation adds no noise to a consensus.
+int8 is made for values that replicas nearly agree on. A block's step is a power of two, so that nearly equal blocks
+are rounded to the same lattice; and before rounding, the same pseudo-random fraction is added to an element at every
+member, and subtracted again when decoded (subtractive dither, L. Roberts 1962). So the difference of two members'
+decoded values is right in the mean, and exactly 0 where they agree: quantisation adds no noise to a consensus.
 """
 
 from __future__ import annotations

@@ -291,6 +291,50 @@ class GradientRefused(Event):
         return f"refused a gradient of stage {self.stage}: {self.reason}"
 
 
+# --- replicas
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone(Event):
+    """A round of one stage ended: `failed_parts` of `parts` stayed as they were; `members` of `expected` replicas, as a
+    mean over the parts, are in the averages. Distances are root mean squares to the average: of this replica, and the
+    median of the others.
+    """
+
+    stage: int
+    what: str
+    round: int
+    parts: int
+    failed_parts: int
+    members: float
+    expected: int
+    weight: float
+    seconds: float
+    bytes_out: int
+    distance: float
+    distance_others: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSkipped(Event):
+    """A round was due and did not begin."""
+
+    stage: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartFailed(Event):
+    """A part of a round stayed as it was here: neither owner gave an average that could be used."""
+
+    stage: int
+    what: str
+    round: int
+    part: int
+    reason: str
+
+
 # --- what lasts
 
 

@@ -16,10 +16,22 @@ import threading
 import time
 from dataclasses import dataclass
 
-POINTS = ("hop.accepted", "hop.forwarded", "hop.before-answer", "device.job", "state.giving")
+POINTS = (
+    "hop.accepted",
+    "hop.forwarded",
+    "hop.before-answer",
+    "device.job",
+    "state.giving",
+    "averaging.sending",
+    "averaging.received",
+    "averaging.gathered",
+    "averaging.answered",
+)
 """hop.accepted: a seat is taken, nothing computed; hop.forwarded: this span's forward is done, its backward is not;
 hop.before-answer: everything is counted, the answer not sent; device.job: at the start of each job of the compute
-thread; state.giving: a joiner's request for state is understood, nothing answered."""
+thread; state.giving: a joiner's request for state is understood, nothing answered; averaging.sending: before a member
+sends a part; averaging.received: an owner has a member's part and has not averaged it; averaging.gathered: an owner has
+averaged a part and not answered this member; averaging.answered: its answer to one member is ready to leave."""
 ACTIONS = ("kill", "hang", "stop", "sleep")
 
 

@@ -1,0 +1,241 @@
+"""An owner's side of a round: takes the members' values of a part, averages what came in time, answers each.
+
+Knows: contributions, who is expected, when to stop waiting. Must not know: how calls travel, what the values are of.
+
+A part is averaged when everyone expected has contributed, or when the window is over that its first contribution
+opened. Whoever comes later still gets that average, and is not in it. A second owner first asks the other members
+whether one has had the average from the first; if so, that is the average for everyone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused
+from agora_protocol.ids import PeerId
+from agora_protocol.messages import Averaged, Contribute, Recall, Recalled
+from agora_protocol.tensors import WireTensor
+from torch import Tensor
+
+from agora.averaging.aggregate import aggregate
+from agora.averaging.ownership import owners
+from agora.averaging.terms import (
+    FIRST_WINDOW,
+    RECALL_SHARE,
+    SECOND_WINDOW,
+    Average,
+    AveragingTerms,
+    Members,
+    Part,
+    SizeOf,
+)
+from agora.averaging.wire import PartCodec
+from agora.codec import all_finite
+from agora.pipeline.seams import Caller, Fault, Reply
+
+MAX_OPEN: Final = 4096
+"""Parts that may be gathered at once."""
+KEPT_ROUNDS: Final = 2.0
+"""Times round_s that an average is kept, for those who come late and for Recall."""
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """A part that is being averaged here."""
+
+    numel: int
+    expected: frozenset[PeerId]
+    result: asyncio.Future[Average]
+    values: dict[PeerId, Tensor] = field(default_factory=dict)
+    weights: dict[PeerId, float] = field(default_factory=dict)
+    recalling: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+class Owner:
+    """All parts that this peer averages, and the averages that it got from others, which it can be asked to recall."""
+
+    def __init__(
+        self, terms: AveragingTerms, caller: Caller, members: Members, size_of: SizeOf, fault: Fault | None = None
+    ) -> None:
+        self._terms = terms
+        self._caller = caller
+        self._members = members
+        self._size_of = size_of
+        self._fault = fault
+        self._open: dict[Part, _Gathering] = {}
+        self._done: dict[Part, Average] = {}
+        self._seen: dict[Part, set[PeerId]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Answers nobody any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for gathering in self._open.values():
+            if gathering.timer is not None:
+                gathering.timer.cancel()
+            gathering.result.cancel()
+        self._open.clear()
+
+    async def contribute(
+        self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
+    ) -> tuple[Averaged, list[WireTensor]]:
+        """A member's values of a part; the answer is what to add to them. Raises Refused, Busy, ProtocolError."""
+        part = Part(message.stage, message.what, message.round, message.part)
+        numel = self._size_of(part)
+        if message.weight > self._terms.max_weight:
+            raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
+        codec = self._terms.codec(part.what)
+        values = codec.decode(list(tensors), numel, self._terms.dither(part))
+        self._note_once(peer, part)
+        await self._reach("averaging.received")
+        average = self._done.get(part) or await self._gathered(peer, message, part, values, deadline)
+        await self._reach("averaging.gathered")
+        answer = self._answer(codec, average, values)
+        await self._reach("averaging.answered")
+        return answer
+
+    def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
+        """The average of a part, if this peer has it."""
+        average = self._done.get(Part(message.stage, message.what, message.round, message.part))
+        if average is None:
+            return Recalled(0, 0.0, 0.0), []
+        tensors = PartCodec("float32").encode(average.values)
+        return Recalled(average.members, average.weight, average.distance), tensors
+
+    def keep(self, part: Part, average: Average) -> None:
+        """Remembers an average for a while: one that was made here, or that another owner gave."""
+        self._done[part] = average
+        asyncio.get_running_loop().call_later(KEPT_ROUNDS * self._terms.round_s, self._forget, part)
+
+    # --- gathering
+
+    def _note_once(self, peer: PeerId, part: Part) -> None:
+        seen = self._seen.setdefault(part, set())
+        if peer in seen:
+            raise ProtocolError("bad-message", "this part was contributed before")
+        seen.add(peer)
+        if len(seen) == 1:
+            asyncio.get_running_loop().call_later(KEPT_ROUNDS * self._terms.round_s, self._seen.pop, part, None)
+
+    async def _gathered(
+        self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float
+    ) -> Average:
+        gathering = self._open.get(part) or self._opened(part, len(values), message.second)
+        gathering.values[peer], gathering.weights[peer] = values, message.weight
+        if message.second and not gathering.recalling:
+            gathering.recalling = True
+            self._spawn(self._recall(part, gathering))
+        elif gathering.expected <= gathering.values.keys():
+            self._close(part, gathering)
+        async with asyncio.timeout_at(deadline):
+            return await asyncio.shield(gathering.result)
+
+    def _opened(self, part: Part, numel: int, second: bool) -> _Gathering:
+        if len(self._open) >= MAX_OPEN:
+            raise Busy("too many parts are being averaged here; ask the second owner", 1000)
+        loop = asyncio.get_running_loop()
+        expected = frozenset(self._members(part.stage))
+        if second:
+            expected -= {self._first_owner(part)}
+        gathering = self._open[part] = _Gathering(numel, expected, loop.create_future())
+        window = (SECOND_WINDOW if second else FIRST_WINDOW) * self._terms.round_s
+        gathering.timer = loop.call_later(window, self._close, part, gathering)
+        gathering.result.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return gathering
+
+    def _first_owner(self, part: Part) -> PeerId:
+        return owners(self._terms.run, part.stage, part.what, part.number, part.part, self._members(part.stage))[0]
+
+    def _close(self, part: Part, gathering: _Gathering) -> None:
+        """Averages what is there."""
+        if gathering.result.done():
+            return
+        peers = list(gathering.values)
+        found = aggregate(
+            [gathering.values[peer] for peer in peers],
+            [gathering.weights[peer] for peer in peers],
+            self._terms.rule if part.what == "weights" else "mean",
+            center=self._center(gathering),
+            cap=part.what == "weights",
+        )
+        if found is None:
+            self._end(part, gathering, Refused("nobody has anything to average yet"))
+        else:
+            self._end(part, gathering, Average(found.average, found.members, found.weight, found.distance))
+
+    def _center(self, gathering: _Gathering) -> Tensor | None:
+        """The own value, where it counts."""
+        me = self._terms.me
+        return gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
+
+    def _end(self, part: Part, gathering: _Gathering, outcome: Average | AgoraError) -> None:
+        if gathering.result.done():
+            return
+        self._open.pop(part, None)
+        if gathering.timer is not None:
+            gathering.timer.cancel()
+        if isinstance(outcome, AgoraError):
+            gathering.result.set_exception(outcome)
+        else:
+            self.keep(part, outcome)
+            gathering.result.set_result(outcome)
+        gathering.values.clear()
+
+    def _answer(self, codec: PartCodec, average: Average, values: Tensor) -> tuple[Averaged, list[WireTensor]]:
+        delta = codec.encode(torch.sub(average.values, values))
+        return Averaged(average.members, average.weight, average.distance), delta
+
+    def _forget(self, part: Part) -> None:
+        self._done.pop(part, None)
+
+    # --- as second owner
+
+    async def _recall(self, part: Part, gathering: _Gathering) -> None:
+        """Asks the other members for the average that the first owner may have given them before it failed."""
+        others = gathering.expected - {self._terms.me}
+        deadline = asyncio.get_running_loop().time() + RECALL_SHARE * self._terms.round_s
+        asking = [asyncio.create_task(self._ask(peer, part, gathering.numel, deadline)) for peer in others]
+        try:
+            for answer in asyncio.as_completed(asking):
+                average = await answer
+                if average is not None:
+                    self._end(part, gathering, average)
+                    return
+        finally:
+            for task in asking:
+                task.cancel()
+        if gathering.expected <= gathering.values.keys():
+            self._close(part, gathering)
+
+    async def _ask(self, peer: PeerId, part: Part, numel: int, deadline: float) -> Average | None:
+        left_ms = max(1, int(1000 * (deadline - asyncio.get_running_loop().time())))
+        request = Recall(part.stage, part.what, part.number, part.part, left_ms)
+        try:
+            reply = await self._caller.call(peer, request, (), deadline=deadline)
+            return _recalled(reply, numel)
+        except AgoraError:
+            return None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reach(self, point: str) -> None:
+        if self._fault is not None:
+            await self._fault(point)
+
+
+def _recalled(reply: Reply, numel: int) -> Average | None:
+    message = reply.message
+    if not isinstance(message, Recalled) or not reply.tensors:
+        return None
+    values = PartCodec("float32").decode(list(reply.tensors), numel)
+    return Average(values, message.members, message.weight, message.distance) if all_finite(values) else None

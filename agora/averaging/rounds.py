@@ -1,0 +1,209 @@
+"""A member's side of a round: sends each part to its owner, or to the second one, and puts the answers together.
+
+Knows: parts, owners, deadlines, what can be believed. Must not know: weights and gradients as such, steps, the view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from agora_protocol.errors import AgoraError, PeerFailed
+from agora_protocol.ids import PeerId
+from agora_protocol.messages import Averaged, Contribute
+from agora_protocol.tensors import WireTensor
+from torch import Tensor
+
+from agora.averaging.aggregate import root_mean_square
+from agora.averaging.drift import Drift
+from agora.averaging.owner import Owner
+from agora.averaging.ownership import owners
+from agora.averaging.slices import parts
+from agora.averaging.terms import FIRST_PATIENCE, Average, AveragingTerms, Part
+from agora.observe import events
+from agora.observe.events import Report
+from agora.pipeline.seams import Caller, Fault
+
+PARTS_AT_ONCE: Final = 8
+LEAST_S: Final = 0.05
+
+
+@dataclass(slots=True)
+class RoundResult:
+    """delta: float32 [n], 0 where a part failed: what to add to the values that were given. `members` in the averages
+    and `distance`s (root mean square to the average: own, and the median of those in it) are means over the parts.
+    """
+
+    delta: Tensor
+    done: list[bool]
+    members: float = 0.0
+    weight: float = 0.0
+    distance: float = 0.0
+    distance_others: float = 0.0
+    bytes_out: int = 0
+
+    @property
+    def failed_parts(self) -> int:
+        """Parts that stayed as they were."""
+        return self.done.count(False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Got:
+    """A part's answer that is used."""
+
+    delta: Tensor
+    message: Averaged
+
+
+@dataclass(slots=True)
+class _Round:
+    """What is the same for every part of a round."""
+
+    stage: int
+    what: str
+    number: int
+    weight: float
+    members: Mapping[PeerId, float]
+    deadline: float
+    drift: Drift
+    bytes_out: int = 0
+    seats: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
+
+
+class Rounds:
+    """Takes part in rounds; one instance for each daemon."""
+
+    def __init__(
+        self, terms: AveragingTerms, caller: Caller, owner: Owner, report: Report, fault: Fault | None = None
+    ) -> None:
+        self._terms = terms
+        self._caller = caller
+        self._owner = owner
+        self._report = report
+        self._fault = fault
+        self._drift: dict[int, Drift] = {}
+
+    async def run(
+        self,
+        stage: int,
+        what: str,
+        number: int,
+        values: Tensor,
+        weight: float,
+        members: Mapping[PeerId, float],
+        deadline: float,
+    ) -> RoundResult:
+        """The round of `values`, float32 [n], finite, on the CPU, with `members` (this peer included); ends by
+        `deadline` (loop time), whoever is missing.
+        """
+        began = asyncio.get_running_loop().time()
+        drift = self._drift.get(stage, Drift())
+        this = _Round(stage, what, number, weight, members, deadline, drift)
+        cuts = parts(len(values))
+        got = await asyncio.gather(*(self._part(this, index, values[cut]) for index, cut in enumerate(cuts)))
+        result = _put_together(got, cuts, len(values))
+        result.bytes_out = this.bytes_out
+        if what == "weights" and any(result.done):
+            self._drift[stage] = drift.seen(statistics.median(root_mean_square(it.delta) for it in got if it))
+        seconds = asyncio.get_running_loop().time() - began
+        self._report(
+            events.RoundDone(
+                stage=stage,
+                what=what,
+                round=number,
+                parts=len(cuts),
+                failed_parts=result.failed_parts,
+                members=result.members,
+                expected=len(members),
+                weight=weight,
+                seconds=seconds,
+                bytes_out=result.bytes_out,
+                distance=result.distance,
+                distance_others=result.distance_others,
+            )
+        )
+        return result
+
+    async def _part(self, this: _Round, index: int, values: Tensor) -> _Got | None:
+        """One part's answer; None when it stays as it is."""
+        part = Part(this.stage, this.what, this.number, index)
+        async with this.seats:
+            codec = self._terms.codec(part.what)
+            sent = codec.encode(values, self._terms.dither(part))
+            reasons: list[str] = []
+            for second, owner in enumerate(
+                owners(self._terms.run, part.stage, part.what, part.number, index, this.members)
+            ):
+                if owner is None:
+                    continue
+                try:
+                    got = await self._ask(this, part, owner, bool(second), sent, len(values))
+                    self._believe(this, got, values)
+                except (AgoraError, TimeoutError) as error:
+                    reasons.append(f"{owner}: {error or 'no answer in time'}")
+                    continue
+                return self._kept(part, got, sent, len(values))
+        self._report(events.PartFailed(part.stage, part.what, part.number, part.part, "; ".join(reasons)[:500]))
+        return None
+
+    async def _ask(
+        self, this: _Round, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], numel: int
+    ) -> _Got:
+        now = asyncio.get_running_loop().time()
+        left = this.deadline - now
+        if left < LEAST_S:
+            raise PeerFailed("the round's time is over")
+        deadline = this.deadline if second else now + FIRST_PATIENCE * left
+        request = Contribute(
+            part.stage,
+            part.what,
+            part.number,
+            part.part,
+            this.weight,
+            second,
+            max(1, int(1000 * (deadline - now))),
+        )
+        if self._fault is not None:
+            await self._fault("averaging.sending")
+        if owner == self._terms.me:
+            message, tensors = await self._owner.contribute(owner, request, sent, deadline)
+        else:
+            this.bytes_out += sum(tensor.nbytes for tensor in sent)
+            reply = await self._caller.call(owner, request, sent, deadline=deadline)
+            if not isinstance(reply.message, Averaged):
+                raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
+            message, tensors = reply.message, list(reply.tensors)
+        return _Got(self._terms.codec(part.what).decode(tensors, numel), message)
+
+    def _believe(self, this: _Round, got: _Got, values: Tensor) -> None:
+        """Raises PeerFailed for an average of weights that lies where no replica can be."""
+        if this.what == "weights":
+            why = this.drift.unbelievable(root_mean_square(got.delta), root_mean_square(values))
+            if why:
+                raise PeerFailed(why)
+
+    def _kept(self, part: Part, got: _Got, sent: Sequence[WireTensor], numel: int) -> _Got:
+        """Remembers the average, for a second owner that asks for it."""
+        values = self._terms.codec(part.what).decode(list(sent), numel, self._terms.dither(part))
+        message = got.message
+        self._owner.keep(part, Average(values + got.delta, message.members, message.weight, message.distance))
+        return got
+
+
+def _put_together(got: Sequence[_Got | None], cuts: Sequence[slice], numel: int) -> RoundResult:
+    result = RoundResult(torch.zeros(numel), [it is not None for it in got])
+    used = [it for it in got if it is not None]
+    for it, cut in zip(got, cuts, strict=True):
+        if it is not None:
+            result.delta[cut] = it.delta
+    if used:
+        result.members = statistics.fmean(it.message.members for it in used)
+        result.weight = statistics.fmean(it.message.weight for it in used)
+        result.distance = statistics.fmean(root_mean_square(it.delta) for it in used)
+        result.distance_others = statistics.fmean(it.message.distance for it in used)
+    return result

@@ -1,0 +1,66 @@
+"""What a round is: how it is named, what is agreed about it, and what an average brings. No behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from agora_protocol.ids import PeerId, RunId
+from torch import Tensor
+
+from agora.averaging.aggregate import Rule
+from agora.averaging.wire import Dither, Name, PartCodec
+
+FIRST_WINDOW = 0.4
+"""Of a round's seconds: how long a first owner waits for contributions, from the first it has."""
+FIRST_PATIENCE = 0.6
+"""Of what is left of a round: how long a member waits for the first owner before it asks the second."""
+SECOND_WINDOW = 0.2
+RECALL_SHARE = 0.1
+
+
+class Part(NamedTuple):
+    """A part of a round: what `Contribute` names."""
+
+    stage: int
+    what: str
+    number: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingTerms:
+    """What the members of a run agree on, and who this one is. `round_s`: seconds until a round ends."""
+
+    me: PeerId
+    run: RunId
+    rule: Rule
+    wire: Name
+    round_s: float
+    max_weight: float
+
+    def codec(self, what: str) -> PartCodec:
+        """Weights travel as the manifest says, gradients exactly."""
+        return PartCodec(self.wire if what == "weights" else "float32")
+
+    def dither(self, part: Part) -> Dither:
+        """What all members add to this part's elements before rounding."""
+        return Dither(f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}")
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """The average of a part: float32 [n], and what `Averaged` says of it."""
+
+    values: Tensor
+    members: int
+    weight: float
+    distance: float
+
+
+Members = Callable[[int], Mapping[PeerId, float]]
+"""A stage's replicas in this peer's view, itself included if it is one, with their bandwidths."""
+
+SizeOf = Callable[[Part], int]
+"""Elements of a part. Raises Refused for a round that this peer takes no part in now, ProtocolError for none at all."""

@@ -1,0 +1,276 @@
+"""A round ends by its deadline; a part is the average of at least the live members, or stays as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+import torch
+from agora_protocol.errors import ProtocolError
+from agora_protocol.limits import PART_ELEMENTS
+from agora_protocol.messages import Contribute
+
+from agora.averaging.ownership import owners
+from agora.averaging.rounds import RoundResult
+from agora.averaging.wire import PartCodec
+from agora.observe.events import PartFailed, RoundDone
+from tests.averaging.world import RUN, Member, World, identities
+from tests.pipeline.virtual_time import run
+
+SIZE = 3 * PART_ELEMENTS + 1024
+
+
+def values_of(index: int) -> torch.Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(index)) * 0.01 + torch.linspace(-1, 1, SIZE)
+
+
+async def one_round(world: World, members: list[Member], weights: list[float], number: int = 0) -> list[RoundResult]:
+    deadline = asyncio.get_running_loop().time() + world.round_s
+    works = [
+        m.rounds.run(0, "weights", number, values_of(i), w, m.view, deadline)
+        for i, (m, w) in enumerate(zip(members, weights, strict=True))
+    ]
+    results = await asyncio.gather(*works)
+    assert asyncio.get_running_loop().time() <= deadline + 0.1, "a round ends by its deadline"
+    return results
+
+
+def after(index: int, result: RoundResult) -> torch.Tensor:
+    return values_of(index) + result.delta
+
+
+def mean_of(indices: list[int], weights: list[float]) -> torch.Tensor:
+    total = sum(weights[i] for i in indices)
+    return sum(values_of(i) * (weights[i] / total) for i in indices)
+
+
+def owner_of(world: World, part: int, number: int = 0) -> tuple[Member, Member]:
+    first, second = owners(RUN, 0, "weights", number, part, dict.fromkeys(world.members, 0.0))
+    return world.members[first], world.members[second]
+
+
+@pytest.mark.parametrize(("wire", "tolerance"), [("float32", 1e-6), ("bf16", 1.2e-2), ("int8", 3.2e-2)])
+def test_everyone_gets_the_weighted_mean(wire: str, tolerance: float) -> None:
+    async def main() -> None:
+        world = World(SIZE, wire)
+        members = world.add(*identities(4))
+        weights, began = [100.0, 100.0, 150.0, 50.0], asyncio.get_running_loop().time()
+        results = await one_round(world, members, weights)
+        true = mean_of([0, 1, 2, 3], weights)
+        for index, result in enumerate(results):
+            assert result.failed_parts == 0 and result.members == 4 and result.weight == 400.0
+            wrong = after(index, result) - true
+            assert float(wrong.abs().max()) < tolerance, "two steps of the lattice at values near 1"
+            assert abs(float(wrong.mean())) < 2e-4, "and right in the mean"
+            assert result.distance == pytest.approx(0.01, rel=0.5) == pytest.approx(result.distance_others, rel=0.5)
+        assert asyncio.get_running_loop().time() < began + 1.0, "nobody waits for a window when everyone is there"
+        await world.close()
+
+    run(main())
+
+
+def test_int8_adds_nothing_where_members_agree() -> None:
+    async def main() -> None:
+        world = World(SIZE, "int8")
+        members = world.add(*identities(3))
+        same = values_of(1)
+        deadline = asyncio.get_running_loop().time() + 20.0
+        works = [m.rounds.run(0, "weights", 0, same, 1.0, m.view, deadline) for m in members]
+        for result in await asyncio.gather(*works):
+            assert torch.equal(result.delta, torch.zeros(SIZE))
+        await world.close()
+
+    run(main())
+
+
+def test_no_weight_counts_for_more_than_two_nths_and_a_newcomer_takes_without_giving() -> None:
+    async def main() -> None:
+        world = World(SIZE)
+        members = world.add(*identities(4))
+        weights = [1000.0, 1.0, 1.0, 0.0]
+        results = await one_round(world, members, weights)
+        capped = [1002.0 * 2 / 3, 1.0, 1.0]
+        true = mean_of([0, 1, 2], capped)
+        assert torch.allclose(after(3, results[3]), true, atol=1e-6)
+        assert results[3].members == 3
+        await world.close()
+
+    run(main())
+
+
+def test_an_owner_that_is_dead_costs_its_parts_a_second_owner() -> None:
+    async def main() -> None:
+        world = World(SIZE)
+        members = world.add(*identities(4))
+        weights = [1.0] * 4
+        victim, _ = owner_of(world, 0)
+        world.dead.add(victim.peer)
+        living = [i for i, m in enumerate(members) if m is not victim]
+        results = await one_round(world, members, weights)
+        for index in living:
+            assert results[index].failed_parts == 0
+            assert torch.allclose(after(index, results[index]), mean_of(living, weights), atol=1e-6)
+        assert results[members.index(victim)].failed_parts == 4
+        await world.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_an_owner_that_dies_after_some_answers_leaves_one_average_for_all(nth: int) -> None:
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(4))
+        first, _ = owners(RUN, 0, "weights", 0, 0, dict.fromkeys(world.members, 0.0))
+        victim = world.members[first]
+        victim.dies_at = ("averaging.answered", nth)
+        deadline = asyncio.get_running_loop().time() + world.round_s
+        chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
+        works = [m.rounds.run(0, "weights", 0, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)]
+        results = await asyncio.gather(*works)
+        assert asyncio.get_running_loop().time() <= deadline
+        living = [i for i, m in enumerate(members) if m is not victim]
+        ends = [chosen[i] + results[i].delta for i in living]
+        assert all(results[i].failed_parts == 0 for i in living)
+        assert all(torch.allclose(end, ends[0], atol=1e-6) for end in ends), "survivors hold one average"
+        everyone, survivors = sum(chosen) / 4, sum(chosen[i] for i in living) / 3
+        assert torch.allclose(ends[0], everyone, atol=1e-6) or torch.allclose(ends[0], survivors, atol=1e-6)
+        await world.close()
+
+    run(main())
+
+
+def test_a_hanging_owner_and_a_hanging_member_hold_nobody_beyond_the_deadline() -> None:
+    async def main() -> None:
+        world = World(SIZE)
+        members = world.add(*identities(4))
+        victim, _ = owner_of(world, 1)
+        world.hung.add(victim.peer)
+        living = [i for i, m in enumerate(members) if m is not victim]
+        deadline = asyncio.get_running_loop().time() + world.round_s
+        works = [members[i].rounds.run(0, "weights", 0, values_of(i), 1.0, members[i].view, deadline) for i in living]
+        results = await asyncio.gather(*works)
+        assert asyncio.get_running_loop().time() <= deadline
+        for index, result in zip(living, results, strict=True):
+            assert result.failed_parts == 0 and result.members == 3
+            assert torch.allclose(after(index, result), mean_of(living, [1.0] * 4), atol=1e-6)
+        await world.close()
+
+    run(main())
+
+
+def test_a_sender_that_dies_between_its_parts_is_in_those_it_sent() -> None:
+    async def main() -> None:
+        world = World(SIZE)
+        members = world.add(*identities(4))
+        victim = members[2]
+        victim.dies_at = ("averaging.sending", 3)
+        results = await one_round(world, members, [1.0] * 4)
+        for index in (0, 1, 3):
+            assert results[index].failed_parts == 0
+            for part, cut in enumerate(torch.arange(SIZE).split(PART_ELEMENTS)):
+                end = after(index, results[index])[cut]
+                true = [mean_of(who, [1.0] * 4)[cut] for who in ([0, 1, 2, 3], [0, 1, 3])]
+                assert any(torch.allclose(end, it, atol=1e-6) for it in true), part
+        await world.close()
+
+    run(main())
+
+
+def test_members_with_different_views_get_smaller_averages_and_never_wait_beyond_the_deadline() -> None:
+    async def main() -> None:
+        world = World(SIZE)
+        members = world.add(*identities(4))
+        a, b, c, d = (m.peer for m in members)
+        members[0].sees = members[1].sees = {a: 0.0, b: 0.0}
+        members[2].sees = {b: 0.0, c: 0.0, d: 0.0}
+        results = await one_round(world, members, [1.0] * 4)
+        for index, result in enumerate(results):
+            assert math.isfinite(float(result.delta.abs().max())) and result.failed_parts == 0
+            assert float((after(index, result) - torch.linspace(-1, 1, SIZE)).abs().max()) < 0.06
+        await world.close()
+
+    run(main())
+
+
+def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
+    async def main() -> None:
+        world = World(SIZE)
+        members = world.add(*identities(3))
+        honest, hostile = members[0], members[2]
+        part = owner_of(world, 0)[0]
+        bad_nan = torch.full((PART_ELEMENTS,), float("nan"))
+        codec = PartCodec("float32")
+        good = codec.encode(values_of(0)[:PART_ELEMENTS])
+        loop = asyncio.get_running_loop()
+
+        def ask(weight: float = 1.0, index: int = 0) -> Contribute:
+            return Contribute(0, "weights", 0, index, weight, False, 1000)
+
+        for request, tensors in (
+            (ask(), codec.encode(bad_nan)),
+            (ask(), codec.encode(values_of(0)[:100])),
+            (ask(), PartCodec("bf16").encode(values_of(0)[:PART_ELEMENTS])),
+            (ask(), good + good),
+            (ask(1e12), good),
+            (ask(1.0, 99), good),
+        ):
+            with pytest.raises(ProtocolError):
+                await hostile.call(part.peer, request, tensors, deadline=loop.time() + 1)
+        for wrong in (-1.0, math.nan, math.inf):
+            with pytest.raises(ProtocolError):
+                ask(wrong)
+        waiting = asyncio.create_task(honest.call(part.peer, ask(), good, deadline=loop.time() + 15))
+        await asyncio.sleep(0.1)
+        with pytest.raises(ProtocolError):
+            await honest.call(part.peer, ask(), good, deadline=loop.time() + 1)
+        await waiting
+        assert len(world.strikes) == 7
+        await world.close()
+
+    run(main())
+
+
+def test_an_absurd_average_is_not_believed_and_the_part_stays() -> None:
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(2))
+        chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
+        for number in range(2):
+            deadline = asyncio.get_running_loop().time() + world.round_s
+            if number == 1:
+                chosen[1] = chosen[1] + 50.0
+            works = [
+                m.rounds.run(0, "weights", number, v, 1.0, m.view, deadline)
+                for m, v in zip(members, chosen, strict=True)
+            ]
+            results = await asyncio.gather(*works)
+            done = [event for event in members[0].events if isinstance(event, RoundDone)]
+            assert done[-1].failed_parts == number == results[0].failed_parts
+        assert torch.equal(results[0].delta, torch.zeros(PART_ELEMENTS))
+        assert "the average lies" in [e for e in members[0].events if isinstance(e, PartFailed)][0].reason
+        await world.close()
+
+    run(main())
+
+
+def test_a_clip_keeps_a_liar_from_moving_the_others() -> None:
+    async def main() -> None:
+        moved = {}
+        for rule in ("mean", "clip"):
+            world = World(PART_ELEMENTS, rule=rule)
+            members = world.add(*identities(8))
+            chosen = [values_of(i)[:PART_ELEMENTS] for i in range(8)]
+            true = sum(chosen[:7]) / 7
+            chosen[7] = chosen[7] + 1.0
+            deadline = asyncio.get_running_loop().time() + world.round_s
+            works = [
+                m.rounds.run(0, "weights", 0, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)
+            ]
+            results = await asyncio.gather(*works)
+            moved[rule] = float((chosen[0] + results[0].delta - true).pow(2).mean().sqrt())
+            await world.close()
+        assert moved["clip"] < 0.2 * moved["mean"]
+
+    run(main())
