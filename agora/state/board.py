@@ -11,15 +11,14 @@ from typing import Final
 
 from agora_protocol.ids import PeerId
 
-STEAL_FACTOR: Final = 2.0  # a chunk that takes this many times the usual is asked of a second source as well
+STEAL_FACTOR: Final = 2.0  # a chunk that takes this many times the usual is asked of another source as well
 STEAL_AFTER_S: Final = 0.5  # never sooner
-UNKNOWN_S: Final = 5.0  # what counts as usual before a first chunk has arrived
-MAX_COPIES: Final = 2  # calls for one chunk at once
+UNKNOWN_S: Final = 2.5  # what counts as usual before a first chunk has arrived
 REMEMBERED: Final = 32
 
 
 class Board:
-    """Chunks 0..count-1: missing, asked of one or two sources, or here.
+    """Chunks 0..count-1: missing, asked of a source, of several when the first ones are slow, or here.
 
     A source takes the lowest missing chunk. When none is missing it doubles the call that has been open longest, if
     that one takes unusually long: so a slow or hung source delays the end by one chunk, not by its share.
@@ -29,7 +28,7 @@ class Board:
         self.count = count
         self.here: set[int] = set()
         self.fetched_again = 0  # chunks of which a call failed
-        self.doubled = 0  # chunks asked of a second source while the first one was at it
+        self.doubled = 0  # calls for a chunk that another source was at already
         self._asked: dict[int, dict[PeerId, float]] = {}
         self._took: deque[float] = deque(maxlen=REMEMBERED)
         self._next = 0
@@ -86,10 +85,6 @@ class Board:
 
     def _overdue(self, peer: PeerId, now: float) -> int | None:
         patience = max(STEAL_AFTER_S, STEAL_FACTOR * self.usual_s())
-        open_calls = (
-            (min(asked.values()), chunk)
-            for chunk, asked in self._asked.items()
-            if asked and peer not in asked and len(asked) < MAX_COPIES
-        )
+        open_calls = ((max(asked.values()), chunk) for chunk, asked in self._asked.items() if peer not in asked)
         began, chunk = min(open_calls, default=(now, -1))
         return chunk if now - began > patience else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,17 +48,6 @@ def checkpoint_due(step: int, every: int, last: int) -> bool:
 def cut_step(step: int, every: int) -> int:
     """The step by which a checkpoint at `step` is known to the whole swarm: replicas may catch up over a multiple."""
     return step // every * every
-
-
-def common_step(steps: Iterable[Collection[int]]) -> int | None:
-    """The newest step of which every stage has a checkpoint: `steps` holds those of one stage each.
-
-    A synchronous run that lost every process starts from it, since its stages must be at one step.
-    """
-    shared: set[int] | None = None
-    for of_stage in steps:
-        shared = set(of_stage) if shared is None else shared & set(of_stage)
-    return max(shared or (), default=None)
 
 
 def choose_writer(run: RunId, stage: int, step: int, members: Iterable[PeerId]) -> PeerId | None:

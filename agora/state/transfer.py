@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -45,11 +46,12 @@ class TransferTerms:
     """How much at once, and how patiently. The defaults fill 200 Mbit/s at 50 ms from one source, and hold 48 MiB."""
 
     sources: int = 4  # asked for chunks at once; the others wait to replace them
-    window: int = 3  # chunks asked of one source at once
+    window: int = 3  # chunks asked of one source at once, if it gives one in less than `quick_s`; else one at a time
+    quick_s: float = 4.0
     max_lag: int = 100  # steps behind the newest offer at which a source is not used
     offer_s: float = 30.0  # for a source to make its snapshot
     gather_s: float = 1.0  # after the first offer, before chunks are asked for: time for a newer one to come
-    chunk_s: float = 60.0  # for one chunk; a source that needs more counts as failed
+    chunk_s: float = 120.0  # for one chunk; a source that needs more counts as failed
     failures: int = 4  # of one source in a row, before it is given up
     pause_s: float = 0.5  # after its first failure; doubles with each
     slow_s: float = 5.0  # and four usual times without an answer: a waiting source joins in
@@ -100,6 +102,7 @@ class _Source:
     calls: dict[asyncio.Task[Offer | Arrays], _Call] = field(default_factory=dict)
     failures: int = 0
     not_before: float = 0.0
+    took_s: float = math.inf  # its last chunk
     trouble: str = ""
     over: bool = False
 
@@ -220,7 +223,10 @@ class StateFetch:
                 self._give_up(source, f"is at step {source.offer.index.step}, and {self._floor} is the least of use")
         free = [s for s in self._sources if s.offer and not s.over and now >= s.not_before]
         while free:  # one chunk each in turn, so that all of them have work
-            free = [s for s in free if len(s.calls) < self._terms.window and self._start_chunk(s, now)]
+            free = [s for s in free if len(s.calls) < self._window(s) and self._start_chunk(s, now)]
+
+    def _window(self, source: _Source) -> int:
+        return self._terms.window if source.took_s < self._terms.quick_s else 1
 
     def _offers_are_in(self, now: float) -> bool:
         """Whether nobody is being asked for an offer any more, or the first one has waited long enough for others."""
@@ -263,7 +269,9 @@ class StateFetch:
                 self._arrived(source, call, result)
 
     def _arrived(self, source: _Source, call: _Call, arrays: Arrays) -> None:
-        needless = self.board.arrived(call.chunk, source.peer, _now())
+        now = _now()
+        source.took_s = now - call.began
+        needless = self.board.arrived(call.chunk, source.peer, now)
         for other in self._sources:
             for task, theirs in other.calls.items():
                 if other.peer in needless and theirs.chunk == call.chunk:

@@ -9,7 +9,7 @@ from agora_protocol.ids import PeerId, RunId
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agora.state.rules import checkpoint_due, choose_start, choose_writer, common_step, cut_step, missed_rounds
+from agora.state.rules import checkpoint_due, choose_start, choose_writer, cut_step, missed_rounds
 
 RUN = RunId("ab" * 32)
 A, B, C = (PeerId(name) for name in "abc")
@@ -41,11 +41,6 @@ def test_a_checkpoint_is_due_once_for_each_multiple_even_when_a_step_jumps_over_
     assert not checkpoint_due(101, 100, 100) and not checkpoint_due(0, 100, 0)
     assert checkpoint_due(203, 100, 100) and not checkpoint_due(299, 100, 203)
     assert cut_step(203, 100) == 200
-
-
-def test_all_stages_can_go_back_to_their_common_step() -> None:
-    assert common_step([{100, 200, 300}, {100, 200}, {200, 300}]) == 200
-    assert common_step([{100}, set()]) is None and common_step([]) is None
 
 
 @given(st.lists(st.integers(0, 999).map(lambda i: PeerId(f"p{i}")), min_size=1, unique=True), st.randoms())

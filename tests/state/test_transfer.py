@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,7 +28,7 @@ STATE_BYTES = 12 * NUMEL
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Virtual time must not pass while a real thread works."""
 
-    async def inline(work, *arguments):  # noqa: ANN001, ANN202
+    async def inline(work, *arguments):
         return work(*arguments)
 
     monkeypatch.setattr(asyncio, "to_thread", inline)
@@ -37,7 +39,7 @@ def fetcher(world: World, numel: int = NUMEL, **terms: float) -> StateFetch:
     return StateFetch(world, 0, numel, terms=TransferTerms(**terms), lied=world.lied)  # type: ignore[arg-type]
 
 
-async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, at_least: int = 0):  # noqa: ANN201
+async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, at_least: int = 0):
     """The state, and how long it took. Nothing may still be open afterwards."""
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -48,7 +50,7 @@ async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, a
         assert world.open == 0 and len(asyncio.all_tasks()) == 1
 
 
-def assert_equal(got, expected) -> None:  # noqa: ANN001
+def assert_equal(got, expected) -> None:
     for name in ("weights", "mean", "square"):
         np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
 
@@ -99,7 +101,19 @@ def test_one_source_fills_a_link_of_200_mbit_with_50_ms() -> None:
     run(work())
 
 
-@pytest.mark.parametrize("die_after", [1, 2, 3])
+def test_a_thin_link_carries_nothing_twice() -> None:
+    async def work() -> None:
+        world = World(downlink=1e6)  # 8 Mbit/s
+        for name in "abcde":
+            world.add(name, state(NUMEL))
+        fetch = fetcher(world)
+        _, took = await fetched(world, fetch)
+        assert world.asked() == COUNT and took < 1.02 * STATE_BYTES / 1e6 + 0.2
+
+    run(work())
+
+
+@pytest.mark.parametrize("die_after", [2, 3])
 def test_a_source_killed_in_the_middle_costs_exactly_its_open_chunks(die_after: int) -> None:
     async def work() -> None:
         world = World()
@@ -322,5 +336,41 @@ def test_a_cancelled_transfer_leaves_no_call_open() -> None:
 
     async def fetched_quietly(world: World) -> None:
         await fetcher(world).run(list(world.replicas), deadline=asyncio.get_running_loop().time() + 99)
+
+    run(work())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mixture_of_faults_is_survived_as_long_as_one_source_is_sound(seed: int) -> None:
+    async def work() -> None:
+        rng = random.Random(seed)
+        world, liars = World(downlink=25e6), []
+        fired = Counter[str]()
+
+        def lie(answer: Given, nth: int) -> Given:
+            if isinstance(answer.message, StateIndex) or nth < 3:
+                return answer
+            fired["lie"] += 1
+            return flipped(answer)
+
+        for name in rng.sample("abcdef", 6):
+            fault = rng.choice(["die", "hang", "lie", "slow", "dead"])
+            replica = world.add(name, state(NUMEL), uplink=rng.uniform(4e6, 40e6), delay_s=rng.uniform(0, 0.1))
+            if fault == "die":
+                replica.die_after = rng.randrange(1, 5)
+            elif fault == "hang":
+                replica.hang_after = rng.randrange(0, 5)
+            elif fault == "lie":
+                replica.fault = lie
+                liars.append(name)
+            elif fault == "slow":
+                replica.uplink.bytes_per_s = 0.2e6
+            else:
+                replica.die()
+        world.add("sound", state(NUMEL), uplink=8e6)
+        got, took = await fetched(world, fetcher(world))
+        assert_equal(got, state(NUMEL))
+        assert {peer for peer, _ in world.lies} <= set(liars) and bool(fired) == bool(world.lies)
+        assert took < 40, "a third of a minute at most of waiting for those who hang, and the bytes"
 
     run(work())

@@ -110,7 +110,7 @@ class World:
         """Calls for chunks that reached a living replica."""
         return sum(replica.calls["GetChunk"] for replica in self.replicas.values())
 
-    async def call(self, peer, request, tensors, *, deadline, on_progress=None) -> Given:  # noqa: ANN001
+    async def call(self, peer, request, tensors, *, deadline, on_progress=None) -> Given:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
@@ -121,7 +121,7 @@ class World:
         finally:
             self.open -= 1
 
-    async def _until_death(self, replica: Replica, request) -> Given:  # noqa: ANN001
+    async def _until_death(self, replica: Replica, request) -> Given:
         if replica.dead.is_set():
             raise ConnectionBroken("refused")
         work = asyncio.create_task(self._serve(replica, request))
@@ -136,7 +136,7 @@ class World:
             death.cancel()
             await asyncio.gather(work, death, return_exceptions=True)
 
-    async def _serve(self, replica: Replica, request) -> Given:  # noqa: ANN001
+    async def _serve(self, replica: Replica, request) -> Given:
         chunk = request.chunk if isinstance(request, GetChunk) else -1
         if chunk >= 0:
             replica.open_chunks.add(chunk)
