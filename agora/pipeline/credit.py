@@ -69,10 +69,7 @@ class Pace:
 
 
 def step_share(target_tokens: int, tokens_per_microbatch: int, rank: int, origins: int) -> int:
-    """How many microbatches of one step the `rank`-th of `origins` origins opens; the shares sum to the whole step.
-
-    At least one, so that an origin beyond the count of microbatches does not stand still for ever.
-    """
+    """How many microbatches of one step the `rank`-th of `origins` origins opens; the shares sum to the whole step."""
     total = math.ceil(target_tokens / max(1, tokens_per_microbatch))
     base, rest = divmod(total, max(1, origins))
-    return max(1, base + (1 if rank < rest else 0))
+    return base + (1 if rank < rest else 0)

@@ -26,6 +26,7 @@ from agora_protocol.tensors import WireTensor
 from agora.observe import events
 from agora.pipeline.admission import Admission
 from agora.pipeline.deadline import downstream_deadline, is_hopeless
+from agora.pipeline.gate import StepGate
 from agora.pipeline.inflight import InProgress, Work
 from agora.pipeline.results import ResultCache, WorkKey
 from agora.pipeline.seams import Answer, Backward, Compute, Fault, LossSum, Progress, Report, WireShapes
@@ -81,6 +82,7 @@ class Hop:
         *,
         results: ResultCache,
         report: Report,
+        gate: StepGate | None = None,
         fault: Fault = no_fault,
     ) -> None:
         self._config = config
@@ -89,6 +91,7 @@ class Hop:
         self._admission = admission
         self._results = results
         self._report = report
+        self._gate = gate
         self._fault = fault
         self._running = InProgress()
         self._in_hand = 0
@@ -115,6 +118,8 @@ class Hop:
             kept = self._results.get(job.key, _now())
             if kept is None:
                 self._refuse_another_entry(job)
+                if self._gate is not None and message.step:
+                    await self._gate.passed(message.stage, message.step, deadline)
                 answer = await self._joined_or_begun(job, progress)
             else:
                 answer = self._repeated(job, kept, progress)

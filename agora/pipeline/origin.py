@@ -28,6 +28,8 @@ PATIENCE_TRIPS = 10.0
 """An attempt may take this many times what attempts usually take: room for a hung peer at every stage."""
 MOST_PATIENCE_S = MAX_DEADLINE_MS / 1000.0
 RETRY_S, RETRY_MOST_S = 0.05, 2.0
+GRACE_S = 3.0
+"""Without a step for so long and nothing open, an origin of a synchronous run looks what the step lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class _Parcel:
     tokens: WireTensor
     purpose: str
     started: float
+    step: int = 0
     path: dict[int, PeerId] = field(default_factory=dict)
 
     def heard(self, news: Advance) -> None:
@@ -103,6 +106,8 @@ class Origin:
         report: Report,
         *,
         share: Callable[[], Share] = Share,
+        step_of: Callable[[], int] | None = None,
+        missing_tokens: Callable[[], int] = lambda: 0,
         path_s: Callable[[], float | None] = lambda: None,
         session: bytes | None = None,
     ) -> None:
@@ -111,6 +116,8 @@ class Origin:
         self._batches = batches
         self._report = report
         self._share = share
+        self._step_of = step_of
+        self._missing_tokens = missing_tokens
         self._path_s = path_s
         self._session = os.urandom(8) if session is None else session
         self._ids = 0
@@ -120,6 +127,8 @@ class Origin:
         self._paused = False
         self._leaving = False
         self._step_left = 0
+        self._step = -1
+        self._stuck_since: float | None = None
         self._pace = Pace()
         self._trip_s = 0.0
         self.statistics = OriginStatistics()
@@ -194,7 +203,7 @@ class Origin:
         while not self._leaving:
             if not self._paused and self._has_room():
                 return True
-            await self._changed.wait()
+            await self._changed.wait(_now() + GRACE_S if self._config.synchronous else None)
         return False
 
     def _has_room(self) -> bool:
@@ -203,10 +212,32 @@ class Origin:
             self.credit = self._measured_credit()
             return len(self._open) < self.credit.limit
         if not self._step_left and not self._open:
-            share = self._share()
-            self._step_left = step_share(config.target_tokens, config.tokens_per_microbatch, share.rank, share.origins)
+            self._step_left = self._next_share()
             self.credit = Credit(min(self._step_left, config.ceiling), f"{self._step_left} microbatches to the step")
         return self._step_left > 0 and len(self._open) < config.ceiling
+
+    def _next_share(self) -> int:
+        """Microbatches of a synchronous step that this origin opens now: its share once the stage is at a new step.
+
+        Shares need not add up, when origins come and go: what a step still lacks after GRACE_S is opened by everyone
+        who has nothing else to do, in parts.
+        """
+        config, share = self._config, self._share()
+        step = self._step + 1 if self._step_of is None else self._step_of()
+        if step != self._step:
+            self._step, self._stuck_since = step, None
+            return step_share(config.target_tokens, config.tokens_per_microbatch, share.rank, share.origins)
+        if self._stuck_since is None:
+            self._stuck_since = _now()
+        if _now() - self._stuck_since < GRACE_S:
+            return 0
+        self._stuck_since = None
+        lacking = -(-self._missing_tokens() // config.tokens_per_microbatch)
+        return -(-lacking // share.origins)
+
+    def stepped(self) -> None:
+        """The own stage 0 has taken a step."""
+        self._changed.notify()
 
     def _measured_credit(self) -> Credit:
         config = self._config
@@ -219,12 +250,12 @@ class Origin:
         tokens = self._batches.draw(self._drawn)
         self._drawn += 1
         self._step_left = max(0, self._step_left - 1)
-        return self._parcel(tokens, "train")
+        return self._parcel(tokens, "train", max(self._step, 0))
 
-    def _parcel(self, tokens: WireTensor, purpose: str) -> _Parcel:
+    def _parcel(self, tokens: WireTensor, purpose: str, step: int = 0) -> _Parcel:
         microbatch = microbatch_id(self._session, self._ids)
         self._ids += 1
-        return _Parcel(microbatch, tokens, purpose, _now())
+        return _Parcel(microbatch, tokens, purpose, _now(), step)
 
     # --- carrying
 
@@ -267,7 +298,9 @@ class Origin:
         patience = self._patience(attempt)
         deadline, wait = _now() + patience, RETRY_S * 2.0 ** min(attempt, 16)
         hint = tuple(sorted(parcel.path.items())[:MAX_HINTS])
-        message = Process(parcel.microbatch, self._config.me, 0, parcel.purpose, max(1, int(1000.0 * patience)), hint)
+        message = Process(
+            parcel.microbatch, self._config.me, 0, parcel.purpose, max(1, int(1000.0 * patience)), hint, parcel.step
+        )
         started = _now()
         try:
             async with asyncio.timeout_at(deadline):

@@ -160,6 +160,10 @@ class Compute:
         """How far each stage of the span is, in order."""
         return self._trainer.progress()
 
+    def step_of(self, stage: int) -> int:
+        """Optimizer steps that a stage of the span has taken. From any thread."""
+        return self._trainer.stage(stage).progress.step
+
     def set_step_tokens(self, step_tokens: Callable[[int], int]) -> None:
         """step_tokens(stage): tokens this peer must see before the stage steps. Called on the device thread, often."""
         self._trainer.step_tokens = step_tokens
