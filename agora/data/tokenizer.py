@@ -73,7 +73,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` package.
 
-    Documents are separated by the first of END_OF_TEXT that its vocabulary has, else by what it makes of a newline.
+    Documents are separated by `end_of_text`, the first of END_OF_TEXT that its vocabulary has, else by what it makes of
+    a newline.
     Raises DiskError (cannot be read), ManifestError (is not such a file), LocalError (the package is missing).
     """
 
@@ -84,8 +85,9 @@ class JsonTokenizer:
         self.vocabulary: int = self._largest_id() + 1
         self.fingerprint = f"json:{hashlib.sha256(content).hexdigest()}"
         self._dtype = token_dtype(self.vocabulary)
-        ends = [end for end in map(self._tokenizer.token_to_id, END_OF_TEXT) if end is not None]
-        self.separator: Ids = np.array(ends[:1], self._dtype) if ends else self.encode("\n")
+        ends = [token for token in END_OF_TEXT if self._tokenizer.token_to_id(token) is not None]
+        self.end_of_text: str | None = ends[0] if ends else None
+        self.separator: Ids = self._ids_of(ends[0]) if ends else self.encode("\n")
 
     def encode(self, text: str) -> Ids:
         return self.encode_many([text])[0]
@@ -97,6 +99,9 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
+
+    def _ids_of(self, token: str) -> Ids:
+        return np.array([self._tokenizer.token_to_id(token)], self._dtype)
 
     def _largest_id(self) -> int:
         """Ids may have gaps, so the size of the vocabulary alone does not bound them."""

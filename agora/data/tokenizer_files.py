@@ -1,0 +1,93 @@
+"""A run's tokenizer as the files of a Hugging Face model folder, with the ids that the run trained on.
+
+Knows tokenizer.json and tokenizer_config.json. Must not know models or folders.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agora_protocol.errors import DiskError
+
+from agora.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """Contents by file name; `end_of_text` is the id that ends a document, None where that is no id of its own."""
+
+    files: dict[str, bytes]
+    end_of_text: int | None
+
+
+def tokenizer_files(source: str, vocabulary: int, context: int, base: Path | None = None) -> TokenizerFiles:
+    """The files of the tokenizer that a manifest names (see open_tokenizer, also for what is raised)."""
+    tokenizer = open_tokenizer(source, vocabulary, base=base)
+    about: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    end_of_text: int | None = None
+    if isinstance(tokenizer, JsonTokenizer):
+        content = _read(tokenizer.path)
+        if tokenizer.end_of_text is not None:
+            about["eos_token"] = tokenizer.end_of_text
+            end_of_text = int(tokenizer.separator[0])
+    else:
+        content = _json(byte_tokenizer())
+        end_of_text = int(ByteTokenizer.separator[0])
+    return TokenizerFiles({"tokenizer.json": content, "tokenizer_config.json": _json(about)}, end_of_text)
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """A `tokenizers` JSON whose ids are the bytes of UTF-8; text survives it unchanged.
+
+    A byte-level BPE without merges. It has no special tokens: id 0 is the byte 0, and a special token of that id would
+    need a spelling that text could contain.
+    """
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in enumerate(_byte_characters())},
+        "merges": [],
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": bytewise,
+        "post_processor": None,
+        "decoder": bytewise,
+        "model": model,
+    }
+
+
+def _byte_characters() -> list[str]:
+    """How byte-level tokenizers spell each byte: itself where that is visible, else U+0100 and on (GPT-2's table)."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return [chr(byte) if byte in visible else chr(0x100 + hidden.index(byte)) for byte in range(256)]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DiskError(f"Cannot read the tokenizer file {path} ({error.strerror}); put it there again.") from error
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
