@@ -50,7 +50,7 @@ def byte_tokenizer() -> dict[str, Any]:
     need a spelling that text could contain.
     """
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    model = {
+    model: dict[str, Any] = {
         "type": "BPE",
         "dropout": None,
         "unk_token": None,

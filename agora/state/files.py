@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -50,6 +50,21 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metada
     return write_file(path, _safetensors(tensors, metadata))
 
 
+def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with; the tensors' bytes follow in the same order, without gaps.
+
+    tensors: dtype as the format calls it, shape and bytes of each, by name.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % HEADER_BORDER)
+    return len(text).to_bytes(8, "little") + text
+
+
 def hash_file(path: Path) -> Written:
     """What `path` holds now. Raises OSError."""
     with path.open("rb") as file:
@@ -85,14 +100,6 @@ def _write_all(handle: int, data: memoryview) -> None:
 def _safetensors(
     tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, tensor in tensors.items():
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % HEADER_BORDER)
-    yield len(text).to_bytes(8, "little")
-    yield text
+    yield safetensors_header({name: ("F32", tensor.shape, tensor.nbytes) for name, tensor in tensors.items()}, metadata)
     for tensor in tensors.values():
         yield np.ascontiguousarray(tensor, "<f4").reshape(-1).data.cast("B")
