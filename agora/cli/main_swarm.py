@@ -121,6 +121,36 @@ def demo(
 
 
 @app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write; it appears when it is complete.")],
+    dtype: Annotated[str, typer.Option(metavar="float32|bf16", help="What the weights are written as.")] = "float32",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The most that a weights file holds.")] = "5GB",
+    force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is an earlier export.")] = False,
+    directories: Annotated[
+        list[Path] | None,
+        typer.Option("--dir", metavar="DIR", help="A data directory with checkpoints of the run; may be repeated."),
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Write the run's model as a Hugging Face folder: AutoModelForCausalLM.from_pretrained(DIR) loads it.
+
+    A daemon of the run on this machine collects every stage from the swarm; without one, the newest whole checkpoints
+    in the data directories are taken. Everything is checked against the manifest before anything is written.
+    Exit code: 4 when a stage is neither in the swarm nor on this machine.
+
+    \b
+    Examples:
+      swarm export run.toml --out model
+      swarm export agora://... --out model --dtype bf16 --dir ./one --dir ./two
+    """
+    from agora.cli import export as command
+
+    wish = command.Wish(run, out, tuple(directories or ()), dtype, shard_size, force)
+    raise typer.Exit(command.run(wish, as_json=as_json))
+
+
+@app.command()
 def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Which comparison, for example pipeline.")],
     quick: Annotated[bool, typer.Option("--quick", help="At most 5 minutes on 2 cores; same ratio names.")] = False,

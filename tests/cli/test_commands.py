@@ -19,7 +19,7 @@ from agora.node import asking, paths
 
 Completed = subprocess.CompletedProcess[str]
 COMMANDS = [("node", name) for name in ("join", "leave", "pause", "resume")]
-COMMANDS += [("swarm", name) for name in ("new", "status", "demo", "bench")]
+COMMANDS += [("swarm", name) for name in ("new", "status", "demo", "export", "bench")]
 
 
 @pytest.fixture
@@ -50,8 +50,9 @@ def one_sentence(done: Completed, code: int, *expected: str) -> None:
 def test_importing_the_commands_imports_nothing_heavy() -> None:
     code = (
         "import sys, agora.cli.main_node, agora.cli.main_swarm, agora.cli.join, agora.cli.status, agora.cli.new, "
-        "agora.cli.demo\n"
-        "heavy = {'torch', 'hivemind', 'numpy', 'pydantic', 'libp2p', 'trio', 'uvloop', 'rich', 'cryptography', "
+        "agora.cli.demo, agora.cli.export\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'safetensors', 'hivemind', 'numpy', "
+        "'pydantic', 'libp2p', 'trio', 'uvloop', 'rich', 'cryptography', "
         "'msgpack', 'agora_protocol.manifest', 'agora.node.node'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

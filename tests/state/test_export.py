@@ -1,0 +1,144 @@
+"""Stages' files become the shards of one model, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
+
+from agora.state.export import INDEX, ExportError, Merge, Part, StageFile, cut_shards, to_bf16
+from agora.state.weights import write_weights
+
+RUN = "ab" * 32
+PARTS = [
+    Part(0, "a", "model.a", (4, 3)),
+    Part(0, "b", "model.b", (5,)),
+    Part(1, "c", "model.c", (2, 2)),
+]
+
+
+def values(part: Part) -> np.ndarray:
+    return np.linspace(-1, 1, part.numel, dtype=np.float32).reshape(part.shape)
+
+
+def tensors(stage: int) -> dict[str, np.ndarray]:
+    return {part.name: values(part) for part in PARTS if part.stage == stage}
+
+
+def about(stage: int, step: int = 7) -> dict[str, str]:
+    return {"run": RUN, "stage": str(stage), "step": str(step)}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[StageFile]:
+    for stage in (0, 1):
+        write_weights(tmp_path / f"stage-{stage}.safetensors", tensors(stage), about(stage))
+    return [StageFile(stage, 7, tmp_path / f"stage-{stage}.safetensors") for stage in (0, 1)]
+
+
+def check(files: list[StageFile]) -> list[int]:
+    told: list[int] = []
+    with Merge(RUN, files, PARTS) as merge:
+        merge.check(told.append)
+    return told
+
+
+@pytest.mark.parametrize(("shard_bytes", "shards"), [(10**9, 1), (70, 2), (1, 3)])
+def test_shards_hold_every_tensor_under_its_new_name(
+    files: list[StageFile], tmp_path: Path, shard_bytes: int, shards: int
+) -> None:
+    assert check(files) == [48, 20, 16]
+    out = tmp_path / "out"
+    out.mkdir()
+    with Merge(RUN, files, PARTS) as merge:
+        written = merge.write(out, "float32", shard_bytes, lambda _: None)
+    index = json.loads((out / INDEX).read_text())
+    assert index["metadata"]["total_size"] == 84
+    assert sorted(written) == sorted(path.name for path in out.iterdir()) and len(written) == shards + 1
+    for part in PARTS:
+        found = load_file(out / index["weight_map"][part.exported])[part.exported]
+        assert np.array_equal(found.numpy(), values(part))
+    assert all((out / name).stat().st_size == file.size for name, file in written.items())
+
+
+def test_bf16_halves_the_files_and_rounds_as_torch_does(files: list[StageFile], tmp_path: Path) -> None:
+    with Merge(RUN, files, PARTS) as merge:
+        merge.write(tmp_path, "bf16", 10**9, lambda _: None)
+    found = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    for part in PARTS:
+        assert torch.equal(found[part.exported], torch.from_numpy(values(part)).bfloat16())
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30))
+def test_bf16_is_torchs_for_every_finite_value(numbers: list[float]) -> None:
+    array = np.array(numbers, np.float32)
+    assert torch.equal(torch.from_numpy(to_bf16(array)).view(torch.bfloat16), torch.from_numpy(array).bfloat16())
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 100))
+def test_shards_keep_the_order_and_the_limit(sizes: list[int], limit: int) -> None:
+    parts = [Part(0, str(i), str(i), (size,)) for i, size in enumerate(sizes)]
+    shards = cut_shards(parts, 2, limit)
+    assert [part for shard in shards for part in shard] == parts
+    for shard, following in zip(shards, [*shards[1:], None], strict=True):
+        total = sum(2 * part.numel for part in shard)
+        assert total <= limit or len(shard) == 1
+        assert following is None or total + 2 * following[0].numel > limit
+
+
+def nan(array: np.ndarray) -> np.ndarray:
+    return np.where(array == array.max(), np.nan, array).astype(np.float32)
+
+
+DAMAGES = {
+    "b is missing": {"a": tensors(0)["a"]},
+    "x is no tensor of this stage": tensors(0) | {"x": np.zeros(1, np.float32)},
+    r"a is F32 \(3, 4\); the manifest says F32 \(4, 3\)": tensors(0) | {"a": np.zeros((3, 4), np.float32)},
+    r"b is F16 \(5,\)": tensors(0) | {"b": np.zeros(5, np.float16)},
+    "a has values that are not finite": tensors(0) | {"a": nan(tensors(0)["a"])},
+    "b has values that are not finite": tensors(0) | {"b": np.full(5, np.inf, np.float32)},
+}
+
+
+@pytest.mark.parametrize("expected", DAMAGES)
+def test_what_is_not_as_the_manifest_says_is_named(files: list[StageFile], expected: str) -> None:
+    save_file(DAMAGES[expected], files[0].path, about(0))
+    with pytest.raises(ExportError, match=f"stage-0.safetensors: {expected}"):
+        check(files)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        (about(0) | {"run": "cd" * 32}, "is of run cdcd"),
+        (about(1), "is of stage 1, not 0"),
+        (about(0, step=6), "is of step 6, not 7"),
+        ({}, "is of run none"),
+    ],
+)
+def test_a_file_of_another_run_stage_or_step_is_refused(
+    files: list[StageFile], metadata: dict[str, str], expected: str
+) -> None:
+    save_file(tensors(0), files[0].path, metadata)
+    with pytest.raises(ExportError, match=expected):
+        check(files)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 60, -1])
+def test_a_file_cut_short_is_refused(files: list[StageFile], keep: int) -> None:
+    files[1].path.write_bytes(files[1].path.read_bytes()[:keep])
+    with pytest.raises(ExportError, match="stage-1.safetensors cannot be read"):
+        check(files)
+
+
+def test_a_file_that_is_not_there_is_refused(files: list[StageFile]) -> None:
+    files[1].path.unlink()
+    with pytest.raises(ExportError, match="stage-1.safetensors"):
+        check(files)
