@@ -6,11 +6,12 @@ written (agora.state), or named (agora.model.hf); loads torch only once there is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,13 +50,13 @@ def run(wish: Wish, *, as_json: bool) -> int:
     from agora.state.folder import place_for
 
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     shard_bytes = size_of(wish.shard_size)
     if wish.dtype not in DTYPES:
         raise Failure(f"--dtype {wish.dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
     place = place_for(wish.out, replace=wish.force)
-    sources = export_sources.find(wish.run, wish.directories)
-    written, parameters = _export(sources, place, wish.dtype, shard_bytes)
+    with _terminated_as_interrupted():
+        sources = export_sources.find(wish.run, wish.directories)
+        written, parameters = _export(sources, place, wish.dtype, shard_bytes)
     value = _result(sources, place, wish.dtype, parameters, written)
     value["seconds"] = round(time.monotonic() - began, 3)
     if as_json:
@@ -63,6 +64,16 @@ def run(wish: Wish, *, as_json: bool) -> int:
     else:
         _print(value)
     return console.DONE
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does, so that nothing half written stays; a second one ends it at once."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def size_of(text: str) -> int:

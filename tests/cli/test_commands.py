@@ -149,6 +149,12 @@ def test_status_of_a_run_that_nobody_answers_for_is_4_and_still_an_object(
     one_sentence(run("swarm", "status", "nonsense"), 2, "no run that this machine has joined")
 
 
+def test_an_export_that_cannot_be_says_so_in_one_sentence(run: Callable[..., Completed]) -> None:
+    one_sentence(run("swarm", "export", "nonsense", "--out", "model"), 2, "no run that this machine has joined")
+    one_sentence(run("swarm", "export", "cd" * 32, "--out", "model"), 4, "has not joined run cdcdcdcdcdcd")
+    one_sentence(run("swarm", "export", "cd" * 32, "--out", "model", "--shard-size", "some"), 2, "--shard-size")
+
+
 def example(state: str) -> dict[str, Any]:
     peer = {"peer": "12D3KooWExample", "name": "olive-heron", "span": [0, 1], "state": "training", "step": 7}
     peer |= {"tokens_per_second": 3400.0, "path": "direct", "seen_seconds": 1.2, "note": "late"}

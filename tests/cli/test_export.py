@@ -1,0 +1,350 @@
+"""What `swarm export` writes is the run's own model to whoever loads it with transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agora_protocol.errors import InputError, Unavailable
+from agora_protocol.identity import Identity
+from agora_protocol.manifest import SignedManifest, preset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agora.cli import console, export
+from agora.cli.console import Failure
+from agora.model import Context, Stage, build_stage, stage_loss
+from agora.node import paths, runs
+from agora.node.control import Ask, ControlSocket
+from agora.state.checkpoint import write_checkpoint
+from agora.state.export import ExportError
+from agora.state.layout import Layout, StageState
+from agora.state.weights import write_weights
+from agora.train.weights import StageWeights
+
+MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 64}
+MANIFEST = preset("tiny", name="poems", model=MODEL | {"rope_theta": 777.0, "norm_epsilon": 1e-3}, stages={"count": 3})
+STEPS = {0: 41, 1: 40, 2: 42}
+Answer = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> paths.Home:
+    monkeypatch.setenv(paths.HOME_VARIABLE, str(tmp_path / "home"))
+    monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "sockets"))
+    monkeypatch.chdir(tmp_path)
+    return paths.default_home()
+
+
+@pytest.fixture(scope="module")
+def signed() -> SignedManifest:
+    return SignedManifest.sign(MANIFEST, Identity.generate())
+
+
+@pytest.fixture(scope="module")
+def stages() -> list[Stage]:
+    """Far from their initial values, gains included, so that no tensor could stand for another."""
+    built = [build_stage(MANIFEST.model, MANIFEST.layers_of(k), k, 3, 5) for k in range(3)]
+    with torch.no_grad():
+        for number, parameter in enumerate(p for stage in built for p in stage.parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.mul_(2).add_(noise, alpha=0.1)
+    return built
+
+
+@pytest.fixture
+def checkpoints(home: paths.Home, signed: SignedManifest, stages: list[Stage]) -> paths.Home:
+    """A data directory that holds a checkpoint of every stage."""
+    runs.remember(home, signed)
+    for stage in range(3):
+        checkpoint(home, signed, stages, stage, STEPS[stage])
+    return home
+
+
+def named(stage: Stage) -> dict[str, np.ndarray]:
+    return {name: p.detach().numpy() for name, p in stage.named_parameters()}
+
+
+def checkpoint(home: paths.Home, signed: SignedManifest, stages: list[Stage], stage: int, step: int) -> Path:
+    weights = StageWeights(stages[stage], torch.device("cpu"))
+    layout = Layout(weights.numel, weights.slots)
+    moments = np.zeros(weights.numel, np.float32)
+    state = StageState(stage, step, step, 0, layout.flat(named(stages[stage])), moments, moments)
+    return write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, layout, keep=3).path
+
+
+def run(wanted: str, out: Path, *directories: Path, dtype: str = "float32", size: str = "5GB", force: bool = False):
+    wish = export.Wish(wanted, out, directories, dtype, size, force)
+    return export.run(wish, as_json=True)
+
+
+def logits_of(stages: list[Stage], tokens: torch.Tensor) -> torch.Tensor:
+    hidden = tokens
+    for stage in stages:
+        hidden = stage(hidden, Context(tokens))
+    return hidden
+
+
+def some_tokens(b: int = 2) -> torch.Tensor:
+    return torch.randint(256, (b, 65), generator=torch.Generator().manual_seed(1))
+
+
+# --- what is written
+
+
+@torch.no_grad()
+def test_transformers_computes_the_runs_logits_and_loss(
+    checkpoints: paths.Home, stages: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("poems", tmp_path / "out", size="20KB") == console.DONE
+    said = json.loads(capsys.readouterr().out)
+    assert said["from"] == "checkpoints" and len([n for n in said["files"] if n.endswith(".safetensors")]) > 3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert sum(p.numel() for p in model.parameters()) == said["parameters"]
+    ids = some_tokens()
+    tokens, targets = ids[:, :-1], ids[:, 1:]
+    ours, theirs = logits_of(stages, tokens), model(tokens).logits
+    assert ours.std() > 1, "logits that hardly differ would show nothing"
+    assert float((theirs - ours).abs().max() / ours.abs().max()) < 1e-5
+    loss = float(stage_loss(ours, targets)) / targets.numel()
+    assert float(model(ids, labels=ids).loss) == pytest.approx(loss, abs=1e-3)
+
+
+def test_generate_runs_and_text_survives_the_tokenizer(checkpoints: paths.Home, tmp_path: Path) -> None:
+    run("poems", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "def f(x):\n    return '\u00e4\u20ac\U0001f600 \u0100 <s>'"
+    ids = tokenizer(text, return_tensors="pt")
+    assert ids["input_ids"][0].tolist() == list(text.encode())
+    assert tokenizer.decode(ids["input_ids"][0]) == text
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.manual_seed(0)
+    made = model.generate(**ids, max_new_tokens=12)
+    assert made.shape[1] > len(text.encode()) and isinstance(tokenizer.decode(made[0]), str)
+    assert model.generation_config.eos_token_id == 0
+
+
+@torch.no_grad()
+def test_bf16_is_the_same_model_rounded(checkpoints: paths.Home, stages: list[Stage], tmp_path: Path) -> None:
+    run("poems", tmp_path / "out", dtype="bf16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    expected = stages[0].get_parameter("embedding.weight").bfloat16()
+    assert torch.equal(model.model.embed_tokens.weight, expected)
+
+
+def test_the_card_and_the_list_say_where_it_comes_from(
+    checkpoints: paths.Home, signed: SignedManifest, tmp_path: Path
+) -> None:
+    run("poems", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    for text in (
+        signed.run_id,
+        "stage 0: 41, stage 1: 40, stage 2: 42",
+        "checkpoints",
+        'corpus = ["stdlib"]',
+        "655,360",
+    ):
+        assert text in card, text
+    assert runs.from_file(tmp_path / "out" / "run.toml", paths.default_home()).signed == signed
+    listed = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert listed["stages"] == [{"stage": k, "step": STEPS[k]} for k in range(3)]
+    for name, file in listed["files"].items():
+        content = (tmp_path / "out" / name).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (file["size"], file["sha256"])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*listed["files"], "export.json"}
+
+
+# --- from which checkpoints
+
+
+def test_the_newest_whole_checkpoint_in_any_data_directory_is_taken(
+    checkpoints: paths.Home,
+    signed: SignedManifest,
+    stages: list[Stage],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Data directories side by side in one folder, as `swarm demo --dir` leaves them."""
+    shutil.move(checkpoints.root, tmp_path / "demo" / "peer-0")
+    checkpoint(paths.Home(tmp_path / "demo" / "peer-1"), signed, stages, 1, 44)
+    newer = checkpoint(paths.Home(tmp_path / "demo" / "peer-1"), signed, stages, 2, 50) / "weights.safetensors"
+    content = bytearray(newer.read_bytes())
+    content[-1] ^= 1
+    newer.write_bytes(content)
+    run("poems", tmp_path / "out", tmp_path / "demo")
+    said = capsys.readouterr()
+    assert [stage["step"] for stage in json.loads(said.out)["stages"]] == [41, 44, 42]
+    assert str(newer) in said.err and "expected SHA-256" in said.err
+
+
+def test_a_missing_stage_is_named_with_exit_code_4(
+    checkpoints: paths.Home, signed: SignedManifest, tmp_path: Path
+) -> None:
+    shutil.rmtree(checkpoints.checkpoints(signed.run_id) / "stage-1")
+    with pytest.raises(Failure, match=r"stage 1 is missing: no daemon .* in .*home; export while") as failed:
+        run("poems", tmp_path / "out")
+    assert failed.value.code == console.STALLED and not (tmp_path / "out").exists()
+
+
+def test_a_run_this_machine_knows_nothing_of_is_4(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match="has not joined run cdcdcd") as failed:
+        run("cd" * 32, tmp_path / "out")
+    assert failed.value.code == console.STALLED
+
+
+def test_a_manifest_that_nobody_signed_was_never_trained(tmp_path: Path) -> None:
+    (tmp_path / "draft.toml").write_text(MANIFEST.to_toml())
+    with pytest.raises(Failure, match="not signed"):
+        run("draft.toml", tmp_path / "out")
+
+
+# --- from a daemon
+
+
+@contextmanager
+def daemon(
+    home: paths.Home, signed: SignedManifest, collect: Callable[[Mapping[str, Any]], Awaitable[Answer]]
+) -> Iterator[None]:
+    """A control socket of a daemon that does nothing but `collect`, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    socket = ControlSocket(paths.socket_of(home), {"collect": Ask(collect, {}, 30.0)})
+    try:
+        asyncio.run_coroutine_threadsafe(socket.start(), loop).result(10)
+        entry = paths.Entry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), str(socket.path))
+        paths.register(entry)
+        yield
+        asyncio.run_coroutine_threadsafe(socket.close(), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def collected(folder: Path, signed: SignedManifest, stages: list[Stage], step: int) -> Answer:
+    files = {}
+    for stage, module in enumerate(stages):
+        about = {"run": signed.run_id, "stage": str(stage), "step": str(step)}
+        write_weights(folder / f"stage-{stage}.safetensors", named(module), about)
+        files[str(stage)] = str(folder / f"stage-{stage}.safetensors")
+    return {"files": files, "steps": dict.fromkeys(files, step)}
+
+
+def test_a_daemon_collects_what_is_newer_than_any_checkpoint(
+    checkpoints: paths.Home,
+    signed: SignedManifest,
+    stages: list[Stage],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = []
+
+    async def collect(arguments: Mapping[str, Any]) -> Answer:
+        asked.append(arguments)
+        return collected(tmp_path / "collected", signed, stages, 60)
+
+    with daemon(checkpoints, signed, collect):
+        run("poems", tmp_path / "out")
+    said = json.loads(capsys.readouterr().out)
+    assert asked == [{}] and said["from"] == "daemon" and {stage["step"] for stage in said["stages"]} == {60}
+
+
+@pytest.mark.parametrize("answer", [Unavailable(1, ["nobody answers"]), {"files": {}, "steps": {}}], ids=["no", "odd"])
+def test_a_daemon_that_cannot_leaves_it_to_the_checkpoints(
+    checkpoints: paths.Home,
+    signed: SignedManifest,
+    answer: Answer | Exception,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def collect(_: Mapping[str, Any]) -> Answer:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with daemon(checkpoints, signed, collect):
+        run("poems", tmp_path / "out")
+        said = capsys.readouterr()
+        assert json.loads(said.out)["from"] == "checkpoints" and "could not collect" in said.err
+        shutil.rmtree(checkpoints.checkpoints(signed.run_id))
+        with pytest.raises(Failure, match=r"stage 0, 1, 2 is missing: the daemon in .* could not collect") as failed:
+            run("poems", tmp_path / "more")
+    assert failed.value.code == console.STALLED
+
+
+def test_what_a_daemon_collected_is_checked_before_anything_is_written(
+    checkpoints: paths.Home, signed: SignedManifest, stages: list[Stage], tmp_path: Path
+) -> None:
+    async def collect(_: Mapping[str, Any]) -> Answer:
+        answer = collected(tmp_path / "collected", signed, stages, 60)
+        bad = named(stages[1]) | {"layers.1.attention_norm.weight": np.full(32, np.nan, np.float32)}
+        about = {"run": signed.run_id, "stage": "1", "step": "60"}
+        write_weights(tmp_path / "collected" / "stage-1.safetensors", bad, about)
+        return answer
+
+    with (
+        daemon(checkpoints, signed, collect),
+        pytest.raises(ExportError, match=r"layers\.1\.attention_norm\.weight has values that are not finite"),
+    ):
+        run("poems", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["collected", "home", "sockets"]
+
+
+# --- how it ends
+
+
+def test_mistakes_end_before_anything_is_asked(checkpoints: paths.Home, tmp_path: Path) -> None:
+    for size in ("", "5", "5 apples", "0GB", "-1GB"):
+        with pytest.raises(Failure, match="--shard-size"):
+            run("poems", tmp_path / "out", size=size)
+    with pytest.raises(Failure, match="float32 or bf16"):
+        run("poems", tmp_path / "out", dtype="int4")
+    with pytest.raises(InputError, match="no earlier export"):
+        run("poems", checkpoints.root)
+    with pytest.raises(InputError, match="'poms' is no file.*'poems'"):
+        run("poms", tmp_path / "out")
+    assert (export.size_of("5GB"), export.size_of("1.5 mb")) == (5 * 10**9, 1_500_000)
+
+
+def test_sigterm_ends_the_wait_for_a_daemon(checkpoints: paths.Home, signed: SignedManifest, tmp_path: Path) -> None:
+    asked = threading.Event()
+
+    async def collect(_: Mapping[str, Any]) -> Answer:
+        asked.set()
+        await asyncio.sleep(30)
+        return {}
+
+    line = [sys.executable, "-m", "agora.cli.main_swarm", "export", "poems", "--out", "out", "--json"]
+    with (
+        daemon(checkpoints, signed, collect),
+        subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        assert asked.wait(60)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (130, "") and err.splitlines()[-1] == "error: stopped"
+    assert not (tmp_path / "out").exists()
+
+
+def test_people_get_four_lines(checkpoints: paths.Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export.run(export.Wish("poems", tmp_path / "out", (), "bf16", "5GB", False), as_json=False)
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()] == ["exported", "weights", "stages", "load"]
+    assert "0 at step 41, 1 at step 40, 2 at step 42, from checkpoints of its peers" in said.out
+    assert "checking" in said.err and "writing" in said.err
