@@ -235,7 +235,8 @@ class EvaluationDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepTaken(Event):
-    """An optimizer step of one stage; `tokens` went into it, `staleness` is the mean age in steps of its gradients.
+    """An optimizer step of one stage; `tokens` of this peer went into it (0: the stage's other replicas took it, and
+    this one took its number), `staleness` is the mean age in steps of their gradients.
 
     `loss` is the mean loss per token of its microbatches where this peer knows it (last stage), else None.
     """

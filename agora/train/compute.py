@@ -24,6 +24,7 @@ from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Flat, Layout, StageState
 from agora.train.device import DeviceQueue, DeviceStatistics, Priority, choose_device, has_native_bf16
 from agora.train.held import LIMIT_PER_SEAT, Held
+from agora.train.memory import keep_freed_memory
 from agora.train.replicas import Blocks, SliceRule, StageReplica
 from agora.train.span import SpanTrainer
 from agora.train.stage import MeanGradient, StageProgress, Stepped
@@ -94,6 +95,8 @@ class Compute:
         Raises DeviceError, MemoryError_, ManifestError.
         """
         where = choose_device(device)
+        if where.type == "cpu":
+            keep_freed_memory()
         in_flight = in_flight or manifest.schedule.max_in_flight or DEFAULT_IN_FLIGHT
         limit = LIMIT_PER_SEAT * in_flight
         queue = DeviceQueue(limit=limit, fault=fault, failed=lambda error: report(TaskFailed("device", repr(error))))

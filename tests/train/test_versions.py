@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import resource
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -270,6 +272,25 @@ def test_graphs_fit_counts_what_is_still_to_come_and_a_second_version() -> None:
 def test_available_memory_is_what_the_machine_has_at_most() -> None:
     available = memory.available_bytes(CPU)
     assert 0 < available < 1 << 50
+
+
+@pytest.mark.skipif(not memory.keep_freed_memory(), reason="only glibc's malloc can be told")
+def test_what_a_thread_frees_is_used_again_without_page_faults_and_counts_as_available() -> None:
+    assert memory.keep_freed_memory()
+    faults: list[int] = []
+
+    def work() -> None:
+        for _ in range(4):
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            tensors = [torch.ones(1 << 20) for _ in range(20)]
+            faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+            kept = memory.freed_bytes()
+            del tensors
+        assert memory.freed_bytes() >= kept + 20 * (4 << 20)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+    assert faults[-1] < 200  # of 20,480 pages
 
 
 def test_kept_and_recomputed_gradients_agree_when_no_step_comes_between() -> None:
