@@ -29,6 +29,7 @@ def tokenizer_files(source: str, vocabulary: int, context: int, base: Path | Non
     about: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
         "clean_up_tokenization_spaces": False,
     }
     end_of_text: int | None = None
