@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agora.observe import events
+from agora.observe.journal import from_json
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Books:
     def take(self, index: int, fields: Mapping[str, Any]) -> None:
         """Adds one line of a peer's journal."""
         peer, at_unix = self.peer(index), float(fields.get("at_unix", 0.0))
-        match events.from_json(fields):
+        match from_json(fields):
             case events.MicrobatchStarted(microbatch, "train"):
                 peer.open.add(microbatch)
                 self.first_started_unix = min(self.first_started_unix or at_unix, at_unix)
@@ -100,6 +101,8 @@ class Books:
                 peer.boundary_bytes = boundary_bytes
             case events.GradientRefused():
                 self.refused_gradients += 1
+            case events.StepsSkipped(0, _, _, tokens) if tokens:
+                peer.due.append((self._stepped_tokens // self.target_tokens + 1, tokens))
             case events.StartStep(name, seconds, _):
                 peer.start_steps.append({"name": name, "seconds": round(seconds, 3)})
 
@@ -121,7 +124,7 @@ class Books:
 
     def _step(self, peer: PeerBooks, stage: int, step: int, tokens: int) -> None:
         peer.steps[stage] = step
-        if stage == 0:
+        if stage == 0 and tokens:
             peer.due.append((self._stepped_tokens // self.target_tokens + 1, tokens))
             self._stepped_tokens += tokens
             self._fill_steps(peer)

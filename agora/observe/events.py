@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -490,26 +489,4 @@ def _all_events() -> dict[str, type[Event]]:
 
 
 EVENTS: Mapping[str, type[Event]] = types.MappingProxyType(_all_events())
-"""Every event by name: the list is closed, an event defined elsewhere is refused by `to_json`."""
-
-
-def to_json(event: Event) -> dict[str, Any]:
-    """The event as a JSON object: its fields and `event`, its name."""
-    name = type(event).__name__
-    if EVENTS.get(name) is not type(event):
-        raise TypeError(f"{name} is not in the closed list of agora.observe.events")
-    return {"event": name} | {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
-
-
-def from_json(fields: Mapping[str, Any]) -> Event | None:
-    """The event that `to_json` wrote; None for a name or a shape that this version does not know."""
-    cls = EVENTS.get(str(fields.get("event")))
-    if cls is None:
-        return None
-    known = {f.name for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    values = {k: tuple(v) if typing.get_origin(hints[k]) is tuple else v for k, v in fields.items() if k in known}
-    try:
-        return cls(**values)
-    except TypeError:
-        return None
+"""Every event by name: the list is closed, the journal refuses an event defined elsewhere."""

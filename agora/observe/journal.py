@@ -6,16 +6,18 @@ is one write(2) to a file opened with O_APPEND, so that what was reported before
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
 import os
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agora.observe.events import Event, to_json
+from agora.observe.events import EVENTS, Event
 
 FILE_NAME = "events.jsonl"
 MAX_FILE_BYTES = 64 * 2**20
@@ -127,3 +129,25 @@ def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(fields, dict):
             yield fields
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """The event as a JSON object: its fields and `event`, its name."""
+    name = type(event).__name__
+    if EVENTS.get(name) is not type(event):
+        raise TypeError(f"{name} is not in the closed list of agora.observe.events")
+    return {"event": name} | {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+
+
+def from_json(fields: Mapping[str, Any]) -> Event | None:
+    """The event that `to_json` wrote; None for a name or a shape that this version does not know."""
+    cls = EVENTS.get(str(fields.get("event")))
+    if cls is None:
+        return None
+    known = {f.name for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values = {k: tuple(v) if typing.get_origin(hints[k]) is tuple else v for k, v in fields.items() if k in known}
+    try:
+        return cls(**values)
+    except TypeError:
+        return None

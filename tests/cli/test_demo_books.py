@@ -11,11 +11,11 @@ from agora.cli.console import Failure
 from agora.cli.demo_books import Books
 from agora.cli.demo_plan import Plan, check, manifest_of
 from agora.cli.demo_result import Result, compose, verdict
-from agora.observe import events
+from agora.observe import events, journal
 
 
 def line(event: events.Event, at_unix: float = 1.0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(events.to_json(event) | {"at_unix": at_unix}))
+    found: dict[str, Any] = json.loads(json.dumps(journal.to_json(event) | {"at_unix": at_unix}))
     return found
 
 
@@ -50,6 +50,18 @@ def test_replicas_share_a_step() -> None:
         tell(books, peer, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, loss, 8, 0.1))
         tell(books, peer, events.MicrobatchCounted(microbatch, (0,), 8), events.StepTaken(0, 1, 8, None, 0.1))
     assert books.losses == [4.0, 2.0] and books.step == 1
+
+
+def test_a_step_taken_without_tokens_or_skipped_shifts_no_microbatch_into_another() -> None:
+    books = Books(8)
+    for microbatch in "abc":
+        tell(books, 0, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, 8.0, 8, 0.1))
+    tell(books, 0, events.StepTaken(0, 1, 0, None, 0.1))
+    tell(books, 0, events.MicrobatchCounted("a", (0,), 8), events.StepTaken(0, 2, 8, None, 0.1))
+    tell(books, 0, events.MicrobatchCounted("b", (0,), 8), events.StepsSkipped(0, 9, 7, 8))
+    tell(books, 0, events.StepTaken(0, 9, 0, None, 0.1))
+    tell(books, 0, events.MicrobatchCounted("c", (0,), 8), events.StepTaken(0, 10, 8, None, 0.1))
+    assert not books.peer(0).counted and not books.peer(0).due
 
 
 def test_what_a_killed_origin_had_started_is_told_apart_from_what_was_dropped() -> None:

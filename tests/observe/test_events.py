@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from agora.observe import events
+from agora.observe import events, journal
 from agora.observe.report import Reporter
 
 
@@ -28,7 +28,7 @@ def test_every_event_is_documented_frozen_and_survives_json(cls: type[events.Eve
     event = sample(cls)
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(event, dataclasses.fields(cls)[0].name, "other")
-    assert events.from_json(json.loads(json.dumps(events.to_json(event)))) == event
+    assert journal.from_json(json.loads(json.dumps(journal.to_json(event)))) == event
     assert "\n" not in event.say()
     assert cls.level in typing.get_args(events.Level)
 
@@ -39,15 +39,15 @@ def test_an_event_from_elsewhere_is_refused() -> None:
         what: str
 
     with pytest.raises(TypeError, match="closed list"):
-        events.to_json(Foreign("x"))
+        journal.to_json(Foreign("x"))
 
 
 def test_unknown_names_and_shapes_read_as_nothing() -> None:
-    assert events.from_json({"event": "FromTheFuture"}) is None
-    assert events.from_json({"event": "StepTaken", "stage": 1}) is None
-    assert events.from_json({}) is None
-    later = events.to_json(events.PeerGone("p", "left")) | {"added_later": 1, "at_unix": 2.0}
-    assert events.from_json(later) == events.PeerGone("p", "left")
+    assert journal.from_json({"event": "FromTheFuture"}) is None
+    assert journal.from_json({"event": "StepTaken", "stage": 1}) is None
+    assert journal.from_json({}) is None
+    later = journal.to_json(events.PeerGone("p", "left")) | {"added_later": 1, "at_unix": 2.0}
+    assert journal.from_json(later) == events.PeerGone("p", "left")
 
 
 class Collecting:
