@@ -7,6 +7,7 @@ are opened, which peers exist, or what a request means beyond its type: a handle
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -434,7 +435,8 @@ class Connection:
         )
         incoming.progress = partial(self._send_progress, frame.call)
         self._serving[frame.call] = serving = _Serving(incoming)
-        serving.task = self._home.spawn(self._serve(frame.call, serving, held))
+        serving.task = self._home.spawn(self._serve(frame.call, incoming))
+        serving.task.add_done_callback(lambda _: self._served(frame.call, serving, held))
 
     def _send_progress(self, number: int, advance: Advance) -> None:
         if number in self._serving and self.broken is None:
@@ -450,21 +452,20 @@ class Connection:
                 serving.task.cancel()
         self.stream.withdraw(number)
 
-    async def _serve(self, number: int, serving: _Serving, held: int) -> None:
+    async def _serve(self, number: int, incoming: IncomingCall) -> None:
         """Have a request answered. It goes on when the caller is gone: its result may be asked for again."""
-        incoming = serving.incoming
-        try:
-            buffers = await self._answer(number, incoming)
+        buffers = await self._answer(number, incoming)
+        with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
             async with asyncio.timeout_at(None if self.stream.has_room else incoming.deadline):
                 if not incoming.caller_gone:
                     await self.stream.send(buffers, number)
-        except (TimeoutError, ConnectionBroken):
-            pass  # nobody waits for this answer any more
-        finally:
-            if self._serving.get(number) is serving:
-                del self._serving[number]
-            self._let_go(held)
-            self._close_when_left()
+
+    def _served(self, number: int, serving: _Serving, held: int) -> None:
+        """Its task has ended; perhaps it was cancelled before it began."""
+        if self._serving.get(number) is serving:
+            del self._serving[number]
+        self._let_go(held)
+        self._close_when_left()
 
     async def _answer(self, number: int, incoming: IncomingCall) -> list[bytes | memoryview]:
         try:

@@ -244,3 +244,23 @@ def test_a_peer_that_says_nothing_is_cut_off() -> None:
             assert not victim.network.statistics().peers
 
     run(main)
+
+
+def test_a_request_withdrawn_in_the_same_breath_leaves_nothing_held() -> None:
+    async def main() -> None:
+        async with peers(echo, echo) as (a, b):
+            await a.host.connect(b.addresses)
+            async with raw_stream(a, b) as raw:
+                await raw.next()
+                for call in range(1, 41, 2):
+                    request = encode_frame(FrameType.REQUEST, call, process(a.id), boundary(3_000))
+                    raw.send([*request, *encode_frame(FrameType.CANCEL, call, None)])
+                raw.send(encode_frame(FrameType.REQUEST, 99, GetStatus()))
+                while (await raw.next())[0].call != 99:
+                    pass
+                await until(lambda: b.network.held.used == 0)
+                assert not b.events
+                (connection,) = b.network._connections[a.id]
+                assert not connection._serving and connection._held_here == 0
+
+    run(main)
