@@ -208,8 +208,7 @@ class Structure:
 
     FIELDS: ClassVar[dict[str, Field]] = {}
     ERROR: ClassVar[str] = "bad-message"
-    _checks: ClassVar[tuple[tuple[str, Check], ...]] = ()
-    _loads: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
+    _gates: ClassVar[tuple[tuple[str, Callable[[Any], Any] | None, Check], ...]] = ()
     _dumps: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -219,14 +218,13 @@ class Structure:
                 delattr(cls, name)
             else:
                 setattr(cls, name, field.default)
-        cls._checks = tuple((name, field.check) for name, field in cls.FIELDS.items())
-        cls._loads = tuple((name, field.load) for name, field in cls.FIELDS.items() if field.load)
+        cls._gates = tuple((name, field.load, field.check) for name, field in cls.FIELDS.items())
         cls._dumps = tuple((name, field.dump) for name, field in cls.FIELDS.items() if field.dump)
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
         values = self.__dict__
-        for name, check in self._checks:
+        for name, _, check in self._gates:
             if problem := check(values[name]):
                 raise ProtocolError(self.ERROR, f"{type(self).__name__}.{name} {problem}.")
         if problem := self.problem():
@@ -254,11 +252,12 @@ class Structure:
             raise ProtocolError(cls.ERROR, _key_problem(cls, fields))
         made = object.__new__(cls)  # not cls(**fields): a frozen dataclass sets field by field, slowly
         values = made.__dict__
-        for name in cls.FIELDS:
-            values[name] = fields[name]
-        for name, load in cls._loads:
-            values[name] = load(values[name])
-        made.__post_init__()
+        for name, load, check in cls._gates:
+            value = values[name] = fields[name] if load is None else load(fields[name])
+            if problem := check(value):
+                raise ProtocolError(cls.ERROR, f"{cls.__name__}.{name} {problem}.")
+        if problem := made.problem():
+            raise ProtocolError(cls.ERROR, f"{cls.__name__} {problem}.")
         return made
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import (
@@ -46,8 +46,7 @@ _WITH_PAYLOAD: Final = frozenset({FrameType.REQUEST, FrameType.ANSWER})
 _HEADER_OPTIONAL: Final = frozenset({FrameType.GOODBYE})
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(NamedTuple):
     """The first 16 bytes of a frame, judged."""
 
     type: FrameType
@@ -108,7 +107,7 @@ def encode_frame(
     if message is not None:
         _check_belongs(type, message, len(tensors))
         header = pack((message.KIND, message.to_fields(), [(it.dtype, it.shape) for it in tensors]))
-    payload_bytes = sum(tensor.nbytes for tensor in tensors)
+    payload_bytes = sum([tensor.data.nbytes for tensor in tensors])
     _check_lengths(type, len(header), payload_bytes, DEFAULT_LIMITS)
     prefix = _PREFIX.pack(FRAME_MAGIC, type, 0, call, len(header), payload_bytes)
     return [prefix + header, *(tensor.data for tensor in tensors)]
@@ -141,7 +140,7 @@ def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message |
     message = from_fields(parts[0], parts[1])
     specs = _specs(parts[2])
     _check_belongs(prefix.type, message, len(specs))
-    total = sum(spec.nbytes for spec in specs)
+    total = sum([spec.nbytes for spec in specs])
     if total != prefix.payload_bytes:
         raise ProtocolError("bad-tensor", f"The tensors have {total} bytes, the payload {prefix.payload_bytes}.")
     return message, specs
@@ -160,11 +159,11 @@ def _specs(listed: Any) -> tuple[TensorSpec, ...]:
 
 def slice_payload(specs: Sequence[TensorSpec], payload: memoryview | bytearray | bytes) -> list[WireTensor]:
     """The tensors as views into `payload`, in order. Raises ProtocolError("bad-tensor") for a wrong byte count."""
-    view, at = memoryview(payload), 0
-    if sum(spec.nbytes for spec in specs) != view.nbytes:
-        raise ProtocolError("bad-tensor", f"The payload has {view.nbytes} bytes, which is not what its tensors need.")
+    view, at = memoryview(payload).cast("B"), 0
     tensors = []
     for spec in specs:
-        tensors.append(WireTensor(spec.dtype, spec.shape, view[at : at + spec.nbytes]))
-        at += spec.nbytes
+        begin, at = at, at + spec.nbytes
+        tensors.append(WireTensor.over(spec, view[begin:at]))
+    if at != view.nbytes:
+        raise ProtocolError("bad-tensor", f"The payload has {view.nbytes} bytes, which is not what its tensors need.")
     return tensors

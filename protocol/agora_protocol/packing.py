@@ -19,7 +19,8 @@ _REASONS: Final = (ValueError, TypeError, OverflowError, RecursionError, msgpack
 
 def pack(value: object) -> bytes:
     """The msgpack of plain values (None, bool, int, float, str, bytes, list, tuple, dict)."""
-    return msgpack.packb(value, use_bin_type=True)  # type: ignore[no-any-return]
+    # packb does the same behind a wrapper, for twice the time.
+    return msgpack.Packer(use_bin_type=True).pack(value)  # type: ignore[no-any-return]
 
 
 def canonical(value: Any) -> bytes:
@@ -44,10 +45,11 @@ def unpack(data: bytes | bytearray | memoryview, most: int, code: str = "bad-mes
     """
     if len(data) > most:
         raise ProtocolError("too-large", f"{len(data)} bytes of msgpack where at most {most} are allowed.")
-    _check_structure(bytes(data), code)
+    plain = bytes(data)
+    _check_structure(plain, code)
     try:
         return msgpack.unpackb(
-            data,
+            plain,
             raw=False,
             use_list=False,
             strict_map_key=True,

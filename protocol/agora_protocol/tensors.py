@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import shown
@@ -58,6 +58,15 @@ class WireTensor:
             raise ProtocolError(
                 "bad-tensor", f"A {self.dtype} tensor of shape {self.shape} has {needed} bytes, not {view.nbytes}."
             )
+
+    @classmethod
+    def over(cls, spec: TensorSpec, data: memoryview) -> Self:
+        """The tensor of a spec from `check`, which is not checked again; `data` must be flat and have `spec.nbytes`."""
+        made = object.__new__(cls)
+        object.__setattr__(made, "dtype", spec.dtype)
+        object.__setattr__(made, "shape", spec.shape)
+        object.__setattr__(made, "data", data)
+        return made
 
     @property
     def nbytes(self) -> int:
