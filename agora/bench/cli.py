@@ -21,7 +21,10 @@ from agora.bench.report import Report, print_tables, write_section
 DONE, FAILED, USAGE = 0, 1, 2
 PAGE = Path("docs") / "benchmarks.md"
 
-BENCHES: Mapping[str, str] = {"pipeline": "agora.bench.pipeline:run"}
+BENCHES: Mapping[str, str] = {
+    "pipeline": "agora.bench.pipeline:run",
+    "averaging": "agora.bench.averaging:run",
+}
 """Name to `module:function`; the function takes (quick, folder) and returns a Report."""
 
 

@@ -47,6 +47,15 @@ def describe() -> dict[str, object]:
     }
 
 
+def loopback_bytes() -> int:
+    """Bytes that have gone over the loopback interface so far, every header counted, whoever sent them."""
+    for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "lo":
+            return int(counts.split()[0])
+    return 0
+
+
 class Watch:
     """What the rest of the machine does while something is measured: processor time that is not ours."""
 

@@ -65,8 +65,8 @@ def run(quick: bool, folder: Path) -> Report:
     with Nursery(folder) as nursery, Freezer() as freezer:
         contenders: list[Contender] = [
             SingleLoop(nursery, folder),
-            SwarmContender(2, nursery, folder),
-            SwarmContender(4, nursery, folder),
+            SwarmContender(manifest_for(2), nursery, folder),
+            SwarmContender(manifest_for(4), nursery, folder),
             Gloo1F1B(nursery, folder),
             HivemindMoe(nursery, folder),
         ]

@@ -24,7 +24,7 @@ from agora_protocol.tensors import WireTensor
 from hivemind.p2p import PeerID
 
 from agora.bench.worker import Channel
-from agora.net.calls import IncomingCall, Network, Reply
+from agora.net.calls import Handler, IncomingCall, Network, Reply
 from agora.net.host import Host
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -141,7 +141,7 @@ def serve_caller(spec: dict[str, Any], channel: Channel) -> None:
 
 
 async def _echo(folder: Path, channel: Channel) -> None:
-    host, network = await _join(folder / "echo.key", _answer)
+    host, network = await join(folder / "echo.key", _answer)
     await host.p2p.add_binary_stream_handler(ECHO, _bare_echo)
     await host.p2p.add_binary_stream_handler(SINK, _bare_sink)
     channel.say({"peer": host.peer, "addresses": list(await host.addresses())})
@@ -151,7 +151,7 @@ async def _echo(folder: Path, channel: Channel) -> None:
 
 
 async def _caller(spec: dict[str, Any], channel: Channel) -> None:
-    host, network = await _join(Path(spec["folder"]) / "caller.key", _answer)
+    host, network = await join(Path(spec["folder"]) / "caller.key", _answer)
     await host.connect(spec["addresses"])
     carriers: dict[str, Carrier] = {
         "agora": AgoraCalls(network, host.peer, PeerId(spec["peer"])),
@@ -180,7 +180,8 @@ async def _measure(carrier: Carrier, shape: str, payload: memoryview, count: int
     return seconds
 
 
-async def _join(key: Path, handler: Any) -> tuple[Host, Network]:
+async def join(key: Path, handler: Handler) -> tuple[Host, Network]:
+    """A host on loopback with a fresh identity, kept at `key`, and a network that answers by `handler`."""
     Identity.create(key)
     host = await Host.create(identity_path=key, listen=LOOPBACK)
     addresses = await host.addresses()

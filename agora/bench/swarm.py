@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from agora_protocol.manifest import Manifest
+
 from agora.bench.children import BenchFailed, Nursery, tail
-from agora.bench.task import MICROBATCHES_PER_STEP, manifest_for
+from agora.bench.task import MICROBATCHES_PER_STEP
 from agora.bench.window import START_S, Window, stage_threads, tell
 from agora.cli import demo_peers
 from agora.cli.demo_peers import Daemon
@@ -23,21 +25,25 @@ WARM_STEPS = 1
 
 
 class SwarmContender:
-    """A swarm of `stages` daemons. Comes to rest by draining the daemon that originates microbatches."""
+    """A swarm of `replicas` daemons for each stage. Comes to rest by draining those that originate microbatches."""
 
-    def __init__(self, stages: int, nursery: Nursery, folder: Path) -> None:
-        self.name = f"swarm{stages}"
-        self.note = (
-            "agora-node daemons, one per stage, over a real DHT and libp2p on loopback, bf16 boundaries, asynchronous"
-        )
-        self.stages = self.processes = stages
-        self.threads = stages * stage_threads(stages)
+    note = "agora-node daemons, one per stage, over a real DHT and libp2p on loopback, bf16 boundaries, asynchronous"
+
+    def __init__(
+        self, manifest: Manifest, nursery: Nursery, folder: Path, name: str | None = None, replicas: int = 1
+    ) -> None:
+        self.name = name or f"swarm{manifest.stage_count}"
+        self.processes = replicas * manifest.stage_count
+        self.threads = self.processes * stage_threads(self.processes)
+        self.rounds: list[dict[str, Any]] = []
+        """RoundDone events of the last window, its filling and draining included."""
+        self._manifest, self._replicas = manifest, replicas
         self._nursery, self._folder = nursery, folder / self.name
         self._daemons: list[Daemon] = []
         self._completed: list[tuple[float, int]] = []  # (unix time, tokens) of every microbatch that came home
         self._serving: set[int] = set()
+        self._spans: dict[int, tuple[int, int]] = {}  # daemon: its first and last stage
         self._rerouted = 0
-        self._origin: Daemon | None = None
 
     def groups(self) -> list[int]:
         """See Contender."""
@@ -47,15 +53,15 @@ class SwarmContender:
         """See Contender."""
         self._folder.mkdir()
         file = self._folder / "run.toml"
-        file.write_text(manifest_for(self.stages).to_toml(), encoding="utf-8")
+        file.write_text(self._manifest.to_toml(), encoding="utf-8")
         # The daemons look for the corpus beside their own directories; all contenders share one.
         (self._folder / "corpus").symlink_to(self._folder.parent / "corpus")
         self._nursery.adopt(self._dismiss, lambda: demo_peers.stop(self._daemons))
         self._start_one(str(file))
         invite = self._await_invite()
-        for _ in range(1, self.stages):
+        for _ in range(1, self.processes):
             self._start_one(invite)
-        self._wait_until("serve all stages", lambda: len(self._serving) == self.stages, START_S)
+        self._wait_until("serve all stages", self._complete, START_S)
         warm = WARM_STEPS * MICROBATCHES_PER_STEP
         self._wait_until("train its first steps", lambda: len(self._completed) >= warm, START_S)
         self._rest()
@@ -64,6 +70,7 @@ class SwarmContender:
         """Lets the pipeline fill, then counts from one completion to another."""
         self._read()
         self._completed.clear()
+        self.rounds.clear()
         self._rerouted = 0
         self._ask("resume")
         self._wait_until("fill its pipeline", lambda: len(self._completed) > MICROBATCHES_PER_STEP, STALL_S)
@@ -77,13 +84,19 @@ class SwarmContender:
         trained = sum(tokens for _, tokens in self._completed)
         return Window(sum(tokens for _, tokens in counted), counted[-1][0] - first, trained)
 
+    def _complete(self) -> bool:
+        """Every daemon serves, and every stage has its replicas."""
+        held = [stage for first, last in self._spans.values() for stage in range(first, last + 1)]
+        stages = range(self._manifest.stage_count)
+        return len(self._serving) == self.processes and all(held.count(stage) >= self._replicas for stage in stages)
+
     def _dismiss(self) -> None:
         for daemon in self._daemons:
             if daemon.alive:
                 daemon.process.terminate()
 
     def _start_one(self, run: str) -> None:
-        threads = stage_threads(self.stages)
+        threads = stage_threads(self.processes)
         self._daemons.append(demo_peers.start(len(self._daemons), self._folder, run, threads))
 
     def _await_invite(self) -> str:
@@ -102,8 +115,10 @@ class SwarmContender:
         self._ask("drain", STALL_S)
 
     def _ask(self, what: str, timeout_s: float = ANSWER_S) -> None:
-        if self._origin is None or self._origin.ask(what, timeout_s=timeout_s) is None:
-            raise BenchFailed(f"{self.name}: the origin did not {what}; the end of its log:\n{self._log(self._origin)}")
+        origins = [daemon for daemon in self._daemons if self._spans.get(daemon.index, (-1, -1))[0] == 0]
+        for origin in origins:
+            if origin.ask(what, timeout_s=timeout_s) is None:
+                raise BenchFailed(f"{self.name}: an origin did not {what}; the end of its log:\n{self._log(origin)}")
 
     def _wait_until(self, what: str, done: Any, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -121,17 +136,20 @@ class SwarmContender:
             time.sleep(POLL_S)
 
     def _read(self) -> None:
-        """Takes what is new in the journals."""
+        """Takes what is new in the journals; completions are in order of time."""
         for daemon in self._daemons:
             for fields in daemon.follower.news():
                 self._take(daemon, fields)
+        self._completed.sort()
 
     def _take(self, daemon: Daemon, fields: dict[str, Any]) -> None:
         kind = fields.get("event")
         if kind == "MicrobatchCompleted" and fields["purpose"] == "train":
             self._completed.append((float(fields["at_unix"]), int(fields["tokens"])))
-        elif kind == "SpanChosen" and fields["first_stage"] == 0:
-            self._origin = daemon
+        elif kind == "SpanChosen":
+            self._spans[daemon.index] = int(fields["first_stage"]), int(fields["last_stage"])
+        elif kind == "RoundDone":
+            self.rounds.append(fields)
         elif kind == "StateChanged" and fields["state"] == "serving":
             self._serving.add(daemon.index)
         elif kind == "MicrobatchRerouted":
@@ -139,5 +157,5 @@ class SwarmContender:
         elif kind == "MicrobatchDropped":
             tell(f"{self.name} dropped a microbatch: {fields['reason']}")
 
-    def _log(self, daemon: Daemon | None) -> str:
-        return tail(daemon.root / "log.txt") if daemon is not None else "  (no daemon holds stage 0)"
+    def _log(self, daemon: Daemon) -> str:
+        return tail(daemon.root / "log.txt")

@@ -19,6 +19,8 @@ ROLES: Mapping[str, str] = {
     "moe-trainer": "agora.bench.moe:serve_trainer",
     "stream-echo": "agora.bench.streams:serve_echo",
     "stream-caller": "agora.bench.streams:serve_caller",
+    "averaging-agora": "agora.bench.averaging_ours:serve",
+    "averaging-hivemind": "agora.bench.averaging_hivemind:serve",
 }
 
 

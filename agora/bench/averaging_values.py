@@ -1,0 +1,47 @@
+"""What the members of a benchmarked round hold, and how near they come to the true mean.
+
+Knows: tensors of the benchmark's own making. Must not know: who averages them, or how. Only child processes import it.
+
+Every member holds the same pseudo-random values, moved by an offset of its own, as replicas of one model lie near one
+another. So each element of a result says which members' values are in it: it is an offset again, and the true mean of
+the offsets is known.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+SPREAD = 0.25
+"""How far an offset of 1 moves the values, whose root mean square is 1."""
+NEAR = 0.25
+"""An element whose offset is this near to the true mean has been averaged."""
+
+
+class Holding:
+    """One member's values, float32 [numel]."""
+
+    def __init__(self, numel: int, offset: float, true_mean: float) -> None:
+        """offset: this member's; true_mean: of the offsets of all members."""
+        self._common = torch.randn(numel, generator=torch.Generator().manual_seed(7))
+        self._offset, self._true = offset, true_mean
+
+    def put(self, into: Tensor) -> None:
+        """The values before a round."""
+        torch.add(self._common, SPREAD * self._offset, out=into)
+
+    def found(self, values: Tensor) -> dict[str, float]:
+        """What a round left: `mean` of the offsets, share of elements `averaged`, root mean square `error`.
+
+        All in units of an offset of 1; `true` is what the mean should be.
+        """
+        offsets = (values - self._common).div_(SPREAD)
+        away = (offsets - self._true).abs_()
+        return {
+            "true": self._true,
+            "mean": float(offsets.mean()),
+            "averaged": float((away < NEAR).float().mean()),
+            "error": float(torch.linalg.vector_norm(away)) / math.sqrt(len(away)),
+        }
