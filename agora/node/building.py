@@ -29,11 +29,13 @@ from agora.node.batches import OriginBatches
 from agora.node.joining import Unreachable
 from agora.node.keeping import Keeper, KeeperConfig
 from agora.node.parts import Early, Parts, Where
+from agora.node.replicas import Replicas
 from agora.node.serving import Meter, MeteredCaller, Service
 from agora.node.steps import Steps
 from agora.observe import events, faults
 from agora.observe.events import Report
 from agora.pipeline.admission import Admission
+from agora.pipeline.gate import StepGate
 from agora.pipeline.hop import Hop, HopConfig
 from agora.pipeline.origin import Origin, OriginConfig, Share
 from agora.pipeline.results import ResultCache
@@ -83,16 +85,30 @@ class Builder:
         membership, span = await self._placement(directory, signed)
         compute, batches = await self._load(signed, membership, span)
         keeper = await self._state(signed, compute, membership, network, directory, service)
-        router = self._router(signed.manifest, MeteredCaller(network, meter), network, membership)
+        caller = MeteredCaller(network, meter)
+        router = self._router(signed.manifest, caller, network, membership)
         admission = Admission(seats(signed.manifest))
-        hop = self._hop(signed.manifest, compute, router, admission)
-        origin = None if batches is None else self._origin(signed.manifest, hop, batches, membership)
-        service.hop = hop
+        gate = StepGate(compute.span, compute.step_of)
+        hop = self._hop(signed.manifest, compute, router, admission, gate)
+        replicas = self._replicas(signed, compute, membership, caller, keeper)
+        origin = None if batches is None else self._origin(signed.manifest, hop, batches, membership, replicas)
+        self._follow_steps(compute, keeper, replicas, gate, origin)
+        service.hop, service.replicas = hop, replicas
         membership.subscribe(router.view_changed)
-        _share_steps(signed.manifest, membership, compute)
-        self._follow_steps(compute, keeper)
         return Parts(
-            signed, host, network, directory, membership, compute, admission, router, hop, origin, meter, keeper
+            signed,
+            host,
+            network,
+            directory,
+            membership,
+            compute,
+            admission,
+            router,
+            hop,
+            origin,
+            meter,
+            keeper,
+            replicas,
         )
 
     # --- the run
@@ -297,15 +313,40 @@ class Builder:
             note.text = await keeper.start()
         return keeper
 
-    def _follow_steps(self, compute: Compute, keeper: Keeper) -> None:
-        """Tells the keeper, on the loop, of each step that the device thread takes."""
+    def _replicas(
+        self, signed: SignedManifest, compute: Compute, membership: Membership, caller: MeteredCaller, keeper: Keeper
+    ) -> Replicas:
+        return Replicas(
+            signed.manifest,
+            signed.run_id,
+            self._where.peer,
+            compute,
+            membership,
+            caller,
+            keeper,
+            self._report,
+            lambda stage: stage in keeper.fetched,
+        )
+
+    def _follow_steps(
+        self, compute: Compute, keeper: Keeper, replicas: Replicas, gate: StepGate, origin: Origin | None
+    ) -> None:
+        """Tells everyone whom it concerns, on the loop, of each step that the device thread takes."""
         loop = asyncio.get_running_loop()
 
+        def told(stage: int, step: int, tokens: int) -> None:
+            replicas.stepped(stage, step, tokens)
+            keeper.stepped(stage, step)
+            gate.stepped()
+            if origin is not None:
+                origin.stepped()
+
         def stepped(stage: int, step: int, tokens: int) -> None:
-            loop.call_soon_threadsafe(keeper.stepped, stage, step)
+            loop.call_soon_threadsafe(told, stage, step, tokens)
 
         compute.set_stepped(stepped)
         self._spawn("keeper", keeper.run())
+        self._spawn("replicas", replicas.run())
 
     def _router(self, manifest: Manifest, caller: MeteredCaller, network: Network, membership: Membership) -> Router:
         def round_trip_s(peer: Any) -> float | None:
@@ -322,12 +363,16 @@ class Builder:
             round_trip_s=round_trip_s,
         )
 
-    def _hop(self, manifest: Manifest, compute: Compute, router: Router, admission: Admission) -> Hop:
+    def _hop(self, manifest: Manifest, compute: Compute, router: Router, admission: Admission, gate: StepGate) -> Hop:
         config = HopConfig(self._where.peer, manifest.stage_count, shapes(manifest))
         results = ResultCache()
-        return Hop(config, compute, router, admission, results=results, report=self._report, fault=faults.reach)
+        return Hop(
+            config, compute, router, admission, results=results, report=self._report, gate=gate, fault=faults.reach
+        )
 
-    def _origin(self, manifest: Manifest, hop: Hop, batches: OriginBatches, membership: Membership) -> Origin:
+    def _origin(
+        self, manifest: Manifest, hop: Hop, batches: OriginBatches, membership: Membership, replicas: Replicas
+    ) -> Origin:
         schedule, me = manifest.schedule, self._where.peer
         config = OriginConfig(
             me=me,
@@ -343,7 +388,23 @@ class Builder:
             origins = [seen.peer for seen in membership.view.replicas(0)]
             return Share(origins.index(me), len(origins)) if me in origins else Share()
 
-        return Origin(config, hop, batches, self._report, share=share, path_s=hop.path_s)
+        def ready() -> bool:
+            view, stages = membership.view, range(manifest.stage_count)
+            return schedule.least_replicas == 1 or all(
+                len(view.replicas(stage)) >= schedule.least_replicas for stage in stages
+            )
+
+        return Origin(
+            config,
+            hop,
+            batches,
+            self._report,
+            share=share,
+            step_of=lambda: replicas.step_of(0),
+            missing_tokens=lambda: replicas.missing_tokens(0),
+            ready=ready,
+            path_s=hop.path_s,
+        )
 
 
 def _check_files(where: Where, manifest: Manifest) -> None:
@@ -366,20 +427,3 @@ def shapes(manifest: Manifest) -> WireShapes:
     """What the manifest implies for a microbatch's tensors; a dense codec's name is its dtype."""
     b, s, _ = manifest.boundary_shape()
     return WireShapes(manifest.boundary.codec, manifest.boundary_shape(), (b, s + 1))
-
-
-def _share_steps(manifest: Manifest, membership: Membership, compute: Compute) -> None:
-    """Replicas share a step's tokens: each steps after its part of them, whole microbatches.
-
-    The trainer asks on the device thread, often, so the answer is a table that is replaced when the view changes.
-    """
-    table: dict[int, int] = {}
-
-    def renew() -> None:
-        target = manifest.optimizer.target_tokens
-        replicas = {stage: max(1, len(membership.view.replicas(stage))) for stage in compute.span.stages}
-        table.update({stage: max(1, target // count) for stage, count in replicas.items()})
-
-    renew()
-    membership.subscribe(renew)
-    compute.set_step_tokens(lambda stage: table[stage])

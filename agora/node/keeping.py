@@ -78,6 +78,7 @@ class Keeper:
         self._snapshots = Snapshots(self._export, asyncio.get_running_loop().time)
         self._slices = {stage: self._slices_of(stage) for stage in compute.span.stages}
         self.fetched_bytes = 0
+        self.fetched: set[int] = set()
 
     @property
     def span(self) -> Span:
@@ -162,6 +163,7 @@ class Keeper:
         await self._compute.load_state(state)
         self._started.add(stage)
         self._last[stage] = state.step
+        self.fetched.add(stage)
         missed = await self._fetch_missed(stage, state.step, sources)
         seconds = asyncio.get_running_loop().time() - began
         size = ELEMENT_BYTES * state.numel

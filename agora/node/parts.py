@@ -16,6 +16,7 @@ from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.node.keeping import Keeper
 from agora.node.paths import Home
+from agora.node.replicas import Replicas
 from agora.node.runs import RunReference
 from agora.node.serving import Meter
 from agora.node.settings import Settings
@@ -68,6 +69,7 @@ class Parts:
     origin: Origin | None
     meter: Meter
     keeper: Keeper
+    replicas: Replicas
 
     @property
     def span(self) -> Span:

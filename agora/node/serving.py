@@ -15,6 +15,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import (
+    Contribute,
     GetChunk,
     GetManifest,
     GetSlice,
@@ -25,13 +26,16 @@ from agora_protocol.messages import (
     Ping,
     Pong,
     Process,
+    Recall,
     StatusAnswer,
+    Tally,
 )
 from agora_protocol.tensors import WireTensor
 
 from agora.net.calls import IncomingCall, Network, Reply
 from agora.net.terms import OnProgress
 from agora.node.keeping import Keeper
+from agora.node.replicas import Replicas
 from agora.observe import faults
 from agora.pipeline.hop import Hop
 
@@ -66,11 +70,13 @@ class MeteredCaller:
         """See Network.call."""
         if isinstance(request, Process) and tensors:
             self._meter.boundary_bytes += tensors[0].nbytes
+        elif isinstance(request, Contribute):
+            self._meter.averaging_bytes += sum(tensor.nbytes for tensor in tensors)
         return await self._network.call(peer, request, tensors, deadline=deadline, on_progress=on_progress)
 
 
 class Service:
-    """Answers requests. `hop` and `keeper` are None until there is one; this peer is Busy to everybody till then."""
+    """Answers requests. `hop`, `keeper`, `replicas` are None until there is one; it is Busy to everybody till then."""
 
     def __init__(self, signed: SignedManifest, status: Callable[[], dict[str, Any]], meter: Meter) -> None:
         self._signed = signed
@@ -80,6 +86,7 @@ class Service:
         self._meter = meter
         self.hop: Hop | None = None
         self.keeper: Keeper | None = None
+        self.replicas: Replicas | None = None
 
     async def answer(self, call: IncomingCall) -> Reply:
         """The network's handler; every AgoraError becomes a typed refusal."""
@@ -94,6 +101,8 @@ class Service:
                 return Reply(ManifestAnswer(self._manifest_bytes))
             case Ping():
                 return Reply(Pong())
+            case Tally() | Contribute() | Recall():
+                return await self._agree(call, call.message)
             case GetState() | GetChunk() | GetSlice():
                 return await self._give(call, call.message)
             case other:
@@ -106,6 +115,19 @@ class Service:
         answer = await self.hop.process(message, call.tensors, call.deadline, call.progress)
         self._meter.boundary_bytes += sum(tensor.nbytes for tensor in answer.tensors)
         return Reply(answer.message, list(answer.tensors))
+
+    async def _agree(self, call: IncomingCall, message: Tally | Contribute | Recall) -> Reply:
+        self._check_member(call)
+        if self.replicas is None:
+            raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
+        if isinstance(message, Tally):
+            return Reply(self.replicas.tally(call.peer, message), [])
+        if isinstance(message, Recall):
+            answer: tuple[Message, list[WireTensor]] = self.replicas.recall(message)
+        else:
+            answer = await self.replicas.contribute(call.peer, message, call.tensors, call.deadline)
+        self._meter.averaging_bytes += sum(tensor.nbytes for tensor in answer[1])
+        return Reply(*answer)
 
     async def _give(self, call: IncomingCall, message: GetState | GetChunk | GetSlice) -> Reply:
         self._check_run(call, observers=False)

@@ -28,6 +28,7 @@ PATIENCE_TRIPS = 10.0
 """An attempt may take this many times what attempts usually take: room for a hung peer at every stage."""
 MOST_PATIENCE_S = MAX_DEADLINE_MS / 1000.0
 RETRY_S, RETRY_MOST_S = 0.05, 2.0
+LOOK_S = 0.5
 GRACE_S = 3.0
 """Without a step for so long and nothing open, an origin of a synchronous run looks what the step lacks."""
 
@@ -108,6 +109,7 @@ class Origin:
         share: Callable[[], Share] = Share,
         step_of: Callable[[], int] | None = None,
         missing_tokens: Callable[[], int] = lambda: 0,
+        ready: Callable[[], bool] = lambda: True,
         path_s: Callable[[], float | None] = lambda: None,
         session: bytes | None = None,
     ) -> None:
@@ -118,6 +120,7 @@ class Origin:
         self._share = share
         self._step_of = step_of
         self._missing_tokens = missing_tokens
+        self._ready = ready
         self._path_s = path_s
         self._session = os.urandom(8) if session is None else session
         self._ids = 0
@@ -201,9 +204,11 @@ class Origin:
     async def _may_open(self) -> bool:
         """Waits until the next microbatch may be opened; False when this origin is leaving."""
         while not self._leaving:
-            if not self._paused and self._has_room():
+            ready = self._ready()
+            if ready and not self._paused and self._has_room():
                 return True
-            await self._changed.wait(_now() + GRACE_S if self._config.synchronous else None)
+            patient = ready and not self._config.synchronous
+            await self._changed.wait(None if patient else _now() + (GRACE_S if ready else LOOK_S))
         return False
 
     def _has_room(self) -> bool:

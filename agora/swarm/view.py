@@ -30,6 +30,7 @@ class PeerView:
     addresses: tuple[str, ...] = ()
     state: str = "joining"
     capacity: float = 0.0
+    bandwidth: float = 0.0
     steps: tuple[int, ...] = ()
     tokens_per_second: float = 0.0
     loss: float | None = None
@@ -101,6 +102,7 @@ def _take_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, li
         addresses=claim.addresses,
         state=claim.state,
         capacity=claim.capacity,
+        bandwidth=claim.bandwidth,
         expires_unix=now_unix + linger_s,
         seen_unix=now_unix,
     )

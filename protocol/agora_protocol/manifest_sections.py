@@ -87,6 +87,9 @@ class ScheduleSection(Section):
     max_in_flight: int = Field(
         default=0, ge=0, le=4096, description="microbatches an origin keeps in flight; 0 measures it"
     )
+    least_replicas: int = Field(
+        default=1, ge=1, le=4096, description="origins open nothing while a stage has fewer replicas than this"
+    )
     activations: Literal["auto", "recompute", "keep"] = Field(
         default="auto", description="recompute the forward in the backward, or keep its graph; auto chooses by memory"
     )

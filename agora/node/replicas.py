@@ -1,0 +1,247 @@
+"""Keeps this peer's stages together with the other replicas of them: when to step, and what to average.
+
+Knows: the teller, the rounds, the compute, and which calls which. Must not know: how any of them works.
+
+Asynchronous runs: after every `averaging.every`-th step of a stage a round on one slice runs in the background, and
+what it changes is added to the weights when it is back; one round of a stage at a time. Synchronous runs: when a step's
+tokens are in, the replicas average their gradients, and the step is taken along the average. A stage that fell behind
+all that others can give fetches their state again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.manifest import Manifest
+from agora_protocol.messages import Averaged, Contribute, Recall, Recalled, Tallied, Tally
+from agora_protocol.tensors import WireTensor
+
+from agora.averaging.drift import Newcomer
+from agora.averaging.owner import Owner
+from agora.averaging.rounds import Rounds
+from agora.averaging.slices import Slices, parts
+from agora.averaging.tell import Judgement, Teller
+from agora.averaging.terms import AveragingTerms, Part
+from agora.node.keeping import Keeper
+from agora.observe import events, faults
+from agora.observe.events import Report
+from agora.pipeline.seams import Caller
+from agora.swarm.membership import Membership
+from agora.train.compute import Compute
+
+MOST_WEIGHT = 64.0
+"""A contribution of more tokens than this many rounds' worth is absurd."""
+ROUNDS_APART = 2
+"""Replicas average a round only when this near to it."""
+LOST_COVERS = 0.5
+"""Covers of the averaging by which a stage may be behind before what it holds is worth less than a fetch."""
+
+
+@dataclass(slots=True)
+class _Stage:
+    """What is known of one stage between its rounds."""
+
+    slices: Slices
+    newcomer: Newcomer
+    tokens: int = 0
+    rounds: int = 0
+    work: asyncio.Task[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round or a fetch of the stage is under way."""
+        return self.work is not None and not self.work.done()
+
+
+class Replicas:
+    """One for each daemon. `run` until cancelled; `stepped` is told of each step, on the loop."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        run: RunId,
+        me: PeerId,
+        compute: Compute,
+        membership: Membership,
+        caller: Caller,
+        keeper: Keeper,
+        report: Report,
+        fetched: Callable[[int], bool],
+    ) -> None:
+        """fetched(stage): whether its state came from other replicas, so that it is a newcomer among them."""
+        self._manifest = manifest
+        self._averaging = manifest.averaging
+        self.synchronous = manifest.schedule.kind == "synchronous"
+        self._me = me
+        self._compute = compute
+        self._membership = membership
+        self._keeper = keeper
+        self._report = report
+        target = manifest.optimizer.target_tokens
+        most = MOST_WEIGHT * target * self._averaging.every
+        terms = AveragingTerms(
+            me, run, self._averaging.aggregation, self._averaging.wire, self._averaging.round_s, most
+        )
+        self.owner = Owner(terms, caller, self._members, self._size_of, faults.reach)
+        self._rounds = Rounds(terms, caller, self.owner, report, faults.reach)
+        self._teller = Teller(me, compute.span, target, caller, self._peers, self._counts, soon=self.synchronous)
+        self._teller.act = self._act
+        self._stages = {stage: self._new_stage(stage, fetched(stage)) for stage in compute.span.stages}
+        compute.set_step_tokens(lambda stage: self._teller.tokens_to_go(stage, compute.step_of(stage)))
+        compute.set_hold_steps(lambda stage: self.synchronous and not self._teller.alone(stage))
+
+    def _new_stage(self, stage: int, fetched: bool) -> _Stage:
+        slices = Slices(self._compute.layout(stage).numel, self._averaging.fraction, self._manifest.seed)
+        return _Stage(slices, Newcomer(counts=not fetched))
+
+    async def run(self) -> None:
+        """Tells and hears how far the replicas are, until cancelled."""
+        try:
+            await self._teller.run()
+        finally:
+            works = [stage.work for stage in self._stages.values() if stage.work is not None]
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+            await self.owner.close()
+
+    # --- what others ask
+
+    def tally(self, peer: PeerId, message: Tally) -> Tallied:
+        """A replica says how far it is."""
+        return self._teller.answer(peer, message)
+
+    async def contribute(
+        self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
+    ) -> tuple[Averaged, list[WireTensor]]:
+        """A replica brings a part that this peer owns."""
+        return await self.owner.contribute(peer, message, tensors, deadline)
+
+    def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
+        """A second owner asks for an average."""
+        return self.owner.recall(message)
+
+    def step_of(self, stage: int) -> int:
+        """Optimizer steps that a stage held here has taken."""
+        return self._compute.step_of(stage)
+
+    def missing_tokens(self, stage: int) -> int:
+        """What the stage's step still lacks, as far as was heard."""
+        return self._teller.missing(stage)
+
+    # --- what they are asked of
+
+    def _peers(self, stage: int) -> list[PeerId]:
+        return [seen.peer for seen in self._membership.view.replicas(stage)]
+
+    def _members(self, stage: int) -> Mapping[PeerId, float]:
+        return {seen.peer: seen.bandwidth for seen in self._membership.view.replicas(stage)} | {self._me: 0.0}
+
+    def _counts(self) -> Mapping[int, tuple[int, int]]:
+        return {it.stage: (it.step, it.tokens_in_step) for it in self._compute.progress()}
+
+    def _size_of(self, part: Part) -> int:
+        it = self._stages.get(part.stage)
+        if it is None or (part.what == "gradient") is not self.synchronous:
+            raise ProtocolError("bad-message", f"stage {part.stage} averages no {part.what} here")
+        step = self._compute.step_of(part.stage)
+        here = step if self.synchronous else step // self._averaging.every
+        if abs(part.number - here) > ROUNDS_APART:
+            raise Refused(f"round {part.number} is too far from this peer's round {here}")
+        numel = self._compute.layout(part.stage).numel if self.synchronous else it.slices.numel_of(part.number)
+        cuts = parts(numel)
+        if part.part >= len(cuts):
+            raise ProtocolError("bad-message", f"round {part.number} has {len(cuts)} parts, not {part.part + 1}")
+        return len(range(numel)[cuts[part.part]])
+
+    # --- stepping
+
+    def stepped(self, stage: int, step: int, tokens: int) -> None:
+        """A stage has taken `step`, `tokens` of this peer's in it: tell the others, and average when it is time."""
+        it = self._stages[stage]
+        it.tokens += tokens
+        self._teller.tell()
+        if self.synchronous or step % self._averaging.every or self._teller.alone(stage):
+            return
+        number = step // self._averaging.every
+        if it.busy:
+            self._report(events.RoundSkipped(stage, number, "the one before is not back yet"))
+        else:
+            self._start(it, self._round(stage, it, number))
+
+    def _act(self, judgement: Judgement) -> None:
+        """A stage is due, or has stepped elsewhere."""
+        stage, it = judgement.stage, self._stages[judgement.stage]
+        if self.synchronous and (judgement.complete or judgement.reached == judgement.step + 1):
+            if not self._teller.alone(stage) and not it.busy:
+                self._start(it, self._exact_step(stage, judgement.step))
+        elif judgement.reached - judgement.step > self._most_behind:
+            if not it.busy:
+                self._start(it, self._recover(stage, it, judgement))
+        elif not it.busy or not self.synchronous:
+            self._follow(stage, max(judgement.reached, judgement.step))
+
+    def _follow(self, stage: int, step: int) -> None:
+        """Also takes a step that is due here: the device looks for those after each of its jobs."""
+        task = asyncio.get_running_loop().create_task(self._compute.catch_up(stage, step))
+        task.add_done_callback(self._followed)
+
+    def _followed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._report(events.TaskFailed("catch up", f"{type(error).__name__}: {error}"))
+
+    @property
+    def _most_behind(self) -> int:
+        return max(20, round(LOST_COVERS * self._averaging.every / self._averaging.fraction))
+
+    def _start(self, it: _Stage, work: Coroutine[Any, Any, None]) -> None:
+        it.work = asyncio.get_running_loop().create_task(self._reported(work))
+
+    async def _reported(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except AgoraError as error:
+            self._report(events.TaskFailed("averaging", f"{error.code}: {error}"))
+
+    # --- rounds
+
+    async def _round(self, stage: int, it: _Stage, number: int) -> None:
+        """One slice, in the background."""
+        blocks = it.slices.blocks(number)
+        weight, it.tokens = float(it.tokens if it.newcomer.counts else 0), 0
+        values, _ = await self._compute.slice_values(stage, blocks)
+        result = await self._rounds.run(
+            stage, "weights", number, values, weight, self._members(stage), self._deadline()
+        )
+        await self._compute.add_to_slice(stage, blocks, result.delta, values, self._averaging.rule)
+        it.newcomer = it.newcomer.seen(result.distance, result.distance_others, not result.failed_parts)
+
+    async def _exact_step(self, stage: int, step: int) -> None:
+        """A synchronous step: the mean gradient over all replicas' tokens."""
+        own = await self._compute.mean_gradient(stage)
+        if own.step != step:
+            return
+        result = await self._rounds.run(
+            stage, "gradient", step, own.values, float(own.tokens), self._members(stage), self._deadline()
+        )
+        tokens = max(own.tokens, round(result.weight))
+        await self._compute.step_with(stage, step, own.values + result.delta, tokens)
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._averaging.round_s
+
+    async def _recover(self, stage: int, it: _Stage, judgement: Judgement) -> None:
+        """So far behind that only the others' state helps."""
+        self._report(events.StateLost(stage, judgement.step, judgement.reached))
+        others = [peer for peer in self._peers(stage) if peer != self._me]
+        try:
+            await self._keeper.fetch(stage, others, judgement.step + 1)
+        except Unavailable as error:
+            self._report(events.TaskFailed("fetch state", str(error)))
+            await self._compute.catch_up(stage, judgement.reached)
+        it.newcomer = Newcomer(counts=False)

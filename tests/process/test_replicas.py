@@ -1,0 +1,129 @@
+"""Replicas that agree, in real processes: exactly in synchronous runs, by sparse averaging in asynchronous ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agora_protocol.manifest import Manifest
+from safetensors.numpy import load_file
+
+from tests.oracle import relative_difference, run_plain_loop
+from tests.process.harness import Daemon, swarm
+from tests.process.test_faults import drained, nothing_lost, tiny
+from tests.process.test_oracle_processes import batches_of, manifest_of, sampler_of, steps_of
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+STEPS = 20
+
+
+def replicated(**sections: object) -> Manifest:
+    base = manifest_of(2, kind="synchronous", activations="keep").model_dump()
+    base["schedule"] |= {"least_replicas": 3}
+    base["checkpoint"] |= {"every": STEPS}
+    for section, values in sections.items():
+        base[section] |= values
+    return Manifest.model_validate(base)
+
+
+def checkpoint_of(daemon: Daemon, stage: int) -> tuple[int, dict[str, np.ndarray]]:
+    """The first checkpoint of a stage: its step and weights."""
+    found = sorted(daemon.root.rglob(f"checkpoints/stage-{stage}/*/checkpoint.json"))
+    about = json.loads(found[0].read_text())
+    return int(about["step"]), dict(load_file(found[0].with_name("weights.safetensors")))
+
+
+def test_two_stages_of_three_replicas_equal_a_plain_loop_over_all_their_batches(tmp_path: Path) -> None:
+    """Eight microbatches for three origins: unequal shares."""
+    manifest = replicated()
+    with swarm(tmp_path, manifest) as made:
+        peers = [[made.start(f"stage-{k}-{n}", str(k)) for n in range(3)] for k in range(2)]
+        everyone = [peer for replicas in peers for peer in replicas]
+        made.until(lambda: all(p.of("CheckpointWritten") for p in everyone), f"{STEPS} steps", within_s=200)
+        found = [[checkpoint_of(peer, k) for peer in replicas] for k, replicas in enumerate(peers)]
+        steps = found[0][0][0]
+        assert STEPS <= steps and all(step == steps for replicas in found for step, _ in replicas)
+        parts = [steps_of(peer, 1)[:STEPS] for peer in peers[1]]
+        shares = {sum(1 for e in peer.of("MicrobatchStarted", purpose="train")) for peer in peers[0]}
+        assert len(shares) > 1, "origins had unequal shares"
+        origins = sorted(peer.peer for peer in peers[0])
+        assert not [event for peer in everyone for event in peer.of("PartFailed") + peer.of("StepsSkipped")]
+        made.stop()
+    sampler, per = sampler_of(manifest, tmp_path / "corpus"), 8
+    batches: list[list[np.ndarray]] = [[] for _ in range(steps)]
+    for rank, origin in enumerate(origins):
+        share = per // 3 + (rank < per % 3)
+        part = manifest.replaced(optimizer={"target_tokens": share * manifest.tokens_per_microbatch})
+        for step, drawn in enumerate(batches_of(part, sampler, origin, steps)):
+            batches[step] += drawn
+    plain = run_plain_loop(manifest, batches)
+    for step in range(STEPS):
+        told = [(event[step]["loss"], event[step]["tokens"]) for event in parts if event[step]["tokens"]]
+        loss = sum(loss * tokens for loss, tokens in told) / sum(tokens for _, tokens in told)
+        assert loss == pytest.approx(plain.losses[step], rel=1e-4), step
+    for stage, replicas in enumerate(found):
+        for _, weights in replicas:
+            for name, expected in plain.weights[stage].items():
+                assert relative_difference(weights[name], expected) < 1e-4, f"stage {stage} {name}"
+
+
+def rounds_of(daemon: Daemon) -> list[dict[str, object]]:
+    return daemon.of("RoundDone", what="weights")
+
+
+def averaging(stages: int, **more: object) -> Manifest:
+    settings = {"fraction": 0.25, "every": 2, "round_s": 10.0} | more
+    return tiny(stages, averaging=settings, schedule={"microbatch": 2, "max_in_flight": 6, "least_replicas": 2})
+
+
+def participation(daemons: list[Daemon]) -> float:
+    rounds = [event for daemon in daemons for event in rounds_of(daemon)]
+    return sum(e["members"] for e in rounds) / sum(e["expected"] for e in rounds)  # type: ignore[misc]
+
+
+def test_replicas_of_a_stage_step_together_and_average(tmp_path: Path) -> None:
+    with swarm(tmp_path, averaging(2)) as made:
+        origins = [made.start("a", "0"), made.start("b", "0")]
+        others = [made.start("c", "1"), made.start("d", "1")]
+        everyone = [*origins, *others]
+        made.until(lambda: all(len(rounds_of(d)) >= 6 for d in everyone), "six rounds of everyone", within_s=90)
+        for pair in (origins, others):
+            one, two = (max(event["step"] for event in daemon.of("StepTaken")) for daemon in pair)
+            assert abs(one - two) <= 2, "a stage's replicas are at one step"
+        tokens = sum(e["tokens"] for d in origins for e in d.of("StepTaken") if e["step"] <= 10)
+        assert 10 * 512 <= tokens <= 1.25 * 10 * 512, "a step has the target's tokens, whoever counted them"
+        assert participation(everyone) >= 0.9
+        assert not [event for d in everyone for event in d.of("PartFailed")]
+        assert rounds_of(others[0])[-1]["distance"] < 0.02
+        drained(made, *origins)
+        made.stop()
+        nothing_lost(made, *origins)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["averaging.answered:kill:2", "averaging.received:kill:3", "averaging.sending:kill:3", "averaging.received:hang:3"],
+)
+def test_a_member_that_dies_or_hangs_in_a_round_stalls_nobody(tmp_path: Path, fault: str) -> None:
+    """An owner killed in the middle, a sender killed in the middle, a member that hangs: rounds end, training does not."""
+    manifest = averaging(1, round_s=4.0)
+    with swarm(tmp_path, manifest) as made:
+        living = [made.start("a", "0"), made.start("b", "0")]
+        victim = made.start("victim", "0", faults=fault)
+        made.until(lambda: victim.fired(), "the fault to fire", within_s=90)
+        at = [len(rounds_of(daemon)) for daemon in living]
+        made.until(
+            lambda: all(len(rounds_of(d)) >= n + 4 for d, n in zip(living, at, strict=True)), "rounds after it", 90
+        )
+        assert [entry[1] for entry in victim.fired()] == [fault.split(":")[0]]
+        for daemon in living:
+            assert max(e["seconds"] for e in rounds_of(daemon)) <= 4.0 + 1.0, "every round ends by its deadline"
+            for event in rounds_of(daemon):
+                assert event["failed_parts"] or event["members"] >= 2, "over at least those who live, or left alone"
+        drained(made, *living)
+        victim.ended = True
+        made.clean()
+        nothing_lost(made, *living)
