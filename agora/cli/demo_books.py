@@ -26,6 +26,8 @@ class PeerBooks:
     due: deque[tuple[int, int]] = field(default_factory=deque)  # stage 0: step, tokens that it still lacks here
     steps: dict[int, int] = field(default_factory=dict)
     boundary_bytes: int = 0
+    averaging_bytes: int = 0
+    state_bytes: int = 0
     span: tuple[int, int] | None = None
     start_steps: list[dict[str, Any]] = field(default_factory=list)
 
@@ -58,6 +60,10 @@ class Books:
     last_completed_unix: float | None = None
     recent_loss: float | None = None
     refused_gradients: int = 0
+    finished_rounds: set[tuple[int, int]] = field(default_factory=set)
+    failed_parts: int = 0
+    _members: float = 0.0
+    _expected: int = 0
     _stepped_tokens: int = 0
     _counted: dict[str, Counter[int]] = field(default_factory=dict)
     _step_of: dict[str, int] = field(default_factory=dict)
@@ -97,8 +103,15 @@ class Books:
                 peer.serving = False
             case events.SpanChosen(first, last, _):
                 peer.span = (first, last)
-            case events.Traffic(boundary_bytes, _, _):
-                peer.boundary_bytes = boundary_bytes
+            case events.Traffic():
+                peer.boundary_bytes = event.boundary_bytes
+                peer.averaging_bytes = event.averaging_bytes
+                peer.state_bytes = event.state_bytes
+            case events.RoundDone():
+                self.finished_rounds.add((event.stage, event.round))
+                self.failed_parts += event.failed_parts
+                self._members += event.members
+                self._expected += event.expected
             case events.GradientRefused():
                 self.refused_gradients += 1
             case events.StepsSkipped(0, _, _, tokens) if tokens:
@@ -189,3 +202,23 @@ class Books:
     def boundary_bytes(self) -> int:
         """Boundary and gradient bytes sent by all peers."""
         return sum(peer.boundary_bytes for peer in self.peers.values())
+
+    @property
+    def averaging_bytes(self) -> int:
+        """Bytes of averaged slices sent by all peers."""
+        return sum(peer.averaging_bytes for peer in self.peers.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights and moments sent to joiners."""
+        return sum(peer.state_bytes for peer in self.peers.values())
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of all stages that somebody took part in."""
+        return len(self.finished_rounds)
+
+    @property
+    def participation(self) -> float | None:
+        """Of the replicas that could have been in an average, the share that was; None before a round."""
+        return self._members / self._expected if self._expected else None

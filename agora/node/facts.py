@@ -143,6 +143,8 @@ class Facts:
             "credit": origin.credit.reason if origin else "",
             "bytes": {
                 "boundary": parts.meter.boundary_bytes,
+                "averaging": parts.meter.averaging_bytes,
+                "state": parts.meter.state_bytes,
                 "sent": network.bytes_out,
                 "received": network.bytes_in,
             },

@@ -40,7 +40,7 @@ class Heart:
         self._health = ""
         self._waiting = ""
         self._served = False
-        self._traffic = (0, 0, 0)
+        self._traffic = (0, 0, 0, 0, 0)
         self._next: dict[str, float] = {}
 
     async def beat(self, parts: Parts) -> None:
@@ -109,7 +109,9 @@ class Heart:
     def tell_traffic(self, parts: Parts) -> None:
         """Puts the byte counters into the journal, where they survive a kill."""
         network = parts.network.statistics()
-        traffic = (parts.meter.boundary_bytes, network.bytes_out, network.bytes_in)
+        meter = parts.meter
+        own = (meter.averaging_bytes, meter.state_bytes)
+        traffic = (meter.boundary_bytes, network.bytes_out, network.bytes_in, *own)
         if traffic != self._traffic:
             self._traffic = traffic
             self._report(events.Traffic(*traffic))

@@ -477,11 +477,13 @@ class ConnectionClosed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Traffic(Event):
-    """Bytes that this daemon has sent since its start: boundaries and gradients, and everything on its streams."""
+    """Bytes that this daemon has sent since its start: everything on its streams, and of it what was of each kind."""
 
     boundary_bytes: int
     sent_bytes: int
     received_bytes: int
+    averaging_bytes: int = 0
+    state_bytes: int = 0
 
 
 def _all_events() -> dict[str, type[Event]]:
