@@ -71,6 +71,11 @@ class Owner:
         self._done: dict[Part, Average] = {}
         self._seen: dict[Part, set[PeerId]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._newest: dict[tuple[int, str], int] = {}
+
+    def newest(self, stage: int, what: str) -> int:
+        """The highest round that somebody has contributed to here; -1 before the first."""
+        return self._newest.get((stage, what), -1)
 
     async def close(self) -> None:
         """Answers nobody any more."""
@@ -94,6 +99,7 @@ class Owner:
         codec = self._terms.codec(part.what)
         values = codec.decode(list(tensors), numel, self._terms.dither(part))
         self._note_once(peer, part)
+        self._note_passed(peer, part)
         await self._reach("averaging.received")
         average = self._done.get(part) or await self._gathered(peer, message, part, values, deadline)
         await self._reach("averaging.gathered")
@@ -123,6 +129,16 @@ class Owner:
         seen.add(peer)
         if len(seen) == 1:
             asyncio.get_running_loop().call_later(KEPT_ROUNDS * self._terms.round_s, self._seen.pop, part, None)
+
+    def _note_passed(self, peer: PeerId, part: Part) -> None:
+        """Who is at a later round does not come to an earlier one any more."""
+        kind = (part.stage, part.what)
+        self._newest[kind] = max(self._newest.get(kind, -1), part.number)
+        for other, gathering in list(self._open.items()):
+            if (other.stage, other.what) == kind and other.number < part.number and peer in gathering.expected:
+                gathering.expected -= {peer}
+                if gathering.expected <= gathering.values.keys():
+                    self._close(other, gathering)
 
     async def _gathered(
         self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float

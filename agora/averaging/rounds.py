@@ -108,8 +108,9 @@ class Rounds:
         got = await asyncio.gather(*(self._part(this, index, values[cut]) for index, cut in enumerate(cuts)))
         result = _put_together(got, cuts, len(values))
         result.bytes_out = this.bytes_out
-        if what == "weights" and any(result.done):
-            self._drift[stage] = drift.seen(statistics.median(root_mean_square(it.delta) for it in got if it))
+        apart = [root_mean_square(it.delta) for it in got if it and it.message.members > 1]
+        if what == "weights" and apart:
+            self._drift[stage] = drift.seen(statistics.median(apart))
         seconds = asyncio.get_running_loop().time() - began
         self._report(
             events.RoundDone(

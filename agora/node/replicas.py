@@ -172,7 +172,7 @@ class Replicas:
         if it.busy:
             self._report(events.RoundSkipped(stage, number, "the one before is not back yet"))
         else:
-            self._start(it, self._round(stage, it, number))
+            self._start(it, self._rounds_from(stage, it, number))
 
     def _act(self, judgement: Judgement) -> None:
         """A stage is due, or has stepped elsewhere."""
@@ -209,6 +209,16 @@ class Replicas:
             self._report(events.TaskFailed("averaging", f"{error.code}: {error}"))
 
     # --- rounds
+
+    async def _rounds_from(self, stage: int, it: _Stage, number: int) -> None:
+        """A round, and then at once the one that is due by now, where others may be waiting."""
+        while True:
+            await self._round(stage, it, number)
+            due = self._compute.step_of(stage) // self._averaging.every
+            newest = max(due, self.owner.newest(stage, "weights"))
+            if newest <= number:
+                return
+            number = newest
 
     async def _round(self, stage: int, it: _Stage, number: int) -> None:
         """One slice, in the background."""
