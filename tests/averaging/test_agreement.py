@@ -1,0 +1,108 @@
+"""When a stage steps, by what its replicas have heard of each other."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from agora.averaging.agreement import (
+    FEW,
+    STALE_S,
+    Tallied,
+    counted_by,
+    fresh,
+    heard,
+    step_to_follow,
+    tale,
+    tokens_to_go,
+    whom_to_tell,
+)
+from tests.averaging.world import identities
+
+ME, A, B, C = identities(4)
+
+
+def known(*numbers: tuple[str, int, int, int], at: float = 0.0) -> dict:
+    return {peer: Tallied(step, tokens, before, at) for peer, step, tokens, before in numbers}
+
+
+def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
+    others = known((A, 5, 300, 0), (B, 5, 200, 0))
+    assert tokens_to_go(others, 5, 1000) == 500
+    assert tokens_to_go(others, 6, 1000) == 1000, "counts of an earlier step are of no use"
+    assert tokens_to_go(known((A, 5, 5000, 0)), 5, 1000) == 1, "who has counted anything at all steps"
+
+
+def test_who_has_stepped_took_its_tokens_with_it() -> None:
+    table = heard(known((A, 5, 300, 0)), [(A, 6, 10)], A, ME, 1.0)
+    assert counted_by(table, 5) == 300 and counted_by(table, 6) == 10
+    table = heard(table, [(A, 9, 4)], A, ME, 2.0)
+    assert counted_by(table, 8) == 0, "of a jump nothing is known"
+
+
+def test_an_old_tale_keeps_nobody_alive_and_changes_nothing() -> None:
+    table = known((A, 5, 300, 0))
+    later = heard(table, [(A, 5, 300), (B, 1, 1)], B, ME, STALE_S + 1.0)
+    assert later[A].heard == STALE_S + 1.0, "but who went stale is believed anew"
+    soon = heard(table, [(A, 5, 200)], B, ME, 1.0)
+    assert soon[A] == table[A]
+    assert fresh(table, [A, B], STALE_S + 0.1) == {} and fresh(table, [B], 0.0) == {}
+
+
+def test_a_replica_that_started_again_says_so_itself() -> None:
+    table = known((A, 50, 300, 0))
+    assert heard(table, [(A, 0, 0)], B, ME, 1.0)[A].step == 50
+    assert heard(table, [(A, 0, 0)], A, ME, 1.0)[A].step == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [([6, 5, 5], 6), ([5, 5, 5], 5), ([10**9, 5, 5], 5), ([9, 9, 5], 9), ([4, 4, 4], 5), ([10**9], 10**9), ([], 5)],
+)
+def test_whom_a_replica_follows(steps: list[int], expected: int) -> None:
+    others = known(*((peer, step, 400, 400) for peer, step in zip((A, B, C), steps, strict=False)))
+    assert step_to_follow(others, 5, 100, 1000) == expected
+
+
+def test_one_that_steps_without_tokens_carries_nobody() -> None:
+    others = known((A, 6, 0, 0), (B, 5, 10, 0), (C, 5, 10, 0))
+    assert step_to_follow(others, 5, 10, 1000) == 5
+
+
+def test_few_are_all_told_and_of_many_a_few() -> None:
+    rng = random.Random(0)
+    assert set(whom_to_tell([ME, A, B, C], ME, rng)) == {A, B, C}
+    many = identities(40)
+    assert len(set(whom_to_tell(many, many[0], rng))) == FEW
+    assert tale(known((A, 5, 1, 0)), (ME, 5, 2), [A], 0.0) == ((ME, 5, 2), (A, 5, 1))
+
+
+@pytest.mark.parametrize("replicas", [3, 16, 64])
+def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: int) -> None:
+    """A simulation of ticks: everyone counts at its own pace, tells as the teller does, and steps by the rules."""
+    rng, peers, target = random.Random(1), identities(replicas), 1000 * replicas
+    step = dict.fromkeys(peers, 0)
+    tokens = dict.fromkeys(peers, 0)
+    tables: dict = {peer: {} for peer in peers}
+    spent: list[int] = []
+    for tick in range(200):
+        now = 0.25 * tick
+        for peer in peers:
+            tokens[peer] += rng.randrange(0, 200)
+        for peer in peers:
+            for other in whom_to_tell(peers, peer, rng):
+                if rng.random() > 0.2:
+                    news = tale(tables[peer], (peer, step[peer], tokens[peer]), peers, now)
+                    tables[other] = heard(tables[other], news, peer, other, now)
+        for peer in peers:
+            others = fresh(tables[peer], peers, now)
+            reached = step_to_follow(others, step[peer], tokens[peer], target)
+            if tokens[peer] >= tokens_to_go(others, step[peer], target):
+                reached = max(reached, step[peer] + 1)
+            if reached > step[peer]:
+                spent.append(tokens[peer])
+                step[peer], tokens[peer] = reached, 0
+        assert max(step.values()) - min(step.values()) <= 2
+    per_step = sum(spent) / max(step.values())
+    assert 0.97 * target <= per_step <= 1.35 * target, per_step / target
