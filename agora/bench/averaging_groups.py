@@ -9,6 +9,7 @@ import os
 import signal
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -67,7 +68,7 @@ def offsets(size: int) -> list[float]:
     return [*others, statistics.fmean(others) if size > 2 else 1.0]
 
 
-class Group:
+class Group(ABC):
     """`size` members, each its own process. Subclasses know how they find one another."""
 
     side: ClassVar[str]
@@ -85,9 +86,9 @@ class Group:
         """As the rows have it."""
         return " ".join([self.side, str(self.size), *([self.wire] if self.wire else [])])
 
+    @abstractmethod
     def start(self) -> None:
         """Starts all members, makes them acquainted, and runs one round that nobody counts."""
-        raise NotImplementedError
 
     def round(self) -> Round:
         """One round of all. Raises BenchFailed when a member had no part in it, or no answer after ROUND_S."""

@@ -37,7 +37,7 @@ from agora.observe.events import Report
 from agora.pipeline.admission import Admission
 from agora.pipeline.gate import StepGate
 from agora.pipeline.hop import Hop, HopConfig
-from agora.pipeline.origin import Origin, OriginConfig, Share
+from agora.pipeline.origin import Origin, OriginConfig, OwnStage, Share
 from agora.pipeline.results import ResultCache
 from agora.pipeline.router import Router
 from agora.pipeline.seams import WireShapes
@@ -316,17 +316,7 @@ class Builder:
     def _replicas(
         self, signed: SignedManifest, compute: Compute, membership: Membership, caller: MeteredCaller, keeper: Keeper
     ) -> Replicas:
-        return Replicas(
-            signed.manifest,
-            signed.run_id,
-            self._where.peer,
-            compute,
-            membership,
-            caller,
-            keeper,
-            self._report,
-            lambda stage: stage in keeper.fetched,
-        )
+        return Replicas(signed, self._where.peer, compute, membership, caller, keeper, self._report)
 
     def _follow_steps(
         self, compute: Compute, keeper: Keeper, replicas: Replicas, gate: StepGate, origin: Origin | None
@@ -400,9 +390,7 @@ class Builder:
             batches,
             self._report,
             share=share,
-            step_of=lambda: replicas.step_of(0),
-            missing_tokens=lambda: replicas.missing_tokens(0),
-            ready=ready,
+            stage=OwnStage(lambda: replicas.step_of(0), lambda: replicas.missing_tokens(0), ready),
             path_s=hop.path_s,
         )
 

@@ -11,13 +11,13 @@ all that others can give fetches their state again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
-from agora_protocol.ids import PeerId, RunId
-from agora_protocol.manifest import Manifest
+from agora_protocol.ids import PeerId
+from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute, Recall, Recalled, Tallied, Tally
 from agora_protocol.tensors import WireTensor
 
@@ -63,18 +63,16 @@ class Replicas:
 
     def __init__(
         self,
-        manifest: Manifest,
-        run: RunId,
+        signed: SignedManifest,
         me: PeerId,
         compute: Compute,
         membership: Membership,
         caller: Caller,
         keeper: Keeper,
         report: Report,
-        fetched: Callable[[int], bool],
     ) -> None:
-        """fetched(stage): whether its state came from other replicas, so that it is a newcomer among them."""
-        self._manifest = manifest
+        """A stage whose state the keeper fetched from other replicas is a newcomer among them."""
+        self._manifest = manifest = signed.manifest
         self._averaging = manifest.averaging
         self.synchronous = manifest.schedule.kind == "synchronous"
         self._me = me
@@ -85,13 +83,13 @@ class Replicas:
         target = manifest.optimizer.target_tokens
         most = MOST_WEIGHT * target * self._averaging.every
         terms = AveragingTerms(
-            me, run, self._averaging.aggregation, self._averaging.wire, self._averaging.round_s, most
+            me, signed.run_id, self._averaging.aggregation, self._averaging.wire, self._averaging.round_s, most
         )
         self.owner = Owner(terms, caller, self._members, self._size_of, faults.reach)
         self._rounds = Rounds(terms, caller, self.owner, report, faults.reach)
         self._teller = Teller(me, compute.span, target, caller, self._peers, self._counts, soon=self.synchronous)
         self._teller.act = self._act
-        self._stages = {stage: self._new_stage(stage, fetched(stage)) for stage in compute.span.stages}
+        self._stages = {stage: self._new_stage(stage, stage in keeper.fetched) for stage in compute.span.stages}
         compute.set_step_tokens(lambda stage: self._teller.tokens_to_go(stage, compute.step_of(stage)))
         compute.set_hold_steps(lambda stage: self.synchronous and not self._teller.alone(stage))
 

@@ -60,6 +60,15 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnStage:
+    """Stage 0 here: steps it has taken, tokens its replicas still lack for the next, whether the run may go on."""
+
+    step_of: Callable[[], int]
+    missing_tokens: Callable[[], int]
+    ready: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """The held-out loss: `loss` is the mean per token over `tokens`."""
 
@@ -107,9 +116,7 @@ class Origin:
         report: Report,
         *,
         share: Callable[[], Share] = Share,
-        step_of: Callable[[], int] | None = None,
-        missing_tokens: Callable[[], int] = lambda: 0,
-        ready: Callable[[], bool] = lambda: True,
+        stage: OwnStage | None = None,
         path_s: Callable[[], float | None] = lambda: None,
         session: bytes | None = None,
     ) -> None:
@@ -118,9 +125,7 @@ class Origin:
         self._batches = batches
         self._report = report
         self._share = share
-        self._step_of = step_of
-        self._missing_tokens = missing_tokens
-        self._ready = ready
+        self._stage = stage
         self._path_s = path_s
         self._session = os.urandom(8) if session is None else session
         self._ids = 0
@@ -204,7 +209,7 @@ class Origin:
     async def _may_open(self) -> bool:
         """Waits until the next microbatch may be opened; False when this origin is leaving."""
         while not self._leaving:
-            ready = self._ready()
+            ready = self._stage is None or self._stage.ready()
             if ready and not self._paused and self._has_room():
                 return True
             patient = ready and not self._config.synchronous
@@ -228,7 +233,7 @@ class Origin:
         who has nothing else to do, in parts.
         """
         config, share = self._config, self._share()
-        step = self._step + 1 if self._step_of is None else self._step_of()
+        step = self._step + 1 if self._stage is None else self._stage.step_of()
         if step != self._step:
             self._step, self._stuck_since = step, None
             return step_share(config.target_tokens, config.tokens_per_microbatch, share.rank, share.origins)
@@ -237,7 +242,7 @@ class Origin:
         if _now() - self._stuck_since < GRACE_S:
             return 0
         self._stuck_since = None
-        lacking = -(-self._missing_tokens() // config.tokens_per_microbatch)
+        lacking = -(-self._stage.missing_tokens() // config.tokens_per_microbatch) if self._stage else 0
         return -(-lacking // share.origins)
 
     def stepped(self) -> None:
