@@ -34,8 +34,10 @@ LEAST_S: Final = 0.05
 
 @dataclass(slots=True)
 class RoundResult:
-    """delta: float32 [n], 0 where a part failed: what to add to the values that were given. `members` in the averages
-    and `distance`s (root mean square to the average: own, and the median of those in it) are means over the parts.
+    """delta: float32 [n], 0 where a part failed: what to add to the values that were given.
+
+    `members` in the averages is a mean over all parts, with 0 for a failed one; `weight` and the `distance`s (root mean
+    square to the average: own, and the median of those in it) are means over the others.
     """
 
     delta: Tensor
@@ -145,6 +147,7 @@ class Rounds:
                 try:
                     got = await self._ask(this, part, owner, bool(second), sent, len(values))
                     self._believe(this, got, values)
+                    _agreed(this, got)
                 except (AgoraError, TimeoutError) as error:
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
@@ -196,6 +199,12 @@ class Rounds:
         return got
 
 
+def _agreed(this: _Round, got: _Got) -> None:
+    """Raises PeerFailed for an average of this peer alone: such a part stays as it was."""
+    if got.message.members < 2 and this.weight > 0 and len(this.members) > 1:
+        raise PeerFailed("nobody else contributed in time")
+
+
 def _put_together(got: Sequence[_Got | None], cuts: Sequence[slice], numel: int) -> RoundResult:
     result = RoundResult(torch.zeros(numel), [it is not None for it in got])
     used = [it for it in got if it is not None]
@@ -203,7 +212,7 @@ def _put_together(got: Sequence[_Got | None], cuts: Sequence[slice], numel: int)
         if it is not None:
             result.delta[cut] = it.delta
     if used:
-        result.members = statistics.fmean(it.message.members for it in used)
+        result.members = sum(it.message.members for it in used) / len(got)
         result.weight = statistics.fmean(it.message.weight for it in used)
         result.distance = statistics.fmean(root_mean_square(it.delta) for it in used)
         result.distance_others = statistics.fmean(it.message.distance for it in used)

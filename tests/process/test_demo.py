@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,5 +88,6 @@ def test_a_daemon_that_ends_by_itself_ends_the_demo_with_its_words(tmp_path: Pat
     command = [*DEMO, "--steps", "3", "--data", missing, "--dir", str(tmp_path / "demo"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "peer 0 ended by itself with exit code 1" in done.stderr and missing in done.stderr
+    assert re.search("peer [01] ended by itself with exit code 1", done.stderr), "whichever was first"
+    assert missing in done.stderr
     assert not daemons_of(tmp_path / "demo")
