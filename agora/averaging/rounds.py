@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
 import torch
 from agora_protocol.errors import AgoraError, PeerFailed
 from agora_protocol.ids import PeerId
+from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.messages import Averaged, Contribute
 from agora_protocol.tensors import WireTensor
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agora.averaging.aggregate import root_mean_square
@@ -52,6 +55,11 @@ class RoundResult:
     def failed_parts(self) -> int:
         """Parts that stayed as they were."""
         return self.done.count(False)
+
+    def averaged_blocks(self) -> NDArray[np.int64]:
+        """Those of the slice's blocks of SLICE_BLOCK elements that are in a part that was averaged; rising."""
+        done = np.repeat(self.done, PART_ELEMENTS // SLICE_BLOCK)[: len(self.delta) // SLICE_BLOCK]
+        return np.flatnonzero(done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +155,12 @@ class Rounds:
                 try:
                     got = await self._ask(this, part, owner, bool(second), sent, len(values))
                     self._believe(this, got, values)
-                    _agreed(this, got)
                 except (AgoraError, TimeoutError) as error:
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
+                if got.message.members < 2 and this.weight > 0 and len(this.members) > 1:
+                    reasons = [f"{owner}: nobody else contributed in time"]
+                    break
                 return self._kept(part, got, sent, len(values))
         self._report(events.PartFailed(part.stage, part.what, part.number, part.part, "; ".join(reasons)[:500]))
         return None
@@ -197,12 +207,6 @@ class Rounds:
         message = got.message
         self._owner.keep(part, Average(values + got.delta, message.members, message.weight, message.distance))
         return got
-
-
-def _agreed(this: _Round, got: _Got) -> None:
-    """Raises PeerFailed for an average of this peer alone: such a part stays as it was."""
-    if got.message.members < 2 and this.weight > 0 and len(this.members) > 1:
-        raise PeerFailed("nobody else contributed in time")
 
 
 def _put_together(got: Sequence[_Got | None], cuts: Sequence[slice], numel: int) -> RoundResult:

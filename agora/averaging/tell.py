@@ -105,9 +105,13 @@ class Teller:
         step, tokens = self._counts()[stage]
         return max(0, self._target - tokens - agreement.counted_by(self._others(stage), step))
 
-    def others_steps(self, stage: int) -> list[int]:
-        """The steps of the other replicas that were heard lately."""
-        return [it.step for it in self._others(stage).values()]
+    def heard(self, stage: int) -> Collection[PeerId]:
+        """The other replicas that were heard lately."""
+        return self._others(stage).keys()
+
+    def judge_again(self, stage: int) -> None:
+        """`act` hears the present judgement once more: what it asked for could not be done, or is done."""
+        self._stages[stage].judged = None
 
     def tell(self) -> None:
         """Tells what is new to whom it concerns, and judges."""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agora_protocol.errors import AgoraError, Busy, DiskError, NotMyStage, ProtocolError, Unavailable
+from agora_protocol.errors import AgoraError, Busy, DiskError, NotMyStage, ProtocolError, Refused, Unavailable
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GetChunk, GetSlice, GetState
@@ -27,7 +27,7 @@ from agora.state.layout import ELEMENT_BYTES, Flat, StageState
 from agora.state.missed import chunk_blocks, fetch_slices, give_slice
 from agora.state.rules import checkpoint_due, choose_start, choose_writer, cut_step, missed_rounds
 from agora.state.snapshot import Given, Snapshots
-from agora.state.transfer import StateFetch, TransferProgress
+from agora.state.transfer import StateFetch, TransferProgress, TransferTerms
 from agora.swarm.membership import Membership
 from agora.train.compute import Compute
 
@@ -71,6 +71,7 @@ class Keeper:
         self._strike = strike
         self._found: dict[int, Checkpoint] = {}
         self._started: set[int] = set()
+        self._doubted: set[int] = set()
         self._last: dict[int, int] = {}
         self._due: set[int] = set()
         self._wake = asyncio.Event()
@@ -148,7 +149,10 @@ class Keeper:
         return max(100, round(2 * averaging.every / averaging.fraction))
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> str:
-        """Fetches a stage's state from replicas, and then what they averaged meanwhile. Raises Unavailable."""
+        """Fetches a stage's state from replicas, and then what they averaged meanwhile. Raises Unavailable.
+
+        In synchronous runs the state is left as it came: only as such is it exact.
+        """
         began = asyncio.get_running_loop().time()
         seen = TransferProgress(0, 0, 0, 0)
 
@@ -158,13 +162,18 @@ class Keeper:
             seen = now
 
         numel = self._compute.layout(stage).numel
-        fetch = StateFetch(self._caller, stage, numel, progress=progress, lied=self._strike)
+        exact = self._config.manifest.schedule.kind == "synchronous"
+        terms = TransferTerms(max_lag=0) if exact else TransferTerms()
+        fetch = StateFetch(self._caller, stage, numel, terms=terms, progress=progress, lied=self._strike)
         state = await fetch.run(sources, deadline=began + FETCH_S, at_least=at_least)
+        while exact and state.step < fetch.newest:  # chunks of an earlier step, whose source went away
+            state = await fetch.run(sources, deadline=began + FETCH_S, at_least=fetch.newest)
         await self._compute.load_state(state)
         self._started.add(stage)
+        self._doubted.discard(stage)
         self._last[stage] = state.step
         self.fetched.add(stage)
-        missed = await self._fetch_missed(stage, state.step, sources)
+        missed = 0 if exact else await self._fetch_missed(stage, state.step, sources)
         seconds = asyncio.get_running_loop().time() - began
         size = ELEMENT_BYTES * state.numel
         self._report(events.StateFetched(stage, state.step, size, seconds, seen.fetched_again))
@@ -188,12 +197,22 @@ class Keeper:
 
     # --- giving
 
+    def doubt(self, stage: int) -> None:
+        """Gives no state of the stage from now on, until it is fetched from somebody else or trusted again."""
+        self._doubted.add(stage)
+
+    def trust(self, stage: int) -> None:
+        """Gives the stage's state again."""
+        self._doubted.discard(stage)
+
     async def give(self, request: GetState | GetChunk | GetSlice) -> Given:
         """Answers a joiner. Raises Busy while this peer has nothing yet, NotMyStage, Refused, ProtocolError."""
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
         if request.stage not in self.span:
             raise NotMyStage(f"this peer holds stages {self.span}, not {request.stage}; read the directory again")
+        if request.stage in self._doubted:
+            raise Refused("this peer is not sure of being what the other replicas are; ask another")
         if isinstance(request, GetState):
             return await self._snapshots.get_state(request)
         if request.stage not in self._started:

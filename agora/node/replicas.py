@@ -2,10 +2,11 @@
 
 Knows: the teller, the rounds, the compute, and which calls which. Must not know: how any of them works.
 
-Asynchronous runs: after every `averaging.every`-th step of a stage a round on one slice runs in the background, and
-what it changes is added to the weights when it is back; one round of a stage at a time. Synchronous runs: when a step's
-tokens are in, the replicas average their gradients, and the step is taken along the average. A stage that fell behind
-all that others can give fetches their state again.
+After every `averaging.every`-th step of a stage a round on one slice of its weights runs in the background, and what it
+changes is added to the weights when it is back; one such round of a stage at a time. In synchronous runs, when a step's
+tokens are in, the replicas also average their gradients, and the step is taken along the average; then the rounds of
+weights change nothing, except to heal what a failed part has left. A stage that fell behind all that others can give
+(in synchronous runs: a whole step) fetches their state again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
 from agora_protocol.ids import PeerId
+from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute, Recall, Recalled, Tallied, Tally
 from agora_protocol.tensors import WireTensor
@@ -38,6 +40,8 @@ MOST_WEIGHT = 64.0
 """A contribution of more tokens than this many rounds' worth is absurd."""
 ROUNDS_APART = 2
 """Replicas average a round only when this near to it."""
+AGAIN_S = 1.0
+"""Until a fetch that failed is tried again."""
 LOST_COVERS = 0.5
 """Covers of the averaging by which a stage may be behind before what it holds is worth less than a fetch."""
 
@@ -49,13 +53,9 @@ class _Stage:
     slices: Slices
     newcomer: Newcomer
     tokens: int = 0
-    rounds: int = 0
+    round: asyncio.Task[None] | None = None
     work: asyncio.Task[None] | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a round or a fetch of the stage is under way."""
-        return self.work is not None and not self.work.done()
+    """A synchronous step, or a fetch."""
 
 
 class Replicas:
@@ -82,9 +82,8 @@ class Replicas:
         self._report = report
         target = manifest.optimizer.target_tokens
         most = MOST_WEIGHT * target * self._averaging.every
-        terms = AveragingTerms(
-            me, signed.run_id, self._averaging.aggregation, self._averaging.wire, self._averaging.round_s, most
-        )
+        wire = "float32" if self.synchronous else self._averaging.wire
+        terms = AveragingTerms(me, signed.run_id, self._averaging.aggregation, wire, self._averaging.round_s, most)
         self.owner = Owner(terms, caller, self._members, self._size_of, faults.reach)
         self._rounds = Rounds(terms, caller, self.owner, report, faults.reach)
         self._teller = Teller(me, compute.span, target, caller, self._peers, self._counts, soon=self.synchronous)
@@ -94,15 +93,16 @@ class Replicas:
         compute.set_hold_steps(lambda stage: self.synchronous and not self._teller.alone(stage))
 
     def _new_stage(self, stage: int, fetched: bool) -> _Stage:
+        """In synchronous runs a newcomer's gradient counts at once, and its weights are those of the others."""
         slices = Slices(self._compute.layout(stage).numel, self._averaging.fraction, self._manifest.seed)
-        return _Stage(slices, Newcomer(counts=not fetched))
+        return _Stage(slices, Newcomer(counts=self.synchronous or not fetched))
 
     async def run(self) -> None:
         """Tells and hears how far the replicas are, until cancelled."""
         try:
             await self._teller.run()
         finally:
-            works = [stage.work for stage in self._stages.values() if stage.work is not None]
+            works = [work for it in self._stages.values() for work in (it.round, it.work) if work is not None]
             for work in works:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
@@ -144,14 +144,14 @@ class Replicas:
         return {it.stage: (it.step, it.tokens_in_step) for it in self._compute.progress()}
 
     def _size_of(self, part: Part) -> int:
-        it = self._stages.get(part.stage)
-        if it is None or (part.what == "gradient") is not self.synchronous:
+        it, gradient = self._stages.get(part.stage), part.what == "gradient"
+        if it is None or (gradient and not self.synchronous):
             raise ProtocolError("bad-message", f"stage {part.stage} averages no {part.what} here")
         step = self._compute.step_of(part.stage)
-        here = step if self.synchronous else step // self._averaging.every
+        here = step if gradient else step // self._averaging.every
         if abs(part.number - here) > ROUNDS_APART:
             raise Refused(f"round {part.number} is too far from this peer's round {here}")
-        numel = self._compute.layout(part.stage).numel if self.synchronous else it.slices.numel_of(part.number)
+        numel = self._compute.layout(part.stage).numel if gradient else it.slices.numel_of(part.number)
         cuts = parts(numel)
         if part.part >= len(cuts):
             raise ProtocolError("bad-message", f"round {part.number} has {len(cuts)} parts, not {part.part + 1}")
@@ -164,25 +164,26 @@ class Replicas:
         it = self._stages[stage]
         it.tokens += tokens
         self._teller.tell()
-        if self.synchronous or step % self._averaging.every or self._teller.alone(stage):
+        if step % self._averaging.every or self._teller.alone(stage):
             return
         number = step // self._averaging.every
-        if it.busy:
+        if _busy(it.round):
             self._report(events.RoundSkipped(stage, number, "the one before is not back yet"))
         else:
-            self._start(it, self._rounds_from(stage, it, number))
+            it.round = self._start(stage, self._rounds_from(stage, it, number))
 
     def _act(self, judgement: Judgement) -> None:
         """A stage is due, or has stepped elsewhere."""
         stage, it = judgement.stage, self._stages[judgement.stage]
-        if self.synchronous and (judgement.complete or judgement.reached == judgement.step + 1):
-            if not self._teller.alone(stage) and not it.busy:
-                self._start(it, self._exact_step(stage, judgement.step))
-        elif judgement.reached - judgement.step > self._most_behind:
-            if not it.busy:
-                self._start(it, self._recover(stage, it, judgement))
-        elif not it.busy or not self.synchronous:
+        behind = judgement.reached - judgement.step
+        if _busy(it.work):
+            return  # judged again when that is done
+        if behind > self._most_behind:
+            it.work = self._start(stage, self._recover(stage, it, judgement))
+        elif not self.synchronous:
             self._follow(stage, max(judgement.reached, judgement.step))
+        elif not self._teller.alone(stage):
+            it.work = self._start(stage, self._exact_step(stage, judgement.step))
 
     def _follow(self, stage: int, step: int) -> None:
         """Also takes a step that is due here: the device looks for those after each of its jobs."""
@@ -195,16 +196,18 @@ class Replicas:
 
     @property
     def _most_behind(self) -> int:
-        return max(20, round(LOST_COVERS * self._averaging.every / self._averaging.fraction))
+        return 1 if self.synchronous else max(20, round(LOST_COVERS * self._averaging.every / self._averaging.fraction))
 
-    def _start(self, it: _Stage, work: Coroutine[Any, Any, None]) -> None:
-        it.work = asyncio.get_running_loop().create_task(self._reported(work))
+    def _start(self, stage: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(self._reported(stage, work))
 
-    async def _reported(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _reported(self, stage: int, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except AgoraError as error:
             self._report(events.TaskFailed("averaging", f"{error.code}: {error}"))
+        finally:
+            self._teller.judge_again(stage)
 
     # --- rounds
 
@@ -226,7 +229,10 @@ class Replicas:
         result = await self._rounds.run(
             stage, "weights", number, values, weight, self._members(stage), self._deadline()
         )
-        await self._compute.add_to_slice(stage, blocks, result.delta, values, self._averaging.rule)
+        took = result.averaged_blocks()
+        if len(took):
+            delta, snapshot = (flat.view(-1, SLICE_BLOCK)[took].flatten() for flat in (result.delta, values))
+            await self._compute.add_to_slice(stage, blocks[took], delta, snapshot, self._averaging.rule)
         it.newcomer = it.newcomer.seen(result.distance, result.distance_others, not result.failed_parts)
 
     async def _exact_step(self, stage: int, step: int) -> None:
@@ -239,6 +245,25 @@ class Replicas:
         )
         tokens = max(own.tokens, round(result.weight))
         await self._compute.step_with(stage, step, own.values + result.delta, tokens)
+        if result.failed_parts:
+            await self._mend(stage, step + 1)
+
+    async def _mend(self, stage: int, step: int) -> None:
+        """A part that failed may have left this replica unlike the others: takes the state of one that is sure.
+
+        Who is not sure gives no state. When nobody is, the others take that of the least peer id.
+        """
+        self._keeper.doubt(stage)
+        while others := sorted(self._teller.heard(stage)):
+            try:
+                await self._keeper.fetch(stage, others, step)
+                return
+            except Unavailable as error:
+                self._report(events.TaskFailed("fetch state", str(error)))
+            if self._me < others[0]:
+                break
+            await asyncio.sleep(AGAIN_S)
+        self._keeper.trust(stage)
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._averaging.round_s
@@ -247,9 +272,17 @@ class Replicas:
         """So far behind that only the others' state helps."""
         self._report(events.StateLost(stage, judgement.step, judgement.reached))
         others = [peer for peer in self._peers(stage) if peer != self._me]
+        least = judgement.reached if self.synchronous else judgement.step + 1
         try:
-            await self._keeper.fetch(stage, others, judgement.step + 1)
+            await self._keeper.fetch(stage, others, least)
+            it.newcomer = Newcomer(counts=self.synchronous)
         except Unavailable as error:
             self._report(events.TaskFailed("fetch state", str(error)))
-            await self._compute.catch_up(stage, judgement.reached)
-        it.newcomer = Newcomer(counts=False)
+            if self.synchronous:
+                await asyncio.sleep(AGAIN_S)
+            else:
+                await self._compute.catch_up(stage, judgement.reached)
+
+
+def _busy(task: asyncio.Task[None] | None) -> bool:
+    return task is not None and not task.done()

@@ -25,6 +25,7 @@ class SnapshotLimits:
     """How long copies live, and what all of them together may hold."""
 
     fresh_s: float = 30.0  # this old, a copy is still given to a new joiner
+    remake_s: float = 0.25  # this young, also to one who needs a later step
     in_use_s: float = 10.0  # since its last use, a copy is not dropped to make room for another
     idle_s: float = 60.0  # since its last use, a copy is dropped
     max_bytes: int = 2**31
@@ -78,7 +79,7 @@ class Snapshots:
     async def get_state(self, request: GetState) -> Given:
         """The newest copy of a stage, or a new one. Raises Busy when all room is taken by copies in use."""
         async with self._making[request.stage]:
-            snapshot = await self._copy_of(request.stage)
+            snapshot = await self._copy_of(request.stage, request.at_least)
         if snapshot is None:
             return Given(StateIndex(b"", 0, 0, 0))
         snapshot.used = self._now()
@@ -103,10 +104,11 @@ class Snapshots:
         for snapshot in [s for s in self._kept.values() if s.used < oldest]:
             del self._kept[snapshot.name]
 
-    async def _copy_of(self, stage: int) -> _Snapshot | None:
+    async def _copy_of(self, stage: int, at_least: int) -> _Snapshot | None:
         self.sweep()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made, default=None)
-        if newest and self._now() - newest.made < self._limits.fresh_s:
+        fresh_s = self._limits.fresh_s if newest and newest.state.step >= at_least else self._limits.remake_s
+        if newest and self._now() - newest.made < fresh_s:
             return newest
         if not self._make_room(self._sizes.get(stage, 0)):
             if newest is None:

@@ -162,6 +162,11 @@ class StateFetch:
         self._first_offer: float | None = None
         self._open = False  # the first offers are in: chunks may be asked for
 
+    @property
+    def newest(self) -> int:
+        """The latest step of which a chunk has come."""
+        return max((step for step, _ in self._origin.values()), default=0)
+
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
         """Fetches what is still missing from `sources`, best first, none of them below step `at_least`.
 
@@ -328,7 +333,9 @@ class StateFetch:
 
     async def _fetch_offer(self, peer: PeerId) -> Offer:
         ends = min(self._deadline, _now() + self._terms.offer_s)
-        reply = await self._caller.call(peer, GetState(self._stage, milliseconds_to(ends)), (), deadline=ends)
+        reply = await self._caller.call(
+            peer, GetState(self._stage, self._floor, milliseconds_to(ends)), (), deadline=ends
+        )
         return check_offer(reply, self._numel)
 
     async def _fetch_chunk(self, peer: PeerId, offer: Offer, chunk: int) -> Arrays:

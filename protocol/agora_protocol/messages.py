@@ -241,6 +241,7 @@ class GetState(Message, kind=18, frames=(FrameType.REQUEST,)):
     """Which snapshot of a stage's weights and moments can I have from you?"""
 
     stage: int = whole(0, MAX_STAGES - 1, doc="the stage wanted")
+    at_least: int = whole(0, MAX_UINT, default=0, doc="a snapshot of an earlier step is of no use")
     deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
 
 

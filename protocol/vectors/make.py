@@ -173,7 +173,7 @@ def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTenso
     chunk = WireTensor("uint8", (5,), memoryview(b"agora"))
     hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
     return [
-        (kind.REQUEST, 13, GetState(1, 60_000), []),
+        (kind.REQUEST, 13, GetState(1, 40, 60_000), []),
         (kind.ANSWER, 13, StateIndex(HASH, 400, 380, 5), [hashes]),
         (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0), []),
         (kind.REQUEST, 15, GetChunk(HASH, 0, 60_000), []),

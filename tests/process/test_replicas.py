@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,33 @@ def test_two_stages_of_three_replicas_equal_a_plain_loop_over_all_their_batches(
                 assert relative_difference(weights[name], expected) < 1e-4, f"stage {stage} {name}"
 
 
-def rounds_of(daemon: Daemon) -> list[dict[str, object]]:
+def test_a_synchronous_replica_that_joins_later_becomes_exactly_what_the_others_are(tmp_path: Path) -> None:
+    """And goes on being it when one of them is killed."""
+    base = manifest_of(1, kind="synchronous", activations="keep").model_dump()
+    base["averaging"] |= {"round_s": 3.0, "every": 5, "fraction": 0.5}
+    base["checkpoint"] |= {"every": 4, "keep": 20}
+    with swarm(tmp_path, Manifest.model_validate(base)) as made:
+        peers = [made.start("first", "0"), made.start("second", "0")]
+        made.until(lambda: all(len(steps_of(d, 0)) >= 4 for d in peers), "four steps of both")
+        peers.append(made.start("third", "0"))
+        made.until(lambda: peers[2].of("MicrobatchCounted"), "the third to train", within_s=60)
+        peers[0].kill()
+        joined = max(e["step"] for e in peers[0].of("StepTaken"))
+        made.until(lambda: all(d.of("CheckpointWritten", step=joined // 4 * 4 + 12) for d in peers[1:]), "12 more", 120)
+        made.stop()
+        step = joined // 4 * 4 + 12
+        second, third = (checkpoint_at(d, 0, step) for d in peers[1:])
+    for name, weights in second.items():
+        assert relative_difference(third[name], weights) < 1e-4, name
+
+
+def checkpoint_at(daemon: Daemon, stage: int, step: int) -> dict[str, np.ndarray]:
+    """The weights of a stage's checkpoint."""
+    found, *_ = daemon.root.rglob(f"checkpoints/stage-{stage}/step-{step}-*/weights.safetensors")
+    return dict(load_file(found))
+
+
+def rounds_of(daemon: Daemon) -> list[dict[str, Any]]:
     return daemon.of("RoundDone", what="weights")
 
 
@@ -83,7 +110,7 @@ def averaging(stages: int, **more: object) -> Manifest:
 
 def participation(daemons: list[Daemon]) -> float:
     rounds = [event for daemon in daemons for event in rounds_of(daemon)]
-    return sum(e["members"] for e in rounds) / sum(e["expected"] for e in rounds)  # type: ignore[misc]
+    return sum(e["members"] for e in rounds) / sum(e["expected"] for e in rounds)
 
 
 def test_replicas_of_a_stage_step_together_and_average(tmp_path: Path) -> None:
@@ -105,13 +132,13 @@ def test_replicas_of_a_stage_step_together_and_average(tmp_path: Path) -> None:
         nothing_lost(made, *origins)
 
 
-def rounds_after(daemons: list[Daemon], counts: list[int]) -> list[list[dict[str, object]]]:
+def rounds_after(daemons: list[Daemon], counts: list[int]) -> list[list[dict[str, Any]]]:
     """The rounds of each that came after so many."""
     return [rounds_of(daemon)[count:] for daemon, count in zip(daemons, counts, strict=True)]
 
 
-def whole(event: dict[str, object]) -> bool:
-    return event["failed_parts"] == 0 and event["members"] >= 2  # type: ignore[operator]
+def whole(event: dict[str, Any]) -> bool:
+    return bool(event["failed_parts"] == 0 and event["members"] >= 2)
 
 
 @pytest.mark.parametrize(

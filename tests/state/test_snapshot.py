@@ -35,8 +35,8 @@ class Source:
         self.copies += 1
         return state(NUMEL, step=10 * self.copies, value=float(self.copies), stage=stage)
 
-    async def index(self, stage: int = 0) -> StateIndex:
-        given = await self.snapshots.get_state(GetState(stage))
+    async def index(self, stage: int = 0, at_least: int = 0) -> StateIndex:
+        given = await self.snapshots.get_state(GetState(stage, at_least))
         assert isinstance(given.message, StateIndex)
         return given.message
 
@@ -60,6 +60,15 @@ async def several_joiners_share_one_copy() -> None:
     indices = await asyncio.gather(*(source.index() for _ in range(5)))
     source.now += 29.0
     assert {i.snapshot for i in [*indices, await source.index()]} == {indices[0].snapshot} and source.copies == 1
+
+
+async def who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second() -> None:
+    source = Source()
+    assert (await source.index(at_least=5)).step == 10
+    assert (await source.index(at_least=11)).step == 10 and source.copies == 1, "one was made just now"
+    source.now += 0.3
+    assert (await source.index(at_least=11)).step == 20 and (await source.index(at_least=20)).step == 20
+    assert source.copies == 2
 
 
 async def an_older_copy_serves_who_has_begun_and_a_new_one_who_comes() -> None:
@@ -138,6 +147,7 @@ async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_
     [
         every_chunk_hashes_as_the_index_says,
         several_joiners_share_one_copy,
+        who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second,
         an_older_copy_serves_who_has_begun_and_a_new_one_who_comes,
         memory_is_bounded_and_who_fetches_is_not_cut_off,
         the_first_copy_is_made_whatever_its_size,
