@@ -26,6 +26,7 @@ from agora.net.host import Host
 from agora.node import doctor, joining, paths, runs
 from agora.node.aside import aside
 from agora.node.batches import OriginBatches
+from agora.node.collecting import Collector
 from agora.node.joining import Unreachable
 from agora.node.keeping import Keeper, KeeperConfig
 from agora.node.parts import Early, Parts, Where
@@ -95,6 +96,7 @@ class Builder:
         self._follow_steps(compute, keeper, replicas, gate, origin)
         service.hop, service.replicas = hop, replicas
         membership.subscribe(router.view_changed)
+        collected = self._where.home.collected(signed.run_id)
         return Parts(
             signed,
             host,
@@ -109,6 +111,7 @@ class Builder:
             meter,
             keeper,
             replicas,
+            Collector(signed, collected, compute, lambda: membership.view, network, network.strike),
         )
 
     # --- the run

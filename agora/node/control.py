@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import difflib
 import json
+import select
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from agora.node import paths
 MAX_LINE_BYTES = 16 * 1024
 MAX_CONNECTIONS = 32
 IDLE_SECONDS = 300.0
+LOOK_SECONDS = 0.5
+"""Between two looks at whether who asked is still there."""
 
 Answer = dict[str, Any]
 
@@ -87,7 +90,7 @@ class ControlSocket:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await asyncio.wait_for(_line(reader), IDLE_SECONDS):
-                writer.write(await self._answer(line))
+                writer.write(await self._answer_while_there(line, writer))
                 await asyncio.wait_for(writer.drain(), IDLE_SECONDS)
         except _BadQuestion as error:
             writer.write(_error(error.code, str(error)))
@@ -97,6 +100,19 @@ class ControlSocket:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 writer.close()
                 await asyncio.wait_for(writer.wait_closed(), 1.0)
+
+    async def _answer_while_there(self, line: bytes, writer: asyncio.StreamWriter) -> bytes:
+        """The answer; ConnectionError, and the work is cancelled, when nobody is there any more to read it."""
+        work, gone = asyncio.create_task(self._answer(line)), asyncio.create_task(_gone(writer))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ConnectionAbortedError("the asker has gone away")
+            return work.result()
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _answer(self, line: bytes) -> bytes:
         try:
@@ -137,6 +153,14 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
         return b""
     except asyncio.LimitOverrunError:
         raise _BadQuestion("too-large", f"a line of more than {MAX_LINE_BYTES} bytes") from None
+
+
+async def _gone(writer: asyncio.StreamWriter) -> None:
+    """Returns when the other end is closed; one that only writes no more is still there and waits for its answer."""
+    hung_up = select.poll()
+    hung_up.register(writer.get_extra_info("socket").fileno(), 0)
+    while not writer.is_closing() and not hung_up.poll(0):  # noqa: ASYNC110 - no event tells of it
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:

@@ -16,6 +16,7 @@ from agora_protocol.errors import AgoraError, LocalError
 
 from agora.node import paths
 from agora.node.building import Builder
+from agora.node.collecting import COLLECT_SECONDS
 from agora.node.control import Answer, Ask, ControlSocket
 from agora.node.facts import Facts
 from agora.node.parts import Early, Parts, Where
@@ -150,6 +151,7 @@ class Node:
         self._report(events.StateChanged("leaving", ending.reason))
         if parts is None:
             return
+        parts.collector.close()
         loop = asyncio.get_running_loop()
         until = loop.time() + LEAVE_SECONDS - 3.0
         if not parts.host.died.is_set():
@@ -205,6 +207,7 @@ class Node:
             "leave": Ask(self._ask_leave, {}),
             "drain": Ask(self._ask_drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
             "weights": Ask(self._ask_weights, {}, deadline_s=WEIGHTS_SECONDS),
+            "collect": Ask(self._ask_collect, {}, deadline_s=COLLECT_SECONDS + 60.0),
             "evaluate": Ask(self._ask_evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
         }
 
@@ -277,6 +280,12 @@ class Node:
             await asyncio.to_thread(write_weights, path, tensors, named)
             files[str(progress.stage)] = str(path)
         return {"files": files}
+
+    async def _ask_collect(self, _: Mapping[str, Any]) -> Answer:
+        """Files with the weights of every stage of the run, fetched from the swarm where they are not held here."""
+        found = await self._serving().collector.collect()
+        files = {str(file.stage): str(file.path) for file in found}
+        return {"files": files, "steps": {str(file.stage): file.step for file in found}}
 
     def _serving(self) -> Parts:
         if self._facts.parts is None:

@@ -14,6 +14,7 @@ from agora_protocol.manifest import SignedManifest
 from agora.net.calls import Network
 from agora.net.directory import Directory
 from agora.net.host import Host
+from agora.node.collecting import Collector
 from agora.node.keeping import Keeper
 from agora.node.paths import Home
 from agora.node.replicas import Replicas
@@ -70,6 +71,7 @@ class Parts:
     meter: Meter
     keeper: Keeper
     replicas: Replicas
+    collector: Collector
 
     @property
     def span(self) -> Span:

@@ -11,6 +11,7 @@ because every command uses it before anything heavy. Layout of a data directory 
     runs/<run id>/run.toml     the signed manifest of each run this machine has joined
     runs/<run id>/peers.txt    addresses that answered last time
     runs/<run id>/checkpoints/ this machine's checkpoints, by stage and step
+    runs/<run id>/collected/   the weights of every stage, as last asked for by an export
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class Home:
     def checkpoints(self, run: str) -> Path:
         """The checkpoints of a run's stages."""
         return self.runs / run / "checkpoints"
+
+    def collected(self, run: str) -> Path:
+        """The weights of every stage of a run, as they were last collected from the swarm."""
+        return self.runs / run / "collected"
 
     @property
     def name(self) -> str:

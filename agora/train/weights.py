@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -41,6 +41,18 @@ def _next_border(offset: int, border: int = ALIGNMENT) -> int:
     return -(-offset // border) * border
 
 
+def lay_out(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[list[Slot], int, int]:
+    """Where tensors of these names and shapes lie; the end of the matrices, which come first; and the end of it all."""
+    slots: list[Slot] = []
+    end = decayed = 0
+    for name, shape in sorted(shapes, key=lambda item: len(item[1]) < 2):  # stable: matrices first
+        slots.append(Slot(name, end, shape))
+        end = _next_border(end + slots[-1].numel)
+        if len(shape) >= 2:
+            decayed = end
+    return slots, decayed, _next_border(end, SLICE_BLOCK)
+
+
 class Bank:
     """One version of a stage's weights: `flat`, and a module whose trainable parameters are views of it.
 
@@ -68,19 +80,11 @@ class StageWeights:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         module = module.to(device)
-        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        ordered = sorted(trainable, key=lambda item: item[1].dim() < 2)  # stable: matrices first
-        self.slots: list[Slot] = []
-        end, self.decayed = 0, 0
-        for name, parameter in ordered:
-            self.slots.append(Slot(name, end, tuple(parameter.shape)))
-            end = _next_border(end + parameter.numel())
-            if parameter.dim() >= 2:
-                self.decayed = end
-        self.numel = _next_border(end, SLICE_BLOCK)
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.slots, self.decayed, self.numel = lay_out((name, tuple(p.shape)) for name, p in trainable.items())
         flat = torch.zeros(self.numel, dtype=torch.float32, device=device)
-        for slot, (_, parameter) in zip(self.slots, ordered, strict=True):
-            slot.of(flat).copy_(parameter.detach())
+        for slot in self.slots:
+            slot.of(flat).copy_(trainable[slot.name].detach())
         self.gradient = torch.zeros_like(flat)
         self.gradients = [slot.of(self.gradient) for slot in self.slots]
         self.current = Bank(flat, self.slots, module)

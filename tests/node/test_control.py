@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from agora_protocol.errors import AgoraError, LocalError
 
 from agora.node import asking, control, paths
@@ -167,3 +168,43 @@ def test_a_socket_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
 
     with pytest.raises(AgoraError, match=f"set {paths.RUNTIME_VARIABLE}"):
         asyncio.run(main())
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_work_ends_when_the_asker_goes_away_and_not_when_it_only_stops_writing(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def long(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        begun.set()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+        return {}
+
+    async def short(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(3 * control.LOOK_SECONDS)
+        return {"patient": True}
+
+    async def main() -> None:
+        socket = ControlSocket(tmp_path / "run" / "control.sock", {"long": Ask(long, {}, 60), "short": Ask(short, {})})
+        await socket.start()
+        try:
+            reader, writer = await asyncio.open_unix_connection(socket.path)
+            writer.write(b'{"ask":"short"}\n')
+            writer.write_eof()
+            assert json.loads(await reader.readline()) == {"answer": {"patient": True}}
+            writer.close()
+            _, writer = await asyncio.open_unix_connection(socket.path)
+            writer.write(b'{"ask":"long"}\n')
+            await asyncio.wait_for(begun.wait(), 5)
+            assert not ended.is_set()
+            writer.close()
+            await asyncio.wait_for(ended.wait(), 4 * control.LOOK_SECONDS)
+        finally:
+            await socket.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
