@@ -14,15 +14,18 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from agora.codec import all_finite
+
 Rule = Literal["mean", "clip"]
 CLIP_ROUNDS: Final = 3  # it begins at the owner's own value, which is near: Karimireddy et al., ICML 2021
 SAMPLES: Final = 8192  # of a part's elements, that distances are measured on
+MOST_DISTANCE: Final = 1e30  # what a message can say: absurd values are finite too
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
     """average: float32 [n]. `members` contributions of weight above 0, `weight` the sum of their weights; `distance`:
-    the median over them of the root mean square of (values - average).
+    the median over them of the root mean square of (values - average), at most MOST_DISTANCE.
     """
 
     average: Tensor
@@ -34,7 +37,8 @@ class Aggregate:
 def aggregate(
     contributions: Sequence[Tensor], weights: Sequence[float], rule: Rule, *, center: Tensor | None, cap: bool
 ) -> Aggregate | None:
-    """The average of `contributions`, float32 [n] each, finite; None when every weight is 0.
+    """The average of `contributions`, float32 [n] each, finite. None when every weight is 0, or
+    when values are so absurd that their average is not finite.
 
     cap: no weight counts for more than 2/n of all. center: where a centered clip begins; None: at the coordinates'
     median.
@@ -46,12 +50,19 @@ def aggregate(
     plain = [weight for _, weight in counted]
     shares = _shares(capped(plain) if cap else plain)
     average = _mean(values, shares) if rule == "mean" else _clip(values, shares, center)
-    return Aggregate(average, len(values), sum(plain), statistics.median(root_mean_square(v, average) for v in values))
+    if not all_finite(average):
+        return None
+    distance = statistics.median(root_mean_square(value, average) for value in values)
+    return Aggregate(average, len(values), sum(plain), min(distance, MOST_DISTANCE))
 
 
 def capped(weights: Sequence[float]) -> list[float]:
-    """Each weight, at most 2/n of the sum of all."""
-    most = 2.0 * sum(weights) / len(weights)
+    """Each weight, the largest lowered until none is more than 2/n of the sum of what is returned. All above 0."""
+    ordered = sorted(weights, reverse=True)
+    for lowered, largest_kept in enumerate(ordered):
+        most = 2.0 * sum(ordered[lowered:]) / (len(ordered) - 2 * lowered)
+        if largest_kept <= most:
+            break
     return [min(weight, most) for weight in weights]
 
 
@@ -59,7 +70,12 @@ def root_mean_square(values: Tensor, other: Tensor | None = None) -> float:
     """Of `values`, or of (values - other), on an even sample of the elements."""
     step = max(1, len(values) // SAMPLES)
     sample = values[::step] if other is None else values[::step] - other[::step]
-    return float(torch.linalg.vector_norm(sample)) / math.sqrt(max(1, len(sample)))
+    return _norm(sample) / math.sqrt(max(1, len(sample)))
+
+
+def _norm(values: Tensor) -> float:
+    """In float64, where the squares of all float32 fit."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
@@ -76,14 +92,16 @@ def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def _clip(values: Sequence[Tensor], shares: Sequence[float], center: Tensor | None) -> Tensor:
-    """v += sum of share * (x - v) * min(1, tau / |x - v|), tau being the median of the |x - v| that are not 0."""
+    """v += sum of share * (x - v) * min(1, tau / |x - v|), tau being the median of the |x - v| that are not 0; of
+    two middle ones the lower, so that half of the others cannot choose it.
+    """
     average = (torch.stack(list(values)).median(dim=0).values if center is None else center).clone()
     for _ in range(CLIP_ROUNDS):
-        distances = [float(torch.linalg.vector_norm(value - average)) for value in values]
+        distances = [_norm(value - average) for value in values]
         apart = [distance for distance in distances if distance > 0]
         if not apart:
             break
-        tau = statistics.median(apart)
+        tau = statistics.median_low(apart)
         moved = torch.zeros_like(average)
         for value, share, distance in zip(values, shares, distances, strict=True):
             if distance > 0:

@@ -50,12 +50,14 @@ class PartCodec:
         self.name = name
 
     def encode(self, values: Tensor, dither: Dither | None = None) -> list[WireTensor]:
-        """values: float32 [n] on the CPU, finite. float32 shares its memory: change it after it was sent."""
+        """values: float32 [n] on the CPU, finite; int8 saturates near 2^107. float32 shares its memory: change
+        it only after it was sent.
+        """
         if self.name != "int8":
             return [codec_by_name(self.name).encode(values)]
         rows = _rows(values)
-        _, exponents = torch.frexp(rows.abs().amax(dim=1).div_(LEVELS))
-        exponents.clamp_(LEAST_EXPONENT, MOST_EXPONENT)
+        peaks = rows.abs().amax(dim=1).div_(LEVELS)
+        _, exponents = torch.frexp(peaks.clamp_(2.0 ** (LEAST_EXPONENT - 1), 2.0 ** (MOST_EXPONENT - 1)))
         scaled = (rows * _powers_of_two(-exponents)).view(-1)[: len(values)]
         if dither is not None:
             scaled.add_(dither.fractions(len(values)))
