@@ -1,0 +1,208 @@
+"""What an owner makes of contributions: shares that nobody can grow, a clip that nobody can stretch."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from agora_protocol.messages import Averaged
+
+from agora.averaging.aggregate import Rule, aggregate, capped, root_mean_square
+from agora.averaging.drift import BEYOND_USUAL, Drift
+
+SIZE = 512
+
+
+def honest(index: int, spread: float = 0.1) -> torch.Tensor:
+    noise = torch.randn(SIZE, generator=torch.Generator().manual_seed(index))
+    return torch.linspace(-1, 1, SIZE) + spread * noise
+
+
+def averaged(values: list[torch.Tensor], weights: list[float] | None = None, rule: Rule = "mean", **settings):
+    settings = {"center": None, "cap": True} | settings
+    found = aggregate(values, weights or [1.0] * len(values), rule, **settings)
+    assert found is not None
+    return found
+
+
+# --- weights
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 9, 64])
+def test_no_share_of_the_whole_is_more_than_two_nths(members: int) -> None:
+    rng = random.Random(members)
+    for _ in range(50):
+        weights = [10.0 ** rng.uniform(-6, 18) for _ in range(members)]
+        lowered = capped(weights)
+        most = 2.0 / members * sum(lowered)
+        assert all(it <= most * (1 + 1e-9) for it in lowered)
+        for before, after in zip(weights, lowered, strict=True):
+            assert 0 < after <= before
+            assert after == before or after == pytest.approx(most), "lowered only as far as it must be"
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([7.0], [7.0]),
+        ([1e9, 1.0], [1e9, 1.0]),
+        ([1000.0, 1.0, 1.0], [4.0, 1.0, 1.0]),
+        ([3.0, 2.0, 1.0], [3.0, 2.0, 1.0]),
+        ([1e9, 1e9, 1.0, 1.0, 1.0], [6.0, 6.0, 1.0, 1.0, 1.0]),
+        ([5.0] * 6, [5.0] * 6),
+    ],
+)
+def test_what_the_cap_makes_of_weights(weights: list[float], expected: list[float]) -> None:
+    assert capped(weights) == pytest.approx(expected)
+    assert capped(weights[::-1]) == pytest.approx(expected[::-1]), "whoever comes first"
+
+
+def test_a_liar_about_its_weight_moves_ten_members_by_two_tenths() -> None:
+    values = [torch.zeros(SIZE)] * 9 + [torch.ones(SIZE)]
+    weights = [1.0] * 9 + [1e9]
+    assert torch.allclose(averaged(values, weights).average, torch.full((SIZE,), 0.2))
+    exact = averaged(values, weights, cap=False).average
+    assert float(exact[0]) > 0.99, "gradients are not capped: their weights are how many tokens there are"
+
+
+def test_shares_sum_to_one() -> None:
+    for weights in ([1.0], [3.0, 1.0], [100.0, 2.0, 3.0], [0.0, 5.0, 1.0], [1e18, 1e-3, 7.0]):
+        found = averaged([torch.full((SIZE,), 2.5)] * len(weights), weights)
+        assert torch.equal(found.average, torch.full((SIZE,), 2.5)), "equal values are their own mean, to the bit"
+    a, b = honest(1), honest(2)
+    assert torch.allclose(averaged([a, b], [3.0, 1.0]).average, 0.75 * a + 0.25 * b, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["mean", "clip"])
+def test_a_newcomer_is_not_in_the_average_nor_in_its_count(rule: Rule) -> None:
+    values = [honest(1), honest(2), torch.full((SIZE,), 1e6)]
+    with_it = averaged(values, [2.0, 1.0, 0.0], rule)
+    without = averaged(values[:2], [2.0, 1.0], rule)
+    assert torch.equal(with_it.average, without.average)
+    assert (with_it.members, with_it.weight, with_it.distance) == (2, 3.0, without.distance)
+
+
+def test_nobody_with_a_weight_makes_no_average() -> None:
+    for rule in ("mean", "clip"):
+        assert aggregate([honest(1), honest(2)], [0.0, 0.0], rule, center=None, cap=True) is None
+        assert aggregate([], [], rule, center=None, cap=True) is None
+
+
+def test_what_comes_in_is_not_changed() -> None:
+    for rule in ("mean", "clip"):
+        values, center = [honest(n) for n in range(3)], honest(0)
+        kept = [it.clone() for it in values]
+        averaged(values, rule=rule, center=center)
+        assert all(torch.equal(it, was) for it, was in zip([*values, center], [*kept, honest(0)], strict=True))
+
+
+# --- absurd values
+
+
+@pytest.mark.parametrize("rule", ["mean", "clip"])
+@pytest.mark.parametrize("size", [1e19, 1e25, 1e35, 3e38])
+def test_what_is_said_of_an_absurd_average_can_be_said(size: float, rule: Rule) -> None:
+    """Else one member's values would make the owner refuse the honest ones."""
+    for attackers in (1, 2):
+        values = [honest(1), honest(2)] + [torch.full((SIZE,), size)] * attackers
+        found = averaged(values, rule=rule, center=values[0])
+        assert bool(found.average.isfinite().all())
+        Averaged(found.members, found.weight, found.distance)
+
+
+def test_values_whose_average_no_float_can_hold_make_none() -> None:
+    huge = torch.full((SIZE,), 3e38)
+    assert aggregate([huge, -huge, honest(1)], [1.0] * 3, "mean", center=None, cap=True) is None
+
+
+def test_distances_are_root_mean_squares() -> None:
+    assert root_mean_square(torch.full((100,), -3.0)) == pytest.approx(3.0)
+    assert root_mean_square(torch.full((100_000,), 1e25), torch.zeros(100_000)) == pytest.approx(1e25, rel=1e-6)
+    values = [torch.full((SIZE,), it) for it in (0.0, 1.0, 5.0)]
+    assert averaged(values).distance == pytest.approx(2.0), "the median of 2, 1 and 3"
+
+
+# --- the clip
+
+
+def test_a_clip_of_members_that_agree_is_their_mean() -> None:
+    same = honest(3)
+    assert torch.equal(averaged([same] * 5, rule="clip").average, same)
+    assert torch.equal(averaged([same] * 5, rule="clip", center=same).average, same)
+    around = [same + shift for shift in (torch.tensor(0.1), torch.tensor(-0.1))] * 2
+    assert torch.allclose(averaged(around, rule="clip", center=same).average, same, atol=1e-6)
+
+
+def test_a_clip_of_honest_members_is_near_their_mean() -> None:
+    values = [honest(n) for n in range(8)]
+    wrong = averaged(values, rule="clip", center=values[0]).average - sum(values) / 8
+    assert root_mean_square(wrong) < 0.25 * 0.1
+
+
+ATTACKS = {
+    "sign flip": lambda it: -it,
+    "a thousandfold": lambda it: 1000.0 * it,
+    "a constant": lambda it: torch.full_like(it, 50.0),
+    "far away": lambda it: torch.full_like(it, -1e18),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(("members", "attackers"), [(3, 1), (4, 1), (5, 2), (8, 3), (9, 4)])
+def test_attackers_that_are_fewer_than_half_move_a_clip_no_farther_than_members_are_apart(
+    members: int, attackers: int, attack: str
+) -> None:
+    good = [honest(n) for n in range(members - attackers)]
+    bad = [ATTACKS[attack](honest(100 + n)) for n in range(attackers)]
+    apart = max(root_mean_square(a, b) for a in good for b in good)
+    lies = (
+        [[1.0] * len(good) + [1e9] * attackers] if 4 * attackers <= members else []
+    )  # with these a member counts twice
+    for weights in (None, *lies):
+        for center in (good[0], good[-1]):
+            found = averaged([*good, *bad], weights, "clip", center=center)
+            assert root_mean_square(found.average, center) < 3.0 * apart, "three rounds, each at most the radius"
+
+
+def test_one_attacker_moves_a_clip_by_its_share_of_the_radius_in_each_round() -> None:
+    """All others agree to within `spread`: the attacker's pull is 1/n of that, three times."""
+    spread = 0.01
+    good = [honest(n, spread) for n in range(7)]
+    without = averaged(good, rule="clip", center=good[0]).average
+    for attack in ATTACKS.values():
+        found = averaged([*good, attack(honest(100))], rule="clip", center=good[0])
+        assert root_mean_square(found.average, without) < 3 * (2 * spread) / 8
+
+
+# --- what a member believes
+
+
+def test_a_first_average_may_lie_as_far_as_the_values_are_large_and_a_later_one_eight_times_the_usual() -> None:
+    assert not Drift().unbelievable(1.0, 1.0)
+    assert "the average lies 1.01 from" in Drift().unbelievable(1.01, 1.0)
+    usual = Drift().seen(0.01)
+    assert not usual.unbelievable(0.99 * BEYOND_USUAL * 0.01, 1.0)
+    assert usual.unbelievable(1.01 * BEYOND_USUAL * 0.01, 1.0)
+
+
+def test_after_rounds_without_drift_a_thousandth_of_the_values_is_still_believed() -> None:
+    still = Drift().seen(0.0)
+    assert not still.unbelievable(1e-3, 1.0) and still.unbelievable(1.1e-3, 1.0)
+
+
+def test_what_is_not_a_number_is_not_believed() -> None:
+    for drift in (Drift(), Drift().seen(0.01)):
+        assert drift.unbelievable(math.nan, 1.0) and drift.unbelievable(math.inf, 1.0)
+
+
+def test_the_usual_distance_follows_slowly() -> None:
+    drift = Drift().seen(0.01)
+    for _ in range(3):
+        before = drift.usual
+        drift = drift.seen(BEYOND_USUAL * before)
+        assert drift.usual < 3.2 * before, "even at the edge of what is believed"
+    for _ in range(30):
+        drift = drift.seen(0.02)
+    assert drift.usual == pytest.approx(0.02, rel=0.01)
