@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from agora_protocol.ids import PeerId
@@ -27,44 +27,65 @@ FEW: Final = 4
 @dataclass(frozen=True, slots=True)
 class Tallied:
     """A replica: optimizer steps taken, tokens counted since, the tokens it had counted when it took the last one (0
-    when that was not heard), and when anything new was heard of it.
+    when that was not heard), when it last spoke to anybody, as far as is known, and when it last failed to answer here.
     """
 
     step: int
     tokens: int
     before: int
     heard: float
+    lost: float = -math.inf
+
+    def present(self, now: float) -> bool:
+        """Whether it has been heard lately, and since it last failed to answer."""
+        return now - self.heard <= STALE_S and self.heard > self.lost
 
 
 Tallies = Mapping[PeerId, Tallied]
-News = tuple[PeerId, int, int]
+News = tuple[PeerId, int, int, int]
+"""A replica, its step, its tokens, and how many milliseconds ago it spoke."""
 
 
 def heard(known: Tallies, news: Iterable[News], sender: PeerId, me: PeerId, now: float) -> dict[PeerId, Tallied]:
     """What is known after `sender` told `news`, of itself and of others.
 
-    Of a third peer only what is further than what is known counts, so that an old tale keeps nobody alive. A lower
-    number is believed when the replica was not heard for STALE_S, or says so itself: it has started again.
+    Lower numbers are believed when a replica says them itself, or was not there before: it has started again. Of
+    others only what they said lately counts, so that tales keep nobody alive.
     """
     merged = dict(known)
-    for peer, step, tokens in news:
-        if peer == me:
+    for peer, step, tokens, age_ms in news:
+        at = now if peer == sender else now - age_ms / 1000
+        if peer == me or now - at > STALE_S:
             continue
         before = merged.get(peer)
-        if before is None or now - before.heard > STALE_S:
-            merged[peer] = Tallied(step, tokens, 0, now)
-        elif (step, tokens) > (before.step, before.tokens):
-            kept = before.before if step == before.step else before.tokens if step == before.step + 1 else 0
-            merged[peer] = Tallied(step, tokens, kept, now)
-        elif peer == sender:
-            same = (step, tokens) == (before.step, before.tokens)
-            merged[peer] = Tallied(step, tokens, before.before if same else 0, now)
+        if before is None:
+            merged[peer] = Tallied(step, tokens, 0, at)
+        elif peer == sender or (step, tokens) >= (before.step, before.tokens) or not before.present(now):
+            merged[peer] = _after(before, step, tokens, max(at, before.heard))
     return merged
+
+
+def _after(before: Tallied, step: int, tokens: int, at: float) -> Tallied:
+    if step == before.step:
+        kept = before.before if tokens >= before.tokens else 0
+    else:
+        kept = before.tokens if step == before.step + 1 else 0
+    return Tallied(step, tokens, kept, at, before.lost)
+
+
+def lost(known: Tallies, peer: PeerId, now: float) -> dict[PeerId, Tallied]:
+    """What is known after `peer` did not answer: it is not there until it has spoken again."""
+    return dict(known) | {peer: replace(known.get(peer) or Tallied(0, 0, 0, -math.inf), lost=now)}
+
+
+def absent(known: Tallies, members: Collection[PeerId], now: float) -> set[PeerId]:
+    """The members that have not been heard lately, or did not answer; of who is new here nothing is known yet."""
+    return {peer for peer in members if peer in known and not known[peer].present(now)}
 
 
 def fresh(known: Tallies, members: Collection[PeerId], now: float) -> dict[PeerId, Tallied]:
     """The other replicas that are in the view and were heard lately."""
-    return {peer: it for peer, it in known.items() if peer in members and now - it.heard <= STALE_S}
+    return {peer: it for peer, it in known.items() if peer in members and it.present(now)}
 
 
 def counted_by(others: Tallies, step: int) -> int:
@@ -101,7 +122,7 @@ def whom_to_tell(members: Collection[PeerId], me: PeerId, rng: random.Random) ->
     return others if len(others) <= TELL_ALL else rng.sample(others, FEW)
 
 
-def tale(known: Tallies, own: News, members: Collection[PeerId], now: float) -> tuple[News, ...]:
+def tale(known: Tallies, own: tuple[PeerId, int, int], members: Collection[PeerId], now: float) -> tuple[News, ...]:
     """What to tell: the own numbers first, then the freshest of the others', at most MAX_TALLIES in all."""
-    others = sorted(fresh(known, members, now).items(), key=lambda item: -item[1].heard)
-    return (own, *((peer, it.step, it.tokens) for peer, it in others[: MAX_TALLIES - 1]))
+    others = sorted(fresh(known, members, now).items(), key=lambda item: -item[1].heard)[: MAX_TALLIES - 1]
+    return ((*own, 0), *((peer, it.step, it.tokens, round(1000 * (now - it.heard))) for peer, it in others))

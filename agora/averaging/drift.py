@@ -5,6 +5,7 @@ Knows: how far replicas usually are from their average, as numbers. Must not kno
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,10 +37,20 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """Whether this replica's values count. One that came later takes averages at weight 0 until it is near them."""
+    """Whether this replica's values count. One that came later takes averages at weight 0 until it is near them.
+
+    `rounds`: whole ones that it has waited for that.
+    """
 
     counts: bool = True
+    rounds: int = 0
 
-    def seen(self, own: float, others: float, complete: bool) -> Newcomer:
-        """After a round: `own` distance to the average, the `others'` median; `complete`: every part was averaged."""
-        return Newcomer(self.counts or (complete and own <= NEAR * others))
+    def seen(self, own: float, others: float, members: float, cover: int) -> Newcomer:
+        """After a round in which every part was averaged: `own` distance to the average, the `others'` median, the
+        `members` in it. `cover`: rounds after which it has every average there is, and counts in any case.
+
+        Of replicas that lie equally far from their true mean, n have s sqrt(1 - 1/n) to their average, and one that is
+        not in it s sqrt(1 + 1/n). With a single other nothing can be compared: then one round is enough.
+        """
+        near = members < 2 or own <= NEAR * others * math.sqrt((members + 1) / (members - 1))
+        return Newcomer(self.counts or near or self.rounds + 1 >= cover, self.rounds + 1)

@@ -111,9 +111,9 @@ class Owner:
         """The average of a part, if this peer has it."""
         average = self._done.get(Part(message.stage, message.what, message.round, message.part))
         if average is None:
-            return Recalled(0, 0.0, 0.0), []
+            return Recalled(0, 0, 0.0, 0.0), []
         tensors = PartCodec("float32").encode(average.values)
-        return Recalled(average.members, average.weight, average.distance), tensors
+        return Recalled(average.members, average.present, average.weight, average.distance), tensors
 
     def keep(self, part: Part, average: Average) -> None:
         """Remembers an average for a while: one that was made here, or that another owner gave."""
@@ -174,9 +174,12 @@ class Owner:
         if gathering.result.done():
             return
         peers = list(gathering.values)
+        weights = [gathering.weights[peer] for peer in peers]
+        if part.what == "weights" and len(peers) > 1 and not any(weights):
+            weights = [1.0] * len(peers)  # newcomers among themselves
         found = aggregate(
             [gathering.values[peer] for peer in peers],
-            [gathering.weights[peer] for peer in peers],
+            weights,
             self._terms.rule if part.what == "weights" else "mean",
             center=self._center(gathering),
             cap=part.what == "weights",
@@ -184,7 +187,7 @@ class Owner:
         if found is None:
             self._end(part, gathering, Refused("nobody has anything to average yet"))
         else:
-            self._end(part, gathering, Average(found.average, found.members, found.weight, found.distance))
+            self._end(part, gathering, Average(found.average, found.members, len(peers), found.weight, found.distance))
 
     def _center(self, gathering: _Gathering) -> Tensor | None:
         """The own value, where it counts."""
@@ -206,7 +209,7 @@ class Owner:
 
     def _answer(self, codec: PartCodec, average: Average, values: Tensor) -> tuple[Averaged, list[WireTensor]]:
         delta = codec.encode(torch.sub(average.values, values))
-        return Averaged(average.members, average.weight, average.distance), delta
+        return Averaged(average.members, average.present, average.weight, average.distance), delta
 
     def _forget(self, part: Part) -> None:
         self._done.pop(part, None)
@@ -254,4 +257,6 @@ def _recalled(reply: Reply, numel: int) -> Average | None:
     if not isinstance(message, Recalled) or not reply.tensors:
         return None
     values = PartCodec("float32").decode(list(reply.tensors), numel)
-    return Average(values, message.members, message.weight, message.distance) if all_finite(values) else None
+    if not all_finite(values):
+        return None
+    return Average(values, message.members, message.present, message.weight, message.distance)

@@ -39,12 +39,14 @@ LEAST_S: Final = 0.05
 class RoundResult:
     """delta: float32 [n], 0 where a part failed: what to add to the values that were given.
 
-    `members` in the averages is a mean over all parts, with 0 for a failed one; `weight` and the `distance`s (root mean
-    square to the average: own, and the median of those in it) are means over the others.
+    `present`, who brought their values in time, is a mean over all parts, with 0 for a failed one; `members`, those of
+    them who are in the average, `weight` and the `distance`s (root mean square to the average: own, and the median of
+    those in it) are means over the others.
     """
 
     delta: Tensor
     done: list[bool]
+    present: float = 0.0
     members: float = 0.0
     weight: float = 0.0
     distance: float = 0.0
@@ -129,7 +131,7 @@ class Rounds:
                 round=number,
                 parts=len(cuts),
                 failed_parts=result.failed_parts,
-                members=result.members,
+                members=result.present,
                 expected=len(members),
                 weight=weight,
                 seconds=seconds,
@@ -158,7 +160,7 @@ class Rounds:
                 except (AgoraError, TimeoutError) as error:
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
-                if got.message.members < 2 and this.weight > 0 and len(this.members) > 1:
+                if got.message.present < 2 and len(this.members) > 1:
                     reasons = [f"{owner}: nobody else contributed in time"]
                     break
                 return self._kept(part, got, sent, len(values))
@@ -205,7 +207,9 @@ class Rounds:
         """Remembers the average, for a second owner that asks for it."""
         values = self._terms.codec(part.what).decode(list(sent), numel, self._terms.dither(part))
         message = got.message
-        self._owner.keep(part, Average(values + got.delta, message.members, message.weight, message.distance))
+        self._owner.keep(
+            part, Average(values + got.delta, message.members, message.present, message.weight, message.distance)
+        )
         return got
 
 
@@ -216,7 +220,8 @@ def _put_together(got: Sequence[_Got | None], cuts: Sequence[slice], numel: int)
         if it is not None:
             result.delta[cut] = it.delta
     if used:
-        result.members = sum(it.message.members for it in used) / len(got)
+        result.present = sum(it.message.present for it in used) / len(got)
+        result.members = statistics.fmean(it.message.members for it in used)
         result.weight = statistics.fmean(it.message.weight for it in used)
         result.distance = statistics.fmean(root_mean_square(it.delta) for it in used)
         result.distance_others = statistics.fmean(it.message.distance for it in used)

@@ -109,6 +109,11 @@ class Teller:
         """The other replicas that were heard lately."""
         return self._others(stage).keys()
 
+    def present(self, stage: int) -> set[PeerId]:
+        """The stage's replicas in the view, this one included, without those that have fallen silent."""
+        members = set(self._members(stage)) | {self._me}
+        return members - agreement.absent(self._stages[stage].known, members, _now())
+
     def judge_again(self, stage: int) -> None:
         """`act` hears the present judgement once more: what it asked for could not be done, or is done."""
         self._stages[stage].judged = None
@@ -152,7 +157,9 @@ class Teller:
         try:
             reply = await self._caller.call(peer, message, (), deadline=_now() + CALL_S)
         except AgoraError:
-            return  # a replica that does not answer goes stale
+            it = self._stages[stage]
+            it.known = agreement.lost(it.known, peer, _now())
+            return
         if isinstance(reply.message, Tallied):
             self._take(stage, reply.message.tallies, peer)
 

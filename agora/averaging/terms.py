@@ -55,6 +55,7 @@ class Average:
 
     values: Tensor
     members: int
+    present: int
     weight: float
     distance: float
 

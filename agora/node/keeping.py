@@ -7,6 +7,7 @@ like.
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,8 @@ class Keeper:
         exact = self._config.manifest.schedule.kind == "synchronous"
         terms = TransferTerms(max_lag=0) if exact else TransferTerms()
         fetch = StateFetch(self._caller, stage, numel, terms=terms, progress=progress, lied=self._strike)
+        usual = statistics.median_low(self._offers(stage).values() or [0])
+        at_least = max(at_least, usual - self._config.manifest.averaging.every)
         state = await fetch.run(sources, deadline=began + FETCH_S, at_least=at_least)
         while exact and state.step < fetch.newest:  # chunks of an earlier step, whose source went away
             state = await fetch.run(sources, deadline=began + FETCH_S, at_least=fetch.newest)

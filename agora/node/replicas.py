@@ -138,7 +138,9 @@ class Replicas:
         return [seen.peer for seen in self._membership.view.replicas(stage)]
 
     def _members(self, stage: int) -> Mapping[PeerId, float]:
-        return {seen.peer: seen.bandwidth for seen in self._membership.view.replicas(stage)} | {self._me: 0.0}
+        """A stage's replicas that are there, and their bandwidths."""
+        bandwidths = {seen.peer: seen.bandwidth for seen in self._membership.view.replicas(stage)}
+        return {peer: bandwidths.get(peer, 0.0) for peer in self._teller.present(stage)}
 
     def _counts(self) -> Mapping[int, tuple[int, int]]:
         return {it.stage: (it.step, it.tokens_in_step) for it in self._compute.progress()}
@@ -164,7 +166,7 @@ class Replicas:
         it = self._stages[stage]
         it.tokens += tokens
         self._teller.tell()
-        if step % self._averaging.every or self._teller.alone(stage):
+        if step % self._averaging.every or len(self._teller.present(stage)) < 2:
             return
         number = step // self._averaging.every
         if _busy(it.round):
@@ -233,7 +235,9 @@ class Replicas:
         if len(took):
             delta, snapshot = (flat.view(-1, SLICE_BLOCK)[took].flatten() for flat in (result.delta, values))
             await self._compute.add_to_slice(stage, blocks[took], delta, snapshot, self._averaging.rule)
-        it.newcomer = it.newcomer.seen(result.distance, result.distance_others, not result.failed_parts)
+        if not result.failed_parts:
+            near = result.distance, result.distance_others, result.members
+            it.newcomer = it.newcomer.seen(*near, cover=it.slices.count)
 
     async def _exact_step(self, stage: int, step: int) -> None:
         """A synchronous step: the mean gradient over all replicas' tokens."""

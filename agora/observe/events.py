@@ -297,7 +297,7 @@ class GradientRefused(Event):
 @dataclass(frozen=True, slots=True)
 class RoundDone(Event):
     """A round of one stage ended: `failed_parts` of `parts` stayed as they were; `members` of `expected` replicas, as a
-    mean over the parts, are in the averages. Distances are root mean squares to the average: of this replica, and the
+    mean over the parts, took part in time. Distances are root mean squares to the average: of this replica, and the
     median of the others.
     """
 

@@ -18,6 +18,8 @@ from agora_protocol.tensors import WireTensor
 from agora.state.layout import ELEMENT_BYTES, StageState, chunk_count, chunk_hashes, pack_chunk, snapshot_hash
 
 RETRY_MS: Final = 1000
+LEAST_S: Final = 0.02
+"""No copy counts as made in less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class SnapshotLimits:
     """How long copies live, and what all of them together may hold."""
 
     fresh_s: float = 30.0  # this old, a copy is still given to a new joiner
-    remake_s: float = 0.25  # this young, also to one who needs a later step
+    remake: float = 10.0  # times as old as it took to make, it is not given any more to one who needs a later step
     in_use_s: float = 10.0  # since its last use, a copy is not dropped to make room for another
     idle_s: float = 60.0  # since its last use, a copy is dropped
     max_bytes: int = 2**31
@@ -45,6 +47,7 @@ class _Snapshot:
     hashes: list[bytes]
     name: bytes
     made: float = 0.0
+    took: float = 0.0
     used: float = 0.0
 
     @property
@@ -107,8 +110,7 @@ class Snapshots:
     async def _copy_of(self, stage: int, at_least: int) -> _Snapshot | None:
         self.sweep()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made, default=None)
-        fresh_s = self._limits.fresh_s if newest and newest.state.step >= at_least else self._limits.remake_s
-        if newest and self._now() - newest.made < fresh_s:
+        if newest and self._is_fresh(newest, at_least):
             return newest
         if not self._make_room(self._sizes.get(stage, 0)):
             if newest is None:
@@ -116,13 +118,21 @@ class Snapshots:
             return newest  # older than it should be, but its joiner fetches the slices it misses anyway
         return await self._make(stage)
 
+    def _is_fresh(self, snapshot: _Snapshot, at_least: int) -> bool:
+        age = self._now() - snapshot.made
+        if snapshot.state.step >= at_least:
+            return age < self._limits.fresh_s
+        return age < min(self._limits.remake * snapshot.took, self._limits.fresh_s)
+
     async def _make(self, stage: int) -> _Snapshot | None:
+        began = self._now()
         if (state := await self._export(stage)) is None:
             return None
         hashes = await asyncio.to_thread(chunk_hashes, state)
         name = snapshot_hash(hashes)
         snapshot = self._kept.setdefault(name, _Snapshot(state, hashes, name))
         snapshot.made = self._now()
+        snapshot.took = max(snapshot.made - began, LEAST_S)
         self._sizes[stage] = snapshot.nbytes
         return snapshot
 

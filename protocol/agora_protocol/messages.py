@@ -173,15 +173,17 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
 
 
 def _tallies(doc: str) -> Any:
-    return many(each(peer_id(), whole(0, MAX_UINT), whole(0, MAX_UINT)), MAX_TALLIES, doc=doc)
+    return many(
+        each(peer_id(), whole(0, MAX_UINT), whole(0, MAX_UINT), whole(0, MAX_DEADLINE_MS)), MAX_TALLIES, doc=doc
+    )
 
 
 class Tally(Message, kind=12, frames=(FrameType.REQUEST,)):
     """How far I know this stage's replicas to be; answered by Tallied, how far you do. Both then know the further."""
 
     stage: int = whole(0, MAX_STAGES - 1, doc="the stage spoken of")
-    tallies: tuple[tuple[PeerId, int, int], ...] = _tallies(
-        "replica, optimizer steps it has taken, tokens it has counted since; the sender's own first"
+    tallies: tuple[tuple[PeerId, int, int, int], ...] = _tallies(
+        "replica, optimizer steps it has taken, tokens counted since, milliseconds since it spoke; the own first"
     )
     deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
@@ -189,7 +191,7 @@ class Tally(Message, kind=12, frames=(FrameType.REQUEST,)):
 class Tallied(Message, kind=13, frames=(FrameType.ANSWER,)):
     """The answer to Tally."""
 
-    tallies: tuple[tuple[PeerId, int, int], ...] = _tallies("as in Tally, the answerer's own first")
+    tallies: tuple[tuple[PeerId, int, int, int], ...] = _tallies("as in Tally")
 
 
 _WHAT: Final = ("weights", "gradient")
@@ -214,9 +216,10 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
 class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
     """The answer to Contribute. Tensors: average minus the sender's values, in the codec and shape they came in."""
 
-    members: int = whole(1, MAX_UINT, doc="contributions of a weight above 0 in the average")
-    weight: float = number(0, 1e21, doc="the sum of their weights")
-    distance: float = number(0, 1e30, doc="median over them of the root mean square of (values - average)")
+    members: int = whole(1, MAX_UINT, doc="contributions in the average")
+    present: int = whole(1, MAX_UINT, doc="contributions in time: those in the average, and those of weight 0")
+    weight: float = number(0, 1e21, doc="the sum of the weights in the average")
+    distance: float = number(0, 1e30, doc="median over the members of the root mean square of (values - average)")
 
 
 class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
@@ -233,6 +236,7 @@ class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     """The answer to Recall. Tensor: the average itself, float32 [n]; none while the answerer has no average."""
 
     members: int = whole(0, MAX_UINT, doc="as in Averaged; 0 without an average")
+    present: int = whole(0, MAX_UINT, doc="as in Averaged")
     weight: float = number(0, 1e21, doc="as in Averaged")
     distance: float = number(0, 1e30, doc="as in Averaged")
 

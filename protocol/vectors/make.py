@@ -156,14 +156,14 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
     levels = WireTensor("int8", (3,), memoryview(struct.pack("<3b", 21, -53, 127)))
     exponents = WireTensor("int8", (1,), memoryview(struct.pack("<1b", 2)))
     return [
-        (kind.REQUEST, 7, Tally(1, ((FIRST.peer, 40, 8192), (SECOND.peer, 40, 0)), 5_000), []),
-        (kind.ANSWER, 7, Tallied(((SECOND.peer, 40, 1024),)), []),
+        (kind.REQUEST, 7, Tally(1, ((FIRST.peer, 40, 8192, 0), (SECOND.peer, 40, 0, 1500)), 5_000), []),
+        (kind.ANSWER, 7, Tallied(((SECOND.peer, 40, 1024, 0),)), []),
         (kind.REQUEST, 9, Contribute(1, "weights", 12, 3, 65536.0, False, 10_000), [levels, exponents]),
         (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 0.0, True, 10_000), [values]),
-        (kind.ANSWER, 9, Averaged(3, 196608.0, 0.001953125), [levels, exponents]),
+        (kind.ANSWER, 9, Averaged(3, 4, 196608.0, 0.001953125), [levels, exponents]),
         (kind.REQUEST, 11, Recall(1, "weights", 12, 3, 5_000), []),
-        (kind.ANSWER, 11, Recalled(3, 196608.0, 0.001953125), [values]),
-        (kind.ANSWER, 11, Recalled(0, 0.0, 0.0), []),
+        (kind.ANSWER, 11, Recalled(3, 4, 196608.0, 0.001953125), [values]),
+        (kind.ANSWER, 11, Recalled(0, 0, 0.0, 0.0), []),
     ]
 
 

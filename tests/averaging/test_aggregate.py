@@ -109,7 +109,7 @@ def test_what_is_said_of_an_absurd_average_can_be_said(size: float, rule: Rule) 
         values = [honest(1), honest(2)] + [torch.full((SIZE,), size)] * attackers
         found = averaged(values, rule=rule, center=values[0])
         assert bool(found.average.isfinite().all())
-        Averaged(found.members, found.weight, found.distance)
+        Averaged(found.members, found.members, found.weight, found.distance)
 
 
 def test_values_whose_average_no_float_can_hold_make_none() -> None:

@@ -10,9 +10,11 @@ from agora.averaging.agreement import (
     FEW,
     STALE_S,
     Tallied,
+    absent,
     counted_by,
     fresh,
     heard,
+    lost,
     step_to_follow,
     tale,
     tokens_to_go,
@@ -35,25 +37,47 @@ def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
 
 
 def test_who_has_stepped_took_its_tokens_with_it() -> None:
-    table = heard(known((A, 5, 300, 0)), [(A, 6, 10)], A, ME, 1.0)
+    table = heard(known((A, 5, 300, 0)), [(A, 6, 10, 0)], A, ME, 1.0)
     assert counted_by(table, 5) == 300 and counted_by(table, 6) == 10
-    table = heard(table, [(A, 9, 4)], A, ME, 2.0)
+    table = heard(table, [(A, 9, 4, 0)], A, ME, 2.0)
     assert counted_by(table, 8) == 0, "of a jump nothing is known"
 
 
 def test_an_old_tale_keeps_nobody_alive_and_changes_nothing() -> None:
     table = known((A, 5, 300, 0))
-    later = heard(table, [(A, 5, 300), (B, 1, 1)], B, ME, STALE_S + 1.0)
-    assert later[A].heard == STALE_S + 1.0, "but who went stale is believed anew"
-    soon = heard(table, [(A, 5, 200)], B, ME, 1.0)
-    assert soon[A] == table[A]
+    soon = heard(table, [(A, 5, 200, 0)], B, ME, 1.0)
+    assert soon[A] == table[A], "a third peer's lower number"
+    late = heard(table, [(A, 5, 300, 1500)], B, ME, STALE_S)
+    assert late[A].heard == STALE_S - 1.5, "as old as it was when it was told"
+    assert heard(table, [(A, 5, 300, 7000)], B, ME, STALE_S) == table
     assert fresh(table, [A, B], STALE_S + 0.1) == {} and fresh(table, [B], 0.0) == {}
+
+
+def test_two_that_tell_each_other_of_a_dead_one_forget_it_in_time() -> None:
+    tables = {ME: known((A, 5, 300, 0)), B: known((A, 5, 200, 0), at=-3.0)}
+    for tick in range(40):
+        now = 0.25 * tick
+        for one, other in ((ME, B), (B, ME)):
+            news = tale(tables[one], (one, 5, tick), [ME, A, B], now)
+            tables[other] = heard(tables[other], news, one, other, now)
+    for peer, table in tables.items():
+        assert A not in fresh(table, [ME, A, B], 0.25 * 39), peer
+        assert absent(table, [ME, A, B], 0.25 * 39) == {A}
+
+
+def test_who_did_not_answer_is_absent_until_it_has_spoken_again() -> None:
+    table = lost(known((A, 5, 300, 0)), A, 1.0)
+    assert absent(table, [A, B], 1.0) == {A} and fresh(table, [A], 1.0) == {}
+    assert absent(heard(table, [(A, 5, 300, 500)], B, ME, 1.2), [A], 1.2) == {A}, "it spoke before it was lost"
+    assert absent(heard(table, [(A, 5, 310, 100)], B, ME, 1.2), [A], 1.2) == set()
+    assert absent(heard(table, [(A, 5, 300, 0)], A, ME, 1.2), [A], 1.2) == set()
+    assert absent(lost({}, A, 1.0), [A, B], 1.0) == {A}, "it was never heard; of the other nothing is known"
 
 
 def test_a_replica_that_started_again_says_so_itself() -> None:
     table = known((A, 50, 300, 0))
-    assert heard(table, [(A, 0, 0)], B, ME, 1.0)[A].step == 50
-    assert heard(table, [(A, 0, 0)], A, ME, 1.0)[A].step == 0
+    assert heard(table, [(A, 0, 0, 0)], B, ME, 1.0)[A].step == 50
+    assert heard(table, [(A, 0, 0, 0)], A, ME, 1.0)[A].step == 0
 
 
 @pytest.mark.parametrize(
@@ -75,7 +99,7 @@ def test_few_are_all_told_and_of_many_a_few() -> None:
     assert set(whom_to_tell([ME, A, B, C], ME, rng)) == {A, B, C}
     many = identities(40)
     assert len(set(whom_to_tell(many, many[0], rng))) == FEW
-    assert tale(known((A, 5, 1, 0)), (ME, 5, 2), [A], 0.0) == ((ME, 5, 2), (A, 5, 1))
+    assert tale(known((A, 5, 1, 0)), (ME, 5, 2), [A], 0.0) == ((ME, 5, 2, 0), (A, 5, 1, 0))
 
 
 @pytest.mark.parametrize("replicas", [3, 16, 64])
