@@ -213,7 +213,7 @@ class Origin:
             if ready and not self._paused and self._has_room():
                 return True
             patient = ready and not self._config.synchronous
-            await self._changed.wait(None if patient else _now() + (GRACE_S if ready else LOOK_S))
+            await self._changed.wait(None if patient else _now() + LOOK_S)
         return False
 
     def _has_room(self) -> bool:

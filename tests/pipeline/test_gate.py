@@ -1,0 +1,148 @@
+"""Where microbatches of a synchronous step wait: only as long as they may, and without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from agora_protocol.errors import Busy
+from agora_protocol.ids import Span
+
+from agora.pipeline.gate import RETRY_MS, SHARE, StepGate
+from tests.pipeline.virtual_time import VirtualLoop, run
+
+
+class Stages:
+    """The steps that stages 2, 3 and 4 have taken."""
+
+    def __init__(self) -> None:
+        self.steps = {2: 0, 3: 0, 4: 0}
+        self.gate = StepGate(Span(2, 4), self.steps.__getitem__)
+
+    def step(self, *stages: int) -> None:
+        for stage in stages:
+            self.steps[stage] += 1
+        self.gate.stepped()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def left_behind(stages: Stages) -> tuple[int, int]:
+    """Waiters in the gate, and timers of the loop."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    timers = [it for it in loop._scheduled if not it.cancelled()]
+    return len(stages.gate._changed._waiters), len(timers)
+
+
+def test_who_is_not_ahead_passes_at_once_and_asynchronous_runs_never_wait() -> None:
+    async def work() -> None:
+        stages, began = Stages(), now()
+        await stages.gate.passed(2, 0, began + 10.0)
+        stages.step(2, 3, 4)
+        await stages.gate.passed(2, 0, began + 10.0)
+        await stages.gate.passed(2, 1, began + 10.0)
+        await stages.gate.passed(2, 1, began - 10.0)
+        assert now() == began, "even when the deadline is over"
+
+    run(work())
+
+
+def test_it_waits_for_all_stages_that_the_microbatch_enters_and_for_no_other() -> None:
+    async def work() -> None:
+        stages, passed = Stages(), []
+
+        async def enter(first: int) -> None:
+            await stages.gate.passed(first, 1, now() + 100.0)
+            passed.append(first)
+
+        waiting = [asyncio.create_task(enter(first)) for first in (2, 3, 4)]
+        for stepped, expected in ((4, [4]), (2, [4]), (3, [4, 2, 3])):
+            await asyncio.sleep(1.0)
+            stages.step(stepped)
+            await asyncio.sleep(1.0)
+            assert passed == expected
+        await asyncio.gather(*waiting)
+        assert left_behind(stages) == (0, 0)
+
+    run(work())
+
+
+def test_waiting_microbatches_go_step_by_step_and_within_a_step_in_the_order_they_came() -> None:
+    async def work() -> None:
+        stages, passed = Stages(), []
+
+        async def enter(name: int, step: int) -> None:
+            await stages.gate.passed(2, step, now() + 1000.0)
+            passed.append((step, name))
+
+        steps = [3, 1, 2, 1, 3, 2, 1]
+        waiting = [asyncio.create_task(enter(name, step)) for name, step in enumerate(steps)]
+        for step in (1, 2, 3):
+            await asyncio.sleep(5.0)
+            assert all(it <= step - 1 for it, _ in passed)
+            stages.step(2, 3, 4)
+        await asyncio.gather(*waiting)
+        assert passed == [(1, 1), (1, 3), (1, 6), (2, 2), (2, 5), (3, 0), (3, 4)]
+
+    run(work())
+
+
+def test_who_is_not_let_in_is_sent_away_while_there_is_time_for_another_peer() -> None:
+    async def work() -> None:
+        stages, began = Stages(), now()
+        stages.step(2, 4)
+        with pytest.raises(Busy) as refusal:
+            await stages.gate.passed(2, 1, began + 20.0)
+        assert now() - began == pytest.approx(SHARE * 20.0)
+        assert "stage 3 has not taken step 1" in str(refusal.value) and refusal.value.retry_after_ms == RETRY_MS
+        assert left_behind(stages) == (0, 0)
+
+    run(work())
+
+
+def test_steps_that_are_not_enough_do_not_lengthen_the_wait() -> None:
+    async def work() -> None:
+        stages, began = Stages(), now()
+        waiting = asyncio.create_task(stages.gate.passed(2, 50, began + 20.0))
+        for _ in range(30):
+            await asyncio.sleep(1.0)
+            stages.step(2, 3, 4)
+            if waiting.done():
+                break
+        with pytest.raises(Busy):
+            await waiting
+        assert now() - began <= SHARE * 20.0 + 1.0
+
+    run(work())
+
+
+def test_a_deadline_that_is_over_refuses_at_once() -> None:
+    async def work() -> None:
+        stages, began = Stages(), now()
+        with pytest.raises(Busy):
+            await stages.gate.passed(2, 1, began - 5.0)
+        assert now() == began
+
+    run(work())
+
+
+def test_a_cancelled_wait_leaves_nothing_behind_and_holds_up_nobody() -> None:
+    async def work() -> None:
+        stages = Stages()
+        waiting = [asyncio.create_task(stages.gate.passed(2, 1, now() + 1000.0)) for _ in range(5)]
+        await asyncio.sleep(1.0)
+        for task in waiting[:4]:
+            task.cancel()
+        await asyncio.wait(waiting[:4])
+        assert all(task.cancelled() for task in waiting[:4])
+        assert left_behind(stages) == (1, 1), "what the fifth needs"
+        waiting[4].cancel()
+        stages.step(2, 3, 4)
+        await asyncio.wait(waiting)
+        assert left_behind(stages) == (0, 0), "also when the step and the cancellation come together"
+        await stages.gate.passed(2, 1, now() + 1.0)
+
+    run(work())
