@@ -98,22 +98,20 @@ def tokens_to_go(others: Tallies, step: int, target: int) -> int:
     return max(1, target - counted_by(others, step))
 
 
-def step_to_follow(others: Tallies, step: int, own_tokens: int, target: int) -> int:
+def step_to_follow(others: Tallies, live: int, step: int, own_tokens: int, target: int) -> int:
     """The step that the stage has reached, `step` itself when this replica is not behind.
 
-    Half of the others carry everyone along, however far. One step ahead, a quarter of them is enough when, as far as is
+    live: how many others are there, those included of whom nothing is known yet, so that nobody who is heard first is a
+    majority. Half of them carry everyone along, however far. One step ahead, a quarter is enough when, as far as is
     known, a quarter of the step's tokens are there: the stage has stepped, the news of the tokens are slower.
     """
-    live = len(others)
     reached = sorted((it.step for it in others.values()), reverse=True)
-    if not live:
-        return step
-    common = reached[math.ceil(live / 2) - 1]
-    if common > step:
-        return common
+    half = math.ceil(live / 2)
+    if 0 < half <= len(reached) and reached[half - 1] > step:
+        return reached[half - 1]
     ahead = sum(it.step == step + 1 for it in others.values())
     known = own_tokens + counted_by(others, step)
-    return step + 1 if ahead >= math.ceil(live / 4) and 4 * known >= target and ahead else step
+    return step + 1 if ahead and ahead >= math.ceil(live / 4) and 4 * known >= target else step
 
 
 def whom_to_tell(members: Collection[PeerId], me: PeerId, rng: random.Random) -> list[PeerId]:

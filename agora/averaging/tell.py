@@ -164,8 +164,11 @@ class Teller:
             self._take(stage, reply.message.tallies, peer)
 
     def _take(self, stage: int, news: Collection[agreement.News], sender: PeerId) -> None:
-        it = self._stages[stage]
-        it.known = agreement.heard(it.known, news, sender, self._me, _now())
+        """Strangers speak for themselves alone, and nothing is kept of those who have left the view and are silent."""
+        it, members, now = self._stages[stage], set(self._members(stage)), _now()
+        news = [about for about in news if about[0] == sender or {about[0], sender} <= members]
+        known = agreement.heard(it.known, news, sender, self._me, now)
+        it.known = {peer: last for peer, last in known.items() if peer in members or last.present(now)}
         self._judge(stage, self._counts()[stage])
 
     # --- judging
@@ -177,7 +180,8 @@ class Teller:
         (step, tokens), others = own, self._others(stage)
         to_go = agreement.tokens_to_go(others, step, self._target)
         self._to_go[stage] = (step, to_go)
-        reached = agreement.step_to_follow(others, step, tokens, self._target)
+        live = len(self.present(stage)) - 1
+        reached = agreement.step_to_follow(others, live, step, tokens, self._target)
         complete = tokens + agreement.counted_by(others, step) >= self._target
         judgement = Judgement(stage, step, reached, complete)
         if (complete or reached > step) and judgement != self._stages[stage].judged:

@@ -86,12 +86,18 @@ def test_a_replica_that_started_again_says_so_itself() -> None:
 )
 def test_whom_a_replica_follows(steps: list[int], expected: int) -> None:
     others = known(*((peer, step, 400, 400) for peer, step in zip((A, B, C), steps, strict=False)))
-    assert step_to_follow(others, 5, 100, 1000) == expected
+    assert step_to_follow(others, len(steps), 5, 100, 1000) == expected
 
 
 def test_one_that_steps_without_tokens_carries_nobody() -> None:
     others = known((A, 6, 0, 0), (B, 5, 10, 0), (C, 5, 10, 0))
-    assert step_to_follow(others, 5, 10, 1000) == 5
+    assert step_to_follow(others, 3, 5, 10, 1000) == 5
+
+
+def test_one_that_is_heard_first_is_no_majority() -> None:
+    for step in (6, 7, 10**9):
+        assert step_to_follow(known((A, step, 400, 400)), 5, 5, 100, 1000) == 5
+    assert step_to_follow(known((A, 9, 4, 4), (B, 8, 4, 4)), 4, 5, 100, 1000) == 8
 
 
 def test_few_are_all_told_and_of_many_a_few() -> None:
@@ -121,7 +127,7 @@ def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: in
                     tables[other] = heard(tables[other], news, peer, other, now)
         for peer in peers:
             others = fresh(tables[peer], peers, now)
-            reached = step_to_follow(others, step[peer], tokens[peer], target)
+            reached = step_to_follow(others, replicas - 1, step[peer], tokens[peer], target)
             if tokens[peer] >= tokens_to_go(others, step[peer], target):
                 reached = max(reached, step[peer] + 1)
             if reached > step[peer]:

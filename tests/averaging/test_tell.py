@@ -1,0 +1,400 @@
+"""Tellers among themselves, in virtual time: they step together, wait for nobody, and believe no single one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from agora_protocol.errors import NotMyStage, PeerFailed, ProtocolError
+from agora_protocol.fields import MAX_UINT
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.messages import Pong, Tallied, Tally
+
+from agora.averaging.agreement import FEW, STALE_S, TELL_ALL
+from agora.averaging.tell import CALL_S, HEARTBEAT_S, Judgement, Teller
+from tests.averaging.world import Reply, identities
+from tests.pipeline.virtual_time import run
+
+STAGE = 3
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Replica:
+    """Counts tokens at its own rate, and steps as the daemon does: when enough is there, or behind the others."""
+
+    def __init__(self, world: World, peer: PeerId, rate: float) -> None:
+        self.world, self.peer, self.rate = world, peer, rate
+        self.step, self.tokens, self.spent = 0, 0, 0
+        self.sees: list[PeerId] | None = None
+        self.judgements: list[Judgement] = []
+        self.teller = Teller(
+            peer,
+            Span(STAGE, STAGE),
+            world.target,
+            self,
+            lambda stage: self.sees if self.sees is not None else list(world.replicas),
+            lambda: {STAGE: (self.step, self.tokens)},
+            soon=world.soon,
+            rng=random.Random(len(world.replicas)),
+        )
+        self.teller.act = self.act
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self.tasks = [asyncio.create_task(self.teller.run()), asyncio.create_task(self._count())]
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+
+    def act(self, judgement: Judgement) -> None:
+        self.judgements.append(judgement)
+        assert (judgement.stage, judgement.step) == (STAGE, self.step)
+        if self.tasks:
+            self.take(max(judgement.reached, self.step + 1 if judgement.complete else 0))
+
+    def take(self, step: int) -> None:
+        self.world.spent[self.step] += self.tokens
+        self.step, self.tokens = step, 0
+        self.teller.tell()
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            self.tokens += int(self.rate * 0.05)
+            if self.tokens >= self.teller.tokens_to_go(STAGE, self.step):
+                self.take(self.step + 1)
+
+    # --- Caller
+
+    async def call(self, peer, request, tensors, *, deadline, on_progress=None) -> Reply:
+        world = self.world
+        world.calls.append((now(), self.peer, peer))
+        world.open[self.peer, peer] += 1
+        try:
+            await asyncio.sleep(0.005)
+            if peer in world.hung:
+                await asyncio.sleep(deadline - now())
+                raise PeerFailed("no answer before its deadline")
+            if {peer, self.peer} & world.dead:
+                raise PeerFailed("the stream broke")
+            answer = world.answers.get(peer) or world.replicas[peer].teller.answer
+            return Reply(answer(self.peer, request), ())
+        finally:
+            world.open[self.peer, peer] -= 1
+
+
+class World:
+    """Replicas of one stage; `dead` peers break every call, `hung` ones never answer, `answers` are hostile ones."""
+
+    def __init__(self, rates: list[float], target: int = 1000, soon: bool = False) -> None:
+        self.target, self.soon = target, soon
+        self.dead: set[PeerId] = set()
+        self.hung: set[PeerId] = set()
+        self.answers: dict[PeerId, Callable[[PeerId, Tally], Any]] = {}
+        self.calls: list[tuple[float, PeerId, PeerId]] = []
+        self.open: Counter[tuple[PeerId, PeerId]] = Counter()
+        self.spent: Counter[int] = Counter()
+        self.replicas: dict[PeerId, Replica] = {}
+        for peer, rate in zip(identities(len(rates)), rates, strict=True):
+            self.replicas[peer] = Replica(self, peer, rate)
+
+    @property
+    def all(self) -> list[Replica]:
+        return list(self.replicas.values())
+
+    def start(self) -> None:
+        for replica in self.all:
+            replica.start()
+
+    async def close(self) -> None:
+        for replica in self.all:
+            await replica.stop()
+        await asyncio.sleep(0.01)
+        assert not +self.open and len(asyncio.all_tasks()) == 1, "nothing is left behind"
+
+
+def in_world(rates: list[float], work: Callable[[World], Coroutine[Any, Any, None]], **settings: Any) -> None:
+    async def main() -> None:
+        world = World(rates, **settings)
+        await work(world)
+        await world.close()
+
+    run(main())
+
+
+def told(step: int, tokens: int, *others: tuple[PeerId, int, int, int], by: PeerId) -> Tally:
+    return Tally(STAGE, ((by, step, tokens, 0), *others))
+
+
+# --- together
+
+
+@pytest.mark.parametrize("soon", [False, True])
+@pytest.mark.parametrize("replicas", [2, 3, 7])
+def test_replicas_step_together_when_together_they_have_the_tokens(replicas: int, soon: bool) -> None:
+    async def work(world: World) -> None:
+        world.start()
+        for _ in range(16):
+            await asyncio.sleep(0.5)
+            steps = [it.step for it in world.all]
+            assert max(steps) - min(steps) <= 1
+        done = min(it.step for it in world.all)
+        late = 0.05 if soon else 0.3
+        rate = sum(it.rate for it in world.all)
+        assert done >= 0.8 * 8.0 / (world.target / rate + late)
+        for step in range(done):
+            assert 0.95 * world.target <= world.spent[step] <= world.target + rate * (late + 0.1), step
+
+    rates = [1000.0 + 400.0 * (n % 3) for n in range(replicas)]
+    in_world(rates, work, target=int(sum(rates)), soon=soon)
+
+
+def test_one_that_starts_again_with_nothing_follows_and_takes_nobody_back() -> None:
+    async def work(world: World) -> None:
+        world.start()
+        await asyncio.sleep(10.0)
+        first = world.all[0]
+        before = first.step
+        assert before > 5
+        first.step, first.tokens = 0, 0
+        await asyncio.sleep(1.0)
+        assert first.step >= before and min(it.step for it in world.all) >= before
+
+    in_world([400.0] * 3, work)
+
+
+@pytest.mark.parametrize("how", ["dead", "hung"])
+def test_a_replica_that_falls_silent_is_not_counted_on_and_blocks_nobody(how: str) -> None:
+    async def work(world: World) -> None:
+        world.start()
+        await asyncio.sleep(5.0)
+        silent = world.all[2]
+        await silent.stop()
+        getattr(world, how).add(silent.peer)
+        await asyncio.sleep(STALE_S + CALL_S)
+        for replica in world.all[:2]:
+            assert silent.peer not in replica.teller.heard(STAGE)
+            assert silent.peer not in replica.teller.present(STAGE)
+            assert replica.teller.present(STAGE) == {it.peer for it in world.all[:2]}
+            assert not replica.teller.alone(STAGE), "in the view it still is"
+        before, world.spent = world.all[0].step, Counter()
+        await asyncio.sleep(10.0)
+        steps = [it.step for it in world.all[:2]]
+        assert min(steps) - before >= 6 and max(steps) - min(steps) <= 1, "at two thirds of the pace"
+        assert all(world.spent[step] >= 0.95 * world.target for step in range(before + 1, min(steps)))
+
+    in_world([400.0] * 3, work)
+
+
+def test_one_that_was_lost_is_there_again_when_it_speaks() -> None:
+    async def work(world: World) -> None:
+        world.start()
+        await asyncio.sleep(2.0)
+        first, second = world.all
+        world.dead.add(second.peer)
+        await asyncio.sleep(2.0)
+        assert first.teller.present(STAGE) == {first.peer}
+        world.dead.clear()
+        await asyncio.sleep(2.0)
+        assert first.teller.present(STAGE) == {first.peer, second.peer} == second.teller.present(STAGE)
+        assert abs(first.step - second.step) <= 1
+
+    in_world([400.0] * 2, work)
+
+
+# --- what others ask of a teller
+
+
+def test_tokens_to_go_is_what_the_others_have_not_counted_and_belongs_to_one_step() -> None:
+    async def work(world: World) -> None:
+        first, second, third = world.all
+        teller = first.teller
+        assert teller.tokens_to_go(STAGE, 0) == 1000
+        teller.answer(second.peer, told(0, 300, by=second.peer))
+        assert teller.tokens_to_go(STAGE, 0) == 700 == teller.missing(STAGE)
+        teller.answer(third.peer, told(0, 650, by=third.peer))
+        first.tokens = 20
+        assert teller.tokens_to_go(STAGE, 0) == 50 and teller.missing(STAGE) == 30
+        assert teller.tokens_to_go(STAGE, 1) == 1000, "of the next step nothing is known yet"
+        teller.answer(third.peer, told(0, 5000, by=third.peer))
+        assert teller.tokens_to_go(STAGE, 0) == 1 and teller.missing(STAGE) == 0
+        assert first.judgements == [Judgement(STAGE, 0, 0, True)]
+        await asyncio.sleep(STALE_S + 1.0)
+        teller.tell()
+        assert teller.tokens_to_go(STAGE, 0) == 1000, "what they counted went with them"
+        await asyncio.sleep(CALL_S)
+
+    in_world([0.0] * 3, work)
+
+
+def test_what_asks_for_work_is_said_once_and_again_when_asked_for() -> None:
+    async def work(world: World) -> None:
+        first, second = world.all
+        for _ in range(3):
+            first.teller.answer(second.peer, told(0, 2000, by=second.peer))
+            first.teller.tell()
+        assert first.judgements == [Judgement(STAGE, 0, 0, True)]
+        first.teller.judge_again(STAGE)
+        first.teller.tell()
+        assert first.judgements == [Judgement(STAGE, 0, 0, True)] * 2
+        first.teller.answer(second.peer, told(1, 0, by=second.peer))
+        assert first.judgements[-1] == Judgement(STAGE, 0, 1, True)
+
+    in_world([0.0] * 2, work)
+
+
+def test_one_that_is_alone_calls_nobody_and_steps_by_its_own_tokens() -> None:
+    async def work(world: World) -> None:
+        only = world.all[0]
+        only.start()
+        assert only.teller.alone(STAGE)
+        await asyncio.sleep(10.2)
+        assert only.step == 4 and not world.calls
+        only.sees = []
+        assert only.teller.alone(STAGE), "also before the view has itself in it"
+        only.sees = [only.peer, identities(2)[1]]
+        assert not only.teller.alone(STAGE)
+        only.sees = None
+
+    in_world([400.0], work)
+
+
+def test_an_answer_has_the_own_numbers_first_and_how_old_the_others_are() -> None:
+    async def work(world: World) -> None:
+        first, second, third = world.all
+        first.step, first.tokens = 4, 77
+        first.teller.answer(second.peer, told(4, 10, by=second.peer))
+        await asyncio.sleep(2.0)
+        answer = first.teller.answer(third.peer, told(4, 20, by=third.peer))
+        assert answer.tallies == ((first.peer, 4, 77, 0), (third.peer, 4, 20, 0), (second.peer, 4, 10, 2000))
+
+    in_world([0.0] * 3, work)
+
+
+def test_a_stage_that_is_not_held_is_refused() -> None:
+    async def work(world: World) -> None:
+        first, second = world.all
+        for stage in (STAGE - 1, STAGE + 1):
+            with pytest.raises(NotMyStage):
+                first.teller.answer(second.peer, Tally(stage, ((second.peer, 9, 9, 0),)))
+        assert not first.teller.heard(STAGE) and not first.judgements
+
+    in_world([0.0] * 2, work)
+
+
+# --- how much is told
+
+
+@pytest.mark.parametrize("replicas", [2, TELL_ALL + 1, TELL_ALL + 2, 40])
+def test_few_are_told_at_once_and_nobody_twice_at_the_same_time(replicas: int) -> None:
+    async def work(world: World) -> None:
+        most = replicas - 1 if replicas <= TELL_ALL + 1 else FEW
+        first = world.all[0]
+        for _ in range(20):
+            before = len(world.calls)
+            first.tokens += 1
+            first.teller.tell()
+            first.teller.tell()
+            await asyncio.sleep(0.2)
+            asked = [peer for _, _, peer in world.calls[before:]]
+            assert len(asked) == most == len(set(asked)) and first.peer not in asked
+        world.hung |= set(world.replicas) - {first.peer}
+        for _ in range(100):
+            first.tokens += 1
+            first.teller.tell()
+            assert max(world.open.values()) <= 1
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(CALL_S)
+
+    in_world([0.0] * replicas, work)
+
+
+def test_without_news_only_heartbeats_are_told() -> None:
+    async def work(world: World) -> None:
+        world.start()
+        await asyncio.sleep(60.0)
+        assert 0.8 * 60.0 / HEARTBEAT_S <= len(world.calls) / 2 <= 60.0 / HEARTBEAT_S + 2
+        assert all(len(it.teller.heard(STAGE)) == 1 for it in world.all), "which keep them alive for each other"
+
+    in_world([0.0] * 2, work)
+
+
+# --- hostile ones
+
+
+def test_one_of_three_that_is_far_ahead_carries_nobody() -> None:
+    async def work(world: World) -> None:
+        hostile = world.all[3]
+        world.answers[hostile.peer] = lambda peer, message: Tallied(((hostile.peer, MAX_UINT, 0, 0),))
+        for replica in world.all[:3]:
+            replica.start()
+        for _ in range(40):
+            await asyncio.sleep(0.25)
+            for replica in world.all[:3]:
+                replica.teller.answer(hostile.peer, told(MAX_UINT, 0, by=hostile.peer))
+        steps = [it.step for it in world.all[:3]]
+        assert 6 <= min(steps) and max(steps) <= 13, "12 at the pace of three"
+        assert all(it >= 0.95 * world.target for it in [world.spent[step] for step in range(min(steps))])
+
+    in_world([400.0] * 3 + [0.0], work)
+
+
+def test_lies_about_others_last_until_those_speak() -> None:
+    async def work(world: World) -> None:
+        first, second, third, hostile = world.all
+        for honest in (second, third):
+            first.teller.answer(honest.peer, told(0, 100, by=honest.peer))
+        first.teller.answer(hostile.peer, told(0, 0, (second.peer, 0, 400, 0), by=hostile.peer))
+        assert first.teller.tokens_to_go(STAGE, 0) == 500
+        first.teller.answer(second.peer, told(0, 101, by=second.peer))
+        assert first.teller.tokens_to_go(STAGE, 0) == 1000 - 201
+        first.teller.answer(hostile.peer, told(0, 0, (second.peer, 0, 1, 0), (first.peer, 9, 9, 0), by=hostile.peer))
+        assert first.teller.tokens_to_go(STAGE, 0) == 1000 - 201, "and nobody is made less, or told of itself"
+        assert not first.judgements
+
+    in_world([0.0] * 4, work)
+
+
+def test_strangers_move_nobody_and_are_not_remembered() -> None:
+    async def work(world: World) -> None:
+        first, second = world.all
+        strangers = identities(60)[2:]
+        first.teller.answer(second.peer, told(0, 100, by=second.peer))
+        for stranger in strangers:
+            about = [(peer, 7, 10**6, 0) for peer in (second.peer, *strangers[:40]) if peer != stranger]
+            answer = first.teller.answer(stranger, told(10**6, 10**6, *about, by=stranger))
+            assert {peer for peer, *_ in answer.tallies} == {first.peer, second.peer}
+        assert first.teller.tokens_to_go(STAGE, 0) == 900 and not first.judgements
+        assert set(first.teller.heard(STAGE)) == {second.peer}
+        await asyncio.sleep(STALE_S + 1.0)
+        first.teller.answer(second.peer, told(0, 110, *((it, 7, 7, 0) for it in strangers[:40]), by=second.peer))
+        assert set(first.teller._stages[STAGE].known) == {second.peer}
+
+    in_world([0.0] * 2, work)
+
+
+def test_an_answer_that_is_none_changes_nothing() -> None:
+    async def work(world: World) -> None:
+        first, second = world.all
+        world.answers[second.peer] = lambda peer, message: Pong()
+        first.teller.tell()
+        await asyncio.sleep(1.0)
+        assert not first.teller.heard(STAGE) and first.teller.tokens_to_go(STAGE, 0) == 1000
+
+    in_world([0.0] * 2, work)
+
+
+@pytest.mark.parametrize("bad", [(-1, 0, 0), (0, -1, 0), (0, 0, -1), (MAX_UINT + 1, 0, 0), (0.5, 0, 0), (True, 0, 0)])
+def test_numbers_that_no_replica_can_have_are_no_message(bad: tuple[Any, ...]) -> None:
+    with pytest.raises(ProtocolError):
+        Tally(STAGE, ((identities(1)[0], *bad),))
