@@ -102,10 +102,10 @@ def rounds_of(daemon: Daemon) -> list[dict[str, Any]]:
     return daemon.of("RoundDone", what="weights")
 
 
-def averaging(stages: int, **more: object) -> Manifest:
-    settings = {"fraction": 0.25, "every": 5, "round_s": 3.0} | more
+def averaging(stages: int, tokens: int = 4096) -> Manifest:
+    settings = {"fraction": 0.25, "every": 5, "round_s": 3.0}
     schedule = {"microbatch": 2, "max_in_flight": 6, "least_replicas": 2}
-    return tiny(stages, averaging=settings, schedule=schedule, optimizer={"target_tokens": 4096})
+    return tiny(stages, averaging=settings, schedule=schedule, optimizer={"target_tokens": tokens})
 
 
 def participation(daemons: list[Daemon]) -> float:
@@ -151,7 +151,7 @@ FAULTS = (
 
 def test_members_that_die_or_hang_in_a_round_stall_nobody(tmp_path: Path) -> None:
     """An owner killed in the middle, a sender in the middle of its parts, a member that hangs: rounds still end."""
-    with swarm(tmp_path, averaging(1)) as made:
+    with swarm(tmp_path, averaging(1, tokens=2048)) as made:
         living = [made.start("a", "0"), made.start("b", "0")]
         for number, fault in enumerate(FAULTS):
             victim = made.start(f"victim-{number}", "0", faults=fault)
