@@ -33,6 +33,7 @@ from agora.node.keeping import Keeper
 from agora.observe import events, faults
 from agora.observe.events import Report
 from agora.pipeline.seams import Caller
+from agora.state.rules import leading_step
 from agora.swarm.membership import Membership
 from agora.train.compute import Compute
 
@@ -42,6 +43,9 @@ ROUNDS_APART = 2
 """Replicas average a round only when this near to it."""
 AGAIN_S = 1.0
 """Until a fetch that failed is tried again."""
+LOOK_S = 5.0
+"""Between two looks whether a synchronous stage waits behind the others; after LOOKS in a row it does."""
+LOOKS = 3
 LOST_COVERS = 0.5
 """Covers of the averaging by which a stage may be behind before what it holds is worth less than a fetch."""
 
@@ -99,10 +103,14 @@ class Replicas:
 
     async def run(self) -> None:
         """Tells and hears how far the replicas are, until cancelled."""
+        resuming = asyncio.get_running_loop().create_task(self._reported(None, self._resume_together()))
         try:
             await self._teller.run()
         finally:
-            works = [work for it in self._stages.values() for work in (it.round, it.work) if work is not None]
+            works = [
+                resuming,
+                *(work for it in self._stages.values() for work in (it.round, it.work) if work is not None),
+            ]
             for work in works:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
@@ -203,13 +211,14 @@ class Replicas:
     def _start(self, stage: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(self._reported(stage, work))
 
-    async def _reported(self, stage: int, work: Coroutine[Any, Any, None]) -> None:
+    async def _reported(self, stage: int | None, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except AgoraError as error:
             self._report(events.TaskFailed("averaging", f"{error.code}: {error}"))
         finally:
-            self._teller.judge_again(stage)
+            if stage is not None:
+                self._teller.judge_again(stage)
 
     # --- rounds
 
@@ -271,6 +280,21 @@ class Replicas:
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._averaging.round_s
+
+    async def _resume_together(self) -> None:
+        """Synchronous stages that begin from checkpoints of different steps would wait for one another for ever: those
+        that stay behind take the number of the furthest, with the weights that they have.
+        """
+        looks: dict[tuple[int, int], int] = {}
+        while self.synchronous:
+            await asyncio.sleep(LOOK_S)
+            view, stages = self._membership.view, range(self._manifest.stage_count)
+            leading = leading_step([[seen.step_of(k) for seen in view.replicas(k)] for k in stages])
+            here = [(stage, self._compute.step_of(stage)) for stage in self._stages]
+            looks = {it: looks.get(it, 0) + 1 for it in here if it[1] < leading}
+            for stage, step in here:
+                if looks.get((stage, step), 0) >= LOOKS:
+                    await self._compute.catch_up(stage, leading)
 
     async def _recover(self, stage: int, it: _Stage, judgement: Judgement) -> None:
         """So far behind that only the others' state helps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +59,13 @@ def missed_rounds(snapshot_step: int, step: int, every: int, count: int) -> list
     """The averaging rounds begun after `snapshot_step` and up to `step`, each of the `count` slices at most once."""
     rounds = range(snapshot_step // every + 1, step // every + 1)
     return list(rounds[-count:])
+
+
+def leading_step(steps: Iterable[Sequence[int]]) -> int:
+    """The step that the furthest stage has reached, given those of each stage's replicas: of a stage the lower median,
+    so that no single replica can lead it away.
+    """
+    return max((sorted(of_stage)[(len(of_stage) - 1) // 2] for of_stage in steps if of_stage), default=0)
 
 
 def _weight(run: RunId, stage: int, step: int, peer: PeerId) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,25 @@ def test_every_process_killed_at_once_the_run_goes_on_from_the_last_checkpoints(
             assert steps_of_this_life(daemon)[0] == step + 1
         damaged = after[1].of("CheckpointDamaged")
         assert len(damaged) == 1 and str(newest[-1]) in damaged[0]["text"] and "SHA-256" in damaged[0]["text"]
+        made.stop()
+
+
+@pytest.mark.slow
+def test_a_synchronous_run_whose_stages_kept_different_steps_goes_on(tmp_path: Path) -> None:
+    manifest = tiny(2, checkpoint={"every": EVERY, "keep": 3}, schedule={"kind": "synchronous"})
+    with swarm(tmp_path, manifest) as made:
+        before = [made.start("a", "0"), made.start("b", "1")]
+        made.until(lambda: all(written(d) >= 2 * EVERY for d in before), "two checkpoints of each stage")
+        for daemon in before:
+            daemon.kill()
+        reached = max(last_step(daemon) for daemon in before)
+        kept = sorted((tmp_path / "b").rglob("step-*"), key=lambda p: int(p.name.split("-")[1]))
+        shutil.rmtree(kept[-1])
+        made.forget_invite()
+        after = [made.start("a", "0"), made.start("b", "1")]
+        made.until(lambda: all(last_step(d) > reached + EVERY for d in after), "steps beyond the kill", within_s=90)
+        steps = steps_of_this_life(after[1])
+        assert any(b > a + 1 for a, b in pairwise([int(kept[-2].name.split("-")[1]), *steps])), "it went with the other"
         made.stop()
 
 
