@@ -1,0 +1,133 @@
+"""`swarm bench agreement`: what loss replicas reach that agree by sparse averaging, beside synchronous ones, and none.
+
+Knows: settings, how child processes share the work, the ratios of the contract. Must not know: torch (only children
+import it). Every setting trains on the same samples from the same weights; a ratio is the median over seeds of the
+ratios within a seed. Nothing is timed, so the machine need not be calm.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from agora.bench.agreement_settings import (
+    DEFAULT,
+    DEFAULTS,
+    FULL,
+    NONE,
+    PUBLISHED,
+    QUICK,
+    REPLICAS,
+    SCALED,
+    SYNCHRONOUS,
+    Effort,
+    Setting,
+)
+from agora.bench.children import Child, Nursery
+from agora.bench.machine import describe, usable_cores
+from agora.bench.report import Cell, Ratio, Report, paired_ratio
+from agora.bench.task import prepare_corpus, spec
+from agora.bench.window import tell
+
+PATIENCE_S = 1800.0
+
+Found = Mapping[str, float]
+"""What a child answers, see agreement_replicas.train."""
+
+RATIOS: Mapping[str, tuple[Setting, str, str]] = {
+    "default_vs_synchronous": (DEFAULT, "<= 1.02", "held-out loss of a replica, the manifest's defaults"),
+    "scaled_vs_synchronous": (SCALED, "<= 1.02", "the same, a quarter of the default interval"),
+    "none_vs_synchronous": (NONE, "> default", "the same, replicas that never average"),
+}
+
+
+def run(quick: bool, folder: Path) -> Report:
+    """The whole comparison. Raises BenchFailed when a part of it cannot be had."""
+    effort = QUICK if quick else FULL
+    report = Report("agreement", "Agreement: the loss of replicas that average slices", describe())
+    found = train_all(effort, folder)
+    report.rows = [row(setting, found) for setting in effort.settings]
+    report.rows += [{"name": f"published: {name}", "bytes": cost} for name, cost in PUBLISHED.items()]
+    report.ratios = {
+        name: Ratio(paired_ratio(losses(found[setting]), losses(found[SYNCHRONOUS])), target, meaning)
+        for name, (setting, target, meaning) in RATIOS.items()
+    }
+    report.notes = notes(effort)
+    return report
+
+
+def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
+    """What every setting found, a seed after the other; the children train side by side, a thread each."""
+    manifest = effort.manifest()
+    prepare_corpus(folder, manifest)
+    told = spec(manifest, folder, 1, steps=effort.steps, heldout=effort.heldout_batches)
+    jobs = [(setting, seed) for setting in effort.settings for seed in effort.seeds]
+    found: dict[Setting, list[Found]] = {setting: [] for setting in effort.settings}
+    with Nursery(folder) as nursery:
+        count = min(usable_cores(), len(jobs))
+        children = [nursery.start(f"replicas-{number}", "agreement", told) for number in range(count)]
+        for setting, seed, answer in share(jobs, children):
+            found[setting].append(answer)
+            tell(f"{setting.name}, seed {seed}: loss {answer['loss_of_replica']:.4f}, {answer['bytes']:.3g} bytes")
+    return found
+
+
+def share(jobs: Sequence[tuple[Setting, int]], children: Sequence[Child]) -> Iterator[tuple[Setting, int, Found]]:
+    """Each job with its answer, in order. All jobs take about as long, so children begin and end them together."""
+    for start in range(0, len(jobs), len(children)):
+        some = jobs[start : start + len(children)]
+        for child, (setting, seed) in zip(children, some, strict=False):
+            child.tell({"setting": asdict(setting), "seed": seed})
+        for child, (setting, seed) in zip(children, some, strict=False):
+            yield setting, seed, child.hear(PATIENCE_S)
+
+
+def losses(found: Sequence[Found]) -> list[float]:
+    """The held-out loss of a replica, the mean over the replicas, by seed."""
+    return [answer["loss_of_replica"] for answer in found]
+
+
+def row(setting: Setting, found: Mapping[Setting, Sequence[Found]]) -> dict[str, Cell]:
+    """One line of the table; percentages are of the synchronous loss, low and high over seeds."""
+    alone = losses(found[setting])
+    lost = [100 * (ours / theirs - 1) for ours, theirs in zip(alone, losses(found[SYNCHRONOUS]), strict=True)]
+    mean = [answer["loss_of_mean"] for answer in found[setting]]
+    return {
+        "name": "5 % every 20 (the default)" if setting == DEFAULT else setting.name,
+        "loss_of_replica": round(statistics.fmean(alone), 4),
+        "loss_of_mean": round(statistics.fmean(mean), 4),
+        "lost_%": statistics.fmean(lost),
+        "low": min(lost),
+        "high": max(lost),
+        "lost_by_mean_%": 100 * (statistics.fmean(mean) / statistics.fmean(losses(found[SYNCHRONOUS])) - 1),
+        "apart_%": 100 * statistics.fmean(answer["apart"] for answer in found[setting]),
+        "bytes": statistics.fmean(answer["bytes"] for answer in found[setting]),
+    }
+
+
+def notes(effort: Effort) -> list[str]:
+    """What makes the comparison fair, in the words of the published page."""
+    model, schedule = effort.manifest().model, effort.manifest().schedule
+    own = schedule.microbatch * model.context
+    cover = DEFAULTS.every / DEFAULTS.fraction
+    return [
+        f"{REPLICAS} replicas of a Llama-style decoder (width {model.width}, {model.layers} layers, 256 byte tokens, "
+        f"context {model.context}, float32) on the source of Python's standard library. Each of {effort.steps} steps "
+        f"has {REPLICAS} times {own} tokens, the same for every setting, {effort.steps * REPLICAS * own / 1e6:.1f} M "
+        f"in all; AdamW and its schedule as a manifest has them. Seeds: {len(effort.seeds)}.",
+        "`synchronous`: every step takes the mean gradient of all. `none`: every replica trains alone, on a quarter of "
+        "the tokens. Else a share of the weights every so many steps, by the code that the daemons run: slices, "
+        "int8 with the common dither, aggregation, the delta rule. All in one process, without a network; an "
+        "average is taken in `delay` steps after its snapshot, 1 unless told.",
+        f"The default takes {cover:.0f} steps to average every weight once, so that a run has "
+        f"{effort.steps / cover:.0f} such covers.",
+        "loss_of_replica: held-out nats per token, the mean over the replicas: what a peer holds. loss_of_mean: of the "
+        "mean of their weights. lost: a replica's loss against synchronous in percent, the mean over seeds, and the "
+        "lowest and the highest; lost_by_mean: the same of the mean of the weights. apart: root mean square distance "
+        "of the replicas to their mean, against the mean's own root mean square.",
+        "bytes: what a replica puts in, per parameter and optimizer step, payload alone. What comes back is as much "
+        "again, here and with butterfly all-reduce. `published`: what others' settings come to by the same count, from "
+        "their papers' numbers, not measured here.",
+    ]

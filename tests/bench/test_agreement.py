@@ -1,0 +1,151 @@
+"""The agreement benchmark: synchronous replicas are one, a round's bytes are those of its slice, fixed names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from agora_protocol.manifest import Manifest
+
+from agora.averaging.slices import Slices
+from agora.averaging.wire import PartCodec
+from agora.bench import agreement
+from agora.bench.agreement_replicas import Averaging, Replica, Synchronous, agree, judge, train
+from agora.bench.agreement_settings import (
+    DEFAULT,
+    FULL,
+    MORE,
+    NEEDED,
+    NONE,
+    QUICK,
+    REPLICAS,
+    SCALED,
+    SYNCHRONOUS,
+    Effort,
+    Setting,
+)
+from agora.bench.children import Nursery
+from agora.bench.report import columns
+from agora.bench.task import prepare_corpus, spec
+from agora.data.corpus import Corpus, open_corpus
+from agora.data.sampling import Sampler
+from agora.data.tokenizer import ByteTokenizer
+
+TINY = Effort(NEEDED, (0,), 6, 32, 1, 16, 2, heldout_batches=2)
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    text = tmp_path / "corpus.txt"
+    text.write_text("def square(number):\n    return number * number\n\n" * 200)
+    return TINY.manifest().replaced(data={"corpus": (str(text),), "heldout": 0.1})
+
+
+@pytest.fixture
+def corpus(manifest: Manifest, tmp_path: Path) -> Corpus:
+    return open_corpus(manifest.data.corpus, ByteTokenizer(), tmp_path)
+
+
+@pytest.fixture
+def sampler(manifest: Manifest, corpus: Corpus) -> Sampler:
+    return Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
+
+
+def replicas_of(manifest: Manifest, sampler: Sampler) -> list[Replica]:
+    return [Replica(manifest, sampler, f"replica {number}") for number in range(REPLICAS)]
+
+
+def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, sampler: Sampler) -> None:
+    replicas = replicas_of(manifest, sampler)
+    together = Synchronous(replicas)
+    (alone,) = [Replica(manifest, sampler, "alone")]
+    alone.trainer.step_tokens = lambda stage: REPLICAS * alone.tokens
+    for step in range(5):
+        drawn = [replica.draw(step) for replica in replicas]
+        for replica, tokens in zip(replicas, drawn, strict=True):
+            replica.learn(step, tokens)
+        together.after(step + 1)
+        alone.learn(step, torch.cat(drawn))
+    assert [replica.stage.step for replica in (*replicas, alone)] == [5] * (REPLICAS + 1)
+    for replica in replicas:
+        assert torch.equal(replica.flat, replicas[0].flat)
+        torch.testing.assert_close(replica.flat, alone.flat, rtol=0, atol=2e-5)
+    assert together.bytes_each == 5 * 4 * len(alone.flat)
+
+
+@pytest.mark.parametrize("wire", ["int8", "bf16", "float32"])
+def test_a_round_puts_in_the_bytes_of_its_slice(manifest: Manifest, sampler: Sampler, wire: str) -> None:
+    setting = Setting(fraction=0.25, every=2, delay=1, wire=wire)  # type: ignore[arg-type]
+    found = train(manifest, sampler, setting, 6, 2)
+    flat = replicas_of(manifest, sampler)[0].flat
+    slices = Slices(len(flat), 0.25, manifest.seed)
+    taken = [torch.zeros(slices.numel_of(number)) for number in (1, 2, 3)]
+    sent = sum(tensor.nbytes for values in taken for tensor in PartCodec(setting.wire).encode(values))
+    assert found["rounds"] == 3 and found["bytes"] == pytest.approx(sent / len(flat) / 6)
+
+
+def test_replicas_that_never_average_send_nothing_and_part(manifest: Manifest, sampler: Sampler) -> None:
+    none, synchronous = (train(manifest, sampler, setting, 6, 2) for setting in (NONE, SYNCHRONOUS))
+    assert none["bytes"] == none["rounds"] == 0 and none["apart"] > 0.001
+    assert synchronous["apart"] == 0.0 and synchronous["bytes"] == 4.0
+    assert synchronous["loss_of_mean"] == pytest.approx(synchronous["loss_of_replica"])
+
+
+@pytest.mark.parametrize(("rule", "exact"), [("delta", 1e-5), ("ema", 1e-5)])
+def test_averaging_everything_at_once_makes_replicas_equal(
+    manifest: Manifest, sampler: Sampler, rule: str, exact: float
+) -> None:
+    setting = Setting(fraction=1.0, every=3, delay=0, rule=rule, wire="float32")  # type: ignore[arg-type]
+    assert train(manifest, sampler, setting, 6, 2)["apart"] < exact
+    assert train(manifest, sampler, replace(setting, every=4), 6, 2)["apart"] > exact
+
+
+def test_a_round_that_is_due_while_one_is_under_way_is_skipped(manifest: Manifest, sampler: Sampler) -> None:
+    replicas = replicas_of(manifest, sampler)
+    averaging = agree(Setting(every=1, delay=3), replicas, 0)
+    assert isinstance(averaging, Averaging)
+    for step in range(1, 7):
+        averaging.after(step)
+    assert averaging.rounds == 2
+
+
+def test_judging_leaves_the_first_replica_with_the_mean(manifest: Manifest, sampler: Sampler) -> None:
+    replicas = replicas_of(manifest, sampler)
+    base = replicas[0].flat.clone()
+    for number, replica in enumerate(replicas):
+        replica.stage.make_way().mul_(number)
+    found = judge(replicas, [replicas[0].draw(0)])
+    torch.testing.assert_close(replicas[0].flat, 1.5 * base)
+    assert found["apart"] == pytest.approx(np.sqrt(5 / 4) / 1.5)
+
+
+def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> None:
+    names = [setting.name for setting in (*NEEDED, *MORE)]
+    assert len(set(names)) == len(names) and DEFAULT.name == "5 % every 20" and SCALED.name == "5 % every 5"
+    for effort in (QUICK, FULL):
+        assert {setting for setting, _, _ in agreement.RATIOS.values()} <= set(effort.settings)
+        assert SYNCHRONOUS in effort.settings and effort.manifest().optimizer.total_steps == effort.steps
+    assert FULL.steps >= 2 * DEFAULT.every / DEFAULT.fraction
+
+
+def test_rows_compare_within_a_seed() -> None:
+    one = {"loss_of_replica": 1.0, "loss_of_mean": 1.0, "apart": 0.0, "bytes": 4.0}
+    found = {SYNCHRONOUS: [one, one], DEFAULT: [one | {"loss_of_replica": 1.1}, one | {"loss_of_replica": 1.3}]}
+    row = agreement.row(DEFAULT, found)
+    assert (row["lost_%"], row["low"], row["high"]) == pytest.approx((20.0, 10.0, 30.0))
+    assert columns([row])[0] == "name"
+
+
+@pytest.mark.process
+def test_children_share_the_jobs(manifest: Manifest, tmp_path: Path) -> None:
+    prepare_corpus(tmp_path, manifest)
+    told = spec(manifest, tmp_path, 1, steps=2, heldout=1)
+    jobs = [(NONE, 0), (SYNCHRONOUS, 0), (NONE, 1)]
+    with Nursery(tmp_path) as nursery:
+        children = [nursery.start(f"replicas-{number}", "agreement", told) for number in range(2)]
+        answers = list(agreement.share(jobs, children))
+    assert [(setting, seed) for setting, seed, _ in answers] == jobs
+    assert answers[0][2]["loss_of_replica"] != answers[2][2]["loss_of_replica"]
