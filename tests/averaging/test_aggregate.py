@@ -10,7 +10,7 @@ import torch
 from agora_protocol.messages import Averaged
 
 from agora.averaging.aggregate import Rule, aggregate, capped, root_mean_square
-from agora.averaging.drift import BEYOND_USUAL, Drift
+from agora.averaging.drift import BEYOND_USUAL, NEAR, Drift, Newcomer
 
 SIZE = 512
 
@@ -206,3 +206,41 @@ def test_the_usual_distance_follows_slowly() -> None:
     for _ in range(30):
         drift = drift.seen(0.02)
     assert drift.usual == pytest.approx(0.02, rel=0.01)
+
+
+# --- when a newcomer counts
+
+
+def test_who_counts_goes_on_counting() -> None:
+    newcomer = Newcomer()
+    for _ in range(3):
+        newcomer = newcomer.seen(100.0, 1.0, 3.0, cover=20)
+        assert newcomer.counts
+
+
+@pytest.mark.parametrize("members", [2.0, 3.0, 8.0])
+def test_a_newcomer_counts_once_it_is_as_near_as_the_others_would_be_from_outside(members: float) -> None:
+    edge = NEAR * math.sqrt((members + 1) / (members - 1))
+    far = Newcomer(counts=False).seen(1.01 * edge * 0.1, 0.1, members, cover=20)
+    assert not far.counts and far.rounds == 1
+    assert far.seen(0.99 * edge * 0.1, 0.1, members, cover=20).counts
+
+
+def test_a_replica_as_good_as_the_others_is_near_enough() -> None:
+    """n alike replicas and one more of the same spread, which is not in their average."""
+    for members in (2, 3, 8):
+        values = [honest(n) for n in range(members + 1)]
+        found = averaged(values, [1.0] * members + [0.0])
+        own = root_mean_square(values[-1], found.average)
+        assert Newcomer(counts=False).seen(own, found.distance, found.members, cover=20).counts
+
+
+def test_a_single_other_is_nothing_to_compare_with() -> None:
+    assert Newcomer(counts=False).seen(5.0, 0.0, 1.0, cover=20).counts
+
+
+def test_a_newcomer_that_has_every_slice_counts_in_any_case() -> None:
+    newcomer = Newcomer(counts=False)
+    for number in range(1, 6):
+        newcomer = newcomer.seen(100.0, 1.0, 3.0, cover=5)
+        assert newcomer.counts == (number == 5)

@@ -41,6 +41,7 @@ def test_who_has_stepped_took_its_tokens_with_it() -> None:
     assert counted_by(table, 5) == 300 and counted_by(table, 6) == 10
     table = heard(table, [(A, 9, 4, 0)], A, ME, 2.0)
     assert counted_by(table, 8) == 0, "of a jump nothing is known"
+    assert counted_by(known((A, 9, 4, 300)), 5) == 0, "nor of an earlier step"
 
 
 def test_an_old_tale_keeps_nobody_alive_and_changes_nothing() -> None:

@@ -319,6 +319,20 @@ def test_few_are_told_at_once_and_nobody_twice_at_the_same_time(replicas: int) -
     in_world([0.0] * replicas, work)
 
 
+def test_a_teller_that_ends_waits_for_no_answer() -> None:
+    async def work(world: World) -> None:
+        world.hung |= set(world.replicas)
+        world.start()
+        await asyncio.sleep(1.0)
+        assert +world.open
+        began = now()
+        for replica in world.all:
+            await replica.stop()
+        assert now() == began and not +world.open
+
+    in_world([0.0] * 3, work)
+
+
 def test_without_news_only_heartbeats_are_told() -> None:
     async def work(world: World) -> None:
         world.start()
@@ -383,13 +397,14 @@ def test_strangers_move_nobody_and_are_not_remembered() -> None:
     in_world([0.0] * 2, work)
 
 
-def test_an_answer_that_is_none_changes_nothing() -> None:
+def test_an_answer_of_another_kind_changes_nothing() -> None:
     async def work(world: World) -> None:
         first, second = world.all
-        world.answers[second.peer] = lambda peer, message: Pong()
-        first.teller.tell()
-        await asyncio.sleep(1.0)
-        assert not first.teller.heard(STAGE) and first.teller.tokens_to_go(STAGE, 0) == 1000
+        for answer in (told(0, 500, by=second.peer), Pong()):
+            world.answers[second.peer] = lambda peer, message: answer
+            first.teller.tell()
+            await asyncio.sleep(HEARTBEAT_S + 0.5)
+            assert not first.teller.heard(STAGE) and first.teller.tokens_to_go(STAGE, 0) == 1000
 
     in_world([0.0] * 2, work)
 
