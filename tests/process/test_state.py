@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.harness import Daemon, swarm
-from tests.process.test_faults import ENOUGH, tiny
+from tests.process.test_faults import ENOUGH, drained, nothing_lost, tiny
 
 pytestmark = pytest.mark.process
 
@@ -117,3 +117,24 @@ def test_who_leaves_writes_a_checkpoint_and_starts_from_it(tmp_path: Path) -> No
         assert f"own checkpoint of step {step}" in said_of_state(again)
         assert [e["step"] for e in again.of("StepTaken")] == list(range(1, last_step(again) + 1)), "no step is missing"
         made.stop()
+
+
+def test_who_leaves_hands_over_and_who_starts_again_replaces_its_own_ghost(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(2, checkpoint={"every": 1000})) as made:
+        origin = made.start("origin", "0")
+        leaver, ghost = made.start("leaver", "1"), made.start("ghost", "1")
+        made.until(lambda: min(last_step(leaver), last_step(ghost)) >= 2, "both to train")
+        leaver.kill(signal.SIGTERM)
+        made.until(lambda: leaver.process.poll() is not None, "the leaver to be gone", within_s=10)
+        assert leaver.process.returncode == 0 and written(leaver) == last_step(leaver) > 0
+        left = [event["reason"] for event in origin.of("MicrobatchRerouted", from_peer=leaver.peer)]
+        assert not [reason for reason in left if "the stream ended" in reason], "it finished what it held"
+        ghost.kill()
+        again = made.start("ghost", "1")
+        made.until(lambda: again.serving, "the same peer again")
+        served = again.of("StateChanged", state="serving")[-1]["at_unix"]
+        made.until(lambda: origin.of("MicrobatchCompleted")[-1]["at_unix"] > served, "the origin to go on with it", 10)
+        assert not origin.of("PeerGone", peer=again.peer), "its old claim had not ended yet"
+        drained(made, origin)
+        made.stop()
+        nothing_lost(made, origin)
