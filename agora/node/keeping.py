@@ -34,6 +34,8 @@ from agora.train.compute import Compute
 
 FETCH_S = 1800.0
 SLICES_S = 120.0
+PATIENCE_S, AGAIN_S = 300.0, 2.0
+"""A newcomer whose sources are all gone keeps what it has, and asks again."""
 CUT_LIFETIME_S = 600.0
 RETRY_MS = 500
 
@@ -122,7 +124,7 @@ class Keeper:
         choice = choose_start(own.step if own else None, self._offers(stage), max_lag=self._max_lag)
         if choice.kind == "peers":
             try:
-                return await self.fetch(stage, choice.sources, choice.step)
+                return await self.fetch(stage, choice.sources, choice.step, PATIENCE_S if own is None else 0.0)
             except Unavailable as error:
                 if own is None:
                     raise
@@ -149,8 +151,9 @@ class Keeper:
         averaging = self._config.manifest.averaging
         return max(100, round(2 * averaging.every / averaging.fraction))
 
-    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> str:
-        """Fetches a stage's state from replicas, and then what they averaged meanwhile. Raises Unavailable.
+    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
+        """Fetches a stage's state from replicas, and then what they averaged meanwhile. Raises Unavailable, when for
+        `patience_s` nobody could go on with it.
 
         In synchronous runs the state is left as it came: only as such is it exact.
         """
@@ -168,9 +171,9 @@ class Keeper:
         fetch = StateFetch(self._caller, stage, numel, terms=terms, progress=progress, lied=self._strike)
         usual = statistics.median_low(self._offers(stage).values() or [0])
         at_least = max(at_least, usual - self._config.manifest.averaging.every)
-        state = await fetch.run(sources, deadline=began + FETCH_S, at_least=at_least)
+        state = await self._arrived(fetch, stage, sources, at_least, patience_s)
         while exact and state.step < fetch.newest:  # chunks of an earlier step, whose source went away
-            state = await fetch.run(sources, deadline=began + FETCH_S, at_least=fetch.newest)
+            state = await self._arrived(fetch, stage, sources, fetch.newest, patience_s)
         await self._compute.load_state(state)
         self._started.add(stage)
         self._doubted.discard(stage)
@@ -181,6 +184,22 @@ class Keeper:
         size = ELEMENT_BYTES * state.numel
         self._report(events.StateFetched(stage, state.step, size, seconds, seen.fetched_again))
         return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s, and {missed} slices averaged since"
+
+    async def _arrived(
+        self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float
+    ) -> StageState:
+        """What `fetch` brings; where all sources fail, it goes on from those that are there by then."""
+        began = asyncio.get_running_loop().time()
+        while True:
+            try:
+                return await fetch.run(sources, deadline=began + FETCH_S, at_least=at_least)
+            except Unavailable as error:
+                if asyncio.get_running_loop().time() >= began + patience_s:
+                    raise
+                self._report(events.TaskFailed("fetch state", f"{error}; it goes on when somebody has it"))
+            await asyncio.sleep(AGAIN_S)
+            offers = self._offers(stage)
+            sources = sorted(offers, key=lambda peer: (-offers[peer], peer)) or sources
 
     async def _fetch_missed(self, stage: int, step: int, sources: Sequence[PeerId]) -> int:
         """The slices that the others have averaged since `step`, as one of them has them now; how many came."""

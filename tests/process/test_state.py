@@ -104,6 +104,23 @@ def test_a_newcomer_gets_the_state_of_its_stage_and_goes_on_when_a_source_dies(t
         made.stop()
 
 
+@pytest.mark.slow
+def test_a_newcomer_whose_only_source_dies_goes_on_with_the_next(tmp_path: Path) -> None:
+    wide = {"width": 512, "heads": 8, "key_value_heads": 2, "feed_forward": 1024, "subspace": 512}
+    with swarm(tmp_path, tiny(2, model=wide, checkpoint={"every": 2})) as made:
+        made.start("origin", "0")
+        only = made.start("only", "1", faults="state.giving:kill:5")
+        made.until(lambda: written(only) >= 2, "a checkpoint of the only replica")
+        late = made.start("late", "1")
+        made.until(lambda: only.fired(), "the only source to die")
+        made.until(lambda: late.of("TaskFailed", task="fetch state"), "the newcomer to notice")
+        again = made.start("only", "1")
+        fetched = made.until(lambda: late.of("StateFetched"), "the newcomer to have its state", within_s=90)[0]
+        assert fetched["step"] >= 2 and fetched["fetched_again"] <= 3, "it had some of it already"
+        made.until(lambda: late.of("MicrobatchCounted") and again.serving, "both to train")
+        made.stop()
+
+
 def test_who_leaves_writes_a_checkpoint_and_starts_from_it(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(1, checkpoint={"every": 1000})) as made:
         alone = made.start("alone", "0")
