@@ -24,6 +24,7 @@ PAGE = Path("docs") / "benchmarks.md"
 BENCHES: Mapping[str, str] = {
     "pipeline": "agora.bench.pipeline:run",
     "averaging": "agora.bench.averaging:run",
+    "join": "agora.bench.join:run",
     "agreement": "agora.bench.agreement:run",
 }
 """Name to `module:function`; the function takes (quick, folder) and returns a Report."""

@@ -69,13 +69,13 @@ class Daemon:
         return (said or lines or ["it said nothing"])[-1]
 
 
-def start(index: int, directory: Path, run: str, threads: int) -> Daemon:
-    """Starts a daemon on loopback, any free port, with what it says in DIR/peer-N/log.txt."""
+def start(index: int, directory: Path, run: str, threads: int, flags: Sequence[str] = ()) -> Daemon:
+    """Starts a daemon on loopback, any free port, with what it says in DIR/peer-N/log.txt. flags: more of `join`'s."""
     root = directory / f"peer-{index}"
     root.mkdir(mode=0o700)
     command = [sys.executable, "-m", "agora.cli.main_node", "join", run, "--dir", str(root)]
     command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", str(threads)]
-    command += ["--corpus-cache", str(directory / "corpus"), "--allow-files"]
+    command += ["--corpus-cache", str(directory / "corpus"), "--allow-files", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     with (root / "log.txt").open("wb") as log:
         process = subprocess.Popen(
