@@ -39,11 +39,14 @@ class Stage(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, hidden: Tensor, context: Context | None = None) -> Tensor:
-        """[b, s, d] -> [b, s, d].
+        """[b, s, k] -> [b, s, k], where k is what crosses a boundary for each token.
 
         The first stage takes token ids [b, s] for `hidden` (a negative id, which marks an ignored target, is read as
         0); the last stage returns logits [b, s, vocabulary].
         """
+
+    def derive(self, seed: int) -> None:
+        """Fills the buffers that the run's seed decides, if the family has any; they never change."""
 
     @abc.abstractmethod
     def initial_std(self, name: str) -> float | None:

@@ -46,19 +46,21 @@ def check_disk(directory: Path) -> str:
 
 def parameters_of(manifest: Manifest, span: Span) -> int:
     """How many parameters the span has."""
-    model = manifest.model
+    model, last = manifest.model, manifest.stage_count - 1
     head = model.width // model.heads
-    attention = 2 * model.width**2 + 2 * model.width * head * model.key_value_heads
-    layer = attention + 3 * model.width * model.feed_forward + 2 * model.width
+    inner = model.width**2 + 2 * model.width * head * model.key_value_heads + 2 * model.width * model.feed_forward
+    outputs = model.width + model.feed_forward  # for each number that a layer adds to the residual stream
     layers = sum(len(manifest.layers_of(stage)) for stage in span.stages)
-    ends = (0 in span) + (manifest.stage_count - 1 in span)
-    return layers * layer + ends * model.vocabulary * model.width
+    free = last in span  # the last layer adds all of the width
+    added = (layers - free) * model.subspace + free * model.width
+    ends = (0 in span) * model.subspace + free * model.width
+    return layers * (inner + 2 * model.width) + added * outputs + ends * model.vocabulary
 
 
 def need_bytes(manifest: Manifest, span: Span) -> int:
     """What holding the span takes at least: weights, gradients, moments, and a few microbatches."""
-    b, s, width = manifest.boundary_shape()
-    return BASE_BYTES + BYTES_PER_PARAMETER * parameters_of(manifest, span) + 64 * b * s * width
+    tokens = manifest.tokens_per_microbatch
+    return BASE_BYTES + BYTES_PER_PARAMETER * parameters_of(manifest, span) + 64 * tokens * manifest.model.width
 
 
 def check_memory(manifest: Manifest, span: Span, limit_gib: float) -> str:

@@ -135,16 +135,16 @@ class Manifest(Section):
         return self.schedule.microbatch * self.model.context
 
     def boundary_shape(self) -> tuple[int, int, int]:
-        """(b, s, width) of every boundary."""
-        return self.schedule.microbatch, self.model.context, self.model.width
+        """(b, s, subspace) of every boundary."""
+        return self.schedule.microbatch, self.model.context, self.model.subspace
 
     @property
     def max_payload_bytes(self) -> int:
         """The largest payload a frame of this run can have: a boundary and its tokens (int32, b x (s + 1)), or a chunk
         of state.
         """
-        b, s, width = self.boundary_shape()
-        return max(STATE_CHUNK_BYTES, b * s * width * CODEC_BYTES[self.boundary.codec] + 4 * b * (s + 1))
+        b, s, k = self.boundary_shape()
+        return max(STATE_CHUNK_BYTES, b * s * k * CODEC_BYTES[self.boundary.codec] + 4 * b * (s + 1))
 
     def admits(self, peer: PeerId) -> bool:
         """Whether `peer` may take part; the founder always may."""

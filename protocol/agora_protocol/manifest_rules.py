@@ -54,10 +54,13 @@ def _heads(it: Manifest) -> str | None:
 
 
 def _subspace(it: Manifest) -> str | None:
-    if it.model.subspace != it.model.width:
+    model = it.model
+    if model.subspace > model.width:
+        return f"[model] subspace {model.subspace} is more than width {model.width}; remove it, or set it to less."
+    if model.subspace < model.width and not model.embedding_is_fixed:
         return (
-            f"[model] subspace {it.model.subspace} differs from width {it.model.width}, which is not supported yet; "
-            f"remove subspace, or set it to {it.model.width}."
+            f"[model] embedding learnt leaves tokens only a subspace of {model.subspace} in width {model.width}; "
+            f'use embedding = "fixed".'
         )
     return None
 
@@ -104,8 +107,9 @@ def _warmup(it: Manifest) -> str | None:
 def _payload(it: Manifest) -> str | None:
     needed = it.max_payload_bytes
     if needed > MAX_PAYLOAD_BYTES:
+        model = it.model
         return (
-            f"A microbatch of {it.schedule.microbatch} x {it.model.context} x {it.model.width} {it.boundary.codec} is "
+            f"A microbatch of {it.schedule.microbatch} x {model.context} x {model.subspace} {it.boundary.codec} is "
             f"{needed} bytes on the wire, over the limit of {MAX_PAYLOAD_BYTES}; use a smaller [schedule] microbatch."
         )
     return None

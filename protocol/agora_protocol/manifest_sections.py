@@ -37,10 +37,19 @@ class ModelSection(Section):
     context: int = Field(default=128, ge=1, le=1_048_576, description="tokens per sequence")
     vocabulary: int = Field(default=256, ge=2, le=2_097_152, description="token ids; 256 for the bytes tokenizer")
     subspace: int = Field(
-        default=128, ge=2, le=65_536, description="rank k of the shared subspace; must equal width for now"
+        default=128, ge=2, le=65_536, description="rank k of the subspace that boundaries carry; at most width"
+    )
+    embedding: Literal["auto", "fixed", "learnt"] = Field(
+        default="auto",
+        description="fixed adds rows that the seed decides, outside the subspace; auto: fixed if subspace < width",
     )
     rope_theta: float = Field(default=10000.0, gt=0, le=1e12, description="base of the rotary position frequencies")
     norm_epsilon: float = Field(default=1e-5, gt=0, le=1, description="added to the mean square in RMSNorm")
+
+    @property
+    def embedding_is_fixed(self) -> bool:
+        """Whether a token has a fixed row beside what is learnt of it."""
+        return self.embedding == "fixed" or (self.embedding == "auto" and self.subspace < self.width)
 
 
 class StagesSection(Section):

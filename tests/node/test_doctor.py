@@ -48,8 +48,9 @@ def test_too_little_memory_names_the_need(monkeypatch: pytest.MonkeyPatch) -> No
         doctor.check_memory(manifest, Span(0, 0), 0.0)
 
 
-def test_parameters_are_counted_as_the_model_has_them() -> None:
-    manifest = preset("tiny", model={"layers": 5}, stages={"count": 3})
+@pytest.mark.parametrize("subspace", [128, 20])
+def test_parameters_are_counted_as_the_model_has_them(subspace: int) -> None:
+    manifest = preset("tiny", model={"layers": 5, "subspace": subspace}, stages={"count": 3})
     for stage in range(3):
         built = build_stage(manifest.model, manifest.layers_of(stage), stage, 3, 0)
         exact = sum(parameter.numel() for parameter in built.parameters())

@@ -104,7 +104,9 @@ def test_admission(alice: Identity, bob: Identity) -> None:
         ("[model]\nkey_value_heads = 3", "heads 4 is not a multiple of key_value_heads 3; use a divisor of heads, such as key_value_heads = 2"),  # noqa: E501
         ("[model]\nkey_value_heads = 8", "heads 4 is not a multiple of key_value_heads 8"),
         ("[model]\nwidth = 12\nheads = 4", "head size width / heads = 3 is odd, and rotary positions need pairs; use width = 16"),  # noqa: E501
-        ("[model]\nsubspace = 64", "subspace 64 differs from width 128, which is not supported yet; remove subspace"),
+        ("[model]\nsubspace = 129", "subspace 129 is more than width 128; remove it, or set it to less"),
+        ("[model]\nsubspace = 1", "[model] subspace 1 must be greater than or equal to 2"),
+        ("[model]\nsubspace = 64\nembedding = 'learnt'", "leaves tokens only a subspace of 64 in width 128; use"),
         ("[model]\nvocabulary = 1", "[model] vocabulary 1 must be greater than or equal to 2"),
         ("[model]\nvocabulary = 100", "vocabulary 100 is too small for [data] tokenizer bytes"),
         ("[model]\nwidth = 1000000", "[model] width 1000000 must be less than or equal to 65536"),
@@ -188,11 +190,19 @@ def test_replaced_follows_width_with_subspace() -> None:
     assert preset("tiny").replaced(model={"heads": 2}).model.width == 128
 
 
+def test_a_boundary_has_the_subspaces_numbers_and_its_embedding_is_fixed() -> None:
+    narrow = preset("tiny", model={"subspace": 20})
+    assert narrow.boundary_shape() == (8, 128, 20) and narrow.model.embedding_is_fixed
+    assert not preset("tiny").model.embedding_is_fixed
+    assert preset("tiny", model={"embedding": "fixed"}).model.embedding_is_fixed
+    assert preset("small", model={"subspace": 20}).max_payload_bytes >= 8 * 256 * 20 * 2
+
+
 def test_a_manifest_that_exists_is_valid_however_it_was_made() -> None:
     with pytest.raises(ManifestError, match="width 129 is not divisible"):
         Manifest(model=ModelSection(width=129, subspace=129))
-    with pytest.raises(ManifestError, match="differs from width"):
-        Manifest.model_validate({"model": {"width": 64, "subspace": 32}})
+    with pytest.raises(ManifestError, match="more than width"):
+        Manifest.model_validate({"model": {"width": 64, "subspace": 96}})
     assert Manifest.model_validate({"model": {"width": 64}, "data": {"corpus": ["a.txt"]}}).model.subspace == 64
 
 
