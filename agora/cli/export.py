@@ -109,9 +109,9 @@ def parts_of(manifest: Manifest) -> list[Part]:
     from agora.model import hf, parameter_shapes
     from agora.state.export import Part
 
-    count = manifest.stage_count
+    count, unfolding = manifest.stage_count, hf.Unfolding(manifest.model, manifest.seed)
     return [
-        Part(stage, name, hf.tensor_name(name), shape)
+        Part(stage, name, hf.tensor_name(name), unfolding.shape(name, shape), shape, unfolding.of(name))
         for stage in range(count)
         for name, shape in parameter_shapes(manifest.model, manifest.layers_of(stage), stage, count).items()
     ]

@@ -24,8 +24,8 @@ def build_stage(model: ModelSection, layers: range, stage: int, stage_count: int
     """Stage `stage` of `stage_count`, holding `layers`, with its initial weights, float32 on the CPU.
 
     Each tensor's values depend on `seed` and its full name only: every cut of the model, on every peer, starts from the
-    same weights. Raises ManifestError for a family that this version does not have, DerivationError where this machine's
-    libraries would give its fixed tensors other values.
+    same weights. Raises ManifestError for a family that this version does not have, DerivationError where this
+    machine's libraries would give its fixed tensors other values.
     """
     built = _make(model, layers, stage, stage_count)
     built.derive(seed)

@@ -56,6 +56,12 @@ def embedding_signs(seed: int, vocabulary: int, width: int) -> NDArray[np.uint8]
     return np.ascontiguousarray(drawn.view(np.uint8).reshape(vocabulary, 8 * words)[:, : -(-width // 8)])
 
 
+def embedding(seed: int, vocabulary: int, width: int) -> NDArray[np.float32]:
+    """The same signs as 1 and -1, [vocabulary, width]."""
+    bits = np.unpackbits(embedding_signs(seed, vocabulary, width), axis=1, count=width, bitorder="little")
+    return np.where(bits, np.float32(1), np.float32(-1))
+
+
 def digest(seed: int, vocabulary: int, width: int, rank: int) -> str:
     """SHA-256 in hex of the basis, float32, and of the signs after it; the same on every peer of a run."""
     state = hashlib.sha256(basis(seed, width, rank).astype("<f4").tobytes())

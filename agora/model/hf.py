@@ -1,15 +1,24 @@
-"""A model of the `subspace` family as Hugging Face's transformers knows it: a plain Llama under other names.
+"""A model of the `subspace` family as Hugging Face's transformers knows it: a plain Llama.
 
-Knows: names of tensors, keys of config.json. Must not know: files, stages, weights, peers; nothing here needs the
-package transformers. Attention, rotary positions (rotate-half) and SwiGLU are those of LlamaForCausalLM already.
+What is added to the residual stream in k coordinates becomes what U makes of it, a matrix of all d rows; the embedding
+becomes U times the learnt rows, and the fixed rows. Everything else only changes its name: attention, rotary positions
+(rotate-half) and SwiGLU are those of LlamaForCausalLM already. Knows: names of tensors, keys of config.json. Must not
+know: files, stages, peers; nothing here needs the package transformers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
-from agora_protocol.errors import ManifestError
+import numpy as np
 from agora_protocol.manifest import ModelSection
+from numpy.typing import NDArray
+
+from agora.model import fixed
+from agora.model.subspace import FIXED_SCALE, INTO_THE_STREAM, outputs_of
+
+Unfold = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 OUTSIDE_LAYERS: Final = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -30,7 +39,7 @@ INSIDE_LAYERS: Final = {
 
 
 def tensor_name(name: str) -> str:
-    """The name in LlamaForCausalLM of the parameter with this full name; values and shapes are the same.
+    """The name in LlamaForCausalLM of the parameter with this full name.
 
     Raises KeyError for a name that no stage of the family has.
     """
@@ -43,14 +52,42 @@ def tensor_name(name: str) -> str:
     return f"model.layers.{int(index)}.{INSIDE_LAYERS[inside]}"
 
 
+class Unfolding:
+    """How this run's parameters become those of LlamaForCausalLM."""
+
+    def __init__(self, model: ModelSection, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._basis = fixed.basis(seed, model.width, model.subspace)
+
+    def of(self, name: str) -> Unfold | None:
+        """float32 as a stage has it -> float32 as the Llama has it, [d, n] for [k, n] and [V, d] for [V, k]; None where
+        they are the same.
+        """
+        model = self._model
+        if name == "embedding.weight" and model.embedding_is_fixed:
+            return self._embedding
+        if name.endswith(INTO_THE_STREAM) and outputs_of(model, int(name.split(".")[1])) < model.width:
+            return lambda values: self._basis @ values
+        return None
+
+    def shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that it has then."""
+        if self.of(name) is None:
+            return stored
+        return (stored[0], self._model.width) if name == "embedding.weight" else (self._model.width, *stored[1:])
+
+    def _embedding(self, learnt: NDArray[np.float32]) -> NDArray[np.float32]:
+        table = fixed.embedding(self._seed, self._model.vocabulary, self._model.width)
+        table *= np.float32(FIXED_SCALE)
+        table += learnt if self._model.subspace == self._model.width else learnt @ self._basis.T
+        return table
+
+
 def config(model: ModelSection, dtype: str, end_of_text: int | None) -> dict[str, Any]:
     """config.json, for transformers 4 and 5 (rope_theta and torch_dtype are 4's words).
 
-    dtype: "float32" or "bfloat16". end_of_text: the id that ends a document, if there is one. Raises ManifestError for
-    a model that is no plain Llama.
+    dtype: "float32" or "bfloat16". end_of_text: the id that ends a document, if there is one.
     """
-    if (model.family, model.subspace) != ("subspace", model.width):
-        raise ManifestError(f"A {model.family} of subspace {model.subspace} is no plain Llama and cannot be exported.")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

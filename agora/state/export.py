@@ -24,7 +24,7 @@ from agora.state.folder import FILE_MODE, write_text
 
 Dtype = Literal["float32", "bf16"]
 Progress = Callable[[int], None]
-"""Told the number of bytes read."""
+"""Told the number of bytes done, as float32 in the result."""
 
 SOURCE_BYTES: Final = 4
 ITEM_BYTES: Final[Mapping[Dtype, int]] = {"float32": 4, "bf16": 2}
@@ -49,16 +49,22 @@ class StageFile:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of the model: `name` in the file of its stage, `exported` in the result."""
+    """One tensor of the model: `name` in the file of its stage, `exported` in the result, where it has this shape.
+
+    stored, unfold: where the result differs from what the file holds, the shape there, and what makes the one of the
+    other, float32.
+    """
 
     stage: int
     name: str
     exported: str
     shape: tuple[int, ...]
+    stored: tuple[int, ...] | None = None
+    unfold: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Elements in the result."""
         return math.prod(self.shape)
 
 
@@ -122,8 +128,9 @@ class Merge:
         lazy = self._open[part.stage].get_slice(part.name)
         found = lazy.get_dtype(), tuple(lazy.get_shape())
         where = f"{self._paths[part.stage]}: {part.name}"
-        if found != ("F32", part.shape):
-            raise ExportError(f"{where} is {found[0]} {found[1]}; the manifest says F32 {part.shape}.")
+        wanted = part.shape if part.stored is None else part.stored
+        if found != ("F32", wanted):
+            raise ExportError(f"{where} is {found[0]} {found[1]}; the manifest says F32 {wanted}.")
         if not np.isfinite(self._values(part)).all():
             raise ExportError(f"{where} has values that are not finite.")
 
@@ -135,7 +142,8 @@ class Merge:
         specs = {p.exported: (FILE_DTYPES[dtype], p.shape, ITEM_BYTES[dtype] * p.numel) for p in shard}
         yield safetensors_header(specs, {"format": "pt"})
         for part in shard:
-            values = np.ascontiguousarray(self._values(part), "<f4").reshape(-1)
+            found = self._values(part) if part.unfold is None else part.unfold(self._values(part))
+            values = np.ascontiguousarray(found, "<f4").reshape(-1)
             yield (to_bf16(values) if dtype == "bf16" else values).data.cast("B")
             progress(SOURCE_BYTES * part.numel)
 

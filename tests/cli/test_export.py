@@ -57,11 +57,14 @@ def signed() -> SignedManifest:
 @pytest.fixture(scope="module")
 def stages() -> list[Stage]:
     """Far from their initial values, gains included, so that no tensor could stand for another."""
-    built = [build_stage(MANIFEST.model, MANIFEST.layers_of(k), k, 3, 5) for k in range(3)]
-    with torch.no_grad():
-        for number, parameter in enumerate(p for stage in built for p in stage.parameters()):
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-            parameter.mul_(2).add_(noise, alpha=0.1)
+    return disturbed([build_stage(MANIFEST.model, MANIFEST.layers_of(k), k, 3, 5) for k in range(3)])
+
+
+@torch.no_grad()
+def disturbed(built: list[Stage]) -> list[Stage]:
+    for number, parameter in enumerate(p for stage in built for p in stage.parameters()):
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        parameter.mul_(2).add_(noise, alpha=0.1)
     return built
 
 
@@ -121,6 +124,25 @@ def test_transformers_computes_the_runs_logits_and_loss(
     assert float((theirs - ours).abs().max() / ours.abs().max()) < 1e-5
     loss = float(stage_loss(ours, targets)) / targets.numel()
     assert float(model(ids, labels=ids).loss) == pytest.approx(loss, abs=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("subspace", "embedding"), [(6, "auto"), (32, "fixed")])
+def test_a_narrow_subspace_becomes_a_plain_llama_with_the_same_logits(
+    home: paths.Home, tmp_path: Path, subspace: int, embedding: str
+) -> None:
+    narrow = MANIFEST.replaced(name="narrow", model={"subspace": subspace, "embedding": embedding})
+    founded = SignedManifest.sign(narrow, Identity.generate())
+    runs.remember(home, founded)
+    built = disturbed([build_stage(narrow.model, narrow.layers_of(k), k, 3, narrow.seed) for k in range(3)])
+    for stage in range(3):
+        checkpoint(home, founded, built, stage, STEPS[stage])
+    assert run("narrow", tmp_path / "out") == console.DONE
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = some_tokens()[:, :-1]
+    ours, theirs = logits_of(built, tokens), model(tokens).logits
+    assert ours.std() > 1, "logits that hardly differ would show nothing"
+    assert float((theirs - ours).abs().max() / ours.abs().max()) < 1e-5
 
 
 def test_generate_runs_and_text_survives_the_tokenizer(checkpoints: paths.Home, tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from agora_protocol.errors import ManifestError
 from agora_protocol.manifest import ModelSection
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,6 +33,15 @@ def test_every_value_of_the_config_is_understood() -> None:
     assert (understood.eos_token_id, understood.tie_word_embeddings) == (5, False)
 
 
-def test_what_is_no_plain_llama_is_refused() -> None:
-    with pytest.raises(ManifestError, match="subspace 24"):
-        hf.config(MODEL.model_copy(update={"subspace": 24}), "float32", None)
+@pytest.mark.parametrize(("subspace", "embedding"), [(24, "auto"), (48, "fixed")])
+def test_what_is_unfolded_has_the_shapes_of_transformers_own_llama(subspace: int, embedding: str) -> None:
+    model = MODEL.model_copy(update={"subspace": subspace, "embedding": embedding})
+    unfolding, ours = hf.Unfolding(model, 3), {}
+    for name, shape in parameter_shapes(model, range(3), 0, 1).items():
+        values, unfold = np.ones(shape, np.float32), unfolding.of(name)
+        unfolded = values if unfold is None else unfold(values)
+        assert unfolded.dtype == np.float32 and unfolded.shape == unfolding.shape(name, shape)
+        ours[hf.tensor_name(name)] = unfolded.shape
+    with torch.device("meta"):
+        theirs = LlamaForCausalLM(LlamaConfig(**hf.config(model, "float32", None)))
+    assert ours == {name: tuple(p.shape) for name, p in theirs.named_parameters()}
