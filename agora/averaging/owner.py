@@ -10,7 +10,7 @@ whether one has had the average from the first; if so, that is the average for e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -68,7 +68,7 @@ class Owner:
         self._size_of = size_of
         self._fault = fault
         self._open: dict[Part, _Gathering] = {}
-        self._done: dict[Part, Average] = {}
+        self._done: dict[Part, Callable[[], Average]] = {}
         self._seen: dict[Part, set[PeerId]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._newest: dict[tuple[int, str], int] = {}
@@ -101,7 +101,8 @@ class Owner:
         self._note_once(peer, part)
         self._note_passed(peer, part)
         await self._reach("averaging.received")
-        average = self._done.get(part) or await self._gathered(peer, message, part, values, deadline)
+        done = self._done.get(part)
+        average = done() if done else await self._gathered(peer, message, part, values, deadline)
         await self._reach("averaging.gathered")
         answer = self._answer(codec, average, values)
         await self._reach("averaging.answered")
@@ -109,14 +110,17 @@ class Owner:
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
         """The average of a part, if this peer has it."""
-        average = self._done.get(Part(message.stage, message.what, message.round, message.part))
-        if average is None:
+        done = self._done.get(Part(message.stage, message.what, message.round, message.part))
+        if done is None:
             return Recalled(0, 0, 0.0, 0.0), []
+        average = done()
         tensors = PartCodec("float32").encode(average.values)
         return Recalled(average.members, average.present, average.weight, average.distance), tensors
 
-    def keep(self, part: Part, average: Average) -> None:
-        """Remembers an average for a while: one that was made here, or that another owner gave."""
+    def keep(self, part: Part, average: Callable[[], Average]) -> None:
+        """Remembers for a while how to have an average: one that was made here, or that another owner gave."""
+        if part in self._done:
+            return
         self._done[part] = average
         asyncio.get_running_loop().call_later(KEPT_ROUNDS * self._terms.round_s, self._forget, part)
 
@@ -203,7 +207,7 @@ class Owner:
         if isinstance(outcome, AgoraError):
             gathering.result.set_exception(outcome)
         else:
-            self.keep(part, outcome)
+            self.keep(part, lambda: outcome)
             gathering.result.set_result(outcome)
         gathering.values.clear()
 

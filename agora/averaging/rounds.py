@@ -111,7 +111,7 @@ class Rounds:
         deadline: float,
     ) -> RoundResult:
         """The round of `values`, float32 [n], finite, on the CPU, with `members` (this peer included); ends by
-        `deadline` (loop time), whoever is missing.
+        `deadline` (loop time), whoever is missing. `values` are not to be changed afterwards: they may be recalled.
         """
         began = asyncio.get_running_loop().time()
         drift = self._drift.get(stage, Drift())
@@ -204,12 +204,14 @@ class Rounds:
                 raise PeerFailed(why)
 
     def _kept(self, part: Part, got: _Got, sent: Sequence[WireTensor], numel: int) -> _Got:
-        """Remembers the average, for a second owner that asks for it."""
-        values = self._terms.codec(part.what).decode(list(sent), numel, self._terms.dither(part))
-        message = got.message
-        self._owner.keep(
-            part, Average(values + got.delta, message.members, message.present, message.weight, message.distance)
-        )
+        """Remembers how to have the average, for a second owner that asks for it."""
+
+        def average() -> Average:
+            values = self._terms.codec(part.what).decode(list(sent), numel, self._terms.dither(part))
+            it = got.message
+            return Average(values + got.delta, it.members, it.present, it.weight, it.distance)
+
+        self._owner.keep(part, average)
         return got
 
 

@@ -10,6 +10,7 @@ decoded values is right in the mean, and exactly 0 where they agree: quantisatio
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Final, Literal
 
@@ -26,6 +27,8 @@ from agora.codec import all_finite, codec_by_name
 Name = Literal["int8", "bf16", "float32"]
 LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
 LEAST_EXPONENT, MOST_EXPONENT = -120, 100
+FRACTIONS_KEPT: Final = 32
+"""Parts whose dither is remembered: those that are on their way at once, of half a MiB each."""
 
 
 class Dither:
@@ -34,13 +37,21 @@ class Dither:
     def __init__(self, label: str) -> None:
         """label: names run, stage, kind, round and part; whoever has the same label has the same fractions."""
         digest = hashlib.sha256(f"agora dither 1\0{label}".encode()).digest()
-        self._key = np.frombuffer(digest[:16], "<u8")
+        self._key = digest[:16]
 
     def fractions(self, numel: int) -> Tensor:
-        """The first `numel` of them: (byte + 0.5) / 256, the bytes being those of Philox4x64-10's output, signed."""
-        words = np.random.Philox(key=self._key).random_raw(-(-numel // 8))
-        signed = torch.from_numpy(words.astype("<u8", copy=False).view(np.int8)[:numel])
-        return signed.to(torch.float32).add_(0.5).mul_(1.0 / 256.0)
+        """The first `numel` of them: (byte + 0.5) / 256, the bytes being those of Philox4x64-10's output, signed.
+
+        Not to be changed: whoever needs them next, for another member's values of the part, gets the same tensor.
+        """
+        return _fractions(self._key, numel)
+
+
+@functools.lru_cache(maxsize=FRACTIONS_KEPT)
+def _fractions(key: bytes, numel: int) -> Tensor:
+    words = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(-(-numel // 8))
+    signed = torch.from_numpy(words.astype("<u8", copy=False).view(np.int8)[:numel])
+    return signed.to(torch.float32).add_(0.5).mul_(1.0 / 256.0)
 
 
 class PartCodec:

@@ -25,6 +25,7 @@ from agora.bench.averaging_values import Holding
 from agora.bench.streams import join
 from agora.bench.worker import Channel
 from agora.net.calls import IncomingCall, Network, Reply
+from agora.train.memory import keep_freed_memory
 
 RUN: Final = RunId("0" * 64)
 MEET_S: Final = 30.0
@@ -103,9 +104,10 @@ class Member:
         begin = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._round_s
         result = await rounds.run(0, "weights", number, self._values, WEIGHT, self._members, deadline)
-        self._values.add_(result.delta)
+        held = self._values + result.delta
         end = time.monotonic()
-        found = self._holding.found(self._values)
+        found = self._holding.found(held)
+        self._values = torch.empty_like(held)
         self._holding.put(self._values)
         return {"begin": begin, "end": end, "returned": True, **found}
 
@@ -113,4 +115,5 @@ class Member:
 def serve(spec: dict[str, Any], channel: Channel) -> None:
     """See Member."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     uvloop.run(Member(spec).serve(channel))
