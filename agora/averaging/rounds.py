@@ -118,7 +118,7 @@ class Rounds:
         this = _Round(stage, what, number, weight, members, deadline, drift)
         cuts = parts(len(values))
         got = await asyncio.gather(*(self._part(this, index, values[cut]) for index, cut in enumerate(cuts)))
-        result = _put_together(got, cuts, len(values))
+        result = _put_together(got, cuts)
         result.bytes_out = this.bytes_out
         apart = [root_mean_square(it.delta) for it in got if it and it.message.members > 1]
         if what == "weights" and apart:
@@ -215,12 +215,10 @@ class Rounds:
         return got
 
 
-def _put_together(got: Sequence[_Got | None], cuts: Sequence[slice], numel: int) -> RoundResult:
-    result = RoundResult(torch.zeros(numel), [it is not None for it in got])
+def _put_together(got: Sequence[_Got | None], cuts: Sequence[slice]) -> RoundResult:
+    deltas = [torch.zeros(cut.stop - cut.start) if it is None else it.delta for it, cut in zip(got, cuts, strict=True)]
+    result = RoundResult(torch.cat(deltas), [it is not None for it in got])
     used = [it for it in got if it is not None]
-    for it, cut in zip(got, cuts, strict=True):
-        if it is not None:
-            result.delta[cut] = it.delta
     if used:
         result.present = sum(it.message.present for it in used) / len(got)
         result.members = statistics.fmean(it.message.members for it in used)
