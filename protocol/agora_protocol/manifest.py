@@ -259,7 +259,7 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         inner = merged.get(key)
         merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    if "width" in over and "subspace" not in over:
+    if "width" in over and "subspace" not in over and base.get("subspace") == base.get("width"):
         merged.pop("subspace", None)
     return merged
 

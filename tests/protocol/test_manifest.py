@@ -184,9 +184,10 @@ def test_the_largest_payload_fits_exactly_or_is_refused() -> None:
         manifest.replaced(boundary={"codec": "float32"})
 
 
-def test_replaced_follows_width_with_subspace() -> None:
+def test_replaced_follows_width_with_a_subspace_that_was_all_of_it() -> None:
     wider = preset("tiny").replaced(model={"width": 256})
     assert wider.model.subspace == 256
+    assert preset("tiny", model={"subspace": 32}).replaced(model={"width": 256}).model.subspace == 32
     assert preset("tiny").replaced(model={"heads": 2}).model.width == 128
 
 
