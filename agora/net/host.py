@@ -13,6 +13,7 @@ import errno
 import fcntl
 import logging
 import os
+import random
 import shutil
 import socket
 import sys
@@ -35,6 +36,8 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from agora.net.errors import ConnectionBroken, DialsCrossed
+from agora.net.link import LinkSpec
+from agora.net.shaping import AccessLink
 from agora.net.streams import FrameStream
 
 OnStream = Callable[[FrameStream, PeerId, str], None]
@@ -77,6 +80,7 @@ class Host:
         self.p2p = p2p
         self.peer = PeerId(str(p2p.peer_id))
         self.died = asyncio.Event()
+        self._link: AccessLink | None = None
         self._sockets = sockets
         self._closing = False
         self._servers: list[asyncio.Server] = []
@@ -90,12 +94,14 @@ class Host:
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         bootstrap: Sequence[str] = (),
         announce: Sequence[str] = (),
+        link: LinkSpec | None = None,
         startup_s: float = STARTUP_S,
     ) -> Host:
         """Start p2pd with the key in `identity_path`, listen, and connect to whoever of `bootstrap` answers.
 
         listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: what to tell others instead of the
-        addresses listened on. That no bootstrap peer answers is no error here; `connect` says so when asked again.
+        addresses listened on. link: what all streams to peers together shall behave like; p2pd's own traffic, dials and
+        the DHT, does not. That no bootstrap peer answers is no error here; `connect` says so when asked again.
         Raises IdentityError for the key file, LocalError for a taken port or a p2pd that does not start.
         """
         identity = Identity.load(identity_path)
@@ -109,6 +115,8 @@ class Host:
             undo.push_async_callback(host.close)
             if host.peer != identity.peer:
                 raise LocalError(f"p2pd runs as {host.peer} with the key of {identity.peer}; install hivemind again.")
+            if link is not None:
+                host._link = AccessLink(link, random.Random(host.peer))
             with contextlib.suppress(ConnectionBroken):
                 await host.connect(bootstrap)
             undo.pop_all()
@@ -171,10 +179,14 @@ class Host:
         stream, response = await self._request(
             p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request), limits, timeout_s
         )
+        if self._link is not None:
+            stream.interpose(self._link.shape)
         return stream, _path(response.streamInfo.addr)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
         """Hand every stream that a peer opens for `protocol` to `on_stream`, which must attach a sink or close it."""
+        if self._link is not None:
+            on_stream = _over_link(self._link, on_stream)
         path = self._sockets.path / f"serve{len(self._servers)}.sock"
         loop = asyncio.get_running_loop()
         server = await loop.create_unix_server(lambda: _inbound(limits, on_stream), str(path))
@@ -306,6 +318,14 @@ def _introduce(stream: FrameStream, on_stream: OnStream, preamble: asyncio.Futur
         return
     info = p2pd_pb2.StreamInfo.FromString(preamble.result())
     on_stream(stream, PeerId(str(PeerID(info.peer))), _path(info.addr))
+
+
+def _over_link(link: AccessLink, on_stream: OnStream) -> OnStream:
+    def shaped(stream: FrameStream, peer: PeerId, path: str) -> None:
+        stream.interpose(link.shape)
+        on_stream(stream, peer, path)
+
+    return shaped
 
 
 def _check_listen(address: str) -> None:

@@ -120,6 +120,11 @@ class FrameStream(asyncio.BufferedProtocol):
         self._transport = transport  # type: ignore[assignment]
         transport.set_write_buffer_limits(high=262_144, low=65_536)  # type: ignore[attr-defined]
 
+    def interpose(self, put_between: Callable[[asyncio.Transport, FrameStream], asyncio.Transport]) -> None:
+        """Have another transport stand between this stream and its own from now on; only before `attach`."""
+        if self._transport is not None and not self.lost:
+            self._transport = put_between(self._transport, self)
+
     def attach(self, sink: FrameSink) -> None:
         """Begin to read frames for `sink`, those that arrived already included."""
         self._sink = sink

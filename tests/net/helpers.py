@@ -20,6 +20,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.net.calls import Handler, IncomingCall, NetEvent, NetLimits, Network, Reply
 from agora.net.host import Host
+from agora.net.link import LinkSpec
 
 T = TypeVar("T")
 RUN = "ab" * 32
@@ -80,8 +81,9 @@ async def make_peer(
     limits: NetLimits | None = None,
     run_id: str = RUN,
     version: int = 1,
+    link: LinkSpec | None = None,
 ) -> Peer:
-    host, identity = await make_host(folder, name)
+    host, identity = await make_host(folder, name, link=link)
     try:
         addresses = await host.addresses()
         events: list[NetEvent] = []

@@ -1,0 +1,129 @@
+"""What a link of a given rate and latency does to bytes, computed: when a chunk has left, and when it arrives.
+
+Knows: rates, delays, and the random numbers of jitter and loss, whose source is an argument, as the time is. Must not
+know: clocks, sockets, streams; `shaping` applies this to them. docs/links.md is the definition in words.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from agora_protocol.errors import InputError
+
+EXAMPLES: Final = "write RATE,RTT[,JITTER[,LOSS]], such as 200Mbit,50ms or 20Mbit,100ms,10ms,0.1%"
+CHUNK_S: Final = 0.004  # streams take turns this often, and a byte is late by no more than this
+LEAST_CHUNK: Final = 1_500
+MOST_CHUNK: Final = 65_536
+PACKET_BYTES: Final = 1_460  # what TCP puts into one packet, each of which may be lost
+SLOWEST: Final = 1_000  # bytes per second
+LONGEST_S: Final = 10.0
+MOST_LOSS: Final = 0.5
+
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_RATE: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>[kmg]?)bit(?:/s)?")
+_TIME: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>us|ms|s)")
+_LOSS: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)%")
+
+
+class LinkError(InputError):
+    """A link was described in a way that cannot be read, or that no link is like; says what to write."""
+
+    code = "bad-link"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """One peer's access link: `rate` bytes per second each way, and its share of a round trip.
+
+    A round trip between peers a and b takes (rtt_a + rtt_b) / 2, and up to (jitter_a + jitter_b) / 2 longer. `loss` is
+    the share of packets that have to be sent again.
+    """
+
+    rate: float
+    rtt_s: float
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    text: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> LinkSpec:
+        """What a person wrote, "200Mbit,50ms". Raises LinkError."""
+        parts = [part.strip() for part in text.split(",")]
+        if not 2 <= len(parts) <= 4:
+            raise LinkError(f"{text!r} is no link; {EXAMPLES}")
+        rate = _number(_RATE, parts[0].lower(), "rate", "20Mbit")
+        times = [
+            _number(_TIME, part.lower(), what, "50ms")
+            for part, what in zip(parts[1:3], ("RTT", "jitter"), strict=False)
+        ]
+        loss = _number(_LOSS, parts[3], "loss", "0.1%") if len(parts) == 4 else 0.0
+        if rate < SLOWEST:
+            raise LinkError(f"a rate of {parts[0]} is too slow to train over; write 8kbit or more")
+        if max(times) > LONGEST_S:
+            raise LinkError(f"{text!r} has a delay above {LONGEST_S:.0f}s, where every call times out; write less")
+        if loss > MOST_LOSS:
+            raise LinkError(f"a loss of {parts[3]} is more than TCP survives; write at most {MOST_LOSS:.0%}")
+        return cls(rate, times[0], times[1] if len(times) > 1 else 0.0, loss, ",".join(parts))
+
+    def __str__(self) -> str:
+        return self.text or f"{self.rate * 8 / 1e6:g}Mbit,{self.rtt_s * 1e3:g}ms"
+
+    @property
+    def chunk_bytes(self) -> int:
+        """How much one stream may send before the others have their turn."""
+        return max(LEAST_CHUNK, min(MOST_CHUNK, int(self.rate * CHUNK_S)))
+
+
+def _number(pattern: re.Pattern[str], part: str, what: str, example: str) -> float:
+    match = pattern.fullmatch(part)
+    if match is None:
+        raise LinkError(f"{part!r} is no {what} like {example}; {EXAMPLES}")
+    number = float(match["number"])
+    if pattern is _RATE:
+        return number * _UNITS[match["unit"]] / 8
+    if pattern is _TIME:
+        return number * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match["unit"]]
+    return number / 100
+
+
+class TokenBucket:
+    """One direction of a link, shared by all streams: `rate` bytes per second, first come, first served.
+
+    What the link could have carried while it was idle is lost, but for the last `depth_s` seconds of it.
+    """
+
+    def __init__(self, rate: float, depth_s: float = 0.0) -> None:
+        self._rate, self._depth_s = rate, depth_s
+        self._free_at = -math.inf
+
+    def take(self, size: int, ready: float) -> float:
+        """When the last of `size` bytes has passed that were there at `ready`, which may lie in the past."""
+        self._free_at = max(self._free_at, ready - self._depth_s) + size / self._rate
+        return self._free_at
+
+
+class DelayLine:
+    """The way of one stream from one peer to another: later by half the RTT, in order, nothing lost."""
+
+    def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
+        self._spec, self._rng = spec, rng
+        self._arrived = -math.inf
+
+    def arrival(self, size: int, departs: float) -> float:
+        """When a chunk is there whose last byte departs at `departs`.
+
+        Each packet that is lost, or lost again, costs another RTT, and what is behind it waits: that is TCP.
+        """
+        spec, rng = self._spec, self._rng
+        extra = rng.random() * spec.jitter_s / 2 if spec.jitter_s else 0.0
+        if spec.loss:
+            lost = 1.0 - (1.0 - spec.loss) ** math.ceil(size / PACKET_BYTES)
+            while rng.random() < lost:
+                extra += spec.rtt_s
+                lost = spec.loss
+        self._arrived = max(self._arrived, departs + spec.rtt_s / 2 + extra)
+        return self._arrived

@@ -1,0 +1,274 @@
+"""Makes this peer's streams behave as if they ran over a link of a given rate and latency, inside the process.
+
+Knows: asyncio transports, and when bytes may pass, which `link` computes. Must not know: frames, calls, peers. A shaped
+transport stands between a stream and its real transport and is a transport to the one and a protocol to the other.
+Going out, chunks queue for the shared rate and then wait out the delay; coming in, a chunk that was read into the
+stream's own buffer is told to the stream when the rate allows, and nothing more is read before. So nothing is copied,
+what waits to go out is bounded by the stream's own limit, what is on its way by rate times delay, and what is not read
+fills the sender's windows as it would on a real link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from agora.net.link import DelayLine, LinkSpec, TokenBucket
+
+HIGH_BYTES: Final = 262_144  # a stream is told to stop when this much waits for the rate, as by a plain transport
+LOW_BYTES: Final = 65_536
+DOWN_DEPTH_S: Final = 0.02  # what another's link already spread out is not spread out again
+TICK_S: Final = 0.001  # of the event loop's timers
+
+Clock = Callable[[], float]
+
+
+class AccessLink:
+    """One peer's link to everyone: two rates that all its streams share."""
+
+    def __init__(self, spec: LinkSpec, rng: random.Random, clock: Clock = time.monotonic) -> None:
+        self.spec = spec
+        self.rng = rng
+        self.clock = clock
+        self.up = TokenBucket(spec.rate)
+        self.down = TokenBucket(spec.rate, DOWN_DEPTH_S)
+
+    def shape(self, transport: asyncio.Transport, stream: asyncio.BufferedProtocol) -> asyncio.Transport:
+        """What `stream` shall use in place of `transport`, which must not be reading now."""
+        shaped = ShapedTransport(transport, stream, self)
+        transport.set_protocol(shaped)
+        return shaped
+
+
+class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
+    """One stream over the link: a transport for the stream, and the protocol of the real transport."""
+
+    def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
+        super().__init__()
+        self._real, self._stream = real, stream
+        self._upload = _Upload(real, stream, link)
+        self._download = _Download(real, stream, link)
+
+    # --- for the stream, a transport
+
+    def write(self, data: Any) -> None:
+        self._upload.add((data,))
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        self._upload.add(list_of_data)
+
+    def get_write_buffer_size(self) -> int:
+        return self._upload.waiting + self._real.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        self._download.want(False)
+
+    def resume_reading(self) -> None:
+        self._download.want(True)
+
+    def is_closing(self) -> bool:
+        return self._real.is_closing()
+
+    def abort(self) -> None:
+        self._end()
+        self._real.abort()
+
+    # --- for the real transport, a protocol
+
+    def pause_writing(self) -> None:
+        self._upload.block()
+
+    def resume_writing(self) -> None:
+        self._upload.unblock()
+
+    def get_buffer(self, sizehint: int) -> Any:
+        return self._download.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._download.arrived(nbytes)
+
+    def eof_received(self) -> bool | None:
+        return self._stream.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+        self._stream.connection_lost(exc)
+
+    def _end(self) -> None:
+        self._upload.end()
+        self._download.end()
+
+
+class _Alarm:
+    """A timer that is never early, which the loop's own may be by half a millisecond."""
+
+    def __init__(self, clock: Clock, ring: Callable[[float], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._clock, self._ring = clock, ring
+        self._at = math.inf
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, at: float) -> None:
+        """Ring at `at` and not at any other time."""
+        if at == self._at:
+            return
+        self.stop()
+        if at < math.inf:
+            self._at = at
+            ticks = max(0, math.ceil((at - self._clock()) / TICK_S))
+            self._handle = self._loop.call_later(ticks * TICK_S, self._fire)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        self._at, self._handle = math.inf, None
+
+    def _fire(self) -> None:
+        at, now = self._at, self._clock()
+        self._at, self._handle = math.inf, None
+        if now < at:
+            self.set(at)
+        else:
+            self._ring(now)
+
+
+class _Upload:
+    """What a stream sends: first it queues for the rate, a chunk at a time, then it waits out the delay."""
+
+    def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
+        self._real, self._stream, self._link = real, stream, link
+        self._delay = DelayLine(link.spec, link.rng)
+        self._alarm = _Alarm(link.clock, self._step)
+        self._queue: deque[memoryview] = deque()
+        self._queued = 0
+        self._ready = -math.inf  # since when the link could have carried the first of the queue
+        self._line: deque[tuple[float, int, list[memoryview]]] = deque()
+        self._on_its_way = 0
+        self._full = self._blocked = self._ended = False
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the real transport has not been given yet."""
+        return self._queued + self._on_its_way
+
+    def add(self, buffers: Iterable[Any]) -> None:
+        if self._ended:
+            return
+        if not self._queue:
+            self._ready = max(self._ready, self._link.clock())
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            if view:
+                self._queue.append(view)
+                self._queued += len(view)
+        self._schedule()
+        if not self._full and self._queued > HIGH_BYTES:
+            self._full = True
+            self._stream.pause_writing()
+
+    def block(self) -> None:
+        """The way is blocked further on: nothing is delivered, and nothing more is let onto the link."""
+        self._blocked = True
+        self._alarm.stop()
+
+    def unblock(self) -> None:
+        self._blocked = False
+        self._ready = max(self._ready, self._link.clock())
+        self._schedule()
+
+    def end(self) -> None:
+        self._ended = True
+        self._alarm.stop()
+        self._queue.clear()
+        self._line.clear()
+        self._queued = self._on_its_way = 0
+
+    def _schedule(self) -> None:
+        """Wake up when the next chunk may be let onto the link, or arrives."""
+        if not self._blocked:
+            arrives = self._line[0][0] if self._line else math.inf
+            self._alarm.set(min(self._ready if self._queue else math.inf, arrives))
+
+    def _step(self, now: float) -> None:
+        while self._queue and self._ready <= now:
+            size, pieces = self._next_chunk()
+            self._ready = self._link.up.take(size, self._ready)
+            self._line.append((self._delay.arrival(size, self._ready), size, pieces))
+            self._on_its_way += size
+        while self._line and self._line[0][0] <= now and not self._blocked:
+            _, size, pieces = self._line.popleft()
+            self._on_its_way -= size
+            self._real.writelines(pieces)
+        self._schedule()
+        if self._full and self._queued <= LOW_BYTES:
+            self._full = False
+            self._stream.resume_writing()
+
+    def _next_chunk(self) -> tuple[int, list[memoryview]]:
+        """The first bytes of the queue; a piece of a buffer where that is larger than a chunk."""
+        room, pieces = self._link.spec.chunk_bytes, []
+        while self._queue and room:
+            view = self._queue.popleft()
+            if len(view) > room:
+                self._queue.appendleft(view[room:])
+                view = view[:room]
+            pieces.append(view)
+            room -= len(view)
+        size = self._link.spec.chunk_bytes - room
+        self._queued -= size
+        return size, pieces
+
+
+class _Download:
+    """What a stream reads: a chunk that came faster than the rate is held, and nothing is read behind it."""
+
+    def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
+        self._real, self._stream, self._link = real, stream, link
+        self._alarm = _Alarm(link.clock, self._deliver)
+        self._wanted = self._reading = False
+        self._held = 0
+        self._held_until = 0.0
+        self._late_s = 0.0  # what a held chunk was told too late by, until those behind it have caught up
+
+    def want(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._read()
+
+    def end(self) -> None:
+        self._alarm.stop()
+        self._held = 0
+
+    def buffer(self) -> Any:
+        return self._stream.get_buffer(-1)[: self._link.spec.chunk_bytes]  # type: ignore[index]
+
+    def arrived(self, size: int) -> None:
+        now = self._link.clock()
+        until = self._link.down.take(size, now - self._late_s)
+        if until <= now:
+            self._late_s = min(self._late_s, now - until)
+            self._stream.buffer_updated(size)
+            return
+        self._held, self._held_until = size, until
+        self._read()
+        self._alarm.set(until)
+
+    def _deliver(self, now: float) -> None:
+        size, self._held = self._held, 0
+        self._late_s = now - self._held_until
+        self._stream.buffer_updated(size)
+        self._read()
+
+    def _read(self) -> None:
+        reading = self._wanted and not self._held
+        if reading is self._reading or self._real.is_closing():
+            return
+        self._reading = reading
+        if reading:
+            self._real.resume_reading()
+        else:
+            self._real.pause_reading()
