@@ -122,6 +122,7 @@ class Swarm:
         self._killed = 0
         self._drained: set[int] = set()
         self._invite = ""
+        self._flags = ("--link", plan.link) if plan.link else ()
         self._owed = plan.peers  # daemons still to be started, replacements included
 
     def train(self) -> Result:
@@ -165,7 +166,7 @@ class Swarm:
 
     def _start_one(self, run: str) -> None:
         index = len(self.daemons)
-        self.daemons.append(demo_peers.start(index, self.directory, run, self.plan.threads))
+        self.daemons.append(demo_peers.start(index, self.directory, run, self.plan.threads, self._flags))
         self._owed -= 1
 
     def _wait_for_invite(self) -> str:

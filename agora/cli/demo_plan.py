@@ -48,8 +48,13 @@ def cores() -> int:
 
 def check(plan: Plan) -> None:
     """Raises Failure (bad arguments) for what cannot work or is not built."""
+    from agora.net.link import LinkError, LinkSpec
+
     if plan.link is not None:
-        raise Failure("--link is not built yet: this version cannot shape links; leave it out", USAGE)
+        try:
+            LinkSpec.parse(plan.link)
+        except LinkError as error:
+            raise Failure(f"--link: {error}", USAGE) from None
     if plan.peers < plan.stages:
         raise Failure(
             f"--peers {plan.peers} cannot hold {plan.stages} stages; give --peers {plan.stages} or more", USAGE

@@ -64,6 +64,7 @@ def compose(plan: Plan, books: Books, result: Result) -> dict[str, Any]:
             "averaging": books.averaging_bytes,
             "state": books.state_bytes,
         },
+        "link": plan.link,
         "steps_taken": books.step,
         "total_seconds": _rounded(result.target_seconds),
         "first_microbatch_seconds": _rounded(result.first_microbatch_seconds),

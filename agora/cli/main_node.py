@@ -43,6 +43,13 @@ def join(
         list[str] | None,
         typer.Option(metavar="ADDR", help="Where to listen, /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330; may be repeated."),
     ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE,RTT[,JITTER[,LOSS]]",
+            help="Behave as behind a link like 200Mbit,50ms; see docs/links.md. Default the network as it is.",
+        ),
+    ] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Compute threads; default all cores.")] = None,
     corpus_cache: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where tokenised texts are kept; default in the data directory.")
@@ -69,6 +76,7 @@ def join(
         "device": device,
         "stages": stages,
         "listen": tuple(listen) if listen else None,
+        "link": link,
         "threads": threads,
         "allow_files": allow_files or None,
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,

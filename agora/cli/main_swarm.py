@@ -80,7 +80,12 @@ def demo(
     more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")] = None,
     preset: Annotated[str, typer.Option(help="The model: tiny or small.")] = "tiny",
     codec: Annotated[str | None, typer.Option(metavar="NAME", help="Boundary codec: bf16 or float32.")] = None,
-    link: Annotated[str | None, typer.Option(metavar="RATE,RTT", hidden=True)] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE,RTT[,JITTER[,LOSS]]", help="Every daemon behind a link of its own, such as 200Mbit,50ms."
+        ),
+    ] = None,
     kill_every: Annotated[
         float | None, typer.Option(min=0.5, metavar="SECONDS", help="SIGKILL a random peer at this interval.")
     ] = None,

@@ -152,11 +152,15 @@ class Builder:
         settings = self._where.settings
         with self._steps.step("host") as note:
             host = await Host.create(
-                identity_path=self._where.home.identity, listen=settings.listen, announce=settings.announce
+                identity_path=self._where.home.identity,
+                listen=settings.listen,
+                announce=settings.announce,
+                link=settings.link_spec,
             )
             self._closing.push_async_callback(host.close)
             self._early.addresses = joining.ordered(await host.addresses())
             note.text = self._early.addresses[0] if self._early.addresses else "listens nowhere"
+            note.text += f", behind a link of {settings.link}" if settings.link else ""
         return host
 
     async def _bootstrap(self, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:

@@ -82,9 +82,13 @@ class Facts:
             return status(View(), run, self.health(now_unix), now_unix)
         peers = self.parts.network.statistics().peers
         found = {peer: seen.path for peer, seen in peers.items()} | {self._where.peer: "self"}
-        notes = {self._where.peer: "paused by its owner"} if self.paused else {}
+        notes = {self._where.peer: self._note()}
         view = self.parts.membership.view
         return status(view, run, self.health(now_unix), now_unix, PeerFacts(found, notes))
+
+    def _note(self) -> str:
+        link = self._where.settings.link
+        return "; ".join(["paused by its owner"] * self.paused + [f"link {link}"] * bool(link))
 
     def progress(self) -> Progress | None:
         """This peer's progress record."""
@@ -124,6 +128,7 @@ class Facts:
     def report(self) -> dict[str, Any]:
         """Everything that is counted, for the demo, the tests and the curious."""
         found = self._counters.summary() | {"peer": self._where.peer, "paused": self.paused}
+        found["link"] = self._where.settings.link or None
         if self.parts is None:
             return found | {"state": "joining"}
         parts, network = self.parts, self.parts.network.statistics()

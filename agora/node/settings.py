@@ -18,6 +18,8 @@ import pydantic
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import Span
 
+from agora.net.link import LinkSpec
+
 PREFIX = "AGORA_"
 FLAGS = "the command line"
 ENVIRONMENT = "the environment"
@@ -44,6 +46,7 @@ class Settings(pydantic.BaseModel):
     stages: str = "auto"  # "auto" or a span, "0-1"
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddrs or HOST:PORT; port 0 lets the system choose
     announce: tuple[str, ...] = ()  # further multiaddrs under which others can reach this peer
+    link: str = ""  # RATE,RTT[,JITTER[,LOSS]] that this peer's streams shall behave like; "" is the network as it is
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
     allow_files: bool = False  # whether a manifest that came over the network may name files of this machine
@@ -68,6 +71,16 @@ class Settings(pydantic.BaseModel):
         if value != "auto":
             Span.parse(value)
         return value
+
+    @pydantic.field_validator("link")
+    @classmethod
+    def _link(cls, value: str) -> str:
+        return str(LinkSpec.parse(value)) if value else value
+
+    @property
+    def link_spec(self) -> LinkSpec | None:
+        """The link that the owner asked for; None is the network as it is."""
+        return LinkSpec.parse(self.link) if self.link else None
 
     @property
     def span(self) -> Span | None:

@@ -81,14 +81,10 @@ def test_every_command_says_what_why_and_an_example(script: str, name: str) -> N
     assert f"{'agora-node' if script == 'node' else 'swarm'} {name}" in shown.output
 
 
-def test_what_is_not_built_is_not_in_help_and_says_so() -> None:
-    assert "--link" not in CliRunner().invoke(main_swarm.app, ["demo", "--help"]).output
-
-
 def test_bad_arguments_end_with_2(run: Callable[..., Completed]) -> None:
     for arguments in (["demo", "--peers", "none"], ["demo", "--nonsense"], ["nonsense"], ["bench"]):
         assert run("swarm", *arguments).returncode == 2, arguments
-    one_sentence(run("swarm", "demo", "--link", "200,50"), 2, "not built yet")
+    one_sentence(run("swarm", "demo", "--link", "200,50"), 2, "write RATE,RTT")
     one_sentence(run("swarm", "demo", "--peers", "1"), 2, "give --peers 2")
     one_sentence(run("swarm", "demo", "--codec", "gzip"), 2, "gzip")
     one_sentence(run("swarm", "demo", "--preset", "tyni"), 2, "tiny")

@@ -135,7 +135,7 @@ def test_each_way_to_fail_has_its_sentence(change: dict[str, Any], reason: str) 
 def test_flags_that_cannot_work_are_bad_arguments() -> None:
     for plan, text in (
         (Plan(peers=1, stages=2), "give --peers 2 or more"),
-        (Plan(link="200Mbit,50ms"), "not built yet"),
+        (Plan(link="200,50"), "write RATE,RTT"),
     ):
         with pytest.raises(Failure, match=text) as caught:
             check(plan)

@@ -26,6 +26,7 @@ def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
         ("", {}, {"stages": "3-1"}, "the command line sets stages wrongly: 3-1 is no span"),
         ("", {}, {"listen": ("nowhere",)}, "'nowhere' is no address; write /ip4/"),
         ("", {}, {"listen": ("1.2.3.4:99999",)}, "is no address"),
+        ("", {}, {"link": "20Mbit"}, "the command line sets link wrongly: '20Mbit' is no link; write RATE,RTT"),
         ("threads = \n", {}, {}, "is not TOML"),
     ],
 )
@@ -37,6 +38,12 @@ def test_each_mistake_is_one_sentence_that_names_its_place(
     with pytest.raises(SettingsError) as caught:
         load(path, flags, environment)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_link_is_one_setting_with_commas_in_it(tmp_path: Path) -> None:
+    settings = load(tmp_path / "none", {}, {"AGORA_LINK": "20Mbit, 50ms"})
+    assert settings.link == "20Mbit,50ms" and settings.link_spec is not None and settings.link_spec.rtt_s == 0.05
+    assert load(tmp_path / "none", {}, {}).link_spec is None
 
 
 def test_addresses_may_be_written_both_ways(tmp_path: Path) -> None:
