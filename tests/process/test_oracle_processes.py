@@ -27,11 +27,11 @@ LEAST_STEPS = 6
 ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 80, 32
 
 
-def manifest_of(stages: int, *, kind: str, activations: str, codec: str = "float32") -> Manifest:
+def manifest_of(stages: int, *, kind: str, activations: str, codec: str = "float32", subspace: int = 64) -> Manifest:
     """A decoder of four layers on the standard library's text; a step of it takes some tenths of a second."""
     base = preset("tiny", name="oracle").model_dump()
-    base["model"] |= {"width": 64, "subspace": 64, "layers": 4, "heads": 4, "key_value_heads": 2, "feed_forward": 160}
-    base["model"] |= {"context": 64}
+    base["model"] |= {"width": 64, "layers": 4, "heads": 4, "key_value_heads": 2, "feed_forward": 160}
+    base["model"] |= {"context": 64, "subspace": subspace}
     base["stages"] = {"count": stages}
     base["boundary"]["codec"] = codec
     base["schedule"] |= {"kind": kind, "microbatch": 4, "activations": activations}
@@ -75,9 +75,11 @@ def weights_of(daemon: Daemon, stage: int) -> dict[str, np.ndarray]:
     return dict(load_file(files[str(stage)]))
 
 
-@pytest.mark.parametrize(("stages", "activations"), [(1, "keep"), (2, "recompute"), (4, "keep")])
-def test_a_synchronous_swarm_equals_a_plain_loop(tmp_path: Path, stages: int, activations: str) -> None:
-    manifest = manifest_of(stages, kind="synchronous", activations=activations)
+@pytest.mark.parametrize(
+    ("stages", "activations", "subspace"), [(1, "keep", 64), (2, "recompute", 64), (4, "keep", 64), (2, "keep", 12)]
+)
+def test_a_synchronous_swarm_equals_a_plain_loop(tmp_path: Path, stages: int, activations: str, subspace: int) -> None:
+    manifest = manifest_of(stages, kind="synchronous", activations=activations, subspace=subspace)
     with swarm(tmp_path, manifest) as made:
         peers = trained(made, stages, LEAST_STEPS)
         taken = [steps_of(peer, k) for k, peer in enumerate(peers)]
