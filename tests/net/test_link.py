@@ -395,14 +395,6 @@ async def seconds_for(sender: Peer, receivers: Sequence[Peer], size: int) -> lis
     return list(await asyncio.gather(*map(one, receivers)))
 
 
-async def once_of(attempts: int, meets: Callable[[], Awaitable[bool]]) -> bool:
-    """Whether it is met once: other load on the machine may spoil an attempt, and cannot help one."""
-    for _ in range(attempts):
-        if await meets():
-            return True
-    return False
-
-
 def test_real_hosts_on_loopback_are_as_far_apart_as_their_links_say(tmp_path: Path) -> None:
     rate, rtt, size = SPEC.rate, SPEC.rtt_s, 2_500_000
 
@@ -416,24 +408,18 @@ def test_real_hosts_on_loopback_are_as_far_apart_as_their_links_say(tmp_path: Pa
             a, b, c = made
             await seconds_for(a, [b, c], 1000)  # dials
 
-            async def a_round_trip_is_short() -> bool:
-                trips = [(await seconds_for(a, [b], 1000))[0] for _ in range(15)]
-                assert min(trips) >= rtt
-                return statistics.median(trips) < rtt + 0.03
+            # Never early is asserted of every one; how late, of the best, which other load on the machine spoils least.
+            trips = [[(await seconds_for(a, [b], 1000))[0] for _ in range(9)] for _ in range(3)]
+            assert min(map(min, trips)) >= rtt
+            assert min(map(statistics.median, trips)) < rtt + 0.03
 
-            async def a_transfer_takes_its_time() -> bool:
-                (took,) = await seconds_for(a, [b], size)
-                assert took >= rtt + size / rate
-                return took - rtt <= 1.1 * size / rate
+            alone = [(await seconds_for(a, [b], size))[0] for _ in range(3)]
+            assert min(alone) >= rtt + size / rate
+            assert min(alone) - rtt <= 1.1 * size / rate
 
-            async def two_streams_share() -> bool:
-                took = await seconds_for(a, [b, c], size)
-                assert max(took) >= rtt + 2 * size / rate
-                assert min(took) >= 0.9 * (rtt + 2 * size / rate)  # whatever is late, both had their turns
-                return max(took) - rtt <= 1.1 * 2 * size / rate
+            shared = [await seconds_for(a, [b, c], size) for _ in range(2)]
+            assert min(map(max, shared)) >= rtt + 2 * size / rate
+            assert min(map(min, shared)) >= 0.9 * (rtt + 2 * size / rate)  # neither was served before the other
+            assert min(map(max, shared)) - rtt <= 1.1 * 2 * size / rate
 
-            assert await once_of(4, a_round_trip_is_short)
-            assert await once_of(4, a_transfer_takes_its_time)
-            assert await once_of(4, two_streams_share)
-
-    run(main, timeout_s=90.0)
+    run(main, timeout_s=120.0)
