@@ -20,7 +20,7 @@ from agora_protocol.messages import Processed
 
 from agora.net.calls import IncomingCall, Reply
 from agora.net.link import DelayLine, LinkError, LinkSpec, TokenBucket
-from agora.net.shaping import HIGH_BYTES, AccessLink
+from agora.net.shaping import HIGH_BYTES, AccessLink, _Alarm
 from tests.net.helpers import Peer, after, boundary, introduce, make_peer, process, run
 
 T = TypeVar("T")
@@ -112,6 +112,9 @@ def test_a_lost_packet_costs_a_round_trip_and_holds_up_what_is_behind_it() -> No
     late = [delay for delay in alone if delay > 0.06]
     assert len(late) / len(alone) == pytest.approx(0.01, abs=0.003)
     assert all(round((delay - 0.05) / 0.1, 6).is_integer() for delay in late)  # once, or again, a whole RTT
+    often = DelayLine(LinkSpec.parse("20Mbit,100ms,0ms,20%"), random.Random(3))
+    extra = [often.arrival(1000, 10.0 * number) - 10.0 * number - 0.05 for number in range(20_000)]
+    assert statistics.mean(extra) == pytest.approx(0.1 * 0.2 / 0.8, rel=0.05)  # lost again, and again
     large = DelayLine(spec, random.Random(3))
     hit = [large.arrival(14_600, float(number)) - number > 0.06 for number in range(5_000)]  # ten packets each
     assert statistics.mean(hit) == pytest.approx(1 - 0.99**10, abs=0.02)
@@ -129,14 +132,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 100.0
+        self.now, self.late = 100.0, 0.0
         selector: Any = self._selector  # type: ignore[attr-defined]
         select = selector.select
 
         def skip(timeout: float | None) -> Any:
             found = select(0)
             if not found and timeout is not None:
-                self.now += timeout
+                self.now += timeout + (self.late if timeout else 0.0)
             return found
 
         selector.select = skip
@@ -290,18 +293,32 @@ def test_streams_share_the_rate_up_and_the_way_down_is_another(count: int) -> No
 def test_a_loop_that_is_late_makes_up_for_it_and_loses_no_rate() -> None:
     async def main() -> None:
         loop: Any = asyncio.get_running_loop()
+        loop.late = 0.05  # more than the depth of the bucket
         link = new_link()
         (up, up_pipe, _), (down, down_pipe, stream) = shaped(link), shaped(link)
         start = loop.time()
         up.write(bytes(2_500_000))
         down_pipe.inbox += bytes(2_500_000)
         down.resume_reading()
-        while loop.time() < start + 2.0:
-            loop.now += 0.015  # something else held the loop
-            await asyncio.sleep(0.005)
-        assert up_pipe.written[-1][0] - start <= 1.0 + 0.025 + 0.025
-        assert stream.heard[-1][0] - start <= 1.0 + 0.025
+        await asyncio.sleep(2.0)
         assert len(up_pipe.arrived()) == 2_500_000 == sum(len(data) for _, data in stream.heard)
+        assert 1.025 <= up_pipe.written[-1][0] - start <= 1.025 + 0.051
+        assert 0.98 <= stream.heard[-1][0] - start <= 1.0 + 0.051
+
+    virtually(main)
+
+
+def test_an_alarm_is_never_early() -> None:
+    async def main() -> None:
+        now, rung = [0.0], []
+        alarm = _Alarm(lambda: now[0], rung.append)
+        alarm.set(0.010)
+        now[0] = 0.0096  # the loop's timer will come before its time
+        await asyncio.sleep(0.0105)
+        assert not rung
+        now[0] = 0.0106
+        await asyncio.sleep(0.001)
+        assert rung == [0.0106]
 
     virtually(main)
 
@@ -330,6 +347,28 @@ def test_a_slow_link_holds_its_sender_back_and_holds_little() -> None:
         await asyncio.sleep(1.0)
         assert pipe.written[-1][0] - started >= HIGH_BYTES / SPEC.rate  # the time that it stood still was not saved up
         assert pipe.arrived().endswith(b"\0more") and stream.told[-1] == "resume"
+
+    virtually(main)
+
+
+def test_a_transport_that_is_full_gets_no_more_of_what_has_arrived() -> None:
+    async def main() -> None:
+        loop: Any = asyncio.get_running_loop()
+        transport, pipe, _ = shaped(new_link())
+        take = pipe.writelines
+
+        def take_and_be_full(data: Any) -> None:
+            take(data)
+            pipe.protocol.pause_writing()
+
+        pipe.writelines = take_and_be_full  # type: ignore[method-assign]
+        transport.write(bytes(100_000))
+        loop.late = 0.05  # several chunks are due at once
+        await asyncio.sleep(1.0)
+        assert len(pipe.written) == 1
+        pipe.protocol.resume_writing()
+        await asyncio.sleep(1.0)
+        assert len(pipe.written) == 2
 
     virtually(main)
 
