@@ -48,7 +48,7 @@ def run(quick: bool, folder: Path) -> Report:
     effort = QUICK if quick else FULL
     report = Report("agreement", "Agreement: the loss of replicas that average slices", describe())
     found = train_all(effort, folder)
-    report.rows = [row(setting, found) for setting in effort.settings]
+    report.rows = [row(setting, found) for setting in found]
     report.rows += [{"name": f"published: {name}", "bytes": cost} for name, cost in PUBLISHED.items()]
     report.ratios = {
         name: Ratio(paired_ratio(losses(found[setting]), losses(found[SYNCHRONOUS])), target, meaning)
@@ -63,13 +63,12 @@ def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
     manifest = effort.manifest()
     prepare_corpus(folder, manifest)
     told = spec(manifest, folder, 1, steps=effort.steps, heldout=effort.heldout_batches)
-    jobs = [(setting, seed) for setting in effort.settings for seed in effort.seeds]
-    found: dict[Setting, list[Found]] = {setting: [] for setting in effort.settings}
+    found: dict[Setting, list[Found]] = {}
     with Nursery(folder) as nursery:
-        count = min(usable_cores(), len(jobs))
+        count = min(usable_cores(), len(effort.jobs))
         children = [nursery.start(f"replicas-{number}", "agreement", told) for number in range(count)]
-        for setting, seed, answer in share(jobs, children):
-            found[setting].append(answer)
+        for setting, seed, answer in share(effort.jobs, children):
+            found.setdefault(setting, []).append(answer)
             tell(f"{setting.name}, seed {seed}: loss {answer['loss_of_replica']:.4f}, {answer['bytes']:.3g} bytes")
     return found
 
@@ -90,20 +89,20 @@ def losses(found: Sequence[Found]) -> list[float]:
 
 
 def row(setting: Setting, found: Mapping[Setting, Sequence[Found]]) -> dict[str, Cell]:
-    """One line of the table; percentages are of the synchronous loss, low and high over seeds."""
-    alone = losses(found[setting])
-    lost = [100 * (ours / theirs - 1) for ours, theirs in zip(alone, losses(found[SYNCHRONOUS]), strict=True)]
-    mean = [answer["loss_of_mean"] for answer in found[setting]]
+    """One line of the table; percentages are of the synchronous loss of the same seed."""
+    these, synchronous = found[setting], losses(found[SYNCHRONOUS])
+    lost = [100 * (ours / theirs - 1) for ours, theirs in zip(losses(these), synchronous, strict=False)]
+    by_mean = [100 * (own["loss_of_mean"] / theirs - 1) for own, theirs in zip(these, synchronous, strict=False)]
     return {
-        "name": "5 % every 20 (the default)" if setting == DEFAULT else setting.name,
-        "loss_of_replica": round(statistics.fmean(alone), 4),
-        "loss_of_mean": round(statistics.fmean(mean), 4),
-        "lost_%": statistics.fmean(lost),
-        "low": min(lost),
-        "high": max(lost),
-        "lost_by_mean_%": 100 * (statistics.fmean(mean) / statistics.fmean(losses(found[SYNCHRONOUS])) - 1),
-        "apart_%": 100 * statistics.fmean(answer["apart"] for answer in found[setting]),
-        "bytes": statistics.fmean(answer["bytes"] for answer in found[setting]),
+        "name": f"{setting.name} (the default)" if setting == DEFAULT else setting.name,
+        "seeds": len(these),
+        "loss_of_replica": round(statistics.fmean(losses(these)), 4),
+        "lost_%": round(statistics.fmean(lost), 2),
+        "low": round(min(lost), 2),
+        "high": round(max(lost), 2),
+        "lost_by_mean_%": round(statistics.fmean(by_mean), 2),
+        "apart_%": round(100 * statistics.fmean(answer["apart"] for answer in these), 2),
+        "bytes": statistics.fmean(answer["bytes"] for answer in these),
     }
 
 
@@ -116,17 +115,17 @@ def notes(effort: Effort) -> list[str]:
         f"{REPLICAS} replicas of a Llama-style decoder (width {model.width}, {model.layers} layers, 256 byte tokens, "
         f"context {model.context}, float32) on the source of Python's standard library. Each of {effort.steps} steps "
         f"has {REPLICAS} times {own} tokens, the same for every setting, {effort.steps * REPLICAS * own / 1e6:.1f} M "
-        f"in all; AdamW and its schedule as a manifest has them. Seeds: {len(effort.seeds)}.",
+        f"in all; AdamW as a manifest has it, the learning rate's decay ending with the run.",
         "`synchronous`: every step takes the mean gradient of all. `none`: every replica trains alone, on a quarter of "
         "the tokens. Else a share of the weights every so many steps, by the code that the daemons run: slices, "
         "int8 with the common dither, aggregation, the delta rule. All in one process, without a network; an "
         "average is taken in `delay` steps after its snapshot, 1 unless told.",
         f"The default takes {cover:.0f} steps to average every weight once, so that a run has "
         f"{effort.steps / cover:.0f} such covers.",
-        "loss_of_replica: held-out nats per token, the mean over the replicas: what a peer holds. loss_of_mean: of the "
-        "mean of their weights. lost: a replica's loss against synchronous in percent, the mean over seeds, and the "
-        "lowest and the highest; lost_by_mean: the same of the mean of the weights. apart: root mean square distance "
-        "of the replicas to their mean, against the mean's own root mean square.",
+        "loss_of_replica: held-out nats per token, the mean over the replicas: what a peer holds. lost: that against "
+        "synchronous of the same seed, the mean over seeds, the lowest and the highest; lost_by_mean: the same of the "
+        "model whose weights are the replicas' mean. apart: root mean square distance of the replicas to that mean, "
+        "against its own root mean square. Every seed has its weights, samples and held-out text.",
         "bytes: what a replica puts in, per parameter and optimizer step, payload alone. What comes back is as much "
         "again, here and with butterfly all-reduce. `published`: what others' settings come to by the same count, from "
         "their papers' numbers, not measured here.",

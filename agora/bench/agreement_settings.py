@@ -44,23 +44,17 @@ SCALED: Final = Setting(every=5)
 NEEDED: Final = (SYNCHRONOUS, NONE, DEFAULT, SCALED)
 """What the ratios are made of."""
 MORE: Final = (
+    Setting(fraction=1.0, every=1, delay=0, wire="float32"),
     Setting(every=1),
     Setting(every=10),
-    Setting(fraction=0.1),
     Setting(fraction=0.2),
-    Setting(fraction=1.0),
-    Setting(fraction=0.2, every=80),
     Setting(fraction=1.0, every=400),
-    Setting(every=40),
-    Setting(delay=5),
     Setting(delay=15),
-    Setting(every=5, delay=4),
-    Setting(rule="ema"),
     Setting(delay=15, rule="ema"),
+    Setting(every=5, delay=4),
     Setting(every=5, delay=4, rule="ema"),
     Setting(wire="bf16"),
     Setting(wire="float32"),
-    Setting(every=5, wire="float32"),
 )
 
 PUBLISHED: Final[Mapping[str, float]] = {
@@ -81,9 +75,12 @@ PUBLISHED: Final[Mapping[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to train: `sequences` per replica and step, and the model's size."""
+    """How much to train: `sequences` per replica and step, and the model's size.
 
-    settings: tuple[Setting, ...]
+    What the ratios need is trained with every one of `seeds`, `more` with the first.
+    """
+
+    more: tuple[Setting, ...]
     seeds: tuple[int, ...]
     steps: int
     width: int
@@ -91,6 +88,13 @@ class Effort:
     context: int
     sequences: int
     heldout_batches: int
+
+    @property
+    def jobs(self) -> list[tuple[Setting, int]]:
+        """Every setting and seed to train, a setting's seeds in order."""
+        return [(setting, seed) for setting in NEEDED for seed in self.seeds] + [
+            (setting, self.seeds[0]) for setting in self.more
+        ]
 
     def manifest(self) -> Manifest:
         """A Llama-style decoder on the standard library's source, one stage, whose schedule ends with `steps`."""
@@ -106,5 +110,5 @@ class Effort:
         )
 
 
-QUICK: Final = Effort(NEEDED, (0,), 800, 64, 2, 64, 4, heldout_batches=64)
-FULL: Final = Effort((*NEEDED, *MORE), (0, 1), 1200, 64, 2, 64, 8, heldout_batches=64)
+QUICK: Final = Effort((), (0,), 800, 64, 2, 64, 8, heldout_batches=64)
+FULL: Final = Effort(MORE, (0, 1), 1200, 64, 2, 64, 32, heldout_batches=64)

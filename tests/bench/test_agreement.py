@@ -34,7 +34,7 @@ from agora.data.corpus import Corpus, open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer
 
-TINY = Effort(NEEDED, (0,), 6, 32, 1, 16, 2, heldout_batches=2)
+TINY = Effort((), (0,), 6, 32, 1, 16, 2, heldout_batches=2)
 
 
 @pytest.fixture
@@ -126,8 +126,9 @@ def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> Non
     names = [setting.name for setting in (*NEEDED, *MORE)]
     assert len(set(names)) == len(names) and DEFAULT.name == "5 % every 20" and SCALED.name == "5 % every 5"
     for effort in (QUICK, FULL):
-        assert {setting for setting, _, _ in agreement.RATIOS.values()} <= set(effort.settings)
-        assert SYNCHRONOUS in effort.settings and effort.manifest().optimizer.total_steps == effort.steps
+        trained = {setting for setting, _ in effort.jobs}
+        assert {SYNCHRONOUS, *(setting for setting, _, _ in agreement.RATIOS.values())} <= trained
+        assert len(set(effort.jobs)) == len(effort.jobs) and effort.manifest().optimizer.total_steps == effort.steps
     assert FULL.steps >= 2 * DEFAULT.every / DEFAULT.fraction
 
 
@@ -135,6 +136,7 @@ def test_rows_compare_within_a_seed() -> None:
     one = {"loss_of_replica": 1.0, "loss_of_mean": 1.0, "apart": 0.0, "bytes": 4.0}
     found = {SYNCHRONOUS: [one, one], DEFAULT: [one | {"loss_of_replica": 1.1}, one | {"loss_of_replica": 1.3}]}
     row = agreement.row(DEFAULT, found)
+    assert agreement.row(NONE, found | {NONE: [one]})["lost_%"] == 0.0
     assert (row["lost_%"], row["low"], row["high"]) == pytest.approx((20.0, 10.0, 30.0))
     assert columns([row])[0] == "name"
 
