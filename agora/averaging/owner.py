@@ -72,10 +72,27 @@ class Owner:
         self._seen: dict[Part, set[PeerId]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._newest: dict[tuple[int, str], int] = {}
+        self._silent: dict[tuple[int, str, int], set[PeerId]] = {}
 
     def newest(self, stage: int, what: str) -> int:
         """The highest round that somebody has contributed to here; -1 before the first."""
         return self._newest.get((stage, what), -1)
+
+    def lost(self, peer: PeerId, part: Part) -> None:
+        """A member does not answer: no part of this round waits for it any more, until it has contributed again."""
+        round_ = part.stage, part.what, part.number
+        if round_ not in self._silent:
+            self._silent[round_] = set()
+            later = KEPT_ROUNDS * self._terms.round_s
+            asyncio.get_running_loop().call_later(later, self._silent.pop, round_, None)
+        self._silent[round_].add(peer)
+        for other, gathering in list(self._open.items()):
+            if (other.stage, other.what, other.number) == round_:
+                self._expect_no_more(other, gathering, peer)
+
+    def is_lost(self, peer: PeerId, part: Part) -> bool:
+        """Whether the part's round does not wait for the member."""
+        return peer in self._silent.get((part.stage, part.what, part.number), ())
 
     async def close(self) -> None:
         """Answers nobody any more."""
@@ -138,11 +155,16 @@ class Owner:
         """Who is at a later round does not come to an earlier one any more."""
         kind = (part.stage, part.what)
         self._newest[kind] = max(self._newest.get(kind, -1), part.number)
+        self._silent.get((*kind, part.number), set()).discard(peer)
         for other, gathering in list(self._open.items()):
-            if (other.stage, other.what) == kind and other.number < part.number and peer in gathering.expected:
-                gathering.expected -= {peer}
-                if gathering.expected <= gathering.values.keys():
-                    self._close(other, gathering)
+            if (other.stage, other.what) == kind and other.number < part.number:
+                self._expect_no_more(other, gathering, peer)
+
+    def _expect_no_more(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
+        if peer in gathering.expected - gathering.values.keys():
+            gathering.expected -= {peer}
+            if gathering.expected <= gathering.values.keys() and not gathering.recalling:
+                self._close(part, gathering)
 
     async def _gathered(
         self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float
@@ -162,13 +184,21 @@ class Owner:
             raise Busy("too many parts are being averaged here; ask the second owner", 1000)
         loop = asyncio.get_running_loop()
         expected = frozenset(self._members(part.stage))
+        expected -= self._silent.get((part.stage, part.what, part.number), set())
         if second:
             expected -= {self._first_owner(part)}
         gathering = self._open[part] = _Gathering(numel, expected, loop.create_future())
         window = (SECOND_WINDOW if second else FIRST_WINDOW) * self._terms.round_s
-        gathering.timer = loop.call_later(window, self._close, part, gathering)
+        gathering.timer = loop.call_later(window, self._window_over, part, gathering)
         gathering.result.add_done_callback(lambda done: done.cancelled() or done.exception())
         return gathering
+
+    def _window_over(self, part: Part, gathering: _Gathering) -> None:
+        """Who let one part's window pass holds up no other of the round."""
+        missing = gathering.expected - gathering.values.keys() - {self._terms.me}
+        self._close(part, gathering)
+        for peer in missing:
+            self.lost(peer, part)
 
     def _first_owner(self, part: Part) -> PeerId:
         return owners(self._terms.run, part.stage, part.what, part.number, part.part, self._members(part.stage))[0]

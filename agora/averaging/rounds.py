@@ -33,6 +33,8 @@ from agora.pipeline.seams import Caller, Fault
 
 PARTS_AT_ONCE: Final = 8
 LEAST_S: Final = 0.05
+NO_ANSWER: Final = ("broken", "deadline")
+"""The codes of the errors by which a call ends when its peer is gone, or hangs."""
 
 
 @dataclass(slots=True)
@@ -152,12 +154,14 @@ class Rounds:
             for second, owner in enumerate(
                 owners(self._terms.run, part.stage, part.what, part.number, index, this.members)
             ):
-                if owner is None:
+                if owner is None or self._owner.is_lost(owner, part):
                     continue
                 try:
                     got = await self._ask(this, part, owner, bool(second), sent, len(values))
                     self._believe(this, got, values)
                 except (AgoraError, TimeoutError) as error:
+                    if owner != self._terms.me and getattr(error, "code", "") in NO_ANSWER:
+                        self._owner.lost(owner, part)
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
                 if got.message.present < 2 and len(this.members) > 1:

@@ -178,6 +178,31 @@ def test_a_sender_that_dies_between_its_parts_is_in_those_it_sent() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_one_that_is_gone_is_waited_for_once_and_not_at_every_part(hangs: bool) -> None:
+    """Many more parts than are asked for at once: else a window each would be longer than the round."""
+
+    async def main() -> None:
+        world = World(60 * PART_ELEMENTS, "float32")
+        members = world.add(*identities(4))
+        victim = members[3]
+        (world.hung if hangs else world.dead).add(victim.peer)
+        values = [torch.full((world.size,), float(i)) for i in (5, 6, 7)]
+        began = asyncio.get_running_loop().time()
+        works = [
+            m.rounds.run(0, "weights", 0, v, 1.0, m.view, began + world.round_s)
+            for m, v in zip(members, values, strict=False)
+        ]
+        results = await asyncio.gather(*works)
+        took = asyncio.get_running_loop().time() - began
+        assert took < (0.95 if hangs else 0.5) * world.round_s
+        for value, result in zip(values, results, strict=True):
+            assert result.failed_parts == 0 and result.members == 3
+            torch.testing.assert_close(value + result.delta, torch.full((world.size,), 6.0))
+
+    run(main())
+
+
 def test_members_with_different_views_get_smaller_averages_and_never_wait_beyond_the_deadline() -> None:
     async def main() -> None:
         world = World(SIZE)

@@ -16,6 +16,7 @@ from agora.averaging.owner import Owner
 from agora.averaging.rounds import Rounds
 from agora.averaging.slices import parts
 from agora.averaging.terms import AveragingTerms, Part
+from agora.net.errors import ConnectionBroken, DeadlinePassed
 from agora.observe.events import Event
 
 RUN = RunId("ab" * 32)
@@ -88,10 +89,10 @@ class Member:
         world = self.world
         await asyncio.sleep(0.01)
         if {peer, self.peer} & world.dead:
-            raise PeerFailed("the stream broke")
+            raise ConnectionBroken("the stream broke")
         if peer in world.hung:
             await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
-            raise PeerFailed("no answer before its deadline")
+            raise DeadlinePassed("no answer before its deadline")
         other = world.members[peer].owner
         try:
             async with asyncio.timeout_at(deadline):
@@ -104,10 +105,10 @@ class Member:
             world.strikes.append((self.peer, error))
             raise
         except TimeoutError:
-            raise PeerFailed("no answer before its deadline") from None
+            raise DeadlinePassed("no answer before its deadline") from None
         await asyncio.sleep(0.01)
         if {peer, self.peer} & world.dead:
-            raise PeerFailed("the stream broke")
+            raise ConnectionBroken("the stream broke")
         return Reply(message, back)
 
 
