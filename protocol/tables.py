@@ -48,6 +48,7 @@ LIMITS: Final = {
     "MAX_KEY_FILE_BYTES": "what is read of an identity file",
     "MAX_STAGES": "stages of a run",
     "MAX_SPAN_STAGES": "stages of one span",
+    "BOUNDARY_BLOCK": "values of a token in a quantised boundary that share one scale",
     "MAX_TALLIES": "replicas in a Tally or Tallied",
     "SLICE_BLOCK": "elements of a stage's weights that fall into one slice together",
     "PART_ELEMENTS": "elements of a slice that one owner averages in one call",

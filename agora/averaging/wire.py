@@ -22,7 +22,7 @@ from agora_protocol.tensors import WireTensor
 from torch import Tensor
 from torch.nn.functional import pad
 
-from agora.codec import all_finite, codec_by_name
+from agora.codec import DenseCodec, all_finite
 
 Name = Literal["int8", "bf16", "float32"]
 LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
@@ -65,7 +65,7 @@ class PartCodec:
         it only after it was sent.
         """
         if self.name != "int8":
-            return [codec_by_name(self.name).encode(values)]
+            return [DenseCodec(self.name).encode(values)]
         rows = _rows(values)
         peaks = rows.abs().amax(dim=1).div_(LEVELS)
         _, exponents = torch.frexp(peaks.clamp_(2.0 ** (LEAST_EXPONENT - 1), 2.0 ** (MOST_EXPONENT - 1)))
@@ -78,7 +78,7 @@ class PartCodec:
     def decode(self, tensors: list[WireTensor], numel: int, dither: Dither | None = None) -> Tensor:
         """float32 [numel], finite, as every receiver has it. Raises ProtocolError ("bad-tensor")."""
         if self.name != "int8":
-            values = codec_by_name(self.name).decode(_only(tensors), shape=(numel,))
+            values = DenseCodec(self.name).decode(_only(tensors), shape=(numel,))
             if not all_finite(values):
                 raise ProtocolError("bad-tensor", "a part holds values that are not finite")
             return values

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from agora_protocol.errors import ManifestError, ProtocolError
+from agora_protocol.errors import ProtocolError
 from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "float32": torch.float32, "int32": torch.int32}
-CODECS = ("bf16", "float32")
 IGNORED = -1
 CPU = torch.device("cpu")
 
@@ -44,13 +43,6 @@ class DenseCodec:
         nothing about the values: see all_finite.
         """
         return _from_wire(wire, self.name, shape).to(device, torch.float32)
-
-
-def codec_by_name(name: str) -> DenseCodec:
-    """The codec of a manifest's boundary.codec. Raises ManifestError for a name that this version does not have."""
-    if name not in CODECS:
-        raise ManifestError(f"boundary.codec {name!r} is unknown; use {' or '.join(map(repr, CODECS))}.")
-    return DenseCodec(name)
 
 
 def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:

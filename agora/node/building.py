@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from agora_protocol.boundary import parse_codec
 from agora_protocol.errors import AgoraError, InputError, LocalError, NotAdmitted
 from agora_protocol.ids import RunId, Span
 from agora_protocol.manifest import Manifest, SignedManifest
@@ -419,6 +420,6 @@ def seats(manifest: Manifest) -> int:
 
 
 def shapes(manifest: Manifest) -> WireShapes:
-    """What the manifest implies for a microbatch's tensors; a dense codec's name is its dtype."""
-    b, s, _ = manifest.boundary_shape()
-    return WireShapes(manifest.boundary.codec, manifest.boundary_shape(), (b, s + 1))
+    """What the manifest implies for a microbatch's tensors."""
+    codec, shape = parse_codec(manifest.boundary.codec), manifest.boundary_shape()
+    return WireShapes(*codec.forward.wire(shape), *codec.backward.wire(shape), (shape[0], shape[1] + 1))

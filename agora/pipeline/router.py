@@ -233,7 +233,7 @@ class Router:
             problem = ProtocolError("bad-message", f"answered process with {type(message).__name__}")
         elif len(tensors) != wanted:
             problem = ProtocolError("bad-message", f"sent {len(tensors)} tensors where {wanted} belong")
-        elif tensors and not self._shapes.fits_boundary(tensors[0]):
+        elif tensors and not self._shapes.fits_gradient(tensors[0]):
             problem = ProtocolError("bad-tensor", f"sent a gradient of {tensors[0].dtype} {tensors[0].shape}")
         elif not math.isfinite(message.loss_sum) or message.tokens > math.prod(self._shapes.tokens_shape):
             problem = ProtocolError("bad-message", f"sent the loss {message.loss_sum} over {message.tokens} tokens")

@@ -165,11 +165,17 @@ class WireShapes:
 
     boundary_dtype: str
     boundary_shape: tuple[int, ...]
+    gradient_dtype: str
+    gradient_shape: tuple[int, ...]
     tokens_shape: tuple[int, ...]
 
     def fits_boundary(self, tensor: WireTensor) -> bool:
-        """Whether `tensor` can be a boundary, or a boundary's gradient, of this run."""
+        """Whether `tensor` can be a boundary of this run."""
         return tensor.dtype == self.boundary_dtype and tensor.shape == self.boundary_shape
+
+    def fits_gradient(self, tensor: WireTensor) -> bool:
+        """Whether `tensor` can be a boundary's gradient of this run."""
+        return tensor.dtype == self.gradient_dtype and tensor.shape == self.gradient_shape
 
     def fits_tokens(self, tensor: WireTensor) -> bool:
         """Whether `tensor` can be the tokens of a microbatch of this run."""

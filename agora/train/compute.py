@@ -13,13 +13,13 @@ from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
-from agora_protocol.errors import DeviceError, MemoryError_, NotMyStage, ProtocolError
+from agora_protocol.errors import DeviceError, LocalError, MemoryError_, NotMyStage, ProtocolError
 from agora_protocol.ids import MicrobatchId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
-from agora.codec import all_finite, codec_by_name, decode_tokens
+from agora.codec import all_finite, codec_by_name, decode_tokens, gradient_key
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Flat, Layout, StageState
 from agora.train.device import DeviceQueue, DeviceStatistics, Priority, choose_device, has_native_bf16
@@ -70,8 +70,8 @@ class Compute:
         self._trainer = trainer
         self._queue = queue
         self._replicas = {n: StageReplica(trainer.stage(n), manifest.optimizer) for n in span.stages}
-        self._codec = codec_by_name(manifest.boundary.codec)
-        self._boundary_shape = tuple(manifest.boundary_shape())
+        self._codec = codec_by_name(manifest.boundary.codec, manifest.seed)
+        self._boundary_shape = manifest.boundary_shape()
         self._tokens_shape = (self._boundary_shape[0], self._boundary_shape[1] + 1)
         self._vocabulary = manifest.model.vocabulary
         self._last_stage = manifest.stage_count - 1
@@ -263,7 +263,7 @@ class Compute:
         with _device_errors():
             entry, ids = self._decode(microbatch, first, boundary, tokens)
             output, held = self._trainer.forward(microbatch, first, entry, ids, train)
-            return self._codec.encode(output), held
+            return self._codec.encode(output, "forward"), held
 
     def _finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
@@ -274,15 +274,18 @@ class Compute:
         with _device_errors():
             entry, ids = self._decode(microbatch, first, boundary, tokens)
             loss_sum, supervised, gradient = self._trainer.finish(microbatch, first, entry, ids, train)
-            encoded = None if gradient is None else self._codec.encode(gradient)
+            encoded = None if gradient is None else self._encode_gradient(microbatch, first, gradient)
         return Finished(loss_sum, supervised, encoded, time.perf_counter() - begun)
 
     def _backward(self, microbatch: MicrobatchId, gradient: WireTensor, first: int | None) -> Backward:
         begun = time.perf_counter()
         with _device_errors():
-            decoded = self._decode_finite(microbatch, self.span.last, gradient, "gradient")
+            key = gradient_key(microbatch, self.span.last + 1)
+            received = self._codec.decode(gradient, self._boundary_shape, "backward", key, self._device)
+            decoded = self._finite(microbatch, self.span.last, received, "gradient")
+            entered = self._trainer.held.entered(microbatch) if first is None else first
             result, forward_s = self._trainer.backward(microbatch, decoded, first)
-            encoded = None if result is None else self._codec.encode(result)
+            encoded = None if result is None else self._encode_gradient(microbatch, entered, result)
         return Backward(encoded, forward_s + time.perf_counter() - begun)
 
     def _decode(
@@ -294,10 +297,16 @@ class Compute:
         ids = decode_tokens(tokens, self._vocabulary, self._device, shape=self._tokens_shape)
         if boundary is None:
             return ids[:, :-1], ids
-        return self._decode_finite(microbatch, first, boundary, "boundary"), ids
+        received = self._codec.decode(boundary, self._boundary_shape, "forward", device=self._device)
+        return self._finite(microbatch, first, received, "boundary"), ids
 
-    def _decode_finite(self, microbatch: MicrobatchId, stage: int, wire: WireTensor, what: str) -> Tensor:
-        tensor = self._codec.decode(wire, self._device, shape=self._boundary_shape)
+    def _encode_gradient(self, microbatch: MicrobatchId, first: int | None, gradient: Tensor) -> WireTensor:
+        """first: the stage whose entry it belongs to; a forward was held for it, so it is known."""
+        if first is None:
+            raise LocalError(f"microbatch {microbatch.hex()} was held from no one stage")
+        return self._codec.encode(gradient, "backward", gradient_key(microbatch, first))
+
+    def _finite(self, microbatch: MicrobatchId, stage: int, tensor: Tensor, what: str) -> Tensor:
         if not all_finite(tensor):
             self._trainer.refuse(stage, microbatch, f"the {what} received is not finite")
             raise ProtocolError("bad-tensor", f"the {what} holds values that are not finite; send it again")

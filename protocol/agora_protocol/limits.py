@@ -46,6 +46,7 @@ MAX_KEY_FILE_BYTES: Final = 4096
 # The pipeline
 MAX_STAGES: Final = 1024
 MAX_SPAN_STAGES: Final = 256
+BOUNDARY_BLOCK: Final = 64  # values of a token in a quantised boundary that share one scale
 
 # Averaging and state
 MAX_TALLIES: Final = 64

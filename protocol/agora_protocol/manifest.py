@@ -14,11 +14,12 @@ from typing import Any, Final, Self, cast
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from agora_protocol import manifest_toml
+from agora_protocol.boundary import parse_codec
 from agora_protocol.errors import ManifestError, ProtocolError
 from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_MANIFEST_BYTES, STATE_CHUNK_BYTES
-from agora_protocol.manifest_rules import CODEC_BYTES, check_rules, explain, suggest
+from agora_protocol.manifest_rules import check_rules, explain, suggest
 from agora_protocol.manifest_sections import (
     MAX_SEED,
     AdmissionSection,
@@ -144,7 +145,9 @@ class Manifest(Section):
         of state.
         """
         b, s, k = self.boundary_shape()
-        return max(STATE_CHUNK_BYTES, b * s * k * CODEC_BYTES[self.boundary.codec] + 4 * b * (s + 1))
+        codec = parse_codec(self.boundary.codec)
+        each = max(codec.forward.bytes_per_token(k), codec.backward.bytes_per_token(k))
+        return max(STATE_CHUNK_BYTES, b * s * each + 4 * b * (s + 1))
 
     def admits(self, peer: PeerId) -> bool:
         """Whether `peer` may take part; the founder always may."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from agora_protocol.boundary import parse_codec
 from agora_protocol.errors import ManifestError
 from agora_protocol.fields import shown
 from agora_protocol.ids import is_peer_id
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
 SIGNING_BYTES: Final = 128  # room for founder, signature and their msgpack
-CODEC_BYTES: Final = {"bf16": 2, "float32": 4}
 
 
 def nearest_multiple(value: int, of: int) -> int:
@@ -104,6 +104,14 @@ def _warmup(it: Manifest) -> str | None:
     return None
 
 
+def _codec(it: Manifest) -> str | None:
+    try:
+        parse_codec(it.boundary.codec)
+    except ManifestError as unknown:
+        return str(unknown)
+    return None
+
+
 def _payload(it: Manifest) -> str | None:
     needed = it.max_payload_bytes
     if needed > MAX_PAYLOAD_BYTES:
@@ -166,6 +174,7 @@ RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
     _stages,
     _step_tokens,
     _warmup,
+    _codec,
     _payload,
     _size,
     _tokenizer,

@@ -64,7 +64,11 @@ class StagesSection(Section):
 class BoundarySection(Section):
     """How activations and their gradients cross between peers."""
 
-    codec: Literal["bf16", "float32"] = Field(default="bf16", description="bf16 halves the bytes; float32 is exact")
+    codec: str = Field(
+        default="bf16",
+        max_length=32,
+        description="float32 is exact, bf16 half of it, int8 to int2 less, int8h to int2h rotated; or FORWARD/BACKWARD",
+    )
 
 
 class OptimizerSection(Section):

@@ -28,7 +28,7 @@ from agora.pipeline.router import Router
 from agora.pipeline.seams import Answer, WireShapes
 from agora.swarm.view import PeerView, View
 
-SHAPES = WireShapes("float32", (1, 2, 4), (1, 3))
+SHAPES = WireShapes("float32", (1, 2, 4), "float32", (1, 2, 4), (1, 3))
 TOKENS = 2
 
 

@@ -1,0 +1,101 @@
+"""A boundary's codec: how activations cross forward and their gradients backward, each by the leg that its name says.
+
+Knows legs, shapes, the run's seed. Must not know models, peers or streams. Activations are rounded to the nearest
+level. A gradient is rounded with a dither that sender and receiver both know, from the seed, the microbatch and the
+stage: small gradients would otherwise vanish in every microbatch alike, and no sum would bring them back.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from agora_protocol.boundary import Direction, Leg, parse_codec
+from agora_protocol.errors import ProtocolError
+from agora_protocol.tensors import WireTensor
+from torch import Tensor
+
+from agora.codec.dense import CPU, DenseCodec
+from agora.codec.quantised import check_scales, dequantise, quantise
+from agora.codec.rotation import rotate
+from agora.codec.words import random_bytes
+
+Shape = tuple[int, int, int]
+
+
+def gradient_key(microbatch: bytes, stage: int) -> str:
+    """What is unique to one gradient of a run: that of the boundary which enters `stage`, of one microbatch."""
+    return f"gradient {stage} {microbatch.hex()}"
+
+
+class BoundaryCodec:
+    """The codec of a manifest's boundary.codec, such as "bf16", "int8" or "int6/int4h". May be used by any thread."""
+
+    def __init__(self, name: str, seed: int = 0) -> None:
+        """seed: the run's. Raises ManifestError for a name that is not known, with those that are."""
+        self.name = name
+        self._codec = parse_codec(name)
+        self._seed = seed
+
+    def bytes_per_token(self, k: int, direction: Direction) -> int:
+        """Bytes on the wire for a token's `k` values."""
+        return self._codec.leg(direction).bytes_per_token(k)
+
+    def encode(self, tensor: Tensor, direction: Direction, key: str | None = None) -> WireTensor:
+        """A boundary [b, s, k], of any float dtype, layout and device, as bytes.
+
+        key: of the dither (see gradient_key), the same when decoded; None rounds to the nearest. float32 and bf16 do
+        not need it, and do not copy a contiguous CPU tensor of theirs: change it only after its bytes are sent.
+        """
+        leg = self._codec.leg(direction)
+        if not leg.bits:
+            return DenseCodec(leg.name).encode(tensor)
+        b, s, k = tensor.shape
+        rows = tensor.detach().to(torch.float32).reshape(b * s, k)
+        if leg.rotated:
+            rows = rotate(rows, self._seed)
+        wire = quantise(rows, leg.bits, self._fractions(b * s, k, key, rows.device)).to(CPU)
+        return WireTensor("uint8", (b, s, wire.shape[1]), wire.view(-1).numpy().data)
+
+    def decode(
+        self,
+        wire: WireTensor,
+        shape: Shape,
+        direction: Direction,
+        key: str | None = None,
+        device: torch.device | str = CPU,
+    ) -> Tensor:
+        """The boundary as float32 [b, s, k] = `shape` on `device`.
+
+        Raises ProtocolError "bad-tensor" when the dtype or shape is not what the leg makes of `shape`, and for scales
+        that are negative, NaN or absurd. Quantised values are finite; of float32 and bf16 see all_finite.
+        """
+        leg = self._codec.leg(direction)
+        if not leg.bits:
+            return DenseCodec(leg.name).decode(wire, device, shape=shape)
+        rows = _checked(leg, wire, shape).to(device)
+        b, s, k = shape
+        values = dequantise(rows, k, leg.bits, self._fractions(b * s, k, key, rows.device))
+        return (rotate(values, self._seed, back=True) if leg.rotated else values).view(shape)
+
+    def _fractions(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
+        if key is None:
+            return None
+        return torch.from_numpy(random_bytes(key, self._seed, rows * k)).view(rows, k).to(device)
+
+
+def codec_by_name(name: str, seed: int = 0) -> BoundaryCodec:
+    """The codec of a manifest's boundary.codec. Raises ManifestError for a name that this version does not have."""
+    return BoundaryCodec(name, seed)
+
+
+def _checked(leg: Leg, wire: WireTensor, shape: Shape) -> Tensor:
+    """The wire's bytes, uint8 [b * s, bytes per token]. Nothing is allocated for a tensor of another dtype or shape."""
+    dtype, expected = leg.wire(shape)
+    if (wire.dtype, wire.shape) != (dtype, expected):
+        raise ProtocolError(
+            "bad-tensor", f"The tensor is {wire.dtype} {wire.shape}; {leg.name} makes {dtype} {expected} of {shape}."
+        )
+    data = np.frombuffer(wire.data, np.uint8)
+    rows = torch.from_numpy(data if data.flags.writeable else data.copy()).view(-1, expected[2])
+    check_scales(rows, shape[2])
+    return rows
