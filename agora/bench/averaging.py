@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agora.bench.averaging_groups import NUMEL, Group, Held, HivemindGroup, OurGroup, Round
+from agora.bench.averaging_groups import NUMEL, Group, Held, HivemindGroup, Incomplete, OurGroup, Round
 from agora.bench.averaging_slowdown import measure_slowdown
-from agora.bench.children import Nursery
+from agora.bench.children import BenchFailed, Nursery
 from agora.bench.machine import describe
 from agora.bench.report import Cell, Ratio, Report, paired_ratio
 from agora.bench.window import tell
 
 CALM_CORES = 0.15
+TRIES = 3
 SIZES = (2, 4, 8)
 COMPARED = 4
 """Members where precisions and bytes are compared, and one is killed."""
@@ -81,10 +82,20 @@ def take_turns(groups: Sequence[Group], turns: int) -> dict[str, list[Round]]:
     found: dict[str, list[Round]] = {group.name: [] for group in groups}
     for turn in range(turns):
         for group in groups if turn % 2 == 0 else reversed(groups):
-            done = group.round()
+            done = _whole_round(group)
             found[group.name].append(done)
             tell(f"turn {turn + 1} of {turns}: {group.name} {done.seconds:.2f} s, {done.megabytes:.1f} MB each")
     return found
+
+
+def _whole_round(group: Group) -> Round:
+    """The next round that leaves everybody with the mean, and how many before it did not."""
+    for incomplete in range(TRIES):
+        try:
+            return replace(group.round(), incomplete=incomplete)
+        except Incomplete as error:
+            tell(str(error))
+    raise BenchFailed(f"{group.name}: {TRIES} rounds in a row were not whole; run again in calm")
 
 
 def kill_members(folder: Path, found: Mapping[str, Sequence[Round]], deaths: int) -> dict[str, list[Held]]:
@@ -118,6 +129,7 @@ def round_row(name: str, rounds: Sequence[Round]) -> dict[str, Cell]:
         "mb_each": statistics.median(done.megabytes for done in rounds),
         "cpu_s": statistics.median(done.cpu_s for done in rounds),
         "error": statistics.median(done.error for done in rounds),
+        "incomplete": sum(done.incomplete for done in rounds),
         "others": round(statistics.mean(done.others for done in rounds), 3),
     }
 
@@ -177,7 +189,7 @@ def notes(effort: Effort) -> list[str]:
         f"All groups of one size take turns, {effort.turns} each, after a round that is not counted. mb_each: bytes on "
         "the loopback interface with all headers, divided by the members. cpu_s: processor time of all members in one "
         "round. error: root mean square distance to the true mean, where members lie 1 apart and values are 4 times "
-        "as large; others: what the rest of the machine used, in cores.",
+        "as large; incomplete: rounds, not counted, after which a member held something else; others: what the rest of the machine used, in cores.",
         f"`one killed`: a member of {COMPARED} gets SIGKILL when half of a round's bytes have passed ({effort.deaths} "
         "fresh groups). The true mean is 1.00, with and without it; survivors began at 0, 1 and 2. averaged: share of "
         "elements that hold the mean; means: what each survivor holds; stuck: rounds that had not ended after 30 s.",

@@ -53,6 +53,8 @@ class Round:
     cpu_s: float
     others: float
     held: list[Held]
+    incomplete: int = 0
+    """Rounds before it after which not everybody held the mean."""
 
     @property
     def error(self) -> float:
@@ -66,6 +68,10 @@ def offsets(size: int) -> list[float]:
     """
     others = [float(index) for index in range(size - 1)]
     return [*others, statistics.fmean(others) if size > 2 else 1.0]
+
+
+class Incomplete(BenchFailed):
+    """A round ended, and somebody does not hold the mean."""
 
 
 class Group(ABC):
@@ -91,14 +97,14 @@ class Group(ABC):
         """Starts all members, makes them acquainted, and runs one round that nobody counts."""
 
     def round(self) -> Round:
-        """One round of all. Raises BenchFailed when a member had no part in it, or no answer after ROUND_S."""
+        """One round of all. Raises Incomplete when a member does not hold the mean, BenchFailed after ROUND_S."""
         begun, watch = loopback_bytes(), Watch(member.pid for member in self._members)
         self._begin_round()
         answers = [member.hear(ROUND_S) for member in self._members]
         sent = loopback_bytes() - begun
         others, cpu_s = watch.elsewhere(), watch.ours()
         if any(not answer["returned"] or answer["averaged"] < WHOLE for answer in answers):
-            raise BenchFailed(f"{self.name}: a member does not hold the mean after a round; run again in calm")
+            raise Incomplete(f"{self.name}: a member does not hold the mean after a round; run again in calm")
         return Round(_seconds(answers), sent / 1e6 / self.size, cpu_s, others, [_held(answer) for answer in answers])
 
     def round_with_a_death(self, megabytes: float) -> list[Held]:
