@@ -189,7 +189,8 @@ def notes(effort: Effort) -> list[str]:
         f"All groups of one size take turns, {effort.turns} each, after a round that is not counted. mb_each: bytes on "
         "the loopback interface with all headers, divided by the members. cpu_s: processor time of all members in one "
         "round. error: root mean square distance to the true mean, where members lie 1 apart and values are 4 times "
-        "as large; incomplete: rounds, not counted, after which a member held something else; others: what the rest of the machine used, in cores.",
+        "as large; incomplete: rounds, not counted, after which a member held something else; others: what the rest of "
+        "the machine used, in cores.",
         f"`one killed`: a member of {COMPARED} gets SIGKILL when half of a round's bytes have passed ({effort.deaths} "
         "fresh groups). The true mean is 1.00, with and without it; survivors began at 0, 1 and 2. averaged: share of "
         "elements that hold the mean; means: what each survivor holds; stuck: rounds that had not ended after 30 s.",
