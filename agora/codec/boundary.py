@@ -36,7 +36,7 @@ class BoundaryCodec:
         self._codec = parse_codec(name)
         self._seed = seed
 
-    def bytes_per_token(self, k: int, direction: Direction) -> int:
+    def bytes_per_token(self, k: int, direction: Direction) -> float:
         """Bytes on the wire for a token's `k` values."""
         return self._codec.leg(direction).bytes_per_token(k)
 
@@ -50,11 +50,11 @@ class BoundaryCodec:
         if not leg.bits:
             return DenseCodec(leg.name).encode(tensor)
         b, s, k = tensor.shape
-        rows = tensor.detach().to(torch.float32).reshape(b * s, k)
+        rows = tensor.detach().to(torch.float32).reshape(b * s, k).contiguous()
         if leg.rotated:
             rows = rotate(rows, self._seed)
         wire = quantise(rows, leg.bits, self._fractions(b * s, k, key, rows.device)).to(CPU)
-        return WireTensor("uint8", (b, s, wire.shape[1]), wire.view(-1).numpy().data)
+        return WireTensor("uint8", tuple(wire.shape), wire.numpy().data)
 
     def decode(
         self,
@@ -72,9 +72,9 @@ class BoundaryCodec:
         leg = self._codec.leg(direction)
         if not leg.bits:
             return DenseCodec(leg.name).decode(wire, device, shape=shape)
-        rows = _checked(leg, wire, shape).to(device)
         b, s, k = shape
-        values = dequantise(rows, k, leg.bits, self._fractions(b * s, k, key, rows.device))
+        data = _checked(leg, wire, shape).to(device)
+        values = dequantise(data, b * s, k, leg.bits, self._fractions(b * s, k, key, data.device))
         return (rotate(values, self._seed, back=True) if leg.rotated else values).view(shape)
 
     def _fractions(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
@@ -89,13 +89,13 @@ def codec_by_name(name: str, seed: int = 0) -> BoundaryCodec:
 
 
 def _checked(leg: Leg, wire: WireTensor, shape: Shape) -> Tensor:
-    """The wire's bytes, uint8 [b * s, bytes per token]. Nothing is allocated for a tensor of another dtype or shape."""
+    """The wire's bytes. Nothing is allocated for a tensor of another dtype or shape."""
     dtype, expected = leg.wire(shape)
     if (wire.dtype, wire.shape) != (dtype, expected):
         raise ProtocolError(
             "bad-tensor", f"The tensor is {wire.dtype} {wire.shape}; {leg.name} makes {dtype} {expected} of {shape}."
         )
     data = np.frombuffer(wire.data, np.uint8)
-    rows = torch.from_numpy(data if data.flags.writeable else data.copy()).view(-1, expected[2])
-    check_scales(rows, shape[2])
-    return rows
+    checked = torch.from_numpy(data if data.flags.writeable else data.copy())
+    check_scales(checked, shape[0] * shape[1], shape[2])
+    return checked

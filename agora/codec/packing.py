@@ -1,59 +1,48 @@
-"""Levels of 2 to 8 bits <-> the bytes that hold them without gaps, eight levels in one 64-bit word.
+"""Levels of 2 to 8 bits <-> the bytes that hold them without gaps.
 
-Knows bits. Must not know what a level means. Level i of a row has the bits i * bits and up, the lowest first, of the
-row's bytes read as one little-endian integer.
+Knows bits. Must not know what a level means. A level of 6 bits is a part of its lowest 4 and a part of the next 2; the
+parts of one width lie together, as many to a byte as fit. Which levels share a byte is chosen for speed: they are far
+apart, so that whole vectors of bytes are made by few shifts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from agora_protocol.boundary import packed_bytes, part_widths
 from torch import Tensor
-
-WIDER = (torch.int16, torch.int32, torch.int64)
-
-
-def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of a row of `count` levels."""
-    return -(-count * bits // 8)
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
-    """Levels below 2^bits, uint8 [rows, count], as uint8 [rows, packed_bytes]. May change `levels`."""
-    rows, count = levels.shape
+    """Levels below 2^bits, uint8 [n], as uint8 [packed_bytes(n, bits)]."""
     if bits == 8:
         return levels
-    word = _filled(levels, -(-count // 8) * 8)
-    held, span = bits, 8
-    for wider in WIDER:
-        word, mask = word.view(wider), (1 << held) - 1
-        upper = (word >> (span - held)).bitwise_and_(mask << held)
-        word = word.bitwise_and_(mask).bitwise_or_(upper)
-        held, span = 2 * held, 2 * span
-    whole = word.view(torch.uint8).view(rows, -1, 8)[..., :bits].reshape(rows, -1)
-    return whole[:, : packed_bytes(count, bits)]
+    packed = torch.zeros(packed_bytes(len(levels), bits), dtype=torch.uint8, device=levels.device)
+    for low, width, cut in _parts(len(levels), bits):
+        part, made = (levels >> low).bitwise_and_((1 << width) - 1), packed[cut]
+        for index, piece in enumerate(torch.split(part, len(made))):
+            made[: len(piece)].bitwise_or_(piece << width * index)
+    return packed
 
 
-def unpack(data: Tensor, count: int, bits: int) -> Tensor:
-    """What `pack` made, uint8 [rows, packed_bytes], as levels uint8 [rows, count]."""
+def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
+    """What `pack` made of `count` levels, as uint8 [count]."""
     if bits == 8:
-        return data
-    groups = -(-count // 8)
-    spread = torch.zeros(len(data), groups, 8, dtype=torch.uint8, device=data.device)
-    spread[..., :bits] = _filled(data, groups * bits).view(len(data), groups, bits)
-    word = spread.view(len(data), groups * 8).view(torch.int64)
-    held, span = 4 * bits, 32
-    for wide in reversed(WIDER):
-        word, mask = word.view(wide), (1 << held) - 1
-        upper = (word & (mask << held)).bitwise_left_shift_(span - held)
-        word = word.bitwise_and_(mask).bitwise_or_(upper)
-        held, span = held // 2, span // 2
-    return word.view(torch.uint8)[:, :count]
+        return packed
+    levels = torch.zeros(count, dtype=torch.uint8, device=packed.device)
+    for low, width, cut in _parts(count, bits):
+        held = packed[cut]
+        for index, piece in enumerate(torch.split(levels, len(held))):
+            part = (held[: len(piece)] >> width * index).bitwise_and_((1 << width) - 1)
+            piece.bitwise_or_(part.bitwise_left_shift_(low))
+    return levels
 
 
-def _filled(values: Tensor, columns: int) -> Tensor:
-    """uint8 [rows, columns], contiguous, zeros after the given ones."""
-    if values.shape[1] == columns:
-        return values.contiguous()
-    filled = torch.zeros(len(values), columns, dtype=torch.uint8, device=values.device)
-    filled[:, : values.shape[1]] = values
-    return filled
+def _parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
+    """Of each part of a level: its lowest bit, its width, and where its bytes lie."""
+    low, begin = 0, 0
+    for width in part_widths(bits):
+        size = packed_bytes(count, width)
+        yield low, width, slice(begin, begin + size)
+        low, begin = low + width, begin + size

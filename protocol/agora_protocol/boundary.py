@@ -30,17 +30,20 @@ class Leg:
     bits: int
     rotated: bool
 
-    def bytes_per_token(self, k: int) -> int:
-        """Bytes on the wire for the `k` values of a token."""
+    def bytes_of(self, shape: tuple[int, int, int]) -> int:
+        """Bytes on the wire of a boundary [b, s, k]."""
+        b, s, k = shape
         if not self.bits:
-            return k * DENSE_BYTES[self.name]
-        return SCALE_BYTES * blocks(k) + -(-k * self.bits // 8)
+            return b * s * k * DENSE_BYTES[self.name]
+        return SCALE_BYTES * b * s * blocks(k) + packed_bytes(b * s * k, self.bits)
 
-    def wire(self, shape: tuple[int, int, int]) -> tuple[str, tuple[int, int, int]]:
+    def bytes_per_token(self, k: int) -> float:
+        """Bytes on the wire for the `k` values of a token, where a boundary has many tokens."""
+        return self.bytes_of((8, 1, k)) / 8
+
+    def wire(self, shape: tuple[int, int, int]) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the wire tensor of a boundary [b, s, k]."""
-        if not self.bits:
-            return self.name, shape
-        return "uint8", (*shape[:2], self.bytes_per_token(shape[2]))
+        return ("uint8", (self.bytes_of(shape),)) if self.bits else (self.name, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,16 @@ class CodecName:
 def blocks(k: int) -> int:
     """Into how many blocks of at most BOUNDARY_BLOCK values a token's `k` values are cut; each has a scale."""
     return -(-k // BOUNDARY_BLOCK)
+
+
+def part_widths(bits: int) -> list[int]:
+    """Into which parts, from its lowest bit, a level of `bits` is cut: parts of 8, 4, 2 or 1 bits, the widest first."""
+    return [width for width in (8, 4, 2, 1) if bits & width]
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes of `count` packed levels."""
+    return sum(-(-count * width // 8) for width in part_widths(bits))
 
 
 def parse_codec(name: str) -> CodecName:

@@ -144,10 +144,9 @@ class Manifest(Section):
         """The largest payload a frame of this run can have: a boundary and its tokens (int32, b x (s + 1)), or a chunk
         of state.
         """
-        b, s, k = self.boundary_shape()
-        codec = parse_codec(self.boundary.codec)
-        each = max(codec.forward.bytes_per_token(k), codec.backward.bytes_per_token(k))
-        return max(STATE_CHUNK_BYTES, b * s * each + 4 * b * (s + 1))
+        shape, codec = self.boundary_shape(), parse_codec(self.boundary.codec)
+        boundary = max(codec.forward.bytes_of(shape), codec.backward.bytes_of(shape))
+        return max(STATE_CHUNK_BYTES, boundary + 4 * shape[0] * (shape[1] + 1))
 
     def admits(self, peer: PeerId) -> bool:
         """Whether `peer` may take part; the founder always may."""

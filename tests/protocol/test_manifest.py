@@ -120,7 +120,7 @@ def test_admission(alice: Identity, bob: Identity) -> None:
         ("[stages]\nfirst_layers = [0, 0]", "first_layers [0, 0] is no cut of 4 layers"),
         ("[stages]\nfirst_layers = [0, 4]", "first_layers [0, 4] is no cut of 4 layers"),
         ("[stages]\nfirst_layers = [0, '1']", "[stages] first_layers[1] '1' must be a valid integer"),
-        ("[boundary]\ncodec = 'int8/int5hh'", "[boundary] codec 'int8/int5hh' is unknown; did you mean 'int5h'? use one of bf16"),
+        ("[boundary]\ncodec = 'int8/int5hh'", "[boundary] codec 'int8/int5hh' is unknown; did you mean 'int5h'? use one of bf16"),  # noqa: E501
         ("[boundary]\ncodec = 'gzip'", "[boundary] codec 'gzip' is unknown; use one of bf16, float32, int8, int8h, int7"),  # noqa: E501
         ("[optimizer]\ntarget_tokens = 1000", "target_tokens 1000 is not a multiple of the 1024 tokens of a microbatch"),  # noqa: E501
         ("[optimizer]\ntarget_tokens = 3000", "use target_tokens = 3072"),

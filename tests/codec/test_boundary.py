@@ -1,0 +1,226 @@
+"""Quantised boundaries: how far off they may be, that gradients are right in the mean, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from agora_protocol.boundary import LEGS, parse_codec
+from agora_protocol.errors import ManifestError, ProtocolError
+from agora_protocol.manifest import preset
+from agora_protocol.tensors import WireTensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agora.codec import BoundaryCodec, codec_by_name, gradient_key
+from agora.codec.packing import pack, unpack
+from agora.codec.rotation import rotation_matrix
+
+QUANTISED = [leg for leg in LEGS if leg.startswith("int")]
+PLAIN = [leg for leg in QUANTISED if not leg.endswith("h")]
+KEY = gradient_key(b"a microbatch 16b", 3)
+SEED = 11
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 200))
+
+
+def normal(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def there_and_back(codec: BoundaryCodec, tensor: Tensor, key: str | None = None) -> Tensor:
+    wire = codec.encode(tensor, "backward" if key else "forward", key)
+    received = WireTensor(wire.dtype, wire.shape, memoryview(bytes(wire.data)))
+    return codec.decode(received, tuple(tensor.shape), "backward" if key else "forward", key)  # type: ignore[arg-type]
+
+
+def peaks(tensor: Tensor) -> Tensor:
+    """Of each value, the largest magnitude in its block."""
+    return torch.cat([b.abs().amax(-1, keepdim=True).expand_as(b) for b in tensor.split(64, -1)], -1)
+
+
+def relative(found: Tensor, true: Tensor) -> float:
+    return float(torch.linalg.vector_norm((found - true).double()) / torch.linalg.vector_norm(true.double()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(PLAIN), SHAPES, st.booleans(), st.integers(0, 99), st.floats(-20, 20))
+def test_no_value_is_further_off_than_its_level_is_wide(
+    name: str, shape: tuple[int, int, int], dithered: bool, seed: int, size: float
+) -> None:
+    tensor = normal(shape, seed) * 10**size
+    codec = codec_by_name(name, SEED)
+    decoded = there_and_back(codec, tensor, KEY if dithered else None)
+    levels = 2 ** parse_codec(name).forward.bits - dithered
+    allowed = peaks(tensor) * 1.01 / levels
+    assert decoded.shape == tensor.shape and bool(((decoded - tensor).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("k", [1, 7, 32, 63, 64, 65, 96, 128, 130])
+def test_the_wire_has_the_bytes_that_the_name_implies(name: str, k: int) -> None:
+    leg, tensor = parse_codec(name).forward, normal((2, 3, k))
+    wire = codec_by_name(name).encode(tensor, "forward")
+    assert (wire.dtype, wire.shape) == leg.wire((2, 3, k))
+    assert codec_by_name(name).bytes_per_token(k, "forward") == 2 * math.ceil(k / 64) + k * leg.bits / 8
+    assert there_and_back(codec_by_name(name), tensor).shape == tensor.shape
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 1001])
+def test_packing_loses_nothing(bits: int, count: int) -> None:
+    levels = torch.randint(0, 2**bits, (count,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    packed = pack(levels.clone(), bits)
+    assert len(packed) <= math.ceil(count * bits / 8) + 2 and torch.equal(unpack(packed, count, bits), levels)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("int8", 0.0065), ("int6", 0.026), ("int4", 0.105), ("int3", 0.22)])
+@pytest.mark.parametrize("turned", ["", "h"])
+def test_the_error_of_normal_values_is_what_so_many_bits_give(name: str, turned: str, bound: float) -> None:
+    tensor = normal((4, 64, 128))
+    codec = codec_by_name(name + turned, SEED)
+    assert relative(there_and_back(codec, tensor), tensor) < bound
+    assert relative(there_and_back(codec, tensor, KEY), tensor) < 1.15 * bound
+
+
+def test_a_rotation_takes_the_harm_from_outliers() -> None:
+    tensor = normal((4, 64, 128))
+    tensor[..., 5] *= 50
+    plain, turned = (
+        relative(there_and_back(codec_by_name(n, SEED), tensor)[..., :5], tensor[..., :5]) for n in ("int4", "int4h")
+    )
+    assert turned < 0.5 * plain
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 20, 64])
+def test_the_rotation_is_orthogonal_and_the_runs_own(size: int) -> None:
+    matrix = rotation_matrix(size, SEED)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-5)
+    assert size < 20 or not torch.equal(matrix, rotation_matrix(size, SEED + 1))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4h", "int3", "int2"])
+def test_gradients_are_right_in_the_mean(name: str) -> None:
+    tensor, codec = normal((2, 8, 96)), codec_by_name(name, SEED)
+    draws = 400
+    total = torch.zeros_like(tensor)
+    for number in range(draws):
+        total += there_and_back(codec, tensor, gradient_key(number.to_bytes(16, "big"), 1))
+    error = there_and_back(codec, tensor, KEY) - tensor
+    noise = float(error.square().mean().sqrt())
+    remaining = total / draws - tensor
+    assert float(remaining.square().mean().sqrt()) < 1.15 * noise / draws**0.5, "the error of a mean of so many draws"
+    assert abs(float((remaining * tensor).mean())) < 4 * noise / (draws * tensor.numel()) ** 0.5
+
+
+def test_a_gradient_is_reproducible_and_its_dither_its_own() -> None:
+    tensor, codec = normal((2, 4, 64)), codec_by_name("bf16/int4", SEED)
+    once, again = (bytes(codec.encode(tensor, "backward", KEY).data) for _ in range(2))
+    assert once == again
+    for key in (gradient_key(b"a microbatch 16b", 4), gradient_key(b"b microbatch 16b", 3)):
+        assert bytes(codec.encode(tensor, "backward", key).data) != once
+    assert bytes(codec_by_name("int4", SEED + 1).encode(tensor, "backward", KEY).data) != once
+
+
+def test_each_direction_has_its_own_leg() -> None:
+    codec, tensor = codec_by_name("int6/int8", SEED), normal((2, 4, 64))
+    assert (codec.bytes_per_token(64, "forward"), codec.bytes_per_token(64, "backward")) == (50, 66)
+    assert codec.encode(tensor, "forward").nbytes == 8 * 50 and codec.encode(tensor, "backward", KEY).nbytes == 8 * 66
+    mixed = codec_by_name("float32/bf16")
+    assert torch.equal(there_and_back(mixed, tensor), tensor)
+    assert torch.equal(there_and_back(mixed, tensor, KEY), tensor.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("fill", [0.0, 1e-45, 1e-38, -1e-25, 1e30, 3e37, -3e37])
+def test_extreme_values_stay_finite_and_zeros_stay_zeros(name: str, key: str | None, fill: float) -> None:
+    for tensor in (torch.full((1, 3, 70), fill), normal((1, 3, 70)).clamp(-1, 1) * fill):
+        decoded = there_and_back(codec_by_name(name, SEED), tensor, key)
+        assert bool(decoded.isfinite().all())
+        if abs(fill) < 1e-37:
+            assert not decoded.any()
+        elif abs(fill) < 1e31:
+            assert relative(decoded, tensor) < 0.75
+
+
+def test_a_tiny_block_beside_a_large_one_keeps_its_values() -> None:
+    tensor = normal((1, 2, 128))
+    tensor[..., 64:] *= 1e-12
+    decoded = there_and_back(codec_by_name("int8"), tensor)
+    assert relative(decoded[..., 64:], tensor[..., 64:]) < 0.01
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_what_is_not_finite_is_refused_by_the_receiver(name: str, bad: float) -> None:
+    tensor = normal((1, 2, 70))
+    tensor[0, 1, 3] = bad
+    with pytest.raises(ProtocolError, match="scale") as refusal:
+        there_and_back(codec_by_name(name), tensor)
+    assert refusal.value.code == "bad-tensor"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(QUANTISED), SHAPES, st.data(), st.booleans())
+def test_mutated_bytes_give_finite_values_or_the_protocols_word(
+    name: str, shape: tuple[int, int, int], data: st.DataObject, dithered: bool
+) -> None:
+    codec, key = codec_by_name(name, SEED), KEY if dithered else None
+    wire = codec.encode(normal(shape), "forward", key)
+    mutated = bytearray(wire.data)
+    for _ in range(data.draw(st.integers(1, 4))):
+        mutated[data.draw(st.integers(0, len(mutated) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decoded = codec.decode(WireTensor(wire.dtype, wire.shape, memoryview(mutated)), shape, "forward", key)
+    except ProtocolError as refusal:
+        assert refusal.code == "bad-tensor"
+    else:
+        assert decoded.shape == shape and bool(decoded.isfinite().all())
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -1.0, 2.0**101])
+def test_absurd_scales_are_refused(scale: float) -> None:
+    codec = codec_by_name("int4")
+    wire = codec.encode(normal((1, 2, 64)), "forward")
+    data = bytearray(wire.data)
+    data[:2] = torch.tensor([scale]).bfloat16().view(torch.uint8).numpy().tobytes()
+    with pytest.raises(ProtocolError, match="from 0 to 2\\^100") as refusal:
+        codec.decode(WireTensor(wire.dtype, wire.shape, memoryview(data)), (1, 2, 64), "forward")
+    assert refusal.value.code == "bad-tensor"
+
+
+def test_another_dtype_shape_or_leg_is_refused_before_it_is_decoded() -> None:
+    codec, shape = codec_by_name("int6/int8"), (2, 3, 64)
+    good = codec.encode(normal(shape), "forward")
+    for wire in (
+        codec.encode(normal(shape), "backward", KEY),
+        codec.encode(normal((2, 4, 64)), "forward"),
+        WireTensor("uint8", (1, len(good.data)), good.data),
+        WireTensor("int8", good.shape, good.data),
+        codec_by_name("float32").encode(normal(shape), "forward"),
+    ):
+        with pytest.raises(ProtocolError, match=r"int6 makes uint8 \(300,\) of \(2, 3, 64\)") as refusal:
+            codec.decode(wire, shape, "forward")
+        assert refusal.value.code == "bad-tensor"
+
+
+@pytest.mark.parametrize("name", ["int9", "int1", "int8/", "/int8", "int8/int8/int8", "top25%", "INT8", "", "int8hh"])
+def test_unknown_names_are_refused_alike_by_codec_and_manifest(name: str) -> None:
+    for attempt in (lambda: codec_by_name(name), lambda: preset("tiny", boundary={"codec": name})):
+        with pytest.raises(ManifestError, match="is unknown; .*use one of bf16, float32, int8"):
+            attempt()
+
+
+@pytest.mark.parametrize("name", [*LEGS, "int6/int8", "bf16/int4h"])
+def test_known_names_are_known_to_both(name: str) -> None:
+    assert preset("tiny", boundary={"codec": name}).boundary.codec == codec_by_name(name).name == name
+
+
+def test_any_layout_and_dtype_can_be_encoded() -> None:
+    codec, tensor = codec_by_name("int8"), normal((64, 3, 2)).requires_grad_()
+    strided = tensor.permute(2, 1, 0)
+    assert bytes(codec.encode(strided, "forward").data) == bytes(codec.encode(strided.contiguous(), "forward").data)
+    assert codec.encode(tensor.bfloat16(), "forward").dtype == "uint8"

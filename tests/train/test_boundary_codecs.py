@@ -1,0 +1,72 @@
+"""Two and three stages with quantised boundaries between them: they learn as with exact ones, each time alike."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from agora_protocol.errors import ProtocolError
+from agora_protocol.tensors import WireTensor
+
+from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
+
+STEPS = 40
+
+
+def losses(codec: str, spans: tuple[str, ...] = ("0-0", "1-1"), steps: int = STEPS) -> list[float]:
+    manifest = small_manifest(
+        boundary={"codec": codec},
+        stages={"count": len(spans)},
+        optimizer={"total_steps": steps, "learning_rate": 1e-2},
+    )
+
+    async def whole() -> list[float]:
+        async with pipeline_of(manifest, spans) as pipeline:
+            batches = batches_for(manifest, steps)
+            return [await train_step(pipeline, batch, number) for number, batch in enumerate(batches)]
+
+    return asyncio.run(whole())
+
+
+@pytest.fixture(scope="module")
+def exact() -> list[float]:
+    found = losses("float32")
+    assert found[-1] < 0.6 * found[0], "there is something to learn"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("codec", "near"), [("int8", 0.01), ("int6/int8h", 0.03), ("int8/int4", 0.06), ("int4h", 0.15)]
+)
+def test_quantised_boundaries_train_nearly_as_exact_ones(exact: list[float], codec: str, near: float) -> None:
+    found = losses(codec)
+    ours, theirs = np.mean(found[-5:]), np.mean(exact[-5:])
+    assert abs(ours - theirs) < near * theirs
+
+
+def test_a_run_with_dithered_gradients_can_be_repeated() -> None:
+    spans = ("0-0", "1-1", "2-2")
+    assert losses("int6/int4", spans, steps=3) == losses("int6/int4", spans, steps=3)
+
+
+def test_what_crosses_has_the_legs_own_size_and_another_is_refused() -> None:
+    manifest = small_manifest(boundary={"codec": "int6/int8"})
+    tokens = tokens_of(batches_for(manifest, 1)[0][0])
+
+    async def whole() -> None:
+        async with pipeline_of(manifest, ("0-0", "1-1")) as (first, last):
+            name = microbatch_id(1)
+            boundary = await first.forward(name, 0, None, tokens, True)
+            assert (boundary.dtype, boundary.shape) == ("uint8", (2 * 16 * (2 + 32 * 6 // 8),))
+            done = await last.finish(name, 1, boundary, tokens, True)
+            assert done.gradient is not None and done.gradient.shape == (2 * 16 * (2 + 32),)
+            for wrong in (boundary, WireTensor("uint8", (4,), memoryview(b"1234"))):
+                with pytest.raises(ProtocolError, match="int8 makes uint8") as refusal:
+                    await first.backward(name, wrong)
+                assert refusal.value.code == "bad-tensor"
+            await first.backward(name, done.gradient)
+            with pytest.raises(ProtocolError, match="int6 makes uint8"):
+                await last.finish(microbatch_id(2), 1, done.gradient, tokens, True)
+
+    asyncio.run(whole())
