@@ -25,7 +25,6 @@ SIZES = (2, 4, 8)
 COMPARED = 4
 """Members where precisions and bytes are compared, and one is killed."""
 SAME_PRECISION = "float32"
-HALF_PRECISION = "Float16Compression"
 
 TIMES: Mapping[str, tuple[str, str, str, str]] = {
     "time_vs_hivemind_2": ("agora 2", "hivemind 2", "<= 0.5", "seconds of a round of 2, each side's defaults"),
@@ -67,10 +66,10 @@ def run(quick: bool, folder: Path) -> Report:
 
 
 def groups_of(size: int, nursery: Nursery) -> list[Group]:
-    """The groups that take turns; at COMPARED members also other precisions than the defaults."""
+    """The groups that take turns; at COMPARED members also ours in hivemind's precision."""
     groups: list[Group] = [OurGroup(size, nursery), HivemindGroup(size, nursery)]
     if size == COMPARED:
-        groups += [OurGroup(size, nursery, SAME_PRECISION), HivemindGroup(size, nursery, HALF_PRECISION)]
+        groups.append(OurGroup(size, nursery, SAME_PRECISION))
     return groups
 
 
@@ -184,8 +183,8 @@ def notes(effort: Effort) -> list[str]:
         "`agora N`: agora.averaging over agora.net with a manifest's defaults, the slice being the whole vector: int8 "
         "on the wire, owners by rendezvous, members known beforehand, as replicas are.",
         "`hivemind N`: DecentralizedAverager with its defaults, float32 on the wire, matchmaking in every round as it "
-        f"has no other way; only the group's size is told. `{HALF_PRECISION}` halves its bytes; its 8-bit compressions "
-        "leave values unaveraged with this torch, so they cannot be compared.",
+        "has no other way; only the group's size is told. Its 16-bit and 8-bit compressions leave values unaveraged with "
+        "this torch, so they cannot be compared.",
         f"All groups of one size take turns, {effort.turns} each, after a round that is not counted. mb_each: bytes on "
         "the loopback interface with all headers, divided by the members. cpu_s: processor time of all members in one "
         "round. error: root mean square distance to the true mean, where members lie 1 apart and values are 4 times "
