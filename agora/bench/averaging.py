@@ -183,8 +183,8 @@ def notes(effort: Effort) -> list[str]:
         "`agora N`: agora.averaging over agora.net with a manifest's defaults, the slice being the whole vector: int8 "
         "on the wire, owners by rendezvous, members known beforehand, as replicas are.",
         "`hivemind N`: DecentralizedAverager with its defaults, float32 on the wire, matchmaking in every round as it "
-        "has no other way; only the group's size is told. Its 16-bit and 8-bit compressions leave values unaveraged with "
-        "this torch, so they cannot be compared.",
+        "has no other way; only the group's size is told. Its 16-bit and 8-bit compressions leave values unaveraged "
+        "with this torch, so they cannot be compared.",
         f"All groups of one size take turns, {effort.turns} each, after a round that is not counted. mb_each: bytes on "
         "the loopback interface with all headers, divided by the members. cpu_s: processor time of all members in one "
         "round. error: root mean square distance to the true mean, where members lie 1 apart and values are 4 times "
