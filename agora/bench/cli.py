@@ -26,6 +26,7 @@ BENCHES: Mapping[str, str] = {
     "averaging": "agora.bench.averaging:run",
     "join": "agora.bench.join:run",
     "agreement": "agora.bench.agreement:run",
+    "codecs": "agora.bench.codecs:run",
 }
 """Name to `module:function`; the function takes (quick, folder) and returns a Report."""
 

@@ -1,14 +1,17 @@
-"""What really crosses a boundary: a small model trained for a while in two stages, in one process.
+"""What really crosses boundaries, and what it costs to change it: a small model trained in stages, in one process.
 
-Knows: the trainer and the corpus. Must not know: codecs, networks, clocks.
+Knows: the trainer and the corpus. Must not know: how codecs work (a crossing is a function), networks, clocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
+from agora_protocol.boundary import Direction
 from agora_protocol.ids import MicrobatchId, PeerId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
@@ -18,48 +21,81 @@ from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
 from agora.train.span import SpanTrainer
 
-ORIGIN = PeerId("samples")
+ORIGIN: Final = PeerId("samples")
+HELD_OUT: Final = 8
+
+Crossing = Callable[[Tensor, Direction, MicrobatchId, int], Tensor]
+"""What arrives of a boundary [b, s, k], or of its gradient: of which microbatch, and of the entry of which stage."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Samples:
     """Of the last microbatches, each float32 [b, s, k]: what went forward, and the gradients that came back."""
 
-    forward: list[Tensor]
-    backward: list[Tensor]
+    forward: list[Tensor] = field(default_factory=list)
+    backward: list[Tensor] = field(default_factory=list)
+
+
+def unchanged(tensor: Tensor, direction: Direction, microbatch: MicrobatchId, stage: int) -> Tensor:
+    """A crossing that changes nothing."""
+    return tensor
+
+
+class Stages:
+    """All stages of a model, one after the other; every step is one microbatch."""
+
+    def __init__(self, manifest: Manifest, folder: Path, crossing: Crossing = unchanged) -> None:
+        corpus = open_corpus(manifest.data.corpus, ByteTokenizer(), cache_dir=folder)
+        self._sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
+        self._manifest, self._crossing = manifest, crossing
+        self._stages = [_trainer(manifest, number) for number in range(manifest.stage_count)]
+
+    def learn(self, step: int, into: Samples | None = None) -> None:
+        """One step; `into` keeps what crossed, before it was changed."""
+        size = self._manifest.schedule.microbatch
+        ids = [sample_id(ORIGIN, counter) for counter in range(step * size, (step + 1) * size)]
+        tokens = torch.from_numpy(self._sampler.batch(ids)).long()
+        name, into = MicrobatchId(step.to_bytes(16, "big")), into or Samples()
+        entry, *inner = tokens[:, :-1], *self._stages[:-1]
+        for number, stage in enumerate(inner):
+            boundary, _ = stage.forward(name, number, entry, tokens, train=True)
+            into.forward.append(boundary)
+            entry = self._crossing(boundary, "forward", name, number + 1).clone()
+        _, _, gradient = self._stages[-1].finish(name, len(inner), entry, tokens, train=True)
+        for number, stage in reversed(list(enumerate(inner))):
+            if gradient is None:
+                raise ValueError("a stage that a boundary enters has its gradient")
+            into.backward.append(gradient)
+            gradient, _ = stage.backward(name, self._crossing(gradient, "backward", name, number + 1))
+        for stage in self._stages:
+            stage.take_due_steps()
+
+    def loss(self) -> float:
+        """Mean loss per held-out token in nats, boundaries crossing as in training."""
+        loss_sum, tokens = 0.0, 0
+        name = MicrobatchId(bytes(16))
+        for batch in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=HELD_OUT):
+            ids = torch.from_numpy(batch).long()
+            entry = ids[:, :-1]
+            for number, stage in enumerate(self._stages[:-1]):
+                boundary, _ = stage.forward(name, number, entry, ids, train=False)
+                entry = self._crossing(boundary, "forward", name, number + 1)
+            found, count, _ = self._stages[-1].finish(name, len(self._stages) - 1, entry, ids, train=False)
+            loss_sum, tokens = loss_sum + found, tokens + count
+        return loss_sum / tokens
 
 
 def boundary_samples(manifest: Manifest, steps: int, keep: int, folder: Path) -> Samples:
-    """Trains the two stages of `manifest` for `steps` steps of one microbatch; the last `keep` boundaries."""
-    corpus = open_corpus(manifest.data.corpus, ByteTokenizer(), cache_dir=folder)
-    sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
-    first, last = (_stage(manifest, number) for number in range(2))
-    found = Samples([], [])
+    """What crosses in the last `keep` of `steps` steps of a run with exact boundaries."""
+    stages, found = Stages(manifest, folder), Samples()
     for step in range(steps):
-        begin = step * manifest.schedule.microbatch
-        ids = [sample_id(ORIGIN, counter) for counter in range(begin, begin + manifest.schedule.microbatch)]
-        tokens = torch.from_numpy(sampler.batch(ids)).long()
-        boundary, gradient = _microbatch(first, last, MicrobatchId(step.to_bytes(16, "big")), tokens)
-        if step >= steps - keep:
-            found.forward.append(boundary)
-            found.backward.append(gradient)
+        stages.learn(step, found if step >= steps - keep else None)
     return found
 
 
-def _stage(manifest: Manifest, number: int) -> SpanTrainer:
+def _trainer(manifest: Manifest, number: int) -> SpanTrainer:
     trainer = SpanTrainer(
         manifest, Span(number, number), torch.device("cpu"), report=lambda event: None, bf16=False, in_flight=1
     )
     trainer.step_tokens = lambda stage: manifest.tokens_per_microbatch
     return trainer
-
-
-def _microbatch(first: SpanTrainer, last: SpanTrainer, name: MicrobatchId, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    boundary, _ = first.forward(name, 0, tokens[:, :-1], tokens, train=True)
-    _, _, gradient = last.finish(name, 1, boundary.clone(), tokens, train=True)
-    if gradient is None:
-        raise ValueError("stage 1 is entered by a boundary, and has its gradient")
-    first.backward(name, gradient)
-    for trainer in (first, last):
-        trainer.take_due_steps()
-    return boundary, gradient

@@ -1,0 +1,61 @@
+"""The codec benchmark's parts: what crosses is kept, a crossing is obeyed, errors are what they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from agora_protocol.manifest import Manifest, preset
+from torch import Tensor
+
+from agora.bench.codec_samples import Stages, boundary_samples
+from agora.bench.codecs import _crossing, _error_of_mean, _relative, naive
+from agora.codec import codec_by_name
+
+MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 16, "subspace": 16}
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 400, encoding="ascii")
+    return preset(
+        "tiny",
+        model=MODEL,
+        stages={"count": 3},
+        schedule={"microbatch": 2},
+        optimizer={"target_tokens": 32, "total_steps": 50},
+        data={"corpus": [str(text)], "heldout": 0.1},
+    )
+
+
+def test_the_last_boundaries_and_their_gradients_are_kept(manifest: Manifest, tmp_path: Path) -> None:
+    found = boundary_samples(manifest, 4, 2, tmp_path)
+    for kept in (found.forward, found.backward):
+        assert [tuple(it.shape) for it in kept] == [(2, 16, 16)] * 4, "two steps of two boundaries"
+        assert all(bool(it.isfinite().all()) and bool(it.any()) for it in kept)
+
+
+def test_boundaries_cross_by_the_codec(manifest: Manifest, tmp_path: Path) -> None:
+    losses = {}
+    for name in ("float32", "int8", "int2"):
+        stages = Stages(manifest, tmp_path, _crossing(codec_by_name(name)))
+        for step in range(8):
+            stages.learn(step)
+        losses[name] = stages.loss()
+    assert losses["float32"] != losses["int8"] == pytest.approx(losses["float32"], rel=0.02)
+    assert losses["int2"] != losses["int8"]
+
+
+def test_a_mean_of_draws_forgets_noise_but_no_bias() -> None:
+    tensor, generator = torch.randn(4, 8, 64), torch.Generator().manual_seed(1)
+
+    def noisy(number: int) -> Tensor:
+        return naive(tensor, 4, generator)
+
+    def nearest(number: int) -> Tensor:
+        return naive(tensor, 4, None)
+
+    assert _error_of_mean(noisy, tensor) < 0.2 * _relative(noisy(0), tensor)
+    assert _error_of_mean(nearest, tensor) == pytest.approx(_relative(nearest(0), tensor), rel=1e-3)
