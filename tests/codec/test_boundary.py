@@ -38,7 +38,7 @@ def there_and_back(codec: BoundaryCodec, tensor: Tensor, key: str | None = None)
 
 def peaks(tensor: Tensor) -> Tensor:
     """Of each value, the largest magnitude in its block."""
-    return torch.cat([b.abs().amax(-1, keepdim=True).expand_as(b) for b in tensor.split(64, -1)], -1)
+    return torch.cat([b.abs().amax(-1, keepdim=True).expand_as(b) for b in torch.split(tensor, 64, -1)], -1)
 
 
 def relative(found: Tensor, true: Tensor) -> float:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from agora_protocol.boundary import Direction
 
 from agora.codec import codec_by_name, gradient_key
 
@@ -34,7 +35,8 @@ def values_of(shape: tuple[int, int, int]) -> np.ndarray:
 def vector(leg: str, shape: tuple[int, int, int], backward: bool) -> dict[str, Any]:
     """One boundary, or gradient, and its bytes."""
     codec, values = codec_by_name(leg, SEED), torch.from_numpy(values_of(shape))
-    direction, key = ("backward", gradient_key(MICROBATCH, STAGE)) if backward else ("forward", None)
+    direction: Direction = "backward" if backward else "forward"
+    key = gradient_key(MICROBATCH, STAGE) if backward else None
     wire = codec.encode(values, direction, key)
     decoded = codec.decode(wire, shape, direction, key)
     return {
