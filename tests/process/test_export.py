@@ -74,6 +74,7 @@ def test_a_daemon_exports_the_model_whose_loss_the_swarm_says(tmp_path: Path) ->
         made.stop()
 
 
+@pytest.mark.slow
 def test_training_goes_on_meanwhile_and_a_stage_that_nobody_holds_any_more_is_named(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(2, checkpoint={"every": 1000})) as made:
         first, last = made.start("first", "0"), made.start("last", "1")

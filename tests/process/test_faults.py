@@ -139,7 +139,7 @@ def test_a_random_replica_killed_again_and_again_loses_no_microbatch(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Every ten seconds; a fresh peer takes the killed one's place. `--slow` does it for five minutes."""
-    rng, kills = random.Random(7), 30 if request.config.getoption("--slow") else 3
+    rng, kills = random.Random(7), 30 if request.config.getoption("--slow") else 2
     with swarm(tmp_path, tiny(2)) as made:
         origins = [made.start("origin-0", "0"), made.start("origin-1", "0")]
         replicas = [made.start("replica-0", "1"), made.start("replica-1", "1")]
