@@ -31,7 +31,7 @@ from agora.bench.report import Cell, Ratio, Report, paired_ratio
 from agora.bench.task import prepare_corpus, spec
 from agora.bench.window import tell
 
-PATIENCE_S = 1800.0
+PATIENCE_S = 7200.0
 
 Found = Mapping[str, float]
 """What a child answers, see agreement_replicas.train."""

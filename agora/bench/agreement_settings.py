@@ -111,4 +111,4 @@ class Effort:
 
 
 QUICK: Final = Effort((), (0,), 800, 64, 2, 64, 8, heldout_batches=64)
-FULL: Final = Effort(MORE, (0, 1), 1200, 64, 2, 64, 32, heldout_batches=64)
+FULL: Final = Effort(MORE, (0, 1), 1200, 64, 2, 64, 16, heldout_batches=64)
