@@ -30,14 +30,22 @@ class SwarmContender:
     note = "agora-node daemons, one per stage, over a real DHT and libp2p on loopback, bf16 boundaries, asynchronous"
 
     def __init__(
-        self, manifest: Manifest, nursery: Nursery, folder: Path, name: str | None = None, replicas: int = 1
+        self,
+        manifest: Manifest,
+        nursery: Nursery,
+        folder: Path,
+        name: str | None = None,
+        replicas: int = 1,
+        link: str | None = None,
     ) -> None:
+        """link: RATE,RTT[,JITTER[,LOSS]] that every daemon shall be behind, see docs/links.md."""
         self.name = name or f"swarm{manifest.stage_count}"
         self.processes = replicas * manifest.stage_count
         self.threads = self.processes * stage_threads(self.processes)
         self.rounds: list[dict[str, Any]] = []
         """RoundDone events of the last window, its filling and draining included."""
         self._manifest, self._replicas = manifest, replicas
+        self._flags = ("--link", link) if link else ()
         self._nursery, self._folder = nursery, folder / self.name
         self._daemons: list[Daemon] = []
         self._completed: list[tuple[float, int]] = []  # (unix time, tokens) of every microbatch that came home
@@ -90,6 +98,11 @@ class SwarmContender:
         stages = range(self._manifest.stage_count)
         return len(self._serving) == self.processes and all(held.count(stage) >= self._replicas for stage in stages)
 
+    def stop(self) -> None:
+        """Ends the daemons now."""
+        daemons, self._daemons = self._daemons, []
+        demo_peers.stop(daemons)
+
     def _dismiss(self) -> None:
         for daemon in self._daemons:
             if daemon.alive:
@@ -97,7 +110,7 @@ class SwarmContender:
 
     def _start_one(self, run: str) -> None:
         threads = stage_threads(self.processes)
-        self._daemons.append(demo_peers.start(len(self._daemons), self._folder, run, threads))
+        self._daemons.append(demo_peers.start(len(self._daemons), self._folder, run, threads, self._flags))
 
     def _await_invite(self) -> str:
         found: list[str] = []
