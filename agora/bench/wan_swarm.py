@@ -1,6 +1,7 @@
 """How fast a real swarm trains over links of a given rate and latency, once everything has settled.
 
-Knows: the local swarm of daemons, their reports and journals. Must not know: codecs, losses, what is compared with what.
+Knows: the local swarm of daemons, their reports and journals. Must not know: codecs, losses, what is compared with
+what.
 """
 
 from __future__ import annotations
