@@ -67,6 +67,7 @@ class SwarmContender:
         self._nursery.adopt(self._dismiss, lambda: demo_peers.stop(self._daemons))
         self._start_one(str(file))
         invite = self._await_invite()
+        self._wait_until("choose its stages", lambda: bool(self._spans), START_S)  # before, it answers nobody
         for _ in range(1, self.processes):
             self._start_one(invite)
         self._wait_until("serve all stages", self._complete, START_S)
