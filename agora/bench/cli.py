@@ -27,6 +27,7 @@ BENCHES: Mapping[str, str] = {
     "join": "agora.bench.join:run",
     "agreement": "agora.bench.agreement:run",
     "codecs": "agora.bench.codecs:run",
+    "wan": "agora.bench.wan:run",
 }
 """Name to `module:function`; the function takes (quick, folder) and returns a Report."""
 
@@ -41,16 +42,13 @@ def run(name: str, quick: bool, json: bool, write: bool) -> int:
         page = find_page() if write else None
         with terminable(), tempfile.TemporaryDirectory(prefix="agora-bench-") as folder:
             report = _function(name)(quick, Path(folder))
+        _show(report, json)
         if page is not None:
             write_section(page, report, command_line(name, quick), datetime.date.today().isoformat())
             _say(f"renewed the section {name} of {page}")
     except (BenchFailed, ValueError, OSError) as error:
         _say(f"error: {error}")
         return FAILED
-    if json:
-        print(json_text.dumps(report.to_json(), allow_nan=False), flush=True)
-    else:
-        print_tables(report, sys.stdout)
     return DONE
 
 
@@ -78,6 +76,13 @@ def _function(name: str) -> Callable[[bool, Path], Report]:
     module, _, function = BENCHES[name].partition(":")
     found: Callable[[bool, Path], Report] = getattr(importlib.import_module(module), function)
     return found
+
+
+def _show(report: Report, json: bool) -> None:
+    if json:
+        print(json_text.dumps(report.to_json(), allow_nan=False), flush=True)
+    else:
+        print_tables(report, sys.stdout)
 
 
 def _say(text: str) -> None:

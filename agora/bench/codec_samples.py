@@ -70,11 +70,11 @@ class Stages:
         for stage in self._stages:
             stage.take_due_steps()
 
-    def loss(self) -> float:
-        """Mean loss per held-out token in nats, boundaries crossing as in training."""
+    def loss(self, batches: int = HELD_OUT) -> float:
+        """Mean loss per held-out token in nats over so many microbatches, boundaries crossing as in training."""
         loss_sum, tokens = 0.0, 0
         name = MicrobatchId(bytes(16))
-        for batch in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=HELD_OUT):
+        for batch in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
             ids = torch.from_numpy(batch).long()
             entry = ids[:, :-1]
             for number, stage in enumerate(self._stages[:-1]):

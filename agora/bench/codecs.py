@@ -138,7 +138,7 @@ def naive(tensor: Tensor, bits: int, generator: torch.Generator | None) -> Tenso
 
 def _add_losses(rows: list[dict[str, Cell]], manifest: Manifest, steps: int, folder: Path) -> None:
     """A column for the loss; a codec that has no row gets one."""
-    found: dict[str, Crossing] = {name: _crossing(codec_by_name(name, manifest.seed)) for name in LOSS_CODECS}
+    found: dict[str, Crossing] = {name: crossing(codec_by_name(name, manifest.seed)) for name in LOSS_CODECS}
     found |= {f"naive {name}, nearest": _naive_crossing(name) for name in NAIVE}
     for name, crossing in found.items():
         stages = Stages(manifest, folder, crossing)
@@ -151,7 +151,9 @@ def _add_losses(rows: list[dict[str, Cell]], manifest: Manifest, steps: int, fol
         row["loss"] = round(stages.loss(), 4)
 
 
-def _crossing(codec: BoundaryCodec) -> Crossing:
+def crossing(codec: BoundaryCodec) -> Crossing:
+    """What arrives of what crosses by `codec`, its dither as in a daemon."""
+
     def cross(tensor: Tensor, direction: Direction, microbatch: MicrobatchId, stage: int) -> Tensor:
         return _cross(codec, tensor, direction, gradient_key(microbatch, stage) if direction == "backward" else None)
 

@@ -1,18 +1,21 @@
-"""A benchmark's result and its three faces: JSON, a table on the terminal, a section of docs/benchmarks.md.
+"""A benchmark's result and its three faces: JSON, tables on the terminal, a section of docs/benchmarks.md.
 
-Knows: rows, ratios, targets, markers. Must not know: how anything was measured, clocks (the date is passed in).
+Knows: rows, ratios, targets, markers, where figures lie. Must not know: how a figure is drawn, how anything was
+measured, clocks (the date is passed in).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 Cell = str | int | float | None
+FIGURES: Final = "figures"
+"""The folder beside the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +27,21 @@ class Ratio:
     meaning: str
 
 
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A picture for the page: its file's name, what it shows in a sentence, and what draws it when it is wanted."""
+
+    file: str
+    caption: str
+    draw: Callable[[], bytes]
+
+
 @dataclass(slots=True)
 class Report:
-    """What a benchmark found. `rows` share their keys in their order; `notes` say what makes the comparison fair."""
+    """What a benchmark found. `rows` share their keys in their order; `notes` say what makes the comparison fair.
+
+    `further` are tables with keys of their own, which come after the first; in JSON their rows follow the others.
+    """
 
     bench: str
     title: str
@@ -34,6 +49,13 @@ class Report:
     rows: list[dict[str, Cell]] = field(default_factory=list)
     ratios: dict[str, Ratio] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    further: list[list[dict[str, Cell]]] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+
+    @property
+    def tables(self) -> list[list[dict[str, Cell]]]:
+        """All of them that have rows."""
+        return [table for table in (self.rows, *self.further) if table]
 
     def to_json(self) -> dict[str, Any]:
         """The one JSON object of `--json` (COMMANDS: schema 1); a number that could not be had is null."""
@@ -41,7 +63,7 @@ class Report:
             "schema": 1,
             "bench": self.bench,
             "machine": dict(self.machine),
-            "rows": [{key: _json_cell(value) for key, value in row.items()} for row in self.rows],
+            "rows": [{key: _json_cell(value) for key, value in row.items()} for table in self.tables for row in table],
             "ratios": {name: _json_cell(ratio.value) for name, ratio in self.ratios.items()},
             "notes": list(self.notes),
         }
@@ -77,8 +99,9 @@ def print_tables(report: Report, out: TextIO) -> None:
     from rich.console import Console
 
     console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
-    names = columns(report.rows)
-    console.print(_rich_table(report.title, names, [[show(row.get(n)) for n in names] for row in report.rows]))
+    for number, table in enumerate(report.tables):
+        names = columns(table)
+        console.print(_rich_table("" if number else report.title, names, _lines(table)))
     lines = [[name, show(r.value), r.target, r.meaning] for name, r in report.ratios.items()]
     console.print(_rich_table("ratios", ["ratio", "value", "target", "meaning"], lines))
     for note in report.notes:
@@ -87,13 +110,13 @@ def print_tables(report: Report, out: TextIO) -> None:
 
 def section(report: Report, command: str, date: str) -> str:
     """The benchmark's part of docs/benchmarks.md, without its markers."""
-    names = columns(report.rows)
     ratios = [[f"`{name}`", show(r.value), r.target, r.meaning] for name, r in report.ratios.items()]
     parts = [
         f"## {report.title}",
         f"`{command}`, {date}, on {_machine_sentence(report.machine)}.",
         _markdown_table(["ratio", "value", "target", "meaning"], ratios),
-        _markdown_table(names, [[show(row.get(n)) for n in names] for row in report.rows]),
+        *(_markdown_table(columns(table), _lines(table)) for table in report.tables),
+        *(f"![{figure.caption}]({FIGURES}/{figure.file})\n\n{figure.caption}" for figure in report.figures),
         "\n".join(f"- {note}" for note in report.notes),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -118,11 +141,20 @@ def renew(text: str, bench: str, body: str) -> str:
 
 
 def write_section(path: Path, report: Report, command: str, date: str) -> None:
-    """Renews the report's own section of the file at `path`, atomically."""
+    """Renews the report's own section of the file at `path`, atomically, and its figures beside it."""
+    for figure in report.figures:
+        picture = figure.draw()
+        (path.parent / FIGURES).mkdir(exist_ok=True)
+        (path.parent / FIGURES / figure.file).write_bytes(picture)
     text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(renew(text, report.bench, section(report, command, date)), encoding="utf-8")
     fresh.replace(path)
+
+
+def _lines(table: Sequence[Mapping[str, Cell]]) -> list[list[str]]:
+    names = columns(table)
+    return [[show(row.get(name)) for name in names] for row in table]
 
 
 def _json_cell(value: Cell) -> Cell:

@@ -21,6 +21,7 @@ ROLES: Mapping[str, str] = {
     "stream-caller": "agora.bench.streams:serve_caller",
     "averaging-agora": "agora.bench.averaging_ours:serve",
     "averaging-hivemind": "agora.bench.averaging_hivemind:serve",
+    "wan-loss": "agora.bench.wan_loss:serve",
     "agreement": "agora.bench.agreement_replicas:serve",
 }
 

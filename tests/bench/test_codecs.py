@@ -10,7 +10,7 @@ from agora_protocol.manifest import Manifest, preset
 from torch import Tensor
 
 from agora.bench.codec_samples import Stages, boundary_samples
-from agora.bench.codecs import _crossing, _error_of_mean, _relative, naive
+from agora.bench.codecs import _error_of_mean, _relative, crossing, naive
 from agora.codec import codec_by_name
 
 MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 16, "subspace": 16}
@@ -40,7 +40,7 @@ def test_the_last_boundaries_and_their_gradients_are_kept(manifest: Manifest, tm
 def test_boundaries_cross_by_the_codec(manifest: Manifest, tmp_path: Path) -> None:
     losses = {}
     for name in ("float32", "int8", "int2"):
-        stages = Stages(manifest, tmp_path, _crossing(codec_by_name(name)))
+        stages = Stages(manifest, tmp_path, crossing(codec_by_name(name)))
         for step in range(8):
             stages.learn(step)
         losses[name] = stages.loss()

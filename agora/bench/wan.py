@@ -1,0 +1,143 @@
+"""`swarm bench wan`: the time to a target loss over slow links, of what may cross a boundary.
+
+Knows: the order of things: speeds of real swarms behind shaped links, then loss runs. Must not know: torch (only
+children import it), how a target is chosen, what a swarm is made of.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from agora.bench.children import Child, Nursery
+from agora.bench.machine import describe, usable_cores
+from agora.bench.report import Report
+from agora.bench.task import corpus_cache, prepare_corpus
+from agora.bench.wan_curves import Curve
+from agora.bench.wan_results import (
+    SAME_SPEED,
+    Results,
+    Speeds,
+    figures,
+    notes,
+    ratios,
+    row,
+    utilisation_rows,
+)
+from agora.bench.wan_settings import (
+    CHOSEN,
+    DENSE,
+    DENSE_SHARE,
+    FULL,
+    QUICK,
+    RTT_MS,
+    SWARM_MICROBATCHES,
+    Effort,
+    Job,
+    Setting,
+    share_out,
+)
+from agora.bench.wan_swarm import Steady, measure
+from agora.bench.window import tell
+
+PATIENCE_S = 3600.0
+
+
+def run(quick: bool, folder: Path) -> Report:
+    """The whole comparison. Raises BenchFailed when a part of it cannot be had."""
+    effort = QUICK if quick else FULL
+    report = Report("wan", "Slow links: the time to a target loss", describe())
+    if importlib.util.find_spec("matplotlib") is None:
+        tell("matplotlib is not installed, so --write would have no figures: pip install 'agora-swarm[bench]'")
+    prepare_corpus(folder, effort.manifest(DENSE, effort.widths[0]))
+    swarms = Swarms(effort, folder)
+    speeds = {width: swarms.speeds(width) for width in effort.widths}
+    utilisation = swarms.utilisation(effort.widths[0], speeds[effort.widths[0]])
+    curves = train_all(effort, folder)
+    found = [Results(effort, width, curves[width], speeds[width]) for width in effort.widths]
+    report.rows = [row(results, setting) for results in found for setting in results.curves]
+    report.further = [utilisation_rows(utilisation)]
+    report.ratios, report.notes, report.figures = ratios(found), notes(found), figures(found, utilisation)
+    return report
+
+
+class Swarms:
+    """Speeds of real swarms, one after the other."""
+
+    def __init__(self, effort: Effort, folder: Path) -> None:
+        self._effort, self._folder = effort, folder
+        self._others = 0.0
+
+    def speeds(self, width: int) -> Speeds:
+        """Without a link, then over the link that follows from it; every setting at the first width."""
+        self._others = 0.0
+        first = width == self._effort.widths[0]
+        settings = self._effort.settings if first else self._effort.deciding
+        unshaped = self._rate(DENSE, width, None)
+        link = link_for(width, unshaped)
+        shaped = {setting: self._rate(setting, width, link) for setting in settings if setting not in SAME_SPEED}
+        chosen = self._rate(CHOSEN, width, None)
+        return Speeds(unshaped, link, shaped, chosen, self._others)
+
+    def utilisation(self, width: int, speeds: Speeds) -> dict[tuple[float, int], float]:
+        """By (rate against the link's, ms of a round trip): throughput of the chosen setting against no link."""
+        found = {}
+        for rate in self._effort.rates:
+            for ms in self._effort.latencies_ms:
+                link = link_for(width, speeds.unshaped * rate, ms)
+                known = speeds.of(CHOSEN) if link == speeds.link else None
+                found[rate, ms] = (known or self._rate(CHOSEN, width, link)) / speeds.chosen_unshaped
+        return found
+
+    def _rate(self, setting: Setting, width: int, link: str | None) -> float:
+        manifest = self._effort.manifest(setting, width, microbatches=SWARM_MICROBATCHES)
+        name = f"{setting.name} {width} {link or 'unshaped'}".translate(str.maketrans(" /=,", "____"))
+        with Nursery(self._folder) as nursery:
+            steady: Steady = measure(manifest, link, self._folder, nursery, self._effort.window_s, name)
+        self._others = max(self._others, steady.others_cores)
+        tell(f"{setting.name}, width {width}, {link or 'no link'}: {steady.tokens_per_second:,.0f} tokens/s")
+        return steady.tokens_per_second
+
+
+def link_for(width: int, tokens_per_s: float, rtt_ms: int = RTT_MS) -> str:
+    """The link on which the bytes of dense bf16 take 1 / DENSE_SHARE of a step at this speed."""
+    bits = 8 * DENSE.sent_per_token(width) * tokens_per_s * DENSE_SHARE
+    return f"{bits / 1e6:.4f}Mbit,{rtt_ms}ms"
+
+
+def train_all(effort: Effort, folder: Path) -> dict[int, dict[Setting, list[Curve]]]:
+    """By width and setting, the curves of its seeds in order; the children train side by side, a thread each."""
+    curves: dict[Job, Curve] = {}
+    told = {"cache": str(corpus_cache(folder)), "threads": 1, "every": effort.every, "heldout": effort.heldout_batches}
+    with Nursery(folder) as nursery:
+        shares = share_out(effort.jobs, usable_cores())
+        children = [nursery.start(f"loss-{number}", "wan-loss", told) for number in range(len(shares))]
+        for child, share in zip(children, shares, strict=True):
+            for job in share:
+                child.tell(order(job, effort, folder))
+        for job, curve in answers(children, shares):
+            curves[job] = curve
+            last = f"{curve[-1][1]:.4f} after {curve[-1][0]} steps" if curve else "no finite loss"
+            tell(f"{job.setting.name}, width {job.width}, seed {job.seed}: {last}")
+    found: dict[int, dict[Setting, list[Curve]]] = {}
+    for job in effort.jobs:
+        found.setdefault(job.width, {}).setdefault(job.setting, []).append(curves[job])
+    return found
+
+
+def answers(children: Sequence[Child], shares: Sequence[Sequence[Job]]) -> Iterator[tuple[Job, Curve]]:
+    """What the children answer, a job of each in turn."""
+    for number in range(max(map(len, shares))):
+        for child, share in zip(children, shares, strict=True):
+            if number < len(share):
+                answer = child.hear(PATIENCE_S)
+                yield share[number], [(int(step), float(loss)) for step, loss in answer["curve"]]
+
+
+def order(job: Job, effort: Effort, folder: Path) -> dict[str, object]:
+    """What a child is told; the manifest lies in a file, so that all orders fit into a pipe."""
+    manifest = effort.manifest(job.setting, job.width, job.seed)
+    file = folder / f"loss-{job.width}-{effort.settings.index(job.setting)}-{job.seed}.toml"
+    file.write_text(manifest.to_toml(), encoding="utf-8")
+    return {"manifest": str(file), "steps": job.steps}

@@ -1,0 +1,253 @@
+"""What came of the benchmark of slow links: times to a target loss, rows, ratios, figures.
+
+Knows: curves, speeds, how a target is chosen. Must not know: torch, processes, how anything was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from agora.bench.report import Cell, Figure, Ratio
+from agora.bench.wan_curves import Curve, final, smooth, steps_to, until
+from agora.bench.wan_plots import Axes, Line, draw
+from agora.bench.wan_settings import CHOSEN, DENSE, DENSE_LEARNT, PUBLISHED, RTT_MS, Effort, Setting
+
+SAME_SPEED: Final[Mapping[Setting, Setting]] = {DENSE_LEARNT: DENSE}
+"""Settings that send the same bytes and compute the same: measured once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens per second of a swarm at one width.
+
+    `unshaped`: of dense bf16 without a link. `link`: what was computed from it. `shaped`: over that link, by setting.
+    `chosen_unshaped`: of the chosen setting without a link. `others`: the most cores that the rest of the machine used.
+    """
+
+    unshaped: float
+    link: str
+    shaped: Mapping[Setting, float]
+    chosen_unshaped: float
+    others: float
+
+    def of(self, setting: Setting) -> float | None:
+        """Over the link; None where it was not measured."""
+        return self.shaped.get(SAME_SPEED.get(setting, setting))
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Of one width: held-out losses of each setting's runs, in the order of the seeds, and the speeds."""
+
+    effort: Effort
+    width: int
+    curves: Mapping[Setting, Sequence[Curve]]
+    speeds: Speeds
+
+    def target(self, number: int, early: bool = False) -> float:
+        """What the published recipe has reached with the numbered seed: at its end, or after the others' steps."""
+        curve = self.curves[PUBLISHED][number]
+        return final(until(curve, self.effort.steps) if early else curve)
+
+    def steps(self, setting: Setting, early: bool = False) -> list[float]:
+        """To the target, for each seed; infinite where it was not reached."""
+        found = [steps_to(curve, self.target(number, early)) for number, curve in enumerate(self.curves[setting])]
+        return [math.inf if steps is None else steps for steps in found]
+
+    def step_s(self, setting: Setting) -> float | None:
+        """Seconds of a step over the link."""
+        rate = self.speeds.of(setting)
+        return None if rate is None else self.effort.tokens_per_step / rate
+
+    def times(self, setting: Setting, early: bool = False) -> list[float]:
+        """Seconds to the target, for each seed."""
+        each = self.step_s(setting)
+        return [math.inf if each is None else steps * each for steps in self.steps(setting, early)]
+
+    def equal_loss(self, setting: Setting) -> float:
+        """After the steps that all settings have; the mean over the seeds."""
+        return statistics.fmean(final(until(curve, self.effort.steps)) for curve in self.curves[setting])
+
+    def against(self, reference: Sequence[float], early: bool = False) -> float:
+        """Time to loss of the chosen setting against these times: the median over seeds; NaN where one has none."""
+        pairs = [(ours, theirs) for ours, theirs in zip(self.times(CHOSEN, early), reference, strict=True)]
+        if not all(map(math.isfinite, [value for pair in pairs for value in pair])):
+            return math.nan
+        return statistics.median(ours / theirs for ours, theirs in pairs)
+
+    def dense_times(self, early: bool = False) -> list[float]:
+        """Of dense bf16, with the embedding that is faster at each seed."""
+        both = zip(self.times(DENSE, early), self.times(DENSE_LEARNT, early), strict=True)
+        return [min(pair) for pair in both]
+
+    def kept(self) -> float:
+        """Throughput of the chosen setting over the link, against itself without one."""
+        return (self.speeds.of(CHOSEN) or math.nan) / self.speeds.chosen_unshaped
+
+
+def row(results: Results, setting: Setting) -> dict[str, Cell]:
+    """One line of the table."""
+    steps, times, rate = results.steps(setting), results.times(setting), results.speeds.of(setting)
+    forward, backward = setting.bytes_per_token(results.width)
+    reached = [value for value in steps if math.isfinite(value)]
+    return {
+        "width": results.width,
+        "boundary": setting.name + (" (chosen)" if setting == CHOSEN else ""),
+        "k": setting.subspace(results.width),
+        "bytes_forward": forward,
+        "bytes_backward": backward,
+        "seeds": len(steps),
+        "equal_loss": round(results.equal_loss(setting), 4),
+        "steps": _whole(statistics.median(steps)),
+        "low": _whole(min(steps)),
+        "high": _whole(max(steps)) if len(reached) == len(steps) else None,
+        "tokens_per_s": rate,
+        "step_s": results.step_s(setting),
+        "T_s": _whole(statistics.median(times)),
+    }
+
+
+def ratios(found: Sequence[Results]) -> dict[str, Ratio]:
+    """Those of the contract: the worse of the widths."""
+    subspace = worst([results.against(results.times(PUBLISHED)) for results in found], max)
+    dense = worst([results.against(results.dense_times()) for results in found], max)
+    kept = worst([results.kept() for results in found], min)
+    what = f"time to the target loss, {CHOSEN.name}, against"
+    return {
+        "time_to_loss_vs_subspace_reference": Ratio(subspace, "<= 0.5", f"{what} {PUBLISHED.name}"),
+        "time_to_loss_vs_dense_bf16": Ratio(dense, "<= 0.2", f"{what} dense bf16, the better embedding"),
+        "throughput_kept_50ms": Ratio(kept, ">= 0.95", f"tokens/s of {CHOSEN.name}, over the link against without it"),
+    }
+
+
+def worst(values: Sequence[float], which: Callable[[Sequence[float]], float]) -> float:
+    """NaN if any is, or there is none."""
+    return math.nan if not values or any(map(math.isnan, values)) else which(values)
+
+
+def figures(found: Sequence[Results], utilisation: Mapping[tuple[float, int], float]) -> list[Figure]:
+    """What the page shows, at the largest width where one must be chosen."""
+    largest = found[-1]
+    level = statistics.median(largest.target(number) for number in range(len(largest.curves[PUBLISHED])))
+    where = f"width {largest.width}, {largest.speeds.link}"
+    over_time = Axes(f"seconds over the link ({where})", "held-out loss, nats per token", x_log=True, level=level)
+    frontier = Axes("bytes per token and boundary, both directions", "held-out loss at equal tokens", x_log=True)
+    made = [
+        Figure(
+            "wan-loss.svg",
+            f"Held-out loss over wall-clock time, {where}, the first seed; dotted: the target.",
+            partial(draw, loss_lines(largest), over_time),
+        ),
+        Figure(
+            "wan-frontier.svg",
+            f"Held-out loss after {largest.effort.steps} steps over what a token costs at a boundary.",
+            partial(draw, frontier_points(found), frontier),
+        ),
+    ]
+    if utilisation:
+        kept = Axes("round trip, ms", "tokens/s against no link")
+        caption = f"Throughput of {CHOSEN.name} over latency, width {found[0].width}."
+        made.append(Figure("wan-throughput.svg", caption, partial(draw, throughput_lines(utilisation), kept)))
+    return made
+
+
+def loss_lines(results: Results) -> list[Line]:
+    """Smoothed loss over time of all settings whose speed is known, the first seed."""
+    lines = []
+    for setting, curves in results.curves.items():
+        each = results.step_s(setting)
+        if each is not None:
+            lines.append(Line(setting.name, [(step * each, loss) for step, loss in smooth(curves[0])]))
+    return lines
+
+
+def frontier_points(found: Sequence[Results]) -> list[Line]:
+    """Loss at equal tokens over bytes, a set for each width."""
+    return [
+        Line(
+            f"width {results.width}",
+            [(sum(s.bytes_per_token(results.width)), results.equal_loss(s)) for s in results.curves],
+            marks=True,
+            labels=[setting.name for setting in results.curves],
+        )
+        for results in found
+    ]
+
+
+def throughput_lines(utilisation: Mapping[tuple[float, int], float]) -> list[Line]:
+    """A line over the latencies for each rate."""
+    rates = dict.fromkeys(rate for rate, _ in utilisation)
+    return [
+        Line(rate_name(rate), [(float(ms), kept) for (own, ms), kept in utilisation.items() if own == rate])
+        for rate in rates
+    ]
+
+
+def utilisation_rows(utilisation: Mapping[tuple[float, int], float]) -> list[dict[str, Cell]]:
+    """One line for each rate, one column for each latency."""
+    rows: dict[float, dict[str, Cell]] = {}
+    for (rate, ms), kept in utilisation.items():
+        rows.setdefault(rate, {"rate": rate_name(rate)})[f"{ms} ms"] = round(kept, 3)
+    return list(rows.values())
+
+
+def rate_name(rate: float) -> str:
+    """A multiple of the link's rate."""
+    return "the link's rate" if rate == 1 else f"{rate:g} times"
+
+
+def notes(found: Sequence[Results]) -> list[str]:
+    """What makes the comparison fair, and what came out beside the ratios."""
+    return [*_early(found), *_speeds(found), *_rules(found[0].effort)]
+
+
+def _early(found: Sequence[Results]) -> list[str]:
+    told = [
+        f"width {results.width}: {results.against(results.times(PUBLISHED, True), True):.2f} and "
+        f"{results.against(results.dense_times(True), True):.3f}"
+        for results in found
+    ]
+    steps = found[0].effort.steps
+    return [f"The two ratios of time to an earlier target, the published recipe's loss after {steps} steps: {told}."]
+
+
+def _speeds(found: Sequence[Results]) -> list[str]:
+    return [
+        f"Width {results.width}: {results.speeds.unshaped:,.0f} tokens/s without a link in dense bf16, from which the "
+        f"link is {results.speeds.link}; dense bf16 takes {_slower(results):.2f} times as long over it, the chosen "
+        f"boundary keeps {results.kept():.3f} of its {results.speeds.chosen_unshaped:,.0f} tokens/s. Others used up to "
+        f"{results.speeds.others:.2f} cores."
+        for results in found
+    ]
+
+
+def _slower(results: Results) -> float:
+    return results.speeds.unshaped / (results.speeds.of(DENSE) or math.nan)
+
+
+def _rules(effort: Effort) -> list[str]:
+    return [
+        "T = steps to the target x seconds of a step, as the public record of Protocol NanoGPT defines it. The target, "
+        f"for each seed, is the loss of the published recipe ({PUBLISHED.name}) at its end, with {effort.patience} "
+        "times the steps of all others. Loss is on held-out text, the mean of up to five evaluations in a row; between "
+        "two a straight line. A ratio is the median over seeds of the ratios within a seed, and the worse of the "
+        "widths; steps, low and high are the median, the least and the most of the seeds; - was not reached.",
+        f"Loss runs: {effort.stages} stages of one layer each, boundaries crossing by the daemons' codecs within one "
+        f"process, {effort.tokens_per_step} bytes of the source of Python's standard library in each step, "
+        f"{effort.steps} steps, float32, AdamW. The learning rate is the same for all, and constant after its warm-up: "
+        "so one curve has the steps to every target. The asynchronous pipeline's delay is the same for all rows and "
+        "left out.",
+        f"Speeds: {effort.stages} daemons, one for each stage, each behind a link of its own with a round trip of "
+        f"{RTT_MS} ms. Its rate is such that the bytes of dense bf16 alone take as long as a step that is 85 % the "
+        "wire's: 1 / 0.15 of a step without a link. Forward and backward share a peer's uplink. Dense with a learnt "
+        "embedding sends the same bytes, and is taken to be as fast.",
+    ]
+
+
+def _whole(value: float) -> Cell:
+    return round(value) if math.isfinite(value) else None

@@ -1,0 +1,176 @@
+"""What the benchmark of slow links compares: boundaries, how long each is trained, which links they cross.
+
+Knows: names and numbers, the manifest. Must not know: torch, processes, clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from agora_protocol.boundary import parse_codec
+from agora_protocol.manifest import Manifest, preset
+
+RTT_MS: Final = 50
+DENSE_SHARE: Final = 0.15
+"""Of a step of dense bf16 over the link, what it would take without the link: 85 % of it is the wire's doing."""
+PUBLISHED_PARTS: Final = 6.4
+SWARM_MICROBATCHES: Final = 16
+"""Microbatches of an optimizer step where speed is measured; a loss run steps after each."""
+TOKEN_BYTES: Final = 4
+"""A token's id, which goes forward with its coordinates."""
+WARMUP_STEPS: Final = 50
+LEARNING_RATE: Final = 3e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A boundary of width / `parts` coordinates for each token, crossing by `codec`."""
+
+    parts: float
+    codec: str
+    embedding: Literal["fixed", "learnt"] = "fixed"
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        told = f"k = d{'' if self.parts == 1 else f'/{self.parts:g}'}, {self.codec}"
+        return told if self.embedding == "fixed" else f"{told}, learnt embedding"
+
+    def subspace(self, width: int) -> int:
+        """k at this width."""
+        return max(2, round(width / self.parts))
+
+    def bytes_per_token(self, width: int) -> tuple[float, float]:
+        """Of a boundary: forward and backward, without the token's id."""
+        codec, k = parse_codec(self.codec), self.subspace(width)
+        return codec.forward.bytes_per_token(k), codec.backward.bytes_per_token(k)
+
+    def sent_per_token(self, width: int) -> float:
+        """Bytes that a middle stage sends for each token, in both directions, ids included; it receives as many."""
+        return sum(self.bytes_per_token(width)) + TOKEN_BYTES
+
+
+DENSE: Final = Setting(1, "bf16")
+DENSE_LEARNT: Final = Setting(1, "bf16", "learnt")
+PUBLISHED: Final = Setting(PUBLISHED_PARTS, "bf16")
+CHOSEN: Final = Setting(2, "int4")
+"""What `throughput_kept_50ms` and both times to loss are about."""
+SECOND: Final = Setting(2, "int3/int4")
+NEEDED: Final = (DENSE, DENSE_LEARNT, PUBLISHED, CHOSEN)
+"""What the ratios are made of."""
+MORE: Final = (
+    Setting(1, "int8"),
+    Setting(1, "int4"),
+    Setting(1, "int2"),
+    Setting(2, "int8"),
+    Setting(2, "int3"),
+    Setting(4, "int8"),
+    Setting(4, "int4"),
+    Setting(PUBLISHED_PARTS, "int8"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One loss run."""
+
+    setting: Setting
+    width: int
+    seed: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is trained and measured. The published recipe gets `patience` times the steps of the others.
+
+    `seeds` are for `deciding` settings; the first is for `more`. `rates`, relative to the link's, and `latencies_ms`
+    are the table of utilisation, at the first width.
+    """
+
+    widths: tuple[int, ...]
+    deciding: tuple[Setting, ...]
+    more: tuple[Setting, ...]
+    seeds: tuple[int, ...]
+    stages: int
+    steps: int
+    patience: int
+    every: int
+    heldout_batches: int
+    window_s: float
+    rates: tuple[float, ...]
+    latencies_ms: tuple[int, ...]
+    context: int = 64
+    sequences: int = 8
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """All, in the order of the table."""
+        return self.deciding + self.more
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of a loss run."""
+        return self.context * self.sequences
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Every loss run: of each setting at each width, its seeds in order."""
+        return [
+            Job(setting, width, seed, self.steps * (self.patience if setting == PUBLISHED else 1))
+            for width in self.widths
+            for setting in self.settings
+            for seed in (self.seeds if setting in self.deciding else self.seeds[:1])
+        ]
+
+    def manifest(self, setting: Setting, width: int, seed: int = 0, microbatches: int = 1) -> Manifest:
+        """One layer for each stage; the learning rate is constant after its warm-up."""
+        model = {
+            "width": width,
+            "subspace": setting.subspace(width),
+            "embedding": setting.embedding,
+            "layers": self.stages,
+            "heads": 4,
+            "key_value_heads": 2,
+            "feed_forward": 11 * width // 4,
+            "context": self.context,
+        }
+        optimizer = {
+            "learning_rate": LEARNING_RATE,
+            "warmup_steps": WARMUP_STEPS,
+            "minimum_ratio": 1.0,
+            "target_tokens": self.tokens_per_step * microbatches,
+        }
+        return preset(
+            "tiny",
+            seed=seed,
+            model=model,
+            stages={"count": self.stages},
+            boundary={"codec": setting.codec},
+            schedule={"microbatch": self.sequences},
+            optimizer=optimizer,
+        )
+
+
+def share_out(jobs: Sequence[Job], hands: int) -> list[list[Job]]:
+    """The jobs of each of so many children, such that they end about together: the longest first, to the least busy."""
+    shares: list[list[Job]] = [[] for _ in range(hands)]
+    load = [0.0] * hands
+    for job in sorted(jobs, key=cost, reverse=True):
+        hand = load.index(min(load))
+        shares[hand].append(job)
+        load[hand] += cost(job)
+    return [share for share in shares if share]
+
+
+def cost(job: Job) -> float:
+    """About how long it takes, in no particular unit."""
+    return float(job.steps * job.width)
+
+
+QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 300, 3, 20, 8, 8.0, (), ())
+FULL: Final = Effort(
+    (64, 128), NEEDED, MORE, (0, 1, 2), 8, 600, 3, 25, 16, 20.0, (0.5, 1.0, 2.0), (0, 20, 50, 100, 200)
+)

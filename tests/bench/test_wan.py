@@ -1,0 +1,255 @@
+"""The benchmark of slow links: targets and times from curves, links from speeds, loss runs, figures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agora_protocol.manifest import Manifest
+
+from agora.bench import wan
+from agora.bench.children import BenchFailed
+from agora.bench.report import columns
+from agora.bench.task import prepare_corpus
+from agora.bench.wan_curves import Curve, final, smooth, steps_to, until
+from agora.bench.wan_loss import train
+from agora.bench.wan_plots import Axes, Line, draw
+from agora.bench.wan_results import (
+    Results,
+    Speeds,
+    figures,
+    loss_lines,
+    notes,
+    ratios,
+    row,
+    throughput_lines,
+    utilisation_rows,
+)
+from agora.bench.wan_settings import (
+    CHOSEN,
+    DENSE,
+    DENSE_LEARNT,
+    DENSE_SHARE,
+    FULL,
+    NEEDED,
+    PUBLISHED,
+    QUICK,
+    Effort,
+    Job,
+    Setting,
+    cost,
+    share_out,
+)
+from agora.net.link import LinkSpec
+
+TINY = Effort((16,), NEEDED, (), (0, 1), 2, 4, 2, 2, 1, 1.0, (), (), context=16, sequences=2)
+
+
+def falling(steps: int, slope: float, every: int = 10) -> Curve:
+    return [(step, 3.0 - slope * step) for step in range(every, steps + 1, every)]
+
+
+def results(**speeds: object) -> Results:
+    """Losses fall in straight lines: 1e-3 a step for the published recipe, twice that for dense and the chosen."""
+    effort = replace(TINY, steps=200, patience=3)
+    fast, slow = falling(200, 2e-3), falling(600, 1e-3)
+    curves = {DENSE: [fast, fast], DENSE_LEARNT: [falling(200, 1.5e-3)] * 2, PUBLISHED: [slow, slow]}
+    found = Speeds(1000.0, "1Mbit,50ms", {DENSE: 150.0, PUBLISHED: 800.0, CHOSEN: 960.0}, 1000.0, 0.0)
+    return Results(effort, 64, curves | {CHOSEN: [fast, fast]}, replace(found, **speeds))  # type: ignore[arg-type]
+
+
+# --- curves
+
+
+def test_a_straight_line_stays_what_it_is_when_smoothed_but_its_end() -> None:
+    curve = falling(100, 1e-3)
+    smoothed = smooth(curve)
+    assert [step for step, _ in smoothed] == [step for step, _ in curve[:-2]]
+    assert [loss for _, loss in smoothed] == pytest.approx([loss for _, loss in curve[:-2]])
+
+
+def test_smoothing_spreads_one_outlier_over_five() -> None:
+    curve = [(step, 5.0 if step == 5 else 0.0) for step in range(1, 10)]
+    assert [loss for _, loss in smooth(curve)] == pytest.approx([0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+
+
+def test_steps_to_a_loss_lie_between_two_points_on_a_straight_line() -> None:
+    curve = falling(100, 1e-3)
+    assert steps_to(curve, 2.955) == pytest.approx(45.0)
+    assert steps_to(curve, 2.99) == 10.0 and steps_to(curve, 4.0) == 10.0
+    assert steps_to(curve, 2.9) is None and steps_to([], 2.9) is None
+
+
+def test_the_end_of_a_curve_is_its_last_smoothed_loss() -> None:
+    assert final(falling(100, 1e-3)) == pytest.approx(2.92)
+    assert final(until(falling(100, 1e-3), 60)) == pytest.approx(2.96)
+    assert final([(10, 2.0)]) == 2.0
+    with pytest.raises(ValueError):
+        final([])
+
+
+# --- settings
+
+
+def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> None:
+    for effort in (QUICK, FULL):
+        names = [setting.name for setting in effort.settings]
+        assert len(set(names)) == len(names) and set(NEEDED) <= set(effort.deciding)
+    assert len(FULL.seeds) >= 3 and len(FULL.widths) >= 2
+    assert PUBLISHED.name == "k = d/6.4, bf16" and DENSE_LEARNT.name == "k = d, bf16, learnt embedding"
+
+
+@pytest.mark.parametrize("setting", [*NEEDED, Setting(4, "int6/int8")])
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_manifest_is_what_its_setting_says(setting: Setting, width: int) -> None:
+    manifest = FULL.manifest(setting, width, seed=3, microbatches=16)
+    assert manifest.boundary.codec == setting.codec and manifest.seed == 3
+    assert manifest.model.subspace == round(width / setting.parts)
+    assert manifest.model.embedding_is_fixed == (setting.embedding == "fixed")
+    assert manifest.stage_count == manifest.model.layers == 8
+    assert manifest.optimizer.target_tokens == 16 * FULL.tokens_per_step
+
+
+def test_bytes_are_those_of_the_published_table() -> None:
+    assert DENSE.bytes_per_token(1024) == (2048, 2048)
+    assert PUBLISHED.bytes_per_token(1024) == (320, 320)
+    assert Setting(2, "int4/int8").bytes_per_token(128) == (34, 66)
+
+
+def test_the_published_recipe_alone_gets_more_steps() -> None:
+    assert {job.steps for job in FULL.jobs if job.setting == PUBLISHED} == {FULL.patience * FULL.steps}
+    assert {job.steps for job in FULL.jobs if job.setting != PUBLISHED} == {FULL.steps}
+    deciding = [job for job in FULL.jobs if job.setting == CHOSEN and job.width == FULL.widths[0]]
+    assert [job.seed for job in deciding] == list(FULL.seeds)
+
+
+def test_children_get_about_as_much_each_and_every_job_once() -> None:
+    shares = share_out(FULL.jobs, 2)
+    loads = [sum(cost(job) for job in share) for share in shares]
+    assert sorted(map(repr, sum(shares, []))) == sorted(map(repr, FULL.jobs))
+    assert max(loads) < 1.05 * min(loads)
+    assert share_out([Job(DENSE, 64, 0, 5)], 4) == [[Job(DENSE, 64, 0, 5)]]
+
+
+# --- results
+
+
+def test_steps_and_times_to_the_target() -> None:
+    found = results()
+    assert found.target(0) == pytest.approx(2.42) and found.target(0, early=True) == pytest.approx(2.82)
+    assert found.steps(PUBLISHED) == pytest.approx([580, 580])
+    assert found.steps(CHOSEN) == [math.inf, math.inf]
+    assert found.steps(CHOSEN, early=True) == pytest.approx([90, 90])
+    assert found.times(CHOSEN, early=True) == pytest.approx([90 * TINY.tokens_per_step / 960] * 2)
+    assert found.step_s(DENSE_LEARNT) == found.step_s(DENSE) == TINY.tokens_per_step / 150
+
+
+def test_a_ratio_is_of_times_and_dense_has_its_better_embedding() -> None:
+    found = results()
+    assert found.against(found.times(PUBLISHED, True), True) == pytest.approx(0.5 * 800 / 960)
+    assert found.against(found.dense_times(True), True) == pytest.approx(150 / 960)
+    assert math.isnan(found.against(found.times(PUBLISHED)))
+    assert found.kept() == pytest.approx(0.96)
+
+
+def test_ratios_have_the_names_of_the_contract_and_are_of_the_worse_width() -> None:
+    better, worse = results(), results(chosen_unshaped=2000.0)
+    made = ratios([better, worse])
+    assert list(made) == ["time_to_loss_vs_subspace_reference", "time_to_loss_vs_dense_bf16", "throughput_kept_50ms"]
+    assert made["throughput_kept_50ms"].value == pytest.approx(0.48)
+    assert math.isnan(made["time_to_loss_vs_dense_bf16"].value)
+
+
+def test_a_row_shows_a_target_that_was_not_reached_as_nothing() -> None:
+    found = results()
+    chosen, published = row(found, CHOSEN), row(found, PUBLISHED)
+    assert (chosen["steps"], chosen["high"], chosen["T_s"]) == (None, None, None)
+    assert (published["steps"], published["low"], published["high"]) == (580, 580, 580)
+    assert columns([chosen]) == columns([published])
+    assert chosen["equal_loss"] == pytest.approx(3.0 - 2e-3 * 180)
+
+
+def test_the_link_makes_dense_bf16_slower_by_the_share() -> None:
+    link = LinkSpec.parse(wan.link_for(128, 5000.0))
+    assert link.rate / DENSE.sent_per_token(128) == pytest.approx(5000 * DENSE_SHARE, rel=1e-3)
+    assert link.rtt_s == 0.05
+
+
+def test_utilisation_has_a_row_for_a_rate_and_a_column_for_a_latency() -> None:
+    found = {(0.5, 0): 0.7, (0.5, 50): 0.6, (1.0, 0): 1.0, (1.0, 50): 0.99}
+    assert utilisation_rows(found) == [
+        {"rate": "0.5 times", "0 ms": 0.7, "50 ms": 0.6},
+        {"rate": "the link's rate", "0 ms": 1.0, "50 ms": 0.99},
+    ]
+    assert [line.points for line in throughput_lines(found)] == [[(0.0, 0.7), (50.0, 0.6)], [(0.0, 1.0), (50.0, 0.99)]]
+
+
+def test_notes_name_every_width() -> None:
+    told = " ".join(notes([results(), replace(results(), width=128)]))
+    assert "Width 64" in told and "Width 128" in told and "nan" not in told
+
+
+# --- figures
+
+
+def test_a_figure_is_the_same_bytes_every_time() -> None:
+    lines, axes = [Line("a", [(1.0, 2.0), (10.0, 1.0)]), Line("b", [(2.0, 2.0)], True, ["here"])], Axes("x", "y", True)
+    first = draw(lines, axes)
+    assert first == draw(lines, axes) and first.startswith(b"<?xml") and b"here" in first
+
+
+def test_all_figures_can_be_drawn() -> None:
+    made = figures([results()], {(1.0, 0): 1.0, (1.0, 50): 0.97})
+    assert [figure.file for figure in made] == ["wan-loss.svg", "wan-frontier.svg", "wan-throughput.svg"]
+    assert all(b"</svg>" in figure.draw() for figure in made)
+    assert len(loss_lines(results())) == 4 and len(figures([results()], {})) == 2
+
+
+def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(BenchFailed, match="pip install"):
+        draw([], Axes("x", "y"))
+
+
+# --- loss runs
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> tuple[str, ...]:
+    text = tmp_path / "corpus.txt"
+    text.write_text("def square(number):\n    return number * number\n\n" * 200)
+    return (str(text),)
+
+
+def shrunk(manifest: Manifest, corpus: tuple[str, ...]) -> Manifest:
+    return manifest.replaced(data={"corpus": corpus, "heldout": 0.1})
+
+
+def test_a_loss_run_learns_and_repeats_exactly(corpus: tuple[str, ...], tmp_path: Path) -> None:
+    manifest = shrunk(TINY.manifest(CHOSEN, 16), corpus)
+    first = train(manifest, tmp_path, 60, 20, 2)
+    assert [step for step, _ in first] == [20, 40, 60] and first[-1][1] < first[0][1]
+    assert first == train(manifest, tmp_path, 60, 20, 2)
+    assert first != train(shrunk(TINY.manifest(DENSE, 16), corpus), tmp_path, 60, 20, 2)
+
+
+def test_a_run_whose_numbers_overflow_ends_early(corpus: tuple[str, ...], tmp_path: Path) -> None:
+    manifest = shrunk(TINY.manifest(DENSE, 16), corpus).replaced(optimizer={"learning_rate": 100.0, "warmup_steps": 0})
+    manifest = manifest.replaced(optimizer={"clip": 0.0, "weight_decay": 10.0})
+    assert len(train(manifest, tmp_path, 40, 1, 1)) < 40
+
+
+@pytest.mark.process
+def test_children_share_the_loss_runs(corpus: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Effort.manifest
+    monkeypatch.setattr(Effort, "manifest", lambda *given, **more: shrunk(original(*given, **more), corpus))
+    prepare_corpus(tmp_path, TINY.manifest(DENSE, 16))
+    found = wan.train_all(TINY, tmp_path)
+    assert list(found) == [16] and list(found[16]) == list(NEEDED)
+    for setting, curves in found[16].items():
+        assert [[step for step, _ in curve] for curve in curves] == [
+            [2, 4, 6, 8] if setting == PUBLISHED else [2, 4]
+        ] * 2
+    assert found[16][DENSE][0] != found[16][DENSE][1]
