@@ -20,13 +20,9 @@ from agora_protocol.ids import PeerId, RunId, is_peer_id
 from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_RECORD_BYTES, MAX_STAGES
 from agora_protocol.packing import pack, unpack
 from agora_protocol.records import NAMES, Record, expiry_of, open_record, record_key, seal
-from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
-from hivemind.dht.node import DHTNode
-from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-from hivemind.p2p import PeerID
 
 from agora.net.errors import ConnectionBroken
+from agora.net.hive import DHTID, DHTLocalStorage, DHTNode, DHTRecord, DictionaryDHTValue, PeerID, RecordValidatorBase
 from agora.net.host import Host
 
 READ_S: Final = 3.0

@@ -29,13 +29,9 @@ from agora_protocol.errors import InputError, LocalError
 from agora_protocol.frames import FrameLimits
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
-from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-from hivemind.proto import p2pd_pb2
-from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from agora.net.errors import ConnectionBroken, DialsCrossed
+from agora.net.hive import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
 from agora.net.link import LinkSpec
 from agora.net.shaping import AccessLink
 from agora.net.streams import FrameStream
