@@ -7,11 +7,9 @@ nothing here sleeps for a fixed time and hopes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.node import asking, paths
 from agora.observe.journal import Follower
+from tests.process.forked import Forked
 
 START_S = 60.0
 
@@ -32,7 +31,7 @@ class Daemon:
 
     name: str
     root: Path
-    process: subprocess.Popen[bytes]
+    process: Forked
     events: list[dict[str, Any]] = field(default_factory=list)
     ended: bool = False
 
@@ -107,22 +106,13 @@ class Swarm:
         """
         root = self.directory / name
         root.mkdir(mode=0o700, exist_ok=True)
-        command = [sys.executable, "-m", "agora.cli.main_node", "join", run or self._invite or str(self.file)]
-        command += ["--dir", str(root), "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", "--stages", stages]
-        command += ["--corpus-cache", str(self.directory / "corpus"), *flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        arguments = ["join", run or self._invite or str(self.file)]
+        arguments += ["--dir", str(root), "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", "--stages", stages]
+        arguments += ["--corpus-cache", str(self.directory / "corpus"), *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if faults:
             environment |= {"AGORA_FAULTS": faults, "AGORA_FAULTS_LOG": str(root / "faults.log")}
-        with (root / "log.txt").open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=_die_with_the_tests,
-            )
+        process = Forked(arguments, environment, root / "log.txt")
         daemon = self.daemons[name] = Daemon(name, root, process)
         if not self._invite and not run:
             self._invite = str(self.until(lambda: daemon.asked("invite"), f"{name} to say its invite")["invite"])
@@ -186,11 +176,6 @@ class Swarm:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.process.wait(5)
             paths.unregister(paths.socket_of(paths.Home(daemon.root)))
-
-
-def _die_with_the_tests() -> None:
-    """A daemon gets SIGKILL when the test process is gone, however that ended (Linux: PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 @contextlib.contextmanager

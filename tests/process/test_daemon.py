@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import pytest
 from agora_protocol.manifest import Manifest, preset
 
 from agora.node import paths
+from tests.process.forked import Forked
 from tests.process.harness import Daemon, Swarm, swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -135,30 +134,31 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
         daemon.ended = True
 
 
-def join(
-    made: Swarm, name: str, *flags: str, limit: Callable[[], None] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """A join that is expected to fail."""
-    command = [sys.executable, "-m", "agora.cli.main_node", "join", str(made.file), "--dir", str(made.directory / name)]
-    command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--stages", "0", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit)
-
-
-def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    return done.stderr.strip().splitlines()[-1]
+def refused(made: Swarm, name: str, *flags: str, run: str = "", file_bytes: int | None = None) -> str:
+    """The last line of a join that is expected to fail."""
+    arguments = ["join", run or str(made.file), "--dir", str(made.directory / name)]
+    arguments += ["--listen", "/ip4/127.0.0.1/tcp/0", "--stages", "0", *flags]
+    log = made.directory / f"{name}.txt"
+    process = Forked(arguments, os.environ, log, file_bytes=file_bytes)
+    try:
+        code = process.wait(60)
+    finally:
+        process.send_signal(signal.SIGKILL)
+    said = log.read_text()
+    assert code == 1 and "Traceback" not in said, said
+    return said.strip().splitlines()[-1]
 
 
 def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny()) as made, socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = last_line(join(made, "taken", "--listen", f"127.0.0.1:{port}"))
+        said = refused(made, "taken", "--listen", f"127.0.0.1:{port}")
         assert str(port) in said and "--listen" in said
 
 
 def test_an_unreadable_corpus_is_one_sentence(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(data={"corpus": [str(tmp_path / "poems.txt")]})) as made:
-        said = last_line(join(made, "corpus"))
+        said = refused(made, "corpus")
         assert "poems.txt" in said
         assert not list(paths.runtime_directory().glob(f"{paths.Home(tmp_path / 'corpus').name}*"))
 
@@ -168,22 +168,16 @@ def test_an_invite_may_not_make_this_machine_read_its_files(tmp_path: Path) -> N
     with swarm(tmp_path, tiny(data={"corpus": [str(tmp_path / "poems.txt")], "heldout": 0.1})) as made:
         founder = made.start("founder", "0")
         made.serving()
-        invite = made.invite_of(founder)
-        command = [sys.executable, "-m", "agora.cli.main_node", "join", invite, "--dir", str(tmp_path / "guest")]
-        command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--stages", "0"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert "poems.txt" in last_line(done) and "--allow-files" in last_line(done)
+        said = refused(made, "guest", run=made.invite_of(founder))
+        assert "poems.txt" in said and "--allow-files" in said
         made.start("trusting", "0-1", flags=["--allow-files"])
         made.serving("trusting")
         assert set(made.stop().values()) == {0}
 
 
 def test_a_disk_that_fills_up_is_one_sentence(tmp_path: Path) -> None:
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-
     with swarm(tmp_path, tiny()) as made:
-        said = last_line(join(made, "full", limit=small_files))
+        said = refused(made, "full", file_bytes=200_000)
         assert "corpus" in said and ("space" in said or "--dir" in said), said
 
 
