@@ -7,8 +7,9 @@ nothing ever waits. Exactly x starves the slowest stage at every hiccup, so a sa
 square-root staffing rule (Halfin and Whitt, "Heavy-traffic limits for queues with many exponential servers", 1981): a
 long pipeline needs relatively less of it than a short one. `round_trip_s` must be free of queueing (sums of compute
 and transfer times, not observed round trips): more credit makes longer queues, and an origin that counted them would
-ask for still more. While the pipeline is not yet full the period is the round trip divided by the credit, so the rule
-raises it by itself.
+ask for still more. So each link is known by its shortest waits, as BBR knows a path (Cardwell et al., "BBR:
+Congestion-based congestion control", 2016). While the pipeline is not yet full the period is the round trip divided by
+the credit, so the rule raises it by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 SAFETY = 4.0
 PER_STAGE = 2
 """At the start, and at least: for each stage one microbatch that is computed and one that travels."""
+KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,22 @@ class Pace:
     def interrupted(self) -> Pace:
         """After a pause, a stall or a flush: the next gap says nothing about the pipeline."""
         return Pace(self.period_s, None, self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The least of the last `KEPT` to twice as many samples; infinite before the first."""
+
+    value: float = math.inf
+    recent: float = math.inf
+    samples: int = 0
+
+    def seen(self, sample: float) -> Least:
+        """After one more sample. What is older than the last KEPT is forgotten with every KEPT-th."""
+        recent = min(self.recent, sample)
+        if (self.samples + 1) % KEPT == 0:
+            return Least(recent, math.inf, self.samples + 1)
+        return Least(min(self.value, sample), recent, self.samples + 1)
 
 
 def step_share(target_tokens: int, tokens_per_microbatch: int, rank: int, origins: int) -> int:

@@ -97,6 +97,7 @@ class Hop:
         self._in_hand = 0
         self._busy_s = 0.0
         self._backward_s = 0.0
+        self._path_s = 0.0
 
     @property
     def span(self) -> Span:
@@ -168,11 +169,11 @@ class Hop:
             while True:
                 below = await self._onward(job, output, work)
                 if not job.train:
-                    return self._answer(job, below.message, 0.0, None)
+                    return self._answer(job, below.message, 0.0, None, below.message.path_ms)
                 done = await self._backward(below, job, work)
                 if done is not None:
                     held = False
-                    return self._answer(job, below.message, done.busy_s, done.gradient)
+                    return self._answer(job, below.message, done.busy_s, done.gradient, below.message.path_ms)
         finally:
             if held:
                 self._compute.forget(microbatch)
@@ -199,12 +200,16 @@ class Hop:
         self._backward_s += 0.1 * (_now() - started - self._backward_s)
         return done
 
-    def _answer(self, job: Job, sums: LossSum, busy_s: float, gradient: WireTensor | None) -> Answer:
-        """What goes upstream; when training, the microbatch has been counted by now."""
+    def _answer(
+        self, job: Job, sums: LossSum, busy_s: float, gradient: WireTensor | None, below_ms: float = 0.0
+    ) -> Answer:
+        """What goes upstream; when training, the microbatch has been counted by now. below_ms: the way after ours."""
+        path_s = busy_s + below_ms / 1000.0
         if job.train:
             self._busy_s += 0.1 * (busy_s - self._busy_s) if self._busy_s else busy_s
-        busy_ms = min(1000.0 * busy_s, float(MAX_DEADLINE_MS))
-        return Answer(Processed(sums.loss_sum, sums.tokens, busy_ms), [] if gradient is None else [gradient])
+            self._path_s += 0.1 * (path_s - self._path_s) if self._path_s else path_s
+        busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (busy_s, path_s))
+        return Answer(Processed(sums.loss_sum, sums.tokens, busy_ms, path_ms), [] if gradient is None else [gradient])
 
     def _understood(self, message: Process, tensors: Sequence[WireTensor], deadline: float) -> Job:
         """Everything that can be refused before a seat is taken."""
@@ -259,13 +264,11 @@ class Hop:
         return self._in_hand
 
     def path_s(self) -> float | None:
-        """About how long a microbatch needs from here to the end and back if it never waits; None until measured."""
-        if not self._busy_s:
-            return None
-        if self._is_last:
-            return self._busy_s
-        below = self._router.path_s(self.span.last + 1)
-        return None if below is None else self._busy_s + below
+        """About how long a microbatch needs from here to the end and back if it never waits; None until measured.
+
+        The sum of what all peers on its way measured, each its own device time and its link to the next.
+        """
+        return self._path_s or None
 
     def pause(self, reason: str = "paused by its owner") -> None:
         """Refuses new microbatches; those inside are finished."""

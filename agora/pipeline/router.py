@@ -19,6 +19,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.observe import events
 from agora.pipeline import routing
+from agora.pipeline.credit import Pace
 from agora.pipeline.deadline import LEAST_S, attempt_deadline, deadline_to_send
 from agora.pipeline.routing import Choice, Link, PathHint, PeerCost
 from agora.pipeline.seams import Answer, Caller, Progress, Reply, Report, WireShapes
@@ -107,6 +108,7 @@ class Router:
         self._stuck: dict[int, bool] = {}
         self._view = View()
         self._replicas: dict[int, dict[PeerId, PeerView]] = {}
+        self._pace = Pace()
         self.rerouted = 0
 
     def view_changed(self) -> None:
@@ -118,7 +120,8 @@ class Router:
     ) -> Answer:
         """The answer of some peer of `process.stage`: `tensors` are [boundary, tokens], `deadline` on the loop's clock.
 
-        Tries siblings until the deadline, and waits for one when the view knows none. Raises Unavailable.
+        Tries siblings until the deadline, and waits for one when the view knows none. In the answer, `path_ms` begins
+        here: the link to that peer is part of it. Raises Unavailable.
         """
         payload = sum(tensor.nbytes for tensor in tensors)
         trip = Trip(process, tensors, deadline, on_progress, payload, dict(process.hint))
@@ -189,9 +192,9 @@ class Router:
         stage, learnt = trip.process.stage, False
         try:
             answer = await self._call(trip, attempt)
-            self._learn_answer(stage, attempt, answer)
+            path_s = self._learn_answer(trip, attempt, answer)
             learnt = True
-            return answer
+            return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
         except Busy as refusal:
             self._learn(stage, attempt, routing.was_busy, _now(), attempt.charge_s, refusal.retry_after_ms / 1000.0)
             learnt = True
@@ -242,9 +245,14 @@ class Router:
         self._report(events.PeerStruck(peer, problem.code, str(problem)))
         raise problem
 
-    def _learn_answer(self, stage: int, attempt: _Attempt, answer: Answer) -> None:
-        took = _now() - attempt.started
+    def _learn_answer(self, trip: Trip, attempt: _Attempt, answer: Answer) -> float:
+        """What the answer teaches; returns the seconds that it would have taken to come if nothing had waited."""
+        stage, took = trip.process.stage, _now() - attempt.started
         self._learn(stage, attempt, routing.answered, answer.message.busy_ms / 1000.0, took)
+        self._pace = self._pace.completed(_now())
+        cost = self._costs[stage].get(attempt.peer, PeerCost())
+        crossing = cost.crossing_s(trip.payload_bytes, answer.nbytes, self._pace.period_s or math.inf)
+        return min(answer.message.path_ms / 1000.0 + crossing, took)
 
     def _learn_failure(self, trip: Trip, attempt: _Attempt, error: AgoraError) -> None:
         process, reason = trip.process, f"{error.code}: {error}"
@@ -271,22 +279,6 @@ class Router:
     def _why(self, trip: Trip, choice: Choice) -> list[str]:
         reasons = [f"{peer[-8:]} {reason}" for peer, reason in trip.reasons.items()][-MOST_REASONS:]
         return reasons or [choice.reason]
-
-    def path_s(self, stage: int) -> float | None:
-        """About how long a microbatch needs from `stage` to the end and back if it never waits; None if unknown.
-
-        Our siblings downstream are taken as alike: the next stage's mean compute time for every stage after it, and its
-        link's transfer for every hop, there and back.
-        """
-        costs = [cost for cost in self._costs.get(stage, {}).values() if cost.samples]
-        lengths = [len(seen.span) for seen in self._live(stage).values()]
-        if not costs or not lengths:
-            return None
-        length = sum(lengths) / len(lengths)
-        hops = max(1.0, (self._stage_count - stage) / length)
-        service = sum(cost.service_s for cost in costs) / len(costs)
-        link = sum(cost.round_trip_s for cost in costs) / len(costs)
-        return hops * (service + 2.0 * link)
 
     def costs(self, stage: int) -> dict[PeerId, PeerCost]:
         """What is known of each peer of `stage` (for status and tests)."""

@@ -23,6 +23,8 @@ from statistics import median
 
 from agora_protocol.ids import MicrobatchId, PeerId
 
+from agora.pipeline.credit import Least
+
 UNMEASURED_SERVICE_S = 0.25
 """What a peer is thought to need before anybody of its stage was measured."""
 NEWCOMER_CALLS = 2
@@ -31,6 +33,7 @@ BACKOFF_S = 0.25
 BACKOFF_MOST_S = 60.0
 BACKOFF_MOST_WITHOUT_SIBLING_S = 4.0
 BUSY_LEAST_S, BUSY_MOST_S = 0.01, 5.0
+NEVER_WAITED = Least()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,8 @@ class PeerCost:
     `virtual_s`: seconds of work charged so far. `service_s`: device time per microbatch. `round_trip_s`,
     `bytes_per_s`: of the link, as far as they can be told apart. `call_s`: how long a whole call takes, everything
     downstream included. `calls`: ours that are open; `limit`: how many the peer lets us have, learnt from BUSY.
-    `queue` was in the peer's hands at `queue_at`; `sent` of ours have followed since.
+    `queue` was in the peer's hands at `queue_at`; `sent` of ours have followed since. `wait`: from sending a microbatch
+    to hearing of its seat.
     """
 
     virtual_s: float = 0.0
@@ -60,6 +64,7 @@ class PeerCost:
     wasted_s: float = 0.0
     busy_until: float = 0.0
     incarnation: int = 0
+    wait: Least = NEVER_WAITED
 
     def queue_now(self, now: float) -> float:
         """How many microbatches are thought to be before ours: what was reported, fading at a quarter of its speed.
@@ -76,6 +81,18 @@ class PeerCost:
     def idle_finish_s(self, payload_bytes: int) -> float:
         """From sending to the end of its service, when nothing waits there."""
         return self.round_trip_s + payload_bytes / self.bytes_per_s + self.service_s
+
+    def crossing_s(self, bytes_there: int, bytes_back: int, period_s: float) -> float:
+        """A microbatch's time on the link, both ways, when nothing waits for it: a round trip and two transfers.
+
+        A link that carries one microbatch every `period_s` needs no longer than that for its bytes: so what the
+        shortest waits still contain of a queue that never empties cannot make it longer.
+        """
+        if math.isinf(self.wait.value):
+            return self.round_trip_s
+        round_trip = min(self.round_trip_s, self.wait.value)
+        transfer = (self.wait.value - round_trip) * (1.0 + bytes_back / max(1, bytes_there))
+        return round_trip + min(transfer, period_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +246,8 @@ def sent(cost: PeerCost, floor_s: float, charge_s: float) -> PeerCost:
 def accepted(cost: PeerCost, now: float, queue: int, waited_s: float, link: Link) -> PeerCost:
     """The peer took a seat for our microbatch, `waited_s` after it was sent."""
     link_cost = link.learnt(cost, waited_s)
-    return replace(link_cost, queue=queue, queue_at=now, sent=0, links=cost.links + 1)
+    wait = cost.wait.seen(waited_s)
+    return replace(link_cost, queue=queue, queue_at=now, sent=0, links=cost.links + 1, wait=wait)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,13 @@ class Processed(Message, kind=4, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     loss_sum: float = number(-1e30, 1e30, doc="sum of the token losses, in nats")
     tokens: int = whole(0, MAX_UINT, doc="supervised tokens the sum is over")
     busy_ms: float = number(0, MAX_DEADLINE_MS, doc="device time the answering peer itself spent, in milliseconds")
+    path_ms: float = number(
+        0,
+        MAX_DEADLINE_MS,
+        default=0.0,
+        doc="how long the way from there to the last stage and back would have taken if nothing had waited: device "
+        "times, round trips, transfers, in milliseconds; 0 is unknown",
+    )
 
 
 class Advance(Message, kind=5, frames=(FrameType.PROGRESS,)):

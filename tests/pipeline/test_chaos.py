@@ -39,7 +39,7 @@ def kind_of(seed: int) -> Kind:
         Kind(Faults(), kills=4),
         Kind(Faults(), hangs=2),
         Kind(Faults(lost_answer=0.15)),
-        Kind(Faults(break_call=0.15)),
+        Kind(Faults(break_call=0.4)),
         Kind(Faults(), slow=10, full=True),
         Kind(Faults(lost_answer=0.05, break_call=0.05), kills=3, hangs=1, slow=10, full=True),
         Kind(Faults(latency_s=(0.05, 0.3)), kills=3, full=True),

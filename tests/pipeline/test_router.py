@@ -332,7 +332,7 @@ def test_the_path_is_estimated_without_queues() -> None:
         assert nodes[0].hop.path_s() is None
         origin = world.origin(nodes[0], max_in_flight=16)
         await train(origin, 40)
-        assert nodes[0].hop.path_s() == pytest.approx(4 * 0.2 + 3 * 2 * 0.1, rel=0.05)
+        assert nodes[0].hop.path_s() == pytest.approx(4 * 0.2 + 3 * 0.1, rel=0.05)
         assert started(nodes[0].events)
 
     run(work())

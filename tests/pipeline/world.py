@@ -19,6 +19,7 @@ from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.net.errors import ConnectionBroken, DeadlinePassed
+from agora.net.link import DelayLine, LinkSpec, TokenBucket
 from agora.observe.events import Event, MicrobatchCompleted, MicrobatchCounted, MicrobatchDropped, MicrobatchStarted
 from agora.pipeline.admission import Admission
 from agora.pipeline.hop import Hop, HopConfig, no_fault
@@ -153,11 +154,27 @@ class Faults:
     fired: Counter[str] = field(default_factory=Counter)
 
 
+class Uplink:
+    """What a peer sends goes through one rate, first come first served, news of calls too, and then takes a while."""
+
+    def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
+        self.spec, self.rng = spec, rng
+        self.bucket = TokenBucket(spec.rate)
+        self.lines: dict[PeerId, DelayLine] = {}
+
+    def arrival(self, to: PeerId, size: int, now: float) -> float:
+        line = self.lines.setdefault(to, DelayLine(self.spec, self.rng))
+        return line.arrival(size, self.bucket.take(size, now))
+
+
 class Node:
     """One peer of the world."""
 
-    def __init__(self, world: World, name: str, span: Span, service_s: float, seats: int) -> None:
+    def __init__(
+        self, world: World, name: str, span: Span, service_s: float, seats: int, link: LinkSpec | None
+    ) -> None:
         self.world, self.name, self.peer, self.span = world, name, peer_id(name), span
+        self.uplink = Uplink(link, world.rng) if link else None
         self.frozen = False
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.state = "serving"
@@ -175,6 +192,7 @@ class Node:
             stage_count=world.stage_count,
             shapes=SHAPES,
             report=self.events.append,
+            round_trip_s=self._measured_round_trip_s,
         )
         self.hop = Hop(
             HopConfig(self.peer, world.stage_count, SHAPES),
@@ -186,6 +204,11 @@ class Node:
             fault=self._fault,
         )
         self.fault = no_fault
+
+    def _measured_round_trip_s(self, peer: PeerId) -> float | None:
+        """As a ping over the idle link would measure it; unknown where nothing has a link."""
+        other = self.world.nodes[peer].uplink
+        return (self.uplink.spec.rtt_s + other.spec.rtt_s) / 2 if self.uplink and other else None
 
     async def _fault(self, point: str) -> None:
         self.reached[point] += 1
@@ -228,8 +251,16 @@ class World:
         self.tasks: set[asyncio.Task] = set()
         self.view = View()
 
-    def add(self, name: str, span: str, service_s: float = 0.03, seats: int = 64, seen: bool = True) -> Node:
-        node = Node(self, name, Span.parse(span), service_s, seats)
+    def add(
+        self,
+        name: str,
+        span: str,
+        service_s: float = 0.03,
+        seats: int = 64,
+        seen: bool = True,
+        link: LinkSpec | None = None,
+    ) -> Node:
+        node = Node(self, name, Span.parse(span), service_s, seats, link)
         self.nodes[node.peer] = node
         if seen:
             self.show(node)
@@ -267,7 +298,7 @@ class World:
         target = self.nodes.get(peer)
         self.carried[caller.peer, peer] += 1
         try:
-            await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
+            await self._travel(caller, peer, sum(tensor.nbytes for tensor in tensors))
             if target is None or target.died.done():
                 raise ConnectionBroken("the peer is gone")
             handler = self._deliver(caller, target, request, tensors, on_progress, loop.time())
@@ -278,8 +309,13 @@ class World:
 
     def _deliver(self, caller: Node, target: Node, request: Process, tensors, on_progress, now: float) -> asyncio.Task:
         def news(advance: Advance) -> None:
-            if on_progress and not caller.frozen and not target.frozen:
+            if not on_progress or caller.frozen or target.frozen:
+                return
+            if target.uplink is None:
                 on_progress(advance)
+            else:
+                loop = asyncio.get_running_loop()
+                loop.call_at(target.uplink.arrival(caller.peer, 0, loop.time()), on_progress, advance)
 
         async def handle() -> Answer:
             await target.gate()
@@ -318,8 +354,15 @@ class World:
         if handler.exception() is None and self.rng.random() < self.faults.lost_answer:
             self.faults.fired["lost"] += 1
             raise ConnectionBroken("the answer was lost")
-        await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
+        await self._travel(target, caller.peer, handler.result().nbytes)
         return handler.result()
+
+    async def _travel(self, sender: Node, to: PeerId, size: int) -> None:
+        if sender.uplink is None:
+            await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
+        else:
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(sender.uplink.arrival(to, size, now) - now)
 
     def _cancel(self, caller: Node, target: Node, handler: asyncio.Task) -> None:
         if not caller.frozen and not target.frozen:
