@@ -161,6 +161,7 @@ class Node:
             except TimeoutError:
                 self._report(events.TaskFailed("leave", "what was in hand could not be ended in time"))
             await parts.hop.leave(max(0.1, until - loop.time()))
+        parts.replicas.rest()
         await self._keep(parts, max(1.0, until + 1.0 - loop.time()))
         self._heart.tell_traffic(parts)
 

@@ -93,6 +93,7 @@ class Replicas:
         self._teller = Teller(me, compute.span, target, caller, self._peers, self._counts, soon=self.synchronous)
         self._teller.act = self._act
         self._stages = {stage: self._new_stage(stage, stage in keeper.fetched) for stage in compute.span.stages}
+        self._resting = False
         compute.set_step_tokens(lambda stage: self._teller.tokens_to_go(stage, compute.step_of(stage)))
         compute.set_hold_steps(lambda stage: self.synchronous and not self._teller.alone(stage))
 
@@ -115,6 +116,10 @@ class Replicas:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
             await self.owner.close()
+
+    def rest(self) -> None:
+        """From now on no step is followed: what a leaving peer writes down is how it ends."""
+        self._resting = True
 
     # --- what others ask
 
@@ -186,7 +191,7 @@ class Replicas:
         """A stage is due, or has stepped elsewhere."""
         stage, it = judgement.stage, self._stages[judgement.stage]
         behind = judgement.reached - judgement.step
-        if _busy(it.work):
+        if self._resting or _busy(it.work):
             return  # judged again when that is done
         if behind > self._most_behind:
             it.work = self._start(stage, self._recover(stage, it, judgement))
