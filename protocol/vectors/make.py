@@ -274,7 +274,7 @@ def _bad_frames() -> list[tuple[str, str, bytes]]:
         (
             "a loss that is not finite",
             "bad-message",
-            _frame(4, 1, [4, {"loss_sum": float("inf"), "tokens": 1, "busy_ms": 0.0}, []]),
+            _frame(4, 1, [4, {"loss_sum": float("inf"), "tokens": 1, "busy_ms": 0.0, "path_ms": 0.0}, []]),
         ),
         ("a refusal word in capitals", "bad-message", _frame(7, 0, goodbye)),
         ("nesting too deep", "bad-message", _frame(2, 1, b"\x91" * 17 + b"\xc0")),
@@ -289,7 +289,7 @@ def _bad_frames() -> list[tuple[str, str, bytes]]:
         (
             "a payload that is not the tensors'",
             "bad-tensor",
-            _frame(4, 1, [4, {"loss_sum": 0.0, "tokens": 1, "busy_ms": 0.0}, [tensor]], b"123"),
+            _frame(4, 1, [4, {"loss_sum": 0.0, "tokens": 1, "busy_ms": 0.0, "path_ms": 0.0}, [tensor]], b"123"),
         ),
         ("a tensor where none belongs", "bad-tensor", _frame(4, 1, [7, {}, [tensor]], b"1234")),
     ]
