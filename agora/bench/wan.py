@@ -72,8 +72,7 @@ class Swarms:
     def speeds(self, width: int) -> Speeds:
         """Without a link, then over the link that follows from it; every setting at the first width."""
         self._others = 0.0
-        first = width == self._effort.widths[0]
-        settings = self._effort.settings if first else self._effort.deciding
+        settings = self._effort.settings_at(width)
         unshaped = self._rate(DENSE, width, None)
         link = link_for(width, unshaped)
         shaped = {setting: self._rate(setting, width, link) for setting in settings if setting not in SAME_SPEED}
@@ -83,11 +82,10 @@ class Swarms:
     def utilisation(self, width: int, speeds: Speeds) -> dict[tuple[float, int], float]:
         """By (rate against the link's, ms of a round trip): throughput of the chosen setting against no link."""
         found = {}
-        for rate in self._effort.rates:
-            for ms in self._effort.latencies_ms:
-                link = link_for(width, speeds.unshaped * rate, ms)
-                known = speeds.of(CHOSEN) if link == speeds.link else None
-                found[rate, ms] = (known or self._rate(CHOSEN, width, link)) / speeds.chosen_unshaped
+        for rate, ms in self._effort.cells:
+            link = link_for(width, speeds.unshaped * rate, ms)
+            known = speeds.of(CHOSEN) if link == speeds.link else None
+            found[rate, ms] = (known or self._rate(CHOSEN, width, link)) / speeds.chosen_unshaped
         return found
 
     def _rate(self, setting: Setting, width: int, link: str | None) -> float:

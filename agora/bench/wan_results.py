@@ -15,7 +15,17 @@ from typing import Final
 from agora.bench.report import Cell, Figure, Ratio
 from agora.bench.wan_curves import Curve, final, smooth, steps_to, until
 from agora.bench.wan_plots import Axes, Line, draw
-from agora.bench.wan_settings import CHOSEN, DENSE, DENSE_LEARNT, PUBLISHED, RTT_MS, Effort, Setting
+from agora.bench.wan_settings import (
+    CHOSEN,
+    DENSE,
+    DENSE_LEARNT,
+    LEARNING_RATE,
+    PUBLISHED,
+    RTT_MS,
+    SWARM_MICROBATCHES,
+    Effort,
+    Setting,
+)
 
 SAME_SPEED: Final[Mapping[Setting, Setting]] = {DENSE_LEARNT: DENSE}
 """Settings that send the same bytes and compute the same: measured once."""
@@ -213,7 +223,10 @@ def _early(found: Sequence[Results]) -> list[str]:
         for results in found
     ]
     steps = found[0].effort.steps
-    return [f"The two ratios of time to an earlier target, the published recipe's loss after {steps} steps: {told}."]
+    return [
+        "The two ratios of time to an earlier target, what the published recipe has reached after "
+        f"{steps:,} steps: {'; '.join(told)}."
+    ]
 
 
 def _speeds(found: Sequence[Results]) -> list[str]:
@@ -233,19 +246,21 @@ def _slower(results: Results) -> float:
 def _rules(effort: Effort) -> list[str]:
     return [
         "T = steps to the target x seconds of a step, as the public record of Protocol NanoGPT defines it. The target, "
-        f"for each seed, is the loss of the published recipe ({PUBLISHED.name}) at its end, with {effort.patience} "
-        "times the steps of all others. Loss is on held-out text, the mean of up to five evaluations in a row; between "
-        "two a straight line. A ratio is the median over seeds of the ratios within a seed, and the worse of the "
-        "widths; steps, low and high are the median, the least and the most of the seeds; - was not reached.",
+        f"for each seed, is the loss of the published recipe ({PUBLISHED.name}) at the end of its "
+        f"{effort.steps_published:,} steps; all others have {effort.steps:,}. Loss is on held-out text, the mean of up "
+        "to five evaluations in a row; between two a straight line. A ratio is the median over seeds of the ratios "
+        "within a seed, and the worse of the widths; steps, low and high are the median, the least and the most of the "
+        "seeds; - was not reached, or not measured. equal_loss: after the steps that all have.",
         f"Loss runs: {effort.stages} stages of one layer each, boundaries crossing by the daemons' codecs within one "
-        f"process, {effort.tokens_per_step} bytes of the source of Python's standard library in each step, "
-        f"{effort.steps} steps, float32, AdamW. The learning rate is the same for all, and constant after its warm-up: "
-        "so one curve has the steps to every target. The asynchronous pipeline's delay is the same for all rows and "
-        "left out.",
+        f"process, {effort.tokens_per_step} bytes of the source of Python's standard library in each step, float32, "
+        f"AdamW. The learning rate ({LEARNING_RATE:g}) is the same for all, and constant after its warm-up: so one "
+        "curve has the steps to every target. The asynchronous pipeline's delay is left out, as if it were the same "
+        "for all.",
         f"Speeds: {effort.stages} daemons, one for each stage, each behind a link of its own with a round trip of "
-        f"{RTT_MS} ms. Its rate is such that the bytes of dense bf16 alone take as long as a step that is 85 % the "
-        "wire's: 1 / 0.15 of a step without a link. Forward and backward share a peer's uplink. Dense with a learnt "
-        "embedding sends the same bytes, and is taken to be as fast.",
+        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches in an optimizer step. The rate is such that the bytes of "
+        "dense bf16 alone, forward and backward sharing a peer's uplink, take 1 / 0.15 of a step without a link: 85 % "
+        "of the step is then the wire's doing. Dense with a learnt embedding sends the same bytes, and is taken to be "
+        "as fast.",
     ]
 
 

@@ -84,10 +84,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is trained and measured. The published recipe gets `patience` times the steps of the others.
+    """How much is trained and measured.
 
-    `seeds` are for `deciding` settings; the first is for `more`. `rates`, relative to the link's, and `latencies_ms`
-    are the table of utilisation, at the first width.
+    `deciding` settings are trained with every one of `seeds`, `more` with the first, at the first width alone. The
+    published recipe gets `steps_published`. `cells` are what the table of utilisation has, at the first width: a rate
+    relative to the link's, and milliseconds of a round trip.
     """
 
     widths: tuple[int, ...]
@@ -96,12 +97,11 @@ class Effort:
     seeds: tuple[int, ...]
     stages: int
     steps: int
-    patience: int
+    steps_published: int
     every: int
     heldout_batches: int
     window_s: float
-    rates: tuple[float, ...]
-    latencies_ms: tuple[int, ...]
+    cells: tuple[tuple[float, int], ...]
     context: int = 64
     sequences: int = 8
 
@@ -109,6 +109,10 @@ class Effort:
     def settings(self) -> tuple[Setting, ...]:
         """All, in the order of the table."""
         return self.deciding + self.more
+
+    def settings_at(self, width: int) -> tuple[Setting, ...]:
+        """What is trained and measured at this width."""
+        return self.settings if width == self.widths[0] else self.deciding
 
     @property
     def tokens_per_step(self) -> int:
@@ -119,9 +123,9 @@ class Effort:
     def jobs(self) -> list[Job]:
         """Every loss run: of each setting at each width, its seeds in order."""
         return [
-            Job(setting, width, seed, self.steps * (self.patience if setting == PUBLISHED else 1))
+            Job(setting, width, seed, self.steps_published if setting == PUBLISHED else self.steps)
             for width in self.widths
-            for setting in self.settings
+            for setting in self.settings_at(width)
             for seed in (self.seeds if setting in self.deciding else self.seeds[:1])
         ]
 
@@ -170,7 +174,10 @@ def cost(job: Job) -> float:
     return float(job.steps * job.width)
 
 
-QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 300, 3, 20, 8, 8.0, (), ())
-FULL: Final = Effort(
-    (64, 128), NEEDED, MORE, (0, 1, 2), 8, 600, 3, 25, 16, 20.0, (0.5, 1.0, 2.0), (0, 20, 50, 100, 200)
+CELLS: Final = (
+    *((0.5, ms) for ms in (0, 50, 200)),
+    *((1.0, ms) for ms in (0, 20, 50, 100, 200)),
+    *((2.0, ms) for ms in (0, 50, 200)),
 )
+QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 500, 900, 20, 8, 8.0, ())
+FULL: Final = Effort((64, 128), (*NEEDED, SECOND), MORE, (0, 1, 2), 8, 900, 1500, 25, 16, 20.0, CELLS)
