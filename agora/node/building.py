@@ -7,6 +7,7 @@ closed in the opposite order by the exit stack, also when a later step fails.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -46,12 +47,14 @@ from agora.pipeline.seams import WireShapes
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.placement import Placement
 from agora.train.compute import Compute
+from agora.train.held import LIMIT_PER_SEAT
+from agora.train.memory import available_bytes
 
 Spawn = Callable[[str, Coroutine[Any, Any, None]], None]
 """Starts a task by name that lives as long as the daemon; the daemon ends when it does."""
 
-LEAST_SEATS = 32
-SEATS_PER_STAGE = 4
+LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE = 32, 4
+SEATS_SHARE, MOST_SEATS_BYTES = 0.125, 4 * 2**30
 LEAST_HELD_BYTES = 64 * 2**20
 MOST_LOADS = 3
 """A peer whose span was taken while it loaded loads another; the last one it serves, whatever others do."""
@@ -69,6 +72,7 @@ class Builder:
         self._closing = closing
         self._early = early
         self._spawn = spawn
+        self._seats = 0
 
     async def build(self, status: Callable[[], dict[str, Any]]) -> Parts:
         """Raises an AgoraError, one sentence and what to do, when this machine or the run cannot."""
@@ -80,6 +84,7 @@ class Builder:
         if signed is None:
             signed = await self._manifest_of_peers(host, RunId(reference.run), bootstrap)
         self._check_machine()
+        self._seats = seats(signed.manifest, available_bytes(torch.device("cpu")))
         meter = Meter()
         service = Service(signed, status, meter)
         network = await self._network(host, signed, service)
@@ -89,7 +94,7 @@ class Builder:
         keeper = await self._state(signed, compute, membership, network, directory, service)
         caller = MeteredCaller(network, meter)
         router = self._router(signed.manifest, caller, network, membership)
-        admission = Admission(seats(signed.manifest))
+        admission = Admission(self._seats)
         gate = StepGate(compute.span, compute.step_of)
         hop = self._hop(signed.manifest, compute, router, admission, gate)
         replicas = self._replicas(signed, compute, membership, caller, keeper)
@@ -186,7 +191,7 @@ class Builder:
 
     async def _network(self, host: Host, signed: SignedManifest, service: Service) -> Network:
         payload = signed.manifest.max_payload_bytes
-        held = max(LEAST_HELD_BYTES, 2 * seats(signed.manifest) * payload)
+        held = max(LEAST_HELD_BYTES, 2 * self._seats * payload)
         greeting = joining.hello(signed.run_id, self._early.addresses)
         limits = NetLimits(max_payload_bytes=payload, max_held_bytes=held)
         network = Network(host, lambda: greeting, service.answer, limits, self._net_event)
@@ -288,7 +293,7 @@ class Builder:
                 span,
                 report=self._report,
                 device=settings.device,
-                in_flight=seats(manifest),
+                in_flight=usual_in_flight(manifest),
                 fault=faults.reach_blocking,
             )
             count = doctor.parameters_of(manifest, span)
@@ -372,13 +377,14 @@ class Builder:
         self, manifest: Manifest, hop: Hop, batches: OriginBatches, membership: Membership, replicas: Replicas
     ) -> Origin:
         schedule, me = manifest.schedule, self._where.peer
+        synchronous = schedule.kind == "synchronous"
         config = OriginConfig(
             me=me,
             stage_count=manifest.stage_count,
-            synchronous=schedule.kind == "synchronous",
+            synchronous=synchronous,
             target_tokens=manifest.optimizer.target_tokens,
             tokens_per_microbatch=manifest.tokens_per_microbatch,
-            ceiling=seats(manifest),
+            ceiling=usual_in_flight(manifest) if synchronous else self._seats,
             max_in_flight=schedule.max_in_flight,
         )
 
@@ -414,9 +420,21 @@ def _check_files(where: Where, manifest: Manifest) -> None:
         )
 
 
-def seats(manifest: Manifest) -> int:
-    """How many microbatches may be inside this peer at once."""
-    return max(LEAST_SEATS, SEATS_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
+def usual_in_flight(manifest: Manifest) -> int:
+    """For how many microbatches between forward and backward here the graphs are kept, where memory allows."""
+    return max(LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
+
+
+def seats(manifest: Manifest, free_bytes: int) -> int:
+    """How many microbatches may be inside this peer at once: what is usual, or up to four times that on long links.
+
+    free_bytes: of this machine. A seat holds the boundary that came, what it means as float32, the one that left, and
+    the gradient; where no graph is kept that is all of it.
+    """
+    usual, shape = usual_in_flight(manifest), manifest.boundary_shape()
+    each = 3 * manifest.max_payload_bytes + 4 * math.prod(shape)
+    fitting = min(int(SEATS_SHARE * free_bytes), MOST_SEATS_BYTES) // each
+    return max(usual, min(LIMIT_PER_SEAT * usual, fitting))
 
 
 def shapes(manifest: Manifest) -> WireShapes:

@@ -10,7 +10,7 @@ import pytest
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.node.building import MOST_LOADS, Builder
+from agora.node.building import MOST_LOADS, MOST_SEATS_BYTES, Builder, seats, usual_in_flight
 from agora.node.service import Notifier
 from agora.node.steps import Steps
 from agora.swarm.placement import Placement
@@ -117,3 +117,14 @@ def test_a_failed_question_keeps_nothing_loaded() -> None:
             assert [compute.closed for compute in builder.loaded] == [True]
 
     asyncio.run(work())
+
+
+def test_long_links_get_four_times_the_usual_seats_as_far_as_memory_goes() -> None:
+    manifest = preset("tiny", model={"layers": 8}, stages={"count": 8})
+    usual = usual_in_flight(manifest)
+    assert seats(manifest, 64 * 2**30) == 4 * usual
+    assert seats(manifest, 0) == usual, "no fewer than ever"
+    large = preset("tiny", model={"width": 4096, "subspace": 4096, "context": 4096})
+    shape = large.boundary_shape()
+    held = seats(large, 2**50) * 4 * shape[0] * shape[1] * shape[2]
+    assert seats(large, 2**50) == usual_in_flight(large) or held <= MOST_SEATS_BYTES

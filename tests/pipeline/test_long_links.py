@@ -1,0 +1,117 @@
+"""Credit over long and slow links, in virtual time: enough in flight to hide them, and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from agora.net.link import LinkSpec
+from agora.pipeline.credit import KEPT, SAFETY, Least
+from agora.pipeline.origin import Origin
+from agora.pipeline.routing import Link, PeerCost, accepted
+from tests.pipeline.virtual_time import run
+from tests.pipeline.world import World
+
+STAGES, SERVICE_S = 4, 0.1
+WARM, MEASURED = 60, 50
+WIRE_BYTES = 44 + 32  # a boundary with its tokens, and a gradient
+FAST = 1e9
+
+
+@dataclass
+class Result:
+    """Microbatches per second after the first WARM, and what the origin allowed itself at the end."""
+
+    rate: float
+    credit: int
+    path_s: float
+
+
+def trained(rtts: Sequence[float], *, wire_s: float = 0.0, ceiling: int = 128) -> Result:
+    """A swarm with a peer for each stage; what peer i sends takes rtts[i] / 2, and wire_s for each microbatch."""
+    rate = WIRE_BYTES / wire_s if wire_s else FAST
+
+    async def work() -> Result:
+        world = World(len(rtts))
+        nodes = [world.add(f"peer{i}", str(i), SERVICE_S, 128, link=LinkSpec(rate, rtt)) for i, rtt in enumerate(rtts)]
+        origin = world.origin(nodes[0], ceiling=ceiling)
+        running = asyncio.create_task(origin.run())
+        begin = await completed(origin, WARM)
+        end = await completed(origin, WARM + MEASURED)
+        result = Result(MEASURED / (end - begin), origin.credit.limit, nodes[0].hop.path_s() or 0.0)
+        await origin.leave(1e6)
+        await running
+        return result
+
+    return run(work())
+
+
+async def completed(origin: Origin, count: int) -> float:
+    """When the origin has its `count`-th microbatch back."""
+    while origin.statistics.completed < count:
+        await asyncio.sleep(0.05)
+    return asyncio.get_running_loop().time()
+
+
+def enough(path_s: float, period_s: float) -> int:
+    load = path_s / period_s
+    return math.ceil(load + SAFETY * math.sqrt(load))
+
+
+@pytest.mark.parametrize("rtt", [0.0, 0.05, 0.1, 0.2])
+def test_throughput_is_flat_over_latency_and_credit_is_what_the_way_needs(rtt: float) -> None:
+    found = trained([rtt] * STAGES)
+    path_s = STAGES * SERVICE_S + (STAGES - 1) * rtt
+    assert found.rate * SERVICE_S >= 0.97
+    assert found.path_s == pytest.approx(path_s, rel=0.02), "a round trip for each link, and no queue"
+    assert found.credit == pytest.approx(enough(path_s, SERVICE_S), abs=1)
+
+
+def test_what_lies_behind_the_next_peer_counts_too() -> None:
+    found = trained([0.0, 0.0, 0.4, 0.4])  # the first link is short, the two after it are not
+    assert found.path_s == pytest.approx(STAGES * SERVICE_S + 0.2 + 0.4, rel=0.02)
+    assert found.rate * SERVICE_S >= 0.97
+
+
+def test_transfers_are_part_of_the_way() -> None:
+    found = trained([0.05] * STAGES, wire_s=0.09)
+    assert found.rate * SERVICE_S >= 0.97, "sending is hidden behind computing"
+    path_s = STAGES * SERVICE_S + (STAGES - 1) * (0.05 + 0.09)
+    assert found.path_s == pytest.approx(path_s, rel=0.1)
+
+
+def test_a_saturated_link_is_kept_busy_and_its_queue_asks_for_no_more_credit() -> None:
+    wire_s = 3 * SERVICE_S
+    found = trained([0.05] * STAGES, wire_s=wire_s)
+    assert found.rate * wire_s >= 0.97
+    longest_s = STAGES * SERVICE_S + (STAGES - 1) * (0.05 + wire_s)
+    assert found.credit <= enough(longest_s, wire_s) + 1
+
+
+def test_memory_bounds_what_a_long_link_asks_for() -> None:
+    found = trained([0.4] * STAGES, ceiling=8)
+    assert found.credit == 8 and found.rate == pytest.approx(8 / 1.6, rel=0.05)
+
+
+def test_a_link_is_known_by_its_shortest_waits() -> None:
+    cost = PeerCost()
+    for waited in (0.30, 0.15, 0.90):
+        cost = accepted(cost, 0.0, 0, waited, Link(1000, 0.05))
+    assert cost.crossing_s(1000, 500, math.inf) == pytest.approx(0.05 + 0.10 + 0.05)
+    assert cost.crossing_s(1000, 500, 0.08) == pytest.approx(0.05 + 0.08), "one microbatch at a time is on a link"
+    assert PeerCost(round_trip_s=0.2).crossing_s(1000, 500, 1.0) == 0.2, "nothing seen yet"
+
+
+def test_the_least_forgets_what_is_long_ago() -> None:
+    least = Least().seen(1.0)
+    for _ in range(KEPT):
+        least = least.seen(5.0)
+    assert least.value == 1.0
+    for _ in range(KEPT):
+        least = least.seen(5.0)
+    assert least.value == 5.0
+    assert least.seen(2.0).value == 2.0
