@@ -124,7 +124,7 @@ def test_long_links_get_four_times_the_usual_seats_as_far_as_memory_goes() -> No
     usual = usual_in_flight(manifest)
     assert seats(manifest, 64 * 2**30) == 4 * usual
     assert seats(manifest, 0) == usual, "no fewer than ever"
-    large = preset("tiny", model={"width": 4096, "subspace": 4096, "context": 4096})
+    large = preset("tiny", model={"width": 4096, "subspace": 4096, "context": 2048})
     shape = large.boundary_shape()
     held = seats(large, 2**50) * 4 * shape[0] * shape[1] * shape[2]
     assert seats(large, 2**50) == usual_in_flight(large) or held <= MOST_SEATS_BYTES
