@@ -93,6 +93,7 @@ class Swarm:
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory, self.manifest = directory, manifest
         self.daemons: dict[str, Daemon] = {}
+        self.corpus = directory.parent / "corpus"  # kept by content: all tests of a session tokenise a text once
         self.file = directory / "run.toml"
         self.file.write_text(manifest.to_toml(), encoding="utf-8")
         self._invite = ""
@@ -108,7 +109,7 @@ class Swarm:
         root.mkdir(mode=0o700, exist_ok=True)
         arguments = ["join", run or self._invite or str(self.file)]
         arguments += ["--dir", str(root), "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", "--stages", stages]
-        arguments += ["--corpus-cache", str(self.directory / "corpus"), *flags]
+        arguments += ["--corpus-cache", str(self.corpus), *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if faults:
             environment |= {"AGORA_FAULTS": faults, "AGORA_FAULTS_LOG": str(root / "faults.log")}

@@ -65,7 +65,7 @@ def test_a_daemon_exports_the_model_whose_loss_the_swarm_says(tmp_path: Path) ->
         assert result["from"] == "daemon"
         taken = [max(e["step"] for e in daemon.of("StepTaken")) for daemon in (first, last)]
         assert [stage["step"] for stage in result["stages"]] == taken
-        loss, tokens = heldout_loss(tmp_path / "out", made.manifest, tmp_path / "corpus")
+        loss, tokens = heldout_loss(tmp_path / "out", made.manifest, made.corpus)
         assert tokens == said["tokens"] and loss == pytest.approx(said["loss"], abs=1e-3)
         assert said["loss"] < 5.4, "a model that learnt nothing (5.55) would show little"
         for daemon in (first, last):

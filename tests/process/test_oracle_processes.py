@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 MICROBATCHES_PER_STEP = 8
 LEAST_STEPS = 6
-ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 80, 32
+ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 40, 32
 
 
 def manifest_of(stages: int, *, kind: str, activations: str, codec: str = "float32", subspace: int = 64) -> Manifest:
@@ -91,7 +91,7 @@ def test_a_synchronous_swarm_equals_a_plain_loop(tmp_path: Path, stages: int, ac
         report = peers[0].ask("report")["microbatches"]
         assert report["dropped"] == 0
         assert set(made.stop().values()) == {0}
-    plain = run_plain_loop(manifest, batches_of(manifest, sampler_of(manifest, tmp_path / "corpus"), origin, count))
+    plain = run_plain_loop(manifest, batches_of(manifest, sampler_of(manifest, made.corpus), origin, count))
     np.testing.assert_allclose(losses, plain.losses, rtol=1e-5)
     for stage, tensors in enumerate(plain.weights):
         assert tensors.keys() == actual[stage].keys()
@@ -107,8 +107,8 @@ def annealed(manifest: Manifest) -> Manifest:
     """
     base = manifest.model_dump()
     base["schedule"] |= {"microbatch": 2}
-    base["optimizer"] |= {"warmup_steps": 10, "total_steps": ASYNCHRONOUS_STEPS, "minimum_ratio": 0.05}
-    base["optimizer"] |= {"target_tokens": ASYNCHRONOUS_MICROBATCHES * 2 * 64, "learning_rate": 1e-3}
+    base["optimizer"] |= {"warmup_steps": 6, "total_steps": ASYNCHRONOUS_STEPS, "minimum_ratio": 0.05}
+    base["optimizer"] |= {"target_tokens": ASYNCHRONOUS_MICROBATCHES * 2 * 64, "learning_rate": 2e-3}
     return Manifest.model_validate(base)
 
 
@@ -149,7 +149,7 @@ def test_the_asynchronous_schedule_ends_where_the_plain_loop_ends(tmp_path: Path
     print("staleness, microbatches by age in steps:", {k: trimmed(ages[str(k)]) for k, ages in staleness.items()})
     histogram = staleness[0]["0"]
     assert sum(histogram[1:]) > 0, "nothing flowed across a step: not asynchronous"
-    sampler = sampler_of(manifest, tmp_path / "corpus")
+    sampler = sampler_of(manifest, made.corpus)
     plain = run_plain_loop(manifest, batches_of(manifest, sampler, origin, counts[0]))
     ours, theirs = heldout_loss(manifest, sampler, actual), heldout_loss(manifest, sampler, plain.weights)
     print(f"held-out loss: asynchronous {ours:.4f}, plain {theirs:.4f}, after {counts[0]} steps")

@@ -54,7 +54,7 @@ def test_two_stages_of_three_replicas_equal_a_plain_loop_over_all_their_batches(
         origins = sorted(peer.peer for peer in peers[0])
         assert not [event for peer in everyone for event in peer.of("PartFailed") + peer.of("StepsSkipped")]
         made.stop()
-    sampler, per = sampler_of(manifest, tmp_path / "corpus"), 8
+    sampler, per = sampler_of(manifest, made.corpus), 8
     batches: list[list[np.ndarray]] = [[] for _ in range(steps)]
     for rank, origin in enumerate(origins):
         share = per // 3 + (rank < per % 3)
