@@ -11,7 +11,7 @@ import pytest
 from agora.bench.children import Child, Nursery
 from agora.bench.task import manifest_for, prepare_corpus, spec
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 SMALL: dict[str, dict[str, Any]] = {
     "model": {
@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "data": {"corpus": ()},
 }
 STEPS = 2
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
