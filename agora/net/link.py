@@ -15,7 +15,7 @@ from typing import Final
 from agora_protocol.errors import InputError
 
 EXAMPLES: Final = "write RATE,RTT[,JITTER[,LOSS]], such as 200Mbit,50ms or 20Mbit,100ms,10ms,0.1%"
-CHUNK_S: Final = 0.004  # streams take turns this often, and a byte is late by no more than this
+CHUNK_S: Final = 0.016  # streams take turns this often
 LEAST_CHUNK: Final = 1_500
 MOST_CHUNK: Final = 65_536
 PACKET_BYTES: Final = 1_460  # what TCP puts into one packet, each of which may be lost

@@ -16,13 +16,15 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
-from agora.net.link import DelayLine, LinkSpec, TokenBucket
+from agora.net.link import MOST_CHUNK, DelayLine, LinkSpec, TokenBucket
 
 HIGH_BYTES: Final = 262_144  # a stream is told to stop when this much waits for the rate, as by a plain transport
 LOW_BYTES: Final = 65_536
-DOWN_DEPTH_S: Final = 0.02  # what another's link already spread out is not spread out again
+HOLD_S: Final = 0.05  # parts of a message that arrived are handed on together, at the latest after so long
+DOWN_DEPTH_S: Final = 0.08  # what another's link already spread out is not spread out again; more than is held
 TICK_S: Final = 0.001  # of the event loop's timers
 
 Clock = Callable[[], float]
@@ -137,6 +139,16 @@ class _Alarm:
             self._ring(now)
 
 
+@dataclass(slots=True)
+class _Chunk:
+    """Bytes on their way; `ends`: a message ends in them."""
+
+    arrives: float
+    size: int
+    ends: bool
+    pieces: list[memoryview]
+
+
 class _Upload:
     """What a stream sends: first it queues for the rate, a chunk at a time, then it waits out the delay."""
 
@@ -144,10 +156,10 @@ class _Upload:
         self._real, self._stream, self._link = real, stream, link
         self._delay = DelayLine(link.spec, link.rng)
         self._alarm = _Alarm(link.clock, self._step)
-        self._queue: deque[memoryview] = deque()
+        self._queue: deque[tuple[memoryview, bool]] = deque()  # and whether a message ends with it
         self._queued = 0
         self._ready = -math.inf  # since when the link could have carried the first of the queue
-        self._line: deque[tuple[float, int, list[memoryview]]] = deque()
+        self._line: deque[_Chunk] = deque()
         self._on_its_way = 0
         self._full = self._blocked = self._ended = False
 
@@ -161,11 +173,10 @@ class _Upload:
             return
         if not self._queue:
             self._ready = max(self._ready, self._link.clock())
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            if view:
-                self._queue.append(view)
-                self._queued += len(view)
+        views = [view for view in (memoryview(buffer).cast("B") for buffer in buffers) if view]
+        for number, view in enumerate(views, 1):
+            self._queue.append((view, number == len(views)))
+            self._queued += len(view)
         self._schedule()
         if not self._full and self._queued > HIGH_BYTES:
             self._full = True
@@ -189,39 +200,53 @@ class _Upload:
         self._queued = self._on_its_way = 0
 
     def _schedule(self) -> None:
-        """Wake up when the next chunk may be let onto the link, or arrives."""
+        """Wake up when the next chunk may be let onto the link, or what has arrived is handed on."""
         if not self._blocked:
-            arrives = self._line[0][0] if self._line else math.inf
-            self._alarm.set(min(self._ready if self._queue else math.inf, arrives))
+            self._alarm.set(min(self._ready if self._queue else math.inf, self._hand_on_at()))
+
+    def _hand_on_at(self) -> float:
+        """When a message has arrived, or the first part of a long one HOLD_S ago: every write costs all behind it."""
+        at = self._line[0].arrives + HOLD_S if self._line else math.inf
+        for chunk in self._line:
+            if chunk.ends or chunk.arrives > at:
+                return min(at, chunk.arrives)
+        return at
 
     def _step(self, now: float) -> None:
         while self._queue and self._ready <= now:
-            size, pieces = self._next_chunk()
+            size, ends, pieces = self._next_chunk()
             self._ready = self._link.up.take(size, self._ready)
-            self._line.append((self._delay.arrival(size, self._ready), size, pieces))
+            self._line.append(_Chunk(self._delay.arrival(size, self._ready), size, ends, pieces))
             self._on_its_way += size
-        while self._line and self._line[0][0] <= now and not self._blocked:
-            _, size, pieces = self._line.popleft()
-            self._on_its_way -= size
-            self._real.writelines(pieces)
+        if not self._blocked and self._hand_on_at() <= now:
+            self._hand_on(now)
         self._schedule()
         if self._full and self._queued <= LOW_BYTES:
             self._full = False
             self._stream.resume_writing()
 
-    def _next_chunk(self) -> tuple[int, list[memoryview]]:
-        """The first bytes of the queue; a piece of a buffer where that is larger than a chunk."""
-        room, pieces = self._link.spec.chunk_bytes, []
+    def _hand_on(self, now: float) -> None:
+        arrived: list[memoryview] = []
+        while self._line and self._line[0].arrives <= now:
+            chunk = self._line.popleft()
+            self._on_its_way -= chunk.size
+            arrived += chunk.pieces
+        self._real.writelines(arrived)
+
+    def _next_chunk(self) -> tuple[int, bool, list[memoryview]]:
+        """The first bytes of the queue, and whether a message ends in them; part of a buffer that is larger."""
+        room, pieces, ends = self._link.spec.chunk_bytes, [], False
         while self._queue and room:
-            view = self._queue.popleft()
+            view, last = self._queue.popleft()
             if len(view) > room:
-                self._queue.appendleft(view[room:])
-                view = view[:room]
+                self._queue.appendleft((view[room:], last))
+                view, last = view[:room], False
             pieces.append(view)
             room -= len(view)
+            ends = ends or last
         size = self._link.spec.chunk_bytes - room
         self._queued -= size
-        return size, pieces
+        return size, ends, pieces
 
 
 class _Download:
@@ -230,6 +255,7 @@ class _Download:
     def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
         self._real, self._stream, self._link = real, stream, link
         self._alarm = _Alarm(link.clock, self._deliver)
+        self._most = max(link.spec.chunk_bytes, min(MOST_CHUNK, int(HOLD_S * link.spec.rate)))
         self._wanted = self._reading = False
         self._held = 0
         self._held_until = 0.0
@@ -244,7 +270,7 @@ class _Download:
         self._held = 0
 
     def buffer(self) -> Any:
-        return self._stream.get_buffer(-1)[: self._link.spec.chunk_bytes]  # type: ignore[index]
+        return self._stream.get_buffer(-1)[: self._most]  # type: ignore[index]
 
     def arrived(self, size: int) -> None:
         now = self._link.clock()
