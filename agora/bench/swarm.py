@@ -59,6 +59,11 @@ class SwarmContender:
 
     def start(self) -> None:
         """See Contender."""
+        self.gather()
+        self._rest()
+
+    def gather(self) -> None:
+        """Starts all daemons, and returns when they have trained their first steps and train on."""
         self._folder.mkdir()
         file = self._folder / "run.toml"
         file.write_text(self._manifest.to_toml(), encoding="utf-8")
@@ -73,7 +78,6 @@ class SwarmContender:
         self._wait_until("serve all stages", self._complete, START_S)
         warm = WARM_STEPS * MICROBATCHES_PER_STEP
         self._wait_until("train its first steps", lambda: len(self._completed) >= warm, START_S)
-        self._rest()
 
     def measure(self, seconds: float) -> Window:
         """Lets the pipeline fill, then counts from one completion to another."""

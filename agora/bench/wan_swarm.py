@@ -56,7 +56,7 @@ def measure(manifest: Manifest, link: str | None, folder: Path, nursery: Nursery
     prepare_corpus(folder, manifest)
     swarm = SteadySwarm(manifest, nursery, folder, name=name, link=link)
     try:
-        swarm.start()
+        swarm.gather()  # not start, which lets them come to rest: over a slow link that takes long, and is for nothing
         swarm.settle()
         return swarm.steady(seconds)
     finally:
@@ -68,7 +68,6 @@ class SteadySwarm(SwarmContender):
 
     def settle(self) -> None:
         """Lets it train until the origin's credit has found its level, and as much is home again as was in flight."""
-        self._ask("resume")
         credits: list[int] = []
         until = time.monotonic() + PATIENCE_S
         self._completed.clear()

@@ -98,7 +98,11 @@ def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> Non
         names = [setting.name for setting in effort.settings]
         assert len(set(names)) == len(names) and set(NEEDED) <= set(effort.deciding)
     assert len(FULL.seeds) >= 3 and len(FULL.widths) >= 2
-    assert PUBLISHED.name == "k = d/6.4, bf16" and DENSE_LEARNT.name == "k = d, bf16, learnt embedding"
+    assert (
+        PUBLISHED.name == "k = d/6.4, bf16"
+        and CHOSEN.name == "k = 3d/8, int8/int2"
+        and DENSE_LEARNT.name == "k = d, bf16, learnt embedding"
+    )
 
 
 @pytest.mark.parametrize("setting", [*NEEDED, Setting(4, "int6/int8")])
@@ -115,7 +119,7 @@ def test_a_manifest_is_what_its_setting_says(setting: Setting, width: int) -> No
 def test_bytes_are_those_of_the_published_table() -> None:
     assert DENSE.bytes_per_token(1024) == (2048, 2048)
     assert PUBLISHED.bytes_per_token(1024) == (320, 320)
-    assert Setting(2, "int4/int8").bytes_per_token(128) == (34, 66)
+    assert Setting(8 / 3, "int8/int2").bytes_per_token(128) == (50, 14)
 
 
 def test_the_published_recipe_alone_gets_more_steps() -> None:
