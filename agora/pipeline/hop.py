@@ -12,9 +12,11 @@ runs to its end and keeps the result. A caller that vanishes without a word chan
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 from agora_protocol.errors import Busy, NotMyStage, PeerFailed, ProtocolError, Refused, Unavailable
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from agora.pipeline.router import Router
 
 ELSEWHERE_RETRY_MS = 1000
+PATHS = 33
 
 
 async def no_fault(point: str) -> None:
@@ -97,7 +100,7 @@ class Hop:
         self._in_hand = 0
         self._busy_s = 0.0
         self._backward_s = 0.0
-        self._path_s = 0.0
+        self._paths_s: deque[float] = deque(maxlen=PATHS)
 
     @property
     def span(self) -> Span:
@@ -207,7 +210,7 @@ class Hop:
         path_s = busy_s + below_ms / 1000.0
         if job.train:
             self._busy_s += 0.1 * (busy_s - self._busy_s) if self._busy_s else busy_s
-            self._path_s += 0.1 * (path_s - self._path_s) if self._path_s else path_s
+            self._paths_s.append(path_s)
         busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (busy_s, path_s))
         return Answer(Processed(sums.loss_sum, sums.tokens, busy_ms, path_ms), [] if gradient is None else [gradient])
 
@@ -266,9 +269,10 @@ class Hop:
     def path_s(self) -> float | None:
         """About how long a microbatch needs from here to the end and back if it never waits; None until measured.
 
-        The sum of what all peers on its way measured, each its own device time and its link to the next.
+        The sum of what all peers on its way measured, each its own device time and its link to the next; the median of
+        the last PATHS, since the first ones waited for connections.
         """
-        return self._path_s or None
+        return median(self._paths_s) if self._paths_s else None
 
     def pause(self, reason: str = "paused by its owner") -> None:
         """Refuses new microbatches; those inside are finished."""

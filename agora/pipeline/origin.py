@@ -19,7 +19,7 @@ from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.observe import events
-from agora.pipeline.credit import Credit, Pace, in_flight, step_share
+from agora.pipeline.credit import PER_STAGE, Credit, Pace, in_flight, step_share
 from agora.pipeline.seams import Answer, Batches, Entrance, Report
 from agora.pipeline.signal import Signal
 
@@ -138,6 +138,7 @@ class Origin:
         self._step = -1
         self._stuck_since: float | None = None
         self._pace = Pace()
+        self._most = 0  # credit rises by at most one for each completion: doubled in a trip, as by TCP's slow start
         self._trip_s = 0.0
         self.statistics = OriginStatistics()
         self.credit = Credit(1, "not measured yet")
@@ -254,7 +255,8 @@ class Origin:
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
             return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
-        return in_flight(self._path_s(), self._pace.period_s, config.stage_count, config.ceiling)
+        most = max(self._most, PER_STAGE * config.stage_count)
+        return in_flight(self._path_s(), self._pace.period_s, config.stage_count, min(most, config.ceiling))
 
     def _draw(self) -> _Parcel:
         tokens = self._batches.draw(self._drawn)
@@ -285,6 +287,7 @@ class Origin:
             loss = message.loss_sum / message.tokens
             statistics.loss = loss if statistics.loss is None else statistics.loss + 0.05 * (loss - statistics.loss)
         self._pace = self._pace.completed(_now())
+        self._most = self.credit.limit + 1
 
     async def _deliver(self, parcel: _Parcel) -> Answer:
         """The answer to a microbatch: attempts follow each other until one succeeds."""

@@ -50,7 +50,7 @@ class Entrance:
             self.open -= 1
 
 
-def origin_of(entrance: Entrance, events: list | None = None, share=Share, **settings) -> Origin:
+def origin_of(entrance: Entrance, events: list | None = None, share=Share, path_s=lambda: None, **settings) -> Origin:
     values = {
         "me": peer_id("origin"),
         "stage_count": 2,
@@ -60,7 +60,26 @@ def origin_of(entrance: Entrance, events: list | None = None, share=Share, **set
         "ceiling": 16,
     } | settings
     report = (lambda e: None) if events is None else events.append
-    return Origin(OriginConfig(**values), entrance, FakeBatches(), report, share=share, session=b"origin00")
+    return Origin(
+        OriginConfig(**values), entrance, FakeBatches(), report, share=share, path_s=path_s, session=b"origin00"
+    )
+
+
+def test_credit_rises_by_at_most_one_for_each_completion() -> None:
+    async def work() -> None:
+        entrance = Entrance(0.1, [24.0 + 0.1 * i for i in range(4)])  # the first trips wait for connections
+        origin = origin_of(entrance, ceiling=500, path_s=lambda: 24.0)
+        running = asyncio.create_task(origin.run())
+        most = {}
+        while origin.statistics.completed < 60:
+            await asyncio.sleep(0.01)
+            most[origin.statistics.completed] = entrance.most
+        await origin.leave(1000.0)
+        await running
+        assert all(seen <= 4 + completed for completed, seen in most.items()), most
+        assert entrance.most > 16, "and as fast as that"
+
+    run(work())
 
 
 def test_a_synchronous_origin_opens_the_next_step_when_the_last_microbatch_of_this_one_is_back() -> None:
