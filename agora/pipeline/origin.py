@@ -138,7 +138,7 @@ class Origin:
         self._step = -1
         self._stuck_since: float | None = None
         self._pace = Pace()
-        self._most = 0  # credit rises by at most one for each completion: doubled in a trip, as by TCP's slow start
+        self._most = PER_STAGE * config.stage_count  # rises with completions: doubled in a trip, as TCP starts
         self._trip_s = 0.0
         self.statistics = OriginStatistics()
         self.credit = Credit(1, "not measured yet")
@@ -255,8 +255,8 @@ class Origin:
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
             return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
-        most = max(self._most, PER_STAGE * config.stage_count)
-        return in_flight(self._path_s(), self._pace.period_s, config.stage_count, min(most, config.ceiling))
+        most = min(self._most, config.ceiling)
+        return in_flight(self._path_s(), self._pace.period_s, config.stage_count, most)
 
     def _draw(self) -> _Parcel:
         tokens = self._batches.draw(self._drawn)
@@ -287,7 +287,7 @@ class Origin:
             loss = message.loss_sum / message.tokens
             statistics.loss = loss if statistics.loss is None else statistics.loss + 0.05 * (loss - statistics.loss)
         self._pace = self._pace.completed(_now())
-        self._most = self.credit.limit + 1
+        self._most = min(self._most + 1, 2 * self.credit.limit)
 
     async def _deliver(self, parcel: _Parcel) -> Answer:
         """The answer to a microbatch: attempts follow each other until one succeeds."""
