@@ -5,6 +5,8 @@ The synchronous schedule must equal it step by step; the asynchronous one must e
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +49,23 @@ def sampler_of(manifest: Manifest, cache: Path) -> Sampler:
 
 
 def batches_of(manifest: Manifest, sampler: Sampler, origin: str, steps: int) -> Batches:
-    """What that origin drew for its first `steps` steps: a pure function, so nobody has to tell."""
-    b, per = manifest.schedule.microbatch, manifest.optimizer.target_tokens // manifest.tokens_per_microbatch
+    """What an only origin drew for its first `steps` steps: a pure function, so nobody has to tell."""
+    return drawn_by(manifest, sampler, origin, [microbatches_of_a_step(manifest)] * steps)
+
+
+def drawn_by(manifest: Manifest, sampler: Sampler, origin: str, shares: Sequence[int]) -> Batches:
+    """What that origin drew when it opened so many microbatches for each step."""
+    b, numbers = manifest.schedule.microbatch, itertools.count()
 
     def microbatch(number: int) -> np.ndarray:
         return sampler.batch([sample_id(PeerId(origin), number * b + row) for row in range(b)])
 
-    return [[microbatch(step * per + i) for i in range(per)] for step in range(steps)]
+    return [[microbatch(next(numbers)) for _ in range(share)] for share in shares]
+
+
+def microbatches_of_a_step(manifest: Manifest) -> int:
+    """Of all origins together."""
+    return manifest.optimizer.target_tokens // manifest.tokens_per_microbatch
 
 
 def steps_of(daemon: Daemon, stage: int) -> list[dict[str, Any]]:
