@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from agora.bench import averaging, averaging_slowdown
-from agora.bench.averaging_groups import Group, Held, HivemindGroup, OurGroup, Round, offsets
+from agora.bench.averaging_groups import Group, Held, HivemindGroup, Incomplete, OurGroup, Round, offsets
 from agora.bench.averaging_values import SPREAD, Holding
 from agora.bench.children import BenchFailed, Nursery
 from agora.bench.pipeline import Readings
@@ -130,11 +131,19 @@ def test_our_members_average(nursery: Nursery, wire: str | None, error: float) -
     assert 0.99 * bytes_each < done.megabytes < 1.5 * bytes_each + 0.2
 
 
+def round_of(group: HivemindGroup, tries: int = 3) -> Round:
+    """A round that came to an end: hivemind's matchmaking now and then leaves a member without a group."""
+    for _ in range(tries - 1):
+        with contextlib.suppress(Incomplete):
+            return group.round()
+    return group.round()
+
+
 @pytest.mark.process
 def test_hivemind_averages(nursery: Nursery) -> None:
     group = HivemindGroup(2, nursery, None, SMALL)
     group.start()
-    done = group.round()
+    done = round_of(group)
     assert [held.averaged for held in done.held] == [1.0, 1.0] and done.error < 1e-5
 
 
