@@ -71,8 +71,13 @@ class Replica:
 class Agreement(Protocol):
     """How replicas agree; asked after every step of all."""
 
-    bytes_each: float
-    rounds: int
+    @property
+    def bytes_each(self) -> float:
+        """What each replica has put in so far."""
+
+    @property
+    def rounds(self) -> int:
+        """How often they have agreed."""
 
     def after(self, step: int) -> None:
         """All replicas have taken (or in synchronous runs seen) `step` steps."""
@@ -95,6 +100,11 @@ class Synchronous:
         self._replicas = replicas
         for replica in replicas:
             replica.trainer.hold_steps = lambda stage: True
+
+    def end(self) -> None:
+        """From now on every replica takes its own steps."""
+        for replica in self._replicas:
+            replica.trainer.hold_steps = lambda stage: False
 
     def after(self, step: int) -> None:
         """See Agreement."""
@@ -169,6 +179,32 @@ class Averaging:
         self._flight = None
 
 
+class ExactAtFirst:
+    """Synchronous for some steps, another way from there on."""
+
+    def __init__(self, steps: int, first: Synchronous, later: Agreement) -> None:
+        self._steps, self._first, self._later = steps, first, later
+
+    @property
+    def bytes_each(self) -> float:
+        """See Agreement."""
+        return self._first.bytes_each + self._later.bytes_each
+
+    @property
+    def rounds(self) -> int:
+        """See Agreement."""
+        return self._first.rounds + self._later.rounds
+
+    def after(self, step: int) -> None:
+        """See Agreement."""
+        if step > self._steps:
+            self._later.after(step)
+            return
+        self._first.after(step)
+        if step == self._steps:
+            self._first.end()
+
+
 def train(manifest: Manifest, sampler: Sampler, setting: Setting, steps: int, heldout: int) -> dict[str, float]:
     """Trains REPLICAS replicas for `steps`; losses over `heldout` batches, how far apart they are, what it cost."""
     replicas = [Replica(manifest, sampler, f"replica {number}") for number in range(REPLICAS)]
@@ -197,9 +233,10 @@ def judge(replicas: Sequence[Replica], heldout: Sequence[Tensor]) -> dict[str, f
 
 def agree(setting: Setting, replicas: Sequence[Replica], seed: int) -> Agreement:
     """The way that a setting names."""
-    if setting.scheme == "none":
-        return NoAgreement()
-    return Synchronous(replicas) if setting.scheme == "synchronous" else Averaging(setting, replicas, seed)
+    if setting.scheme == "synchronous":
+        return Synchronous(replicas)
+    later: Agreement = NoAgreement() if setting.scheme == "none" else Averaging(setting, replicas, seed)
+    return ExactAtFirst(setting.exact, Synchronous(replicas), later) if setting.exact else later
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:

@@ -17,7 +17,10 @@ DEFAULTS: Final = AveragingSection()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`fraction` of the weights every `every` steps, taken in `delay` steps after the snapshot; or another scheme."""
+    """`fraction` of the weights every `every` steps, taken in `delay` steps after the snapshot; or another scheme.
+
+    The first `exact` steps are synchronous whatever the scheme is, as in post-local SGD (Lin et al., 2020).
+    """
 
     scheme: Literal["none", "synchronous", "averaging"] = "averaging"
     fraction: float = DEFAULTS.fraction
@@ -25,15 +28,15 @@ class Setting:
     delay: int = 1
     rule: Literal["delta", "ema"] = DEFAULTS.rule
     wire: Literal["int8", "bf16", "float32"] = DEFAULTS.wire
+    exact: int = 0
 
     @property
     def name(self) -> str:
         """As the table shows it: what differs from the defaults is named after the fraction and the interval."""
-        if self.scheme != "averaging":
-            return self.scheme
-        told = f"{100 * self.fraction:g} % every {self.every}"
+        told = self.scheme if self.scheme != "averaging" else f"{100 * self.fraction:g} % every {self.every}"
         more = [f"delay {self.delay}"] if self.delay != 1 else []
         more += [value for value, usual in ((self.rule, DEFAULTS.rule), (self.wire, DEFAULTS.wire)) if value != usual]
+        more += [f"synchronous for {self.exact} steps at first"] if self.exact else []
         return ", ".join([told, *more])
 
 
@@ -44,6 +47,9 @@ SCALED: Final = Setting(every=5)
 NEEDED: Final = (SYNCHRONOUS, NONE, DEFAULT, SCALED)
 """What the ratios are made of."""
 MORE: Final = (
+    Setting(exact=400),
+    Setting(every=5, exact=400),
+    Setting("none", exact=400),
     Setting(fraction=1.0, every=1, delay=0, wire="float32"),
     Setting(every=1),
     Setting(every=10),

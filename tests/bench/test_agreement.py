@@ -76,6 +76,19 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
     assert together.bytes_each == 5 * 4 * len(alone.flat)
 
 
+def test_exact_at_first_is_synchronous_so_long_and_the_other_way_from_there(
+    manifest: Manifest, sampler: Sampler
+) -> None:
+    synchronous, within = (
+        train(manifest, sampler, setting, 4, 2) for setting in (SYNCHRONOUS, Setting("none", exact=4))
+    )
+    assert within == synchronous and within["apart"] == 0
+    after = train(manifest, sampler, Setting("none", exact=4), 6, 2)
+    assert after["apart"] > 0 and after["rounds"] == 4
+    averaged = train(manifest, sampler, Setting(fraction=1.0, every=1, delay=0, wire="float32", exact=4), 6, 2)
+    assert averaged["apart"] == pytest.approx(0, abs=1e-6) and averaged["rounds"] == 6
+
+
 @pytest.mark.parametrize("wire", ["int8", "bf16", "float32"])
 def test_a_round_puts_in_the_bytes_of_its_slice(manifest: Manifest, sampler: Sampler, wire: str) -> None:
     setting = Setting(fraction=0.25, every=2, delay=1, wire=wire)  # type: ignore[arg-type]
