@@ -81,19 +81,20 @@ def take_turns(groups: Sequence[Group], turns: int) -> dict[str, list[Round]]:
     found: dict[str, list[Round]] = {group.name: [] for group in groups}
     for turn in range(turns):
         for group in groups if turn % 2 == 0 else reversed(groups):
-            done = _whole_round(group)
+            done = whole_round(group)
             found[group.name].append(done)
             tell(f"turn {turn + 1} of {turns}: {group.name} {done.seconds:.2f} s, {done.megabytes:.1f} MB each")
     return found
 
 
-def _whole_round(group: Group) -> Round:
+def whole_round(group: Group) -> Round:
     """The next round that leaves everybody with the mean, and how many before it did not."""
     for incomplete in range(TRIES):
         try:
             return replace(group.round(), incomplete=incomplete)
         except Incomplete as error:
-            tell(str(error))
+            tell(f"{error}; its members are started again")
+            group.start_again()
     raise BenchFailed(f"{group.name}: {TRIES} rounds in a row were not whole; run again in calm")
 
 

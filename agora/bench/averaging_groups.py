@@ -5,6 +5,7 @@ Knows: child processes and the orders they take, the loopback's counter. Must no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import statistics
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from agora.bench.children import BenchFailed, Child, Nursery
+from agora.bench.children import BenchFailed, Child, Nursery, end_children
 from agora.bench.machine import Watch, loopback_bytes
 from agora.bench.window import START_S
 
@@ -85,7 +86,7 @@ class Group(ABC):
         self.size, self.wire, self.numel = size, wire, numel
         self._nursery = nursery
         self._members: list[Child] = []
-        self._rounds = 0
+        self._rounds = self._started = 0
 
     @property
     def name(self) -> str:
@@ -104,7 +105,7 @@ class Group(ABC):
         sent = loopback_bytes() - begun
         others, cpu_s = watch.elsewhere(), watch.ours()
         if any(not answer["returned"] or answer["averaged"] < WHOLE for answer in answers):
-            raise Incomplete(f"{self.name}: a member does not hold the mean after a round; run again in calm")
+            raise Incomplete(f"{self.name}: a member does not hold the mean after a round")
         return Round(_seconds(answers), sent / 1e6 / self.size, cpu_s, others, [_held(answer) for answer in answers])
 
     def round_with_a_death(self, megabytes: float) -> list[Held]:
@@ -123,6 +124,13 @@ class Group(ABC):
         os.killpg(victim.pid, signal.SIGKILL)
         return [_held(survivor.hear(ROUND_S)) for survivor in survivors]
 
+    def start_again(self) -> None:
+        """Ends all members and starts others: who came out of step in a round that failed may stay so."""
+        end_children(self._members)
+        self._members.clear()
+        with contextlib.suppress(Incomplete):  # of the round that nobody counts
+            self.start()
+
     def _begin_round(self) -> None:
         self._rounds += 1
         for member in self._members:
@@ -130,7 +138,8 @@ class Group(ABC):
 
     def _start_member(self, index: int, **more: object) -> Child:
         given = offsets(self.size)
-        name = f"{self.name.replace(' ', '-')}-{index}-{len(self._members)}"
+        self._started += 1
+        name = f"{self.name.replace(' ', '-')}-{index}-{self._started}"
         told = {
             "name": name,
             "folder": str(self._nursery.folder),

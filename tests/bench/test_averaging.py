@@ -139,6 +139,27 @@ def round_of(group: HivemindGroup, tries: int = 3) -> Round:
     return group.round()
 
 
+class OutOfStep(HivemindGroup):
+    """A group that does no whole round before it is started again."""
+
+    starts = 0
+
+    def start(self) -> None:
+        self.starts += 1
+        raise Incomplete("the round that nobody counts")
+
+    def round(self) -> Round:
+        if self.starts < 2:
+            raise Incomplete("a member is out of step")
+        return a_round(1.0)
+
+
+def test_members_that_are_out_of_step_are_started_again_and_their_rounds_told(nursery: Nursery) -> None:
+    group = OutOfStep(2, nursery)
+    done = averaging.whole_round(group)
+    assert done.incomplete == 2 and group.starts == 2
+
+
 @pytest.mark.process
 def test_hivemind_averages(nursery: Nursery) -> None:
     group = HivemindGroup(2, nursery, None, SMALL)
