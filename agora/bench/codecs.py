@@ -70,7 +70,7 @@ def _report(size: Size, folder: Path) -> Report:
     rows = [_row(leg, samples, size) for leg in LEGS]
     rows += [_naive_row(4, stochastic, samples) for stochastic in (False, True)]
     if size.losses:
-        _add_losses(rows, manifest, size.steps, folder)
+        add_losses(rows, manifest, size.steps, folder)
     speed = next(row["encode_GB/s"] for row in rows if row["codec"] == "int8")
     ratios = {"int8_encode": Ratio(float(speed or 0), ">= 1", "GB/s of float32 input, int8 forward, one core")}
     return Report("codecs", "Codecs: what a boundary costs, and what it loses", describe(), rows, ratios, _notes(size))
@@ -136,12 +136,12 @@ def naive(tensor: Tensor, bits: int, generator: torch.Generator | None) -> Tenso
     return (levels * scales).view(tensor.shape)
 
 
-def _add_losses(rows: list[dict[str, Cell]], manifest: Manifest, steps: int, folder: Path) -> None:
+def add_losses(rows: list[dict[str, Cell]], manifest: Manifest, steps: int, folder: Path) -> None:
     """A column for the loss; a codec that has no row gets one."""
     found: dict[str, Crossing] = {name: crossing(codec_by_name(name, manifest.seed)) for name in LOSS_CODECS}
     found |= {f"naive {name}, nearest": _naive_crossing(name) for name in NAIVE}
-    for name, crossing in found.items():
-        stages = Stages(manifest, folder, crossing)
+    for name, cross in found.items():
+        stages = Stages(manifest, folder, cross)
         for step in range(steps):
             stages.learn(step)
         row = next((row for row in rows if row["codec"] == name), None)

@@ -28,12 +28,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What both axes show, and whether they are logarithmic; `level` is a horizontal line, such as a target."""
+    """What both axes show, and whether the first is logarithmic; `level` is a horizontal line, such as a target."""
 
     x: str
     y: str
     x_log: bool = False
-    y_log: bool = False
     level: float | None = None
 
 
@@ -67,8 +66,6 @@ def _draw_axes(plot: Any, axes: Axes) -> None:
     plot.set_ylabel(axes.y)
     if axes.x_log:
         plot.set_xscale("log")
-    if axes.y_log:
-        plot.set_yscale("log")
     if axes.level is not None:
         plot.axhline(axes.level, color="black", linewidth=0.8, linestyle=":")
     plot.legend(fontsize=7)

@@ -104,10 +104,6 @@ class SteadySwarm(SwarmContender):
             others_cores=others,
         )
 
-    def rest(self) -> None:
-        """No further microbatches; those in flight come home."""
-        self._rest()
-
     def _pass_time(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         self._wait_until("go on", lambda: time.monotonic() >= end, seconds + STALL_S)

@@ -9,6 +9,7 @@ import torch
 from agora_protocol.manifest import Manifest, preset
 from torch import Tensor
 
+from agora.bench import codecs
 from agora.bench.codec_samples import Stages, boundary_samples
 from agora.bench.codecs import _error_of_mean, _relative, crossing, naive
 from agora.codec import codec_by_name
@@ -46,6 +47,18 @@ def test_boundaries_cross_by_the_codec(manifest: Manifest, tmp_path: Path) -> No
         losses[name] = stages.loss()
     assert losses["float32"] != losses["int8"] == pytest.approx(losses["float32"], rel=0.02)
     assert losses["int2"] != losses["int8"]
+
+
+def test_losses_come_to_their_codecs_rows_and_others_get_rows(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codecs, "LOSS_CODECS", ("float32", "int8"))
+    rows: list[dict[str, codecs.Cell]] = [{"codec": "int8", "bytes_per_value": 1.03}]
+    codecs.add_losses(rows, manifest, 4, tmp_path)
+    assert [row["codec"] for row in rows] == ["int8", "float32", "naive int8/int4, nearest", "naive int4, nearest"]
+    losses = [row["loss"] for row in rows]
+    assert all(isinstance(loss, float) and 0 < loss < 10 for loss in losses) and len(set(losses)) == 4
+    assert rows[0]["bytes_per_value"] == 1.03
 
 
 def test_a_mean_of_draws_forgets_noise_but_no_bias() -> None:
