@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from agora.bench.children import Child, Nursery
+from agora.bench.children import BenchFailed, Child, Nursery
 from agora.bench.machine import usable_cores
 from agora.bench.task import manifest_for, spec
 from agora.bench.window import PATIENCE_S, START_S, Window, stage_threads
 
 STAGES = 4
 WARM_S = 3.0
+MOE_ATTEMPTS = 3
 
 
 class Contender(Protocol):
@@ -131,9 +132,12 @@ class HivemindMoe:
     def start(self) -> None:
         """See Contender."""
         manifest = manifest_for(STAGES)
-        peers = self._start_stage(0, []).hear(START_S)["addresses"]
-        for child in [self._start_stage(k, peers) for k in range(1, STAGES)]:
-            child.hear(START_S)
+        peers: list[str] = []
+        for stage in range(STAGES):
+            told = spec(manifest, self._folder, stage_threads(STAGES), stage=stage, peers=peers)
+            child, addresses = start_moe_stage(self._nursery, told, stage_threads(STAGES))
+            self._children.append(child)
+            peers = peers or addresses
         told = spec(manifest, self._folder, 1, peers=peers)
         self._trainer = self._nursery.start("moe-trainer", "moe-trainer", told)
         self._children.append(self._trainer)
@@ -150,11 +154,16 @@ class HivemindMoe:
         answer = self._trainer.ask({"seconds": seconds}, PATIENCE_S + seconds)
         return Window(answer["tokens"], answer["seconds"], answer["trained"])
 
-    def _start_stage(self, stage: int, peers: list[str]) -> Child:
-        threads = stage_threads(STAGES)
-        told = spec(manifest_for(STAGES), self._folder, threads, stage=stage, peers=peers)
-        self._children.append(self._nursery.start(f"moe-{stage}", "moe-stage", told, threads))
-        return self._children[-1]
+
+def start_moe_stage(nursery: Nursery, told: Mapping[str, Any], threads: int) -> tuple[Child, list[str]]:
+    """A "moe-stage" child that serves, and its addresses. Raises BenchFailed when MOE_ATTEMPTS did not start."""
+    for _ in range(MOE_ATTEMPTS):
+        child = nursery.start(f"moe-{told['stage']}", "moe-stage", told, threads)
+        answer = child.hear(START_S)
+        if answer["ready"]:
+            return child, list(answer["addresses"])
+        child.close()
+    raise BenchFailed(f"hivemind's server of stage {told['stage']} did not start, {MOE_ATTEMPTS} times")
 
 
 class Lockstep:

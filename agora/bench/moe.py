@@ -32,6 +32,7 @@ from agora.bench.workload import Work, loss_sum
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 FIND_S = 60.0
+SERVE_S = 30.0  # a server starts within 3 s, or never
 HANDLERS = 2
 
 
@@ -67,7 +68,11 @@ class LossStage(nn.Module):
 
 
 def serve_stage(spec: dict[str, Any], channel: Channel) -> None:
-    """One server process: says its addresses, then serves until the parent closes the pipe."""
+    """One server process: says its addresses, then serves until the parent closes the pipe.
+
+    Says that it is not ready when hivemind's server does not start: it forks its handlers from a process with threads,
+    and now and then a fork inherits a held lock. Who started this process then starts another (`start_moe_stage`).
+    """
     work, stage = Work(spec), int(spec["stage"])
     last = work.manifest.stage_count - 1
     tokens = BatchTensorDescriptor(work.context, dtype=torch.int64)
@@ -84,7 +89,11 @@ def serve_stage(spec: dict[str, Any], channel: Channel) -> None:
     )
     dht = DHT(initial_peers=spec["peers"], start=True, host_maddrs=LOOPBACK)
     server = Server(dht, {backend.name: backend}, num_connection_handlers=HANDLERS, device=torch.device("cpu"))
-    server.run_in_background(await_ready=True, timeout=FIND_S)
+    try:
+        server.run_in_background(await_ready=True, timeout=SERVE_S)
+    except TimeoutError:
+        channel.say({"ready": False})
+        return
     channel.say({"ready": True, "addresses": [str(address) for address in dht.get_visible_maddrs()]})
     for _ in channel.orders():
         channel.say({})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agora.bench.children import Child, Nursery
+from agora.bench.contenders import start_moe_stage
 from agora.bench.task import manifest_for, prepare_corpus, spec
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -74,8 +75,7 @@ def test_hivemind_moe_computes_what_the_plain_loop_does(
     with Nursery(tmp_path) as nursery:
         peers: list[str] = []
         for k in range(2):
-            child = nursery.start(f"moe-{k}", "moe-stage", spec(manifest, tmp_path, 1, stage=k, peers=peers))
-            peers = child.hear(PATIENCE_S)["addresses"]
+            _, peers = start_moe_stage(nursery, spec(manifest, tmp_path, 1, stage=k, peers=peers), 1)
         trainer = nursery.start("trainer", "moe-trainer", spec(manifest, tmp_path, 1, peers=peers))
         trainer.hear(PATIENCE_S)
         losses = trainer.ask({"steps": STEPS}, PATIENCE_S)["losses"]

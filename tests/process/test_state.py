@@ -85,12 +85,15 @@ def test_a_synchronous_run_whose_stages_kept_different_steps_goes_on(tmp_path: P
 
 
 def test_a_newcomer_gets_the_state_of_its_stage_and_goes_on_when_a_source_dies(tmp_path: Path) -> None:
-    """Some 28 MB of weights and moments in seven chunks; one of two sources is killed when a chunk is asked of it."""
+    """Some 28 MB of weights and moments in seven chunks; one of two sources is killed when a chunk is asked of it.
+
+    The other takes a second over each answer, or it could have given everything before the victim was asked.
+    """
     wide = {"width": 512, "heads": 8, "key_value_heads": 2, "feed_forward": 1024, "subspace": 512}
     with swarm(tmp_path, tiny(2, model=wide, checkpoint={"every": 1000})) as made:
         made.start("origin", "0")
         victim = made.start("victim", "1", faults="state.giving:kill:2")
-        sibling = made.start("sibling", "1")
+        sibling = made.start("sibling", "1", faults="state.giving:sleep=1:1+")
         made.serving()
         made.until(lambda: min(last_step(victim), last_step(sibling)) >= 3, "steps of both replicas")
         late = made.start("late", "1")
