@@ -31,7 +31,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AveragingTerms:
-    """What the members of a run agree on, and who this one is. `round_s`: seconds until a round ends."""
+    """What the members of a run agree on, and who this one is. `round_s`: seconds until a round ends.
+
+    `wire`: how weights travel, `gradients`: the same of gradients.
+    """
 
     me: PeerId
     run: RunId
@@ -39,10 +42,11 @@ class AveragingTerms:
     wire: Name
     round_s: float
     max_weight: float
+    gradients: Name = "float32"
 
     def codec(self, what: str) -> PartCodec:
-        """Weights travel as the manifest says, gradients exactly."""
-        return PartCodec(self.wire if what == "weights" else "float32")
+        """How the elements of a part travel."""
+        return PartCodec(self.wire if what == "weights" else self.gradients)
 
     def dither(self, part: Part) -> Dither:
         """What all members add to this part's elements before rounding."""

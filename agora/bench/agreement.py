@@ -8,7 +8,7 @@ ratios within a seed. Nothing is timed, so the machine need not be calm.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from agora.bench.agreement_settings import (
     Effort,
     Setting,
 )
-from agora.bench.children import Child, Nursery
+from agora.bench.children import Nursery, deal
 from agora.bench.machine import describe, usable_cores
 from agora.bench.report import Cell, Ratio, Report, paired_ratio
 from agora.bench.task import prepare_corpus, spec
@@ -63,24 +63,18 @@ def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
     manifest = effort.manifest()
     prepare_corpus(folder, manifest)
     told = spec(manifest, folder, 1, steps=effort.steps, heldout=effort.heldout_batches)
-    found: dict[Setting, list[Found]] = {}
+    answers: dict[tuple[Setting, int], Found] = {}
+    orders = [(job, {"setting": asdict(job[0]), "seed": job[1]}) for job in effort.jobs]
     with Nursery(folder) as nursery:
         count = min(usable_cores(), len(effort.jobs))
         children = [nursery.start(f"replicas-{number}", "agreement", told) for number in range(count)]
-        for setting, seed, answer in share(effort.jobs, children):
-            found.setdefault(setting, []).append(answer)
+        for (setting, seed), answer in deal(children, orders, PATIENCE_S):
+            answers[setting, seed] = answer
             tell(f"{setting.name}, seed {seed}: loss {answer['loss_of_replica']:.4f}, {answer['bytes']:.3g} bytes")
+    found: dict[Setting, list[Found]] = {}
+    for setting, seed in effort.jobs:
+        found.setdefault(setting, []).append(answers[setting, seed])
     return found
-
-
-def share(jobs: Sequence[tuple[Setting, int]], children: Sequence[Child]) -> Iterator[tuple[Setting, int, Found]]:
-    """Each job with its answer, in order. All jobs take about as long, so children begin and end them together."""
-    for start in range(0, len(jobs), len(children)):
-        some = jobs[start : start + len(children)]
-        for child, (setting, seed) in zip(children, some, strict=False):
-            child.tell({"setting": asdict(setting), "seed": seed})
-        for child, (setting, seed) in zip(children, some, strict=False):
-            yield setting, seed, child.hear(PATIENCE_S)
 
 
 def losses(found: Sequence[Found]) -> list[float]:

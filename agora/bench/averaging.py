@@ -44,7 +44,7 @@ class Effort:
     window_s: float
 
 
-QUICK = Effort(turns=5, deaths=1, windows=2, window_s=12.0)
+QUICK = Effort(turns=3, deaths=1, windows=2, window_s=8.0)
 FULL = Effort(turns=15, deaths=3, windows=7, window_s=32.0)
 
 

@@ -17,12 +17,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 STOP_S = 3.0
 TAIL_LINES = 12
+Name = TypeVar("Name")
 
 
 class BenchFailed(Exception):
@@ -101,6 +102,38 @@ class Child:
 
     def _failed(self, what: str) -> BenchFailed:
         return BenchFailed(f"{self.name} {what}; the end of its log:\n{tail(self.log)}")
+
+
+def deal(
+    children: Sequence[Child], orders: Iterable[tuple[Name, Mapping[str, object]]], timeout_s: float
+) -> Iterator[tuple[Name, dict[str, Any]]]:
+    """Gives each child an order, and the next one when it has answered; (the order's name, its answer) as they come.
+
+    `orders` is read no further than there are free children. Raises BenchFailed like `Child.hear`.
+    """
+    waiting, free = iter(orders), list(children)
+    busy: dict[Child, Name] = {}
+    while True:
+        while free and (order := next(waiting, None)) is not None:
+            child = free.pop(0)
+            child.tell(order[1])
+            busy[child] = order[0]
+        if not busy:
+            return
+        child = _first_to_answer(list(busy), timeout_s)
+        yield busy.pop(child), child.hear(timeout_s)
+        free.append(child)
+
+
+def _first_to_answer(children: Sequence[Child], timeout_s: float) -> Child:
+    """One that has said something by now; when none does in time, the first, from which `hear` is then in vain."""
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            assert child.process.stdout is not None
+            selector.register(child.process.stdout, selectors.EVENT_READ, child)
+        ready = selector.select(timeout_s)
+    found: Child = ready[0][0].data if ready else children[0]
+    return found
 
 
 def end_children(children: Sequence[Child]) -> None:

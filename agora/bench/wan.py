@@ -7,14 +7,15 @@ children import it), how a target is chosen, what a swarm is made of.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from agora.bench.children import Child, Nursery
+from agora.bench.children import Nursery, deal
 from agora.bench.machine import describe, usable_cores
 from agora.bench.report import Report
 from agora.bench.task import corpus_cache, prepare_corpus
-from agora.bench.wan_curves import Curve
+from agora.bench.wan_curves import Curve, Length, final
 from agora.bench.wan_results import (
     SAME_SPEED,
     Results,
@@ -30,13 +31,13 @@ from agora.bench.wan_settings import (
     DENSE,
     DENSE_SHARE,
     FULL,
+    PUBLISHED,
     QUICK,
     RTT_MS,
     SWARM_MICROBATCHES,
     Effort,
     Job,
     Setting,
-    share_out,
 )
 from agora.bench.wan_swarm import Steady, measure
 from agora.bench.window import tell
@@ -106,36 +107,33 @@ def link_for(width: int, tokens_per_s: float, rtt_ms: int = RTT_MS) -> str:
 
 def train_all(effort: Effort, folder: Path) -> dict[int, dict[Setting, list[Curve]]]:
     """By width and setting, the curves of its seeds in order; the children train side by side, a thread each."""
+    told = {"cache": str(corpus_cache(folder)), "threads": 1, "heldout": effort.heldout_batches}
     curves: dict[Job, Curve] = {}
-    told = {"cache": str(corpus_cache(folder)), "threads": 1, "every": effort.every, "heldout": effort.heldout_batches}
     with Nursery(folder) as nursery:
-        shares = share_out(effort.jobs, usable_cores())
-        children = [nursery.start(f"loss-{number}", "wan-loss", told) for number in range(len(shares))]
-        for child, share in zip(children, shares, strict=True):
-            for job in share:
-                child.tell(order(job, effort, folder))
-        for job, curve in answers(children, shares):
-            curves[job] = curve
-            last = f"{curve[-1][1]:.4f} after {curve[-1][0]} steps" if curve else "no finite loss"
-            tell(f"{job.setting.name}, width {job.width}, seed {job.seed}: {last}")
+        count = min(usable_cores(), len(effort.jobs))
+        children = [nursery.start(f"loss-{number}", "wan-loss", told) for number in range(count)]
+        for those in ([job for job in effort.jobs if (job.setting == PUBLISHED) == first] for first in (True, False)):
+            orders = [(job, order(job, effort, curves, folder)) for job in longest_first(those)]
+            for job, answer in deal(children, orders, PATIENCE_S):
+                curves[job] = curve = [(int(step), float(loss)) for step, loss in answer["curve"]]
+                last = f"{curve[-1][1]:.4f} after {curve[-1][0]} steps" if curve else "no finite loss"
+                tell(f"{job.setting.name}, width {job.width}, seed {job.seed}: {last}")
     found: dict[int, dict[Setting, list[Curve]]] = {}
     for job in effort.jobs:
         found.setdefault(job.width, {}).setdefault(job.setting, []).append(curves[job])
     return found
 
 
-def answers(children: Sequence[Child], shares: Sequence[Sequence[Job]]) -> Iterator[tuple[Job, Curve]]:
-    """What the children answer, a job of each in turn."""
-    for number in range(max(map(len, shares))):
-        for child, share in zip(children, shares, strict=True):
-            if number < len(share):
-                answer = child.hear(PATIENCE_S)
-                yield share[number], [(int(step), float(loss)) for step, loss in answer["curve"]]
+def longest_first(jobs: Sequence[Job]) -> list[Job]:
+    """So that the children end about together."""
+    return sorted(jobs, key=lambda job: -job.width)
 
 
-def order(job: Job, effort: Effort, folder: Path) -> dict[str, object]:
-    """What a child is told; the manifest lies in a file, so that all orders fit into a pipe."""
+def order(job: Job, effort: Effort, known: Mapping[Job, Curve], folder: Path) -> dict[str, object]:
+    """What a child is told; the manifest lies in a file. All but the published recipe may end at its last loss."""
     manifest = effort.manifest(job.setting, job.width, job.seed)
     file = folder / f"loss-{job.width}-{effort.settings.index(job.setting)}-{job.seed}.toml"
     file.write_text(manifest.to_toml(), encoding="utf-8")
-    return {"manifest": str(file), "steps": job.steps}
+    target = known.get(replace(job, setting=PUBLISHED))
+    length = Length(effort.most_steps, effort.every, effort.steps, final(target) if target else None)
+    return {"manifest": str(file), "length": asdict(length)}

@@ -1,4 +1,4 @@
-"""Held-out losses over steps: how many steps a run needs to a target.
+"""Held-out losses over steps: how many steps a run needs to a target, and when it may end.
 
 Knows: numbers. Must not know: what was trained, links, time.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 Curve = Sequence[tuple[int, float]]
@@ -49,3 +50,17 @@ def steps_to(curve: Curve, target: float) -> float | None:
             return before[0] + share * (step - before[0])
         before = step, loss
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """At most so many steps, of which `every`-th are evaluated; from step `least` on, fewer if the loss is `enough`."""
+
+    most: int
+    every: int
+    least: int = 0
+    enough: float | None = None
+
+    def ends(self, curve: Curve) -> bool:
+        """Whether this is all that was to be known."""
+        return self.enough is not None and curve[-1][0] >= self.least and final(curve) <= self.enough

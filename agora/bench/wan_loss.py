@@ -14,31 +14,33 @@ from agora_protocol.manifest import Manifest
 
 from agora.bench.codec_samples import Stages
 from agora.bench.codecs import crossing
+from agora.bench.wan_curves import Length
 from agora.bench.worker import Channel
 from agora.codec import codec_by_name
 from agora.train.held import NonFinite
 from agora.train.memory import keep_freed_memory
 
 
-def train(manifest: Manifest, cache: Path, steps: int, every: int, heldout: int) -> list[tuple[int, float]]:
-    """(step, loss over `heldout` held-out batches) after each `every` steps; ends early where numbers overflow."""
+def train(manifest: Manifest, cache: Path, length: Length, heldout: int) -> list[tuple[int, float]]:
+    """(step, loss over `heldout` held-out batches) at each evaluation; ends early where numbers overflow."""
     stages = Stages(manifest, cache, crossing(codec_by_name(manifest.boundary.codec, manifest.seed)))
     curve: list[tuple[int, float]] = []
     try:
-        for step in range(steps):
+        for step in range(length.most):
             stages.learn(step)
-            if (step + 1) % every == 0:
+            if (step + 1) % length.every == 0:
                 curve.append((step + 1, stages.loss(heldout)))
+                if length.ends(curve):
+                    break
     except NonFinite:
         pass
     return curve
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:
-    """{"manifest": its file, "steps": n} trains and answers {"curve": [[step, loss], ...]}."""
+    """{"manifest": its file, "length": {...}} trains and answers {"curve": [[step, loss], ...]}."""
     torch.set_num_threads(int(spec["threads"]))
     keep_freed_memory()
     for order in channel.orders():
         manifest = Manifest.from_toml(Path(order["manifest"]).read_text(encoding="utf-8"), order["manifest"])
-        curve = train(manifest, Path(spec["cache"]), int(order["steps"]), int(spec["every"]), int(spec["heldout"]))
-        channel.say({"curve": curve})
+        channel.say({"curve": train(manifest, Path(spec["cache"]), Length(**order["length"]), int(spec["heldout"]))})

@@ -247,7 +247,7 @@ def _rules(effort: Effort) -> list[str]:
     return [
         "T = steps to the target x seconds of a step, as the public record of Protocol NanoGPT defines it. The target, "
         f"for each seed, is the loss of the published recipe ({PUBLISHED.name}) at the end of its "
-        f"{effort.steps_published:,} steps; all others have {effort.steps:,}. Loss is on held-out text, the mean of up "
+        f"{effort.most_steps:,} steps, which all others may have as well. Loss is on held-out text, the mean of up "
         "to five evaluations in a row; between two a straight line. A ratio is the median over seeds of the ratios "
         "within a seed, and the worse of the widths; steps, low and high are the median, the least and the most of the "
         "seeds; - was not reached, or not measured. equal_loss: after the steps that all have.",

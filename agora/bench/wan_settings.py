@@ -5,7 +5,6 @@ Knows: names and numbers, the manifest. Must not know: torch, processes, clocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -78,7 +77,6 @@ class Job:
     setting: Setting
     width: int
     seed: int
-    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +84,9 @@ class Effort:
     """How much is trained and measured.
 
     `deciding` settings are trained with every one of `seeds`, `more` with the first, at the first width alone. The
-    published recipe gets `steps_published`. `cells` are what the table of utilisation has, at the first width: a rate
-    relative to the link's, and milliseconds of a round trip.
+    published recipe gets `most_steps`, and its loss at the end is the target; a run of another ends when it is there,
+    but not before `steps`, which all have in common. `cells` are what the table of utilisation has, at the first
+    width: a rate relative to the link's, and milliseconds of a round trip.
     """
 
     widths: tuple[int, ...]
@@ -96,7 +95,7 @@ class Effort:
     seeds: tuple[int, ...]
     stages: int
     steps: int
-    steps_published: int
+    most_steps: int
     every: int
     heldout_batches: int
     window_s: float
@@ -122,7 +121,7 @@ class Effort:
     def jobs(self) -> list[Job]:
         """Every loss run: of each setting at each width, its seeds in order."""
         return [
-            Job(setting, width, seed, self.steps_published if setting == PUBLISHED else self.steps)
+            Job(setting, width, seed)
             for width in self.widths
             for setting in self.settings_at(width)
             for seed in (self.seeds if setting in self.deciding else self.seeds[:1])
@@ -155,22 +154,6 @@ class Effort:
             schedule={"microbatch": self.sequences},
             optimizer=optimizer,
         )
-
-
-def share_out(jobs: Sequence[Job], hands: int) -> list[list[Job]]:
-    """The jobs of each of so many children, such that they end about together: the longest first, to the least busy."""
-    shares: list[list[Job]] = [[] for _ in range(hands)]
-    load = [0.0] * hands
-    for job in sorted(jobs, key=cost, reverse=True):
-        hand = load.index(min(load))
-        shares[hand].append(job)
-        load[hand] += cost(job)
-    return [share for share in shares if share]
-
-
-def cost(job: Job) -> float:
-    """About how long it takes, in no particular unit."""
-    return float(job.steps * job.width)
 
 
 CELLS: Final = (

@@ -3,10 +3,11 @@
 Knows: the teller, the rounds, the compute, and which calls which. Must not know: how any of them works.
 
 After every `averaging.every`-th step of a stage a round on one slice of its weights runs in the background, and what it
-changes is added to the weights when it is back; one such round of a stage at a time. In synchronous runs, when a step's
-tokens are in, the replicas also average their gradients, and the step is taken along the average; then the rounds of
-weights change nothing, except to heal what a failed part has left. A stage that fell behind all that others can give
-(in synchronous runs: a whole step) fetches their state again.
+changes is added to the weights when it is back; one such round of a stage at a time. An exact step is one for which the
+replicas average their gradients when its tokens are in, and which they take along the average: all steps of synchronous
+runs are, and the first `averaging.exact_steps` of others. The rounds of weights then change nothing, except to heal
+what a failed part or a missed step has left. A stage that fell behind all that others can give (in synchronous runs: a
+whole step) fetches their state again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Stage:
     tokens: int = 0
     round: asyncio.Task[None] | None = None
     work: asyncio.Task[None] | None = None
-    """A synchronous step, or a fetch."""
+    """An exact step, or a fetch."""
 
 
 class Replicas:
@@ -87,7 +88,9 @@ class Replicas:
         target = manifest.optimizer.target_tokens
         most = MOST_WEIGHT * target * self._averaging.every
         wire = "float32" if self.synchronous else self._averaging.wire
-        terms = AveragingTerms(me, signed.run_id, self._averaging.aggregation, wire, self._averaging.round_s, most)
+        terms = AveragingTerms(
+            me, signed.run_id, self._averaging.aggregation, wire, self._averaging.round_s, most, wire
+        )
         self.owner = Owner(terms, caller, self._members, self._size_of, faults.reach)
         self._rounds = Rounds(terms, caller, self.owner, report, faults.reach)
         self._teller = Teller(me, compute.span, target, caller, self._peers, self._counts, soon=self.synchronous)
@@ -95,7 +98,7 @@ class Replicas:
         self._stages = {stage: self._new_stage(stage, stage in keeper.fetched) for stage in compute.span.stages}
         self._resting = False
         compute.set_step_tokens(lambda stage: self._teller.tokens_to_go(stage, compute.step_of(stage)))
-        compute.set_hold_steps(lambda stage: self.synchronous and not self._teller.alone(stage))
+        compute.set_hold_steps(lambda stage: self._is_exact(compute.step_of(stage)) and not self._teller.alone(stage))
 
     def _new_stage(self, stage: int, fetched: bool) -> _Stage:
         """In synchronous runs a newcomer's gradient counts at once, and its weights are those of the others."""
@@ -120,6 +123,10 @@ class Replicas:
     def rest(self) -> None:
         """From now on no step is followed: what a leaving peer writes down is how it ends."""
         self._resting = True
+
+    def _is_exact(self, step: int) -> bool:
+        """Whether the step after so many is along the mean gradient of all replicas."""
+        return self.synchronous or step < self._averaging.exact_steps
 
     # --- what others ask
 
@@ -160,7 +167,7 @@ class Replicas:
 
     def _size_of(self, part: Part) -> int:
         it, gradient = self._stages.get(part.stage), part.what == "gradient"
-        if it is None or (gradient and not self.synchronous):
+        if it is None or (gradient and not self._is_exact(part.number)):
             raise ProtocolError("bad-message", f"stage {part.stage} averages no {part.what} here")
         step = self._compute.step_of(part.stage)
         here = step if gradient else step // self._averaging.every
@@ -195,10 +202,10 @@ class Replicas:
             return  # judged again when that is done
         if behind > self._most_behind:
             it.work = self._start(stage, self._recover(stage, it, judgement))
-        elif not self.synchronous:
+        elif behind > 1 or not self._is_exact(judgement.step):
             self._follow(stage, max(judgement.reached, judgement.step))
         elif not self._teller.alone(stage):
-            it.work = self._start(stage, self._exact_step(stage, judgement.step))
+            it.work = self._start(stage, self._exact_step(stage, it, judgement.step))
 
     def _follow(self, stage: int, step: int) -> None:
         """Also takes a step that is due here: the device looks for those after each of its jobs."""
@@ -253,17 +260,23 @@ class Replicas:
             near = result.distance, result.distance_others, result.members
             it.newcomer = it.newcomer.seen(*near, cover=it.slices.count)
 
-    async def _exact_step(self, stage: int, step: int) -> None:
-        """A synchronous step: the mean gradient over all replicas' tokens."""
+    async def _exact_step(self, stage: int, it: _Stage, step: int) -> None:
+        """The mean gradient over all replicas' tokens; that of a newcomer, who is elsewhere, does not count."""
         own = await self._compute.mean_gradient(stage)
         if own.step != step:
             return
+        weight = float(own.tokens if it.newcomer.counts else 0)
         result = await self._rounds.run(
-            stage, "gradient", step, own.values, float(own.tokens), self._members(stage), self._deadline()
+            stage, "gradient", step, own.values, weight, self._members(stage), self._deadline()
         )
         tokens = max(own.tokens, round(result.weight))
-        await self._compute.step_with(stage, step, own.values + result.delta, tokens)
-        if result.failed_parts:
+        try:
+            await self._compute.step_with(stage, step, own.values + result.delta, tokens)
+        except ProtocolError:
+            if self.synchronous:
+                raise
+            await self._compute.step_with(stage, step, own.values, tokens=0)  # the step is over, without a part in it
+        if result.failed_parts and self.synchronous:
             await self._mend(stage, step + 1)
 
     async def _mend(self, stage: int, step: int) -> None:

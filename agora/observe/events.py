@@ -271,7 +271,6 @@ class StepsSkipped(Event):
 class GradientLate(Event):
     """A gradient arrived after the sum of its step had been handed to the replicas; it goes into the next step's."""
 
-    level: ClassVar[Level] = "warning"
     stage: int
     step: int
     microbatch: str

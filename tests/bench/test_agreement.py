@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from agora.bench.agreement_settings import (
     Effort,
     Setting,
 )
-from agora.bench.children import Nursery
+from agora.bench.children import Nursery, deal
 from agora.bench.report import columns
 from agora.bench.task import prepare_corpus, spec
 from agora.data.corpus import Corpus, open_corpus
@@ -161,6 +161,6 @@ def test_children_share_the_jobs(manifest: Manifest, tmp_path: Path) -> None:
     jobs = [(NONE, 0), (SYNCHRONOUS, 0), (NONE, 1)]
     with Nursery(tmp_path) as nursery:
         children = [nursery.start(f"replicas-{number}", "agreement", told) for number in range(2)]
-        answers = list(agreement.share(jobs, children))
-    assert [(setting, seed) for setting, seed, _ in answers] == jobs
-    assert answers[0][2]["loss_of_replica"] != answers[2][2]["loss_of_replica"]
+        answers = dict(deal(children, [(job, {"setting": asdict(job[0]), "seed": job[1]}) for job in jobs], 60.0))
+    assert sorted(map(repr, answers)) == sorted(map(repr, jobs))
+    assert answers[NONE, 0]["loss_of_replica"] != answers[NONE, 1]["loss_of_replica"]

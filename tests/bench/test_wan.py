@@ -13,7 +13,7 @@ from agora.bench import wan
 from agora.bench.children import BenchFailed
 from agora.bench.report import columns
 from agora.bench.task import prepare_corpus
-from agora.bench.wan_curves import Curve, final, smooth, steps_to, until
+from agora.bench.wan_curves import Curve, Length, final, smooth, steps_to, until
 from agora.bench.wan_loss import train
 from agora.bench.wan_plots import Axes, Line, draw
 from agora.bench.wan_results import (
@@ -39,8 +39,6 @@ from agora.bench.wan_settings import (
     Effort,
     Job,
     Setting,
-    cost,
-    share_out,
 )
 from agora.net.link import LinkSpec
 
@@ -53,7 +51,7 @@ def falling(steps: int, slope: float, every: int = 10) -> Curve:
 
 def results(**speeds: object) -> Results:
     """Losses fall in straight lines: 1e-3 a step for the published recipe, twice that for dense and the chosen."""
-    effort = replace(TINY, steps=200, steps_published=600)
+    effort = replace(TINY, steps=200, most_steps=600)
     fast, slow = falling(200, 2e-3), falling(600, 1e-3)
     curves = {DENSE: [fast, fast], DENSE_LEARNT: [falling(200, 1.5e-3)] * 2, PUBLISHED: [slow, slow]}
     found = Speeds(1000.0, "1Mbit,50ms", {DENSE: 150.0, PUBLISHED: 800.0, CHOSEN: 960.0}, 1000.0, 0.0)
@@ -119,19 +117,25 @@ def test_bytes_are_those_of_the_published_table() -> None:
     assert Setting(8 / 3, "int8/int2").bytes_per_token(128) == (50, 14)
 
 
-def test_the_published_recipe_alone_gets_more_steps() -> None:
-    assert {job.steps for job in FULL.jobs if job.setting == PUBLISHED} == {FULL.steps_published}
-    assert {job.steps for job in FULL.jobs if job.setting != PUBLISHED} == {FULL.steps}
+def test_every_deciding_setting_is_trained_with_every_seed() -> None:
     deciding = [job for job in FULL.jobs if job.setting == CHOSEN and job.width == FULL.widths[0]]
-    assert [job.seed for job in deciding] == list(FULL.seeds)
+    assert [job.seed for job in deciding] == list(FULL.seeds) and len(set(FULL.jobs)) == len(FULL.jobs)
+    assert FULL.most_steps >= FULL.steps
 
 
-def test_children_get_about_as_much_each_and_every_job_once() -> None:
-    shares = share_out(FULL.jobs, 2)
-    loads = [sum(cost(job) for job in share) for share in shares]
-    assert sorted(map(repr, sum(shares, []))) == sorted(map(repr, FULL.jobs))
-    assert max(loads) < 1.05 * min(loads)
-    assert share_out([Job(DENSE, 64, 0, 5)], 4) == [[Job(DENSE, 64, 0, 5)]]
+def test_all_but_the_published_recipe_may_end_at_what_it_has_reached(tmp_path: Path) -> None:
+    known = {Job(PUBLISHED, 16, 1): falling(600, 1e-3)}
+    lengths = [wan.order(Job(DENSE, 16, seed), TINY, known, tmp_path)["length"] for seed in (0, 1)]
+    assert lengths[0] == {"most": 8, "every": 2, "least": 4, "enough": None}
+    assert lengths[1] == {"most": 8, "every": 2, "least": 4, "enough": pytest.approx(2.42)}
+
+
+def test_a_run_ends_at_the_target_but_not_before_the_steps_that_all_have() -> None:
+    length = Length(most=1000, every=10, least=300, enough=2.825)
+    ends = [step for step in range(10, 1000, 10) if length.ends(falling(step, 1e-3))]
+    assert ends[0] == 300 and not length.ends(falling(190, 1e-3))
+    assert Length(1000, 10, 0, 2.825).ends(falling(200, 1e-3))
+    assert not Length(1000, 10, 0, 2.825).ends(falling(190, 1e-3)) and not Length(10, 1).ends(falling(900, 1e-3))
 
 
 # --- results
@@ -230,16 +234,16 @@ def shrunk(manifest: Manifest, corpus: tuple[str, ...]) -> Manifest:
 
 def test_a_loss_run_learns_and_repeats_exactly(corpus: tuple[str, ...], tmp_path: Path) -> None:
     manifest = shrunk(TINY.manifest(CHOSEN, 16), corpus)
-    first = train(manifest, tmp_path, 60, 20, 2)
+    first = train(manifest, tmp_path, Length(60, 20), 2)
     assert [step for step, _ in first] == [20, 40, 60] and first[-1][1] < first[0][1]
-    assert first == train(manifest, tmp_path, 60, 20, 2)
-    assert first != train(shrunk(TINY.manifest(DENSE, 16), corpus), tmp_path, 60, 20, 2)
+    assert first == train(manifest, tmp_path, Length(60, 20), 2)
+    assert first != train(shrunk(TINY.manifest(DENSE, 16), corpus), tmp_path, Length(60, 20), 2)
 
 
 def test_a_run_whose_numbers_overflow_ends_early(corpus: tuple[str, ...], tmp_path: Path) -> None:
     manifest = shrunk(TINY.manifest(DENSE, 16), corpus).replaced(optimizer={"learning_rate": 100.0, "warmup_steps": 0})
     manifest = manifest.replaced(optimizer={"clip": 0.0, "weight_decay": 10.0})
-    assert len(train(manifest, tmp_path, 40, 1, 1)) < 40
+    assert len(train(manifest, tmp_path, Length(40, 1), 1)) < 40
 
 
 @pytest.mark.process
@@ -249,8 +253,6 @@ def test_children_share_the_loss_runs(corpus: tuple[str, ...], tmp_path: Path, m
     prepare_corpus(tmp_path, TINY.manifest(DENSE, 16))
     found = wan.train_all(TINY, tmp_path)
     assert list(found) == [16] and list(found[16]) == list(NEEDED)
-    for setting, curves in found[16].items():
-        assert [[step for step, _ in curve] for curve in curves] == [
-            [2, 4, 6, 8] if setting == PUBLISHED else [2, 4]
-        ] * 2
+    ends = {setting: [curve[-1][0] for curve in curves] for setting, curves in found[16].items()}
+    assert ends.pop(PUBLISHED) == [8, 8] and all(end in (4, 6, 8) for each in ends.values() for end in each)
     assert found[16][DENSE][0] != found[16][DENSE][1]

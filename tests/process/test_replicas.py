@@ -84,6 +84,25 @@ def test_two_stages_of_three_replicas_equal_a_plain_loop_over_all_their_batches(
                 assert relative_difference(weights[name], expected) < 1e-4, f"stage {stage} {name}"
 
 
+def test_an_asynchronous_run_begins_with_exact_steps_and_goes_on_without(tmp_path: Path) -> None:
+    """Replicas are equal until `exact_steps`, though their pipelines do not wait; from there on each is its own."""
+    exact, later = 12, 24
+    base = averaging(1).model_dump()
+    base["averaging"] |= {"exact_steps": exact, "wire": "float32", "every": 1000, "round_s": 20.0}
+    base["checkpoint"] |= {"every": exact, "keep": 20}
+    with swarm(tmp_path, Manifest.model_validate(base)) as made:
+        both = [made.start("a", "0"), made.start("b", "0")]
+        made.until(lambda: all(last_step(d) > later for d in both), "steps after the exact ones", within_s=90)
+        made.stop()
+        equal, apart = ([checkpoint_at(d, 0, step) for d in both] for step in (exact, later))
+        for daemon in both:
+            rounds = [event["round"] for event in daemon.of("RoundDone", what="gradient")]
+            assert sorted(set(rounds)) == list(range(exact)), "a round for each of the first steps, none after"
+            assert not daemon.of("StepsSkipped") and not daemon.of("TaskFailed")
+    assert max(relative_difference(equal[0][name], equal[1][name]) for name in equal[0]) < 1e-4
+    assert max(relative_difference(apart[0][name], apart[1][name]) for name in apart[0]) > 1e-3
+
+
 @pytest.mark.slow
 def test_a_synchronous_replica_that_joins_later_becomes_exactly_what_the_others_are(tmp_path: Path) -> None:
     """And goes on being it when one of them is killed."""
@@ -109,6 +128,10 @@ def checkpoint_at(daemon: Daemon, stage: int, step: int) -> dict[str, np.ndarray
     """The weights of a stage's checkpoint."""
     found, *_ = daemon.root.rglob(f"checkpoints/stage-{stage}/step-{step}-*/weights.safetensors")
     return dict(load_file(found))
+
+
+def last_step(daemon: Daemon) -> int:
+    return max((event["step"] for event in daemon.of("StepTaken")), default=0)
 
 
 def rounds_of(daemon: Daemon) -> list[dict[str, Any]]:

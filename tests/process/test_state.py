@@ -25,6 +25,11 @@ def written(daemon: Daemon) -> int:
     return max((event["step"] for event in daemon.of("CheckpointWritten")), default=0)
 
 
+def known_step(daemon: Daemon, stage: int) -> int:
+    """The step of a stage in what peers have published: who joins before has nothing to fetch."""
+    return int(daemon.ask("status")["stages"][stage]["step"])
+
+
 def said_of_state(daemon: Daemon) -> str:
     """How the newest start of this daemon filled its stages."""
     return str(daemon.of("StartStep", name="state")[-1]["note"])
@@ -91,11 +96,12 @@ def test_a_newcomer_gets_the_state_of_its_stage_and_goes_on_when_a_source_dies(t
     """
     wide = {"width": 512, "heads": 8, "key_value_heads": 2, "feed_forward": 1024, "subspace": 512}
     with swarm(tmp_path, tiny(2, model=wide, checkpoint={"every": 1000})) as made:
-        made.start("origin", "0")
+        origin = made.start("origin", "0")
         victim = made.start("victim", "1", faults="state.giving:kill:2")
         sibling = made.start("sibling", "1", faults="state.giving:sleep=1:1+")
         made.serving()
         made.until(lambda: min(last_step(victim), last_step(sibling)) >= 3, "steps of both replicas")
+        made.until(lambda: known_step(origin, 1) >= 3, "the steps to be known")
         late = made.start("late", "1")
         fetched = made.until(lambda: late.of("StateFetched"), "the newcomer to have its state")[0]
         assert [entry[1:3] for entry in victim.fired()] == [["state.giving", "kill"]]
@@ -111,9 +117,9 @@ def test_a_newcomer_gets_the_state_of_its_stage_and_goes_on_when_a_source_dies(t
 def test_a_newcomer_whose_only_source_dies_goes_on_with_the_next(tmp_path: Path) -> None:
     wide = {"width": 512, "heads": 8, "key_value_heads": 2, "feed_forward": 1024, "subspace": 512}
     with swarm(tmp_path, tiny(2, model=wide, checkpoint={"every": 2})) as made:
-        made.start("origin", "0")
+        origin = made.start("origin", "0")
         only = made.start("only", "1", faults="state.giving:kill:5")
-        made.until(lambda: written(only) >= 2, "a checkpoint of the only replica")
+        made.until(lambda: written(only) >= 2 and known_step(origin, 1) >= 2, "a checkpoint of the only replica")
         late = made.start("late", "1")
         made.until(lambda: only.fired(), "the only source to die")
         made.until(lambda: late.of("TaskFailed", task="fetch state"), "the newcomer to notice")
