@@ -52,14 +52,10 @@ MORE: Final = (
     Setting("none", exact=400),
     Setting(fraction=1.0, every=1, delay=0, wire="float32"),
     Setting(every=1),
-    Setting(every=10),
     Setting(fraction=0.2),
     Setting(fraction=1.0, every=400),
     Setting(delay=15),
     Setting(delay=15, rule="ema"),
-    Setting(every=5, delay=4),
-    Setting(every=5, delay=4, rule="ema"),
-    Setting(wire="bf16"),
     Setting(wire="float32"),
 )
 

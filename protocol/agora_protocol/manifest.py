@@ -280,6 +280,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         },
         "stages": {"count": 4},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 100, "total_steps": 20_000, "target_tokens": 65_536},
+        "averaging": {"exact_steps": 1000},
     },
 }
 
