@@ -53,10 +53,8 @@ MORE: Final = (
     Setting(fraction=1.0, every=1, delay=0, wire="float32"),
     Setting(every=1),
     Setting(fraction=0.2),
-    Setting(fraction=1.0, every=400),
     Setting(delay=15),
     Setting(delay=15, rule="ema"),
-    Setting(wire="float32"),
 )
 
 PUBLISHED: Final[Mapping[str, float]] = {

@@ -135,5 +135,5 @@ def order(job: Job, effort: Effort, known: Mapping[Job, Curve], folder: Path) ->
     file = folder / f"loss-{job.width}-{effort.settings.index(job.setting)}-{job.seed}.toml"
     file.write_text(manifest.to_toml(), encoding="utf-8")
     target = known.get(replace(job, setting=PUBLISHED))
-    length = Length(effort.most_steps, effort.every, effort.steps, final(target) if target else None)
+    length = Length(effort.most_at(job.width), effort.every, effort.steps, final(target) if target else None)
     return {"manifest": str(file), "length": asdict(length)}

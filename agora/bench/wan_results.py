@@ -85,19 +85,29 @@ class Results:
 
     def against(self, reference: Sequence[float], early: bool = False) -> float:
         """Time to loss of the chosen setting against these times: the median over seeds; NaN where one has none."""
-        pairs = [(ours, theirs) for ours, theirs in zip(self.times(CHOSEN, early), reference, strict=True)]
-        if not all(map(math.isfinite, [value for pair in pairs for value in pair])):
-            return math.nan
-        return statistics.median(ours / theirs for ours, theirs in pairs)
+        return _median_ratio(self.times(CHOSEN, early), reference)
 
     def dense_times(self, early: bool = False) -> list[float]:
         """Of dense bf16, with the embedding that is faster at each seed."""
         both = zip(self.times(DENSE, early), self.times(DENSE_LEARNT, early), strict=True)
         return [min(pair) for pair in both]
 
+    def bound(self) -> float:
+        """What `against` the published recipe would be of a boundary that loses nothing and costs no time."""
+        without_link = self.effort.tokens_per_step / self.speeds.unshaped
+        steps = map(min, self.steps(DENSE), self.steps(DENSE_LEARNT))
+        return _median_ratio([count * without_link for count in steps], self.times(PUBLISHED))
+
     def kept(self) -> float:
         """Throughput of the chosen setting over the link, against itself without one."""
         return (self.speeds.of(CHOSEN) or math.nan) / self.speeds.chosen_unshaped
+
+
+def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median over seeds; NaN where one has no finite time."""
+    if not all(map(math.isfinite, (*ours, *theirs))):
+        return math.nan
+    return statistics.median(own / their for own, their in zip(ours, theirs, strict=True))
 
 
 def row(results: Results, setting: Setting) -> dict[str, Cell]:
@@ -213,7 +223,7 @@ def rate_name(rate: float) -> str:
 
 def notes(found: Sequence[Results]) -> list[str]:
     """What makes the comparison fair, and what came out beside the ratios."""
-    return [*_early(found), *_speeds(found), *_rules(found[0].effort)]
+    return [*_early(found), _bounds(found), *_speeds(found), *_rules(found[0].effort)]
 
 
 def _early(found: Sequence[Results]) -> list[str]:
@@ -227,6 +237,14 @@ def _early(found: Sequence[Results]) -> list[str]:
         "The two ratios of time to an earlier target, what the published recipe has reached after "
         f"{steps:,} steps: {'; '.join(told)}."
     ]
+
+
+def _bounds(found: Sequence[Results]) -> str:
+    told = [f"{results.bound():.2f} at width {results.width}" for results in found]
+    return (
+        "No boundary can be better against the published recipe than one that loses nothing and takes no time, the "
+        f"steps of dense (the better embedding) at its speed without a link: {', '.join(told)}."
+    )
 
 
 def _speeds(found: Sequence[Results]) -> list[str]:
@@ -244,11 +262,12 @@ def _slower(results: Results) -> float:
 
 
 def _rules(effort: Effort) -> list[str]:
+    most = " and ".join(f"{effort.most_at(width):,} steps at width {width}" for width in effort.widths)
     return [
         "T = steps to the target x seconds of a step, as the public record of Protocol NanoGPT defines it. The target, "
-        f"for each seed, is the loss of the published recipe ({PUBLISHED.name}) at the end of its "
-        f"{effort.most_steps:,} steps, which all others may have as well. Loss is on held-out text, the mean of up "
-        "to five evaluations in a row; between two a straight line. A ratio is the median over seeds of the ratios "
+        f"for each seed, is the loss of the published recipe ({PUBLISHED.name}) after "
+        f"{most}, which all others may have as well. Loss is on held-out text, the mean of up to "
+        "five evaluations in a row; between two a straight line. A ratio is the median over seeds of the ratios "
         "within a seed, and the worse of the widths; steps, low and high are the median, the least and the most of the "
         "seeds; - was not reached, or not measured. equal_loss: after the steps that all have.",
         f"Loss runs: {effort.stages} stages of one layer each, boundaries crossing by the daemons' codecs within one "

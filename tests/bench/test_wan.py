@@ -42,7 +42,7 @@ from agora.bench.wan_settings import (
 )
 from agora.net.link import LinkSpec
 
-TINY = Effort((16,), NEEDED, (), (0, 1), 2, 4, 8, 2, 1, 1.0, (), context=16, sequences=2)
+TINY = Effort((16,), NEEDED, (), (0, 1), 2, 4, (8,), 2, 1, 1.0, (), context=16, sequences=2)
 
 
 def falling(steps: int, slope: float, every: int = 10) -> Curve:
@@ -51,7 +51,7 @@ def falling(steps: int, slope: float, every: int = 10) -> Curve:
 
 def results(**speeds: object) -> Results:
     """Losses fall in straight lines: 1e-3 a step for the published recipe, twice that for dense and the chosen."""
-    effort = replace(TINY, steps=200, most_steps=600)
+    effort = replace(TINY, widths=(64,), steps=200, most_steps=(600,))
     fast, slow = falling(200, 2e-3), falling(600, 1e-3)
     curves = {DENSE: [fast, fast], DENSE_LEARNT: [falling(200, 1.5e-3)] * 2, PUBLISHED: [slow, slow]}
     found = Speeds(1000.0, "1Mbit,50ms", {DENSE: 150.0, PUBLISHED: 800.0, CHOSEN: 960.0}, 1000.0, 0.0)
@@ -97,7 +97,7 @@ def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> Non
         assert len(set(names)) == len(names) and set(NEEDED) <= set(effort.deciding)
     assert len(FULL.seeds) >= 3 and len(FULL.widths) >= 2
     assert PUBLISHED.name == "k = d/6.4, bf16" and DENSE_LEARNT.name == "k = d, bf16, learnt embedding"
-    assert Setting(8 / 3, "int6/int3").name == "k = 3d/8, int6/int3"
+    assert CHOSEN.name == "k = 7d/16, int6/int3"
 
 
 @pytest.mark.parametrize("setting", [*NEEDED, Setting(4, "int6/int8")])
@@ -120,7 +120,7 @@ def test_bytes_are_those_of_the_published_table() -> None:
 def test_every_deciding_setting_is_trained_with_every_seed() -> None:
     deciding = [job for job in FULL.jobs if job.setting == CHOSEN and job.width == FULL.widths[0]]
     assert [job.seed for job in deciding] == list(FULL.seeds) and len(set(FULL.jobs)) == len(FULL.jobs)
-    assert FULL.most_steps >= FULL.steps
+    assert min(FULL.most_steps) >= FULL.steps and len(FULL.most_steps) == len(FULL.widths)
 
 
 def test_all_but_the_published_recipe_may_end_at_what_it_has_reached(tmp_path: Path) -> None:
@@ -157,6 +157,12 @@ def test_a_ratio_is_of_times_and_dense_has_its_better_embedding() -> None:
     assert found.against(found.dense_times(True), True) == pytest.approx(150 / 960)
     assert math.isnan(found.against(found.times(PUBLISHED)))
     assert found.kept() == pytest.approx(0.96)
+
+
+def test_the_bound_is_dense_without_a_link() -> None:
+    found = results()
+    reached = replace(found, curves=found.curves | {DENSE: [falling(400, 2e-3)] * 2})
+    assert math.isnan(found.bound()) and reached.bound() == pytest.approx(290 / 580 * 800 / 1000)
 
 
 def test_ratios_have_the_names_of_the_contract_and_are_of_the_worse_width() -> None:
