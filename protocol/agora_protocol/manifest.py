@@ -272,6 +272,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "name": "small",
         "model": {
             "width": 512,
+            "subspace": 256,
             "layers": 8,
             "heads": 8,
             "key_value_heads": 4,
@@ -279,6 +280,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
             "context": 256,
         },
         "stages": {"count": 4},
+        "boundary": {"codec": "int8/int4"},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 100, "total_steps": 20_000, "target_tokens": 65_536},
         "averaging": {"exact_steps": 1000},
     },
