@@ -49,7 +49,7 @@ def manifest() -> Manifest:
         stages={"count": 2},
         schedule={"kind": "asynchronous", "microbatch": 1, "max_in_flight": 2},
         optimizer={"target_tokens": 64, "warmup_steps": 10},
-        averaging={"every": 2},
+        averaging={"every": 2, "exact_steps": 0},
         checkpoint={"every": 10**6},
     )
 
