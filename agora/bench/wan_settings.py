@@ -59,7 +59,7 @@ CHOSEN: Final = Setting(16 / 7, "int6/int3")
 """What `throughput_kept_50ms` and both times to loss are about."""
 NEEDED: Final = (DENSE, DENSE_LEARNT, PUBLISHED, CHOSEN)
 """What the ratios are made of."""
-MORE: Final = (Setting(1, "int8"), Setting(2, "int8/int3"), Setting(2, "int5/int3"), Setting(4, "int8/int3"))
+MORE: Final = (Setting(1, "int8"), Setting(2, "int8/int3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,4 +159,4 @@ CELLS: Final = (
     *((2.0, ms) for ms in (0, 100)),
 )
 QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 600, (800,), 20, 8, 8.0, ())
-FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 700, (2400, 1500), 50, 16, 15.0, CELLS)
+FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 700, (1600, 1000), 50, 16, 15.0, CELLS)
