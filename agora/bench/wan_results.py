@@ -240,7 +240,12 @@ def _early(found: Sequence[Results]) -> list[str]:
 
 
 def _bounds(found: Sequence[Results]) -> str:
-    told = [f"{results.bound():.2f} at width {results.width}" for results in found]
+    told = [
+        f"{results.bound():.2f} at width {results.width}"
+        if math.isfinite(results.bound())
+        else f"not known at width {results.width}, where dense did not get there"
+        for results in found
+    ]
     return (
         "No boundary can be better against the published recipe than one that loses nothing and takes no time, the "
         f"steps of dense (the better embedding) at its speed without a link: {', '.join(told)}."
