@@ -154,9 +154,9 @@ class Effort:
 
 
 CELLS: Final = (
-    *((0.5, ms) for ms in (0, 100)),
+    (0.5, 50),
     *((1.0, ms) for ms in (0, 20, 50, 100, 200)),
-    *((2.0, ms) for ms in (0, 100)),
+    (2.0, 50),
 )
 QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 600, (800,), 20, 8, 8.0, ())
-FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 700, (1600, 1000), 50, 16, 15.0, CELLS)
+FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 700, (1400, 900), 50, 16, 15.0, CELLS)

@@ -267,7 +267,7 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
-    "tiny": {"name": "tiny", "averaging": {"exact_steps": 400}},
+    "tiny": {"name": "tiny"},
     "small": {
         "name": "small",
         "model": {

@@ -114,7 +114,7 @@ class AveragingSection(Section):
     fraction: float = Field(default=0.05, gt=0, le=1, description="share of a stage's weights that one round averages")
     every: int = Field(default=20, ge=1, le=10**6, description="optimizer steps from one round to the next")
     exact_steps: int = Field(
-        default=0, ge=0, le=10**9, description="first optimizer steps along the mean gradient of all replicas"
+        default=400, ge=0, le=10**9, description="first optimizer steps along the mean gradient of all replicas"
     )
     rule: Literal["delta", "ema"] = Field(
         default="delta", description="what is made of progress since the snapshot: delta keeps it, ema its average"
