@@ -1,6 +1,7 @@
 """Whether an average can be believed, and when a newcomer counts. Pure.
 
-Knows: how far replicas usually are from their average, as numbers. Must not know: tensors, calls or time.
+Knows: how far replicas usually are from their average, and how large a gradient usually is, as numbers. Must not know:
+tensors, calls or time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,30 @@ class Drift:
     def seen(self, moved: float) -> Drift:
         """After a round whose parts lay `moved` away, as median."""
         return Drift(moved if self.usual is None else self.usual + USUAL_EMA * (moved - self.usual))
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """How large, as root mean square, the mean gradients of one part of a stage are; None before the first."""
+
+    usual: float | None = None
+
+    def unbelievable(self, mean: float, own: float) -> str:
+        """Why a mean gradient this large is not used, where the own share is `own`; "" when it is.
+
+        It may be BEYOND_USUAL times as large as the usual, or as the own; with neither there is nothing to judge by.
+        """
+        largest = max(self.usual or 0.0, own)
+        most = BEYOND_USUAL * largest if largest else math.inf
+        if math.isfinite(mean) and mean <= most:
+            return ""
+        return f"the mean gradient is {mean:.3g} large, {most:.3g} would be the most"
+
+    def seen(self, mean: float, own: float) -> Norm:
+        """After a step in which it was believed; one that could not be judged is not remembered."""
+        if self.usual is None:
+            return Norm(mean if own else None)
+        return Norm(self.usual + USUAL_EMA * (mean - self.usual))
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,9 +214,9 @@ class Owner:
         found = aggregate(
             [gathering.values[peer] for peer in peers],
             weights,
-            self._terms.rule if part.what == "weights" else "mean",
+            "mean" if self._terms.as_it_is(part.what) else self._terms.rule,
             center=self._center(gathering),
-            cap=part.what == "weights",
+            cap=not self._terms.as_it_is(part.what),
         )
         if found is None:
             self._end(part, gathering, Refused("nobody has anything to average yet"))

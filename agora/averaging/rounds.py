@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agora.averaging.aggregate import root_mean_square
-from agora.averaging.drift import Drift
+from agora.averaging.drift import Drift, Norm
 from agora.averaging.owner import Owner
 from agora.averaging.ownership import owners
 from agora.averaging.slices import parts
@@ -101,6 +101,7 @@ class Rounds:
         self._report = report
         self._fault = fault
         self._drift: dict[int, Drift] = {}
+        self._norms: dict[tuple[int, int], Norm] = {}
 
     async def run(
         self,
@@ -158,14 +159,14 @@ class Rounds:
                     continue
                 try:
                     got = await self._ask(this, part, owner, bool(second), sent, len(values))
-                    self._believe(this, got, values)
+                    self._believe(this, part, got, values)
                 except (AgoraError, TimeoutError) as error:
                     if owner != self._terms.me and getattr(error, "code", "") in NO_ANSWER:
                         self._owner.lost(owner, part)
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
                 if got.message.present < 2 and len(this.members) > 1:
-                    reasons = [f"{owner}: nobody else contributed in time"]
+                    reasons.append(f"{owner}: nobody else contributed in time")
                     break
                 return self._kept(part, got, sent, len(values))
         self._report(events.PartFailed(part.stage, part.what, part.number, part.part, "; ".join(reasons)[:500]))
@@ -200,12 +201,19 @@ class Rounds:
             message, tensors = reply.message, list(reply.tensors)
         return _Got(self._terms.codec(part.what).decode(tensors, numel), message)
 
-    def _believe(self, this: _Round, got: _Got, values: Tensor) -> None:
-        """Raises PeerFailed for an average of weights that lies where no replica can be."""
-        if this.what == "weights":
-            why = this.drift.unbelievable(root_mean_square(got.delta), root_mean_square(values))
-            if why:
-                raise PeerFailed(why)
+    def _believe(self, this: _Round, part: Part, got: _Got, values: Tensor) -> None:
+        """Raises PeerFailed for an average where no replica can be, or a gradient much larger than it ever is."""
+        if self._terms.as_it_is(part.what):
+            return
+        own = root_mean_square(values)
+        if part.what == "weights":
+            why = this.drift.unbelievable(root_mean_square(got.delta), own)
+        else:
+            size, norm = root_mean_square(values + got.delta), self._norms.get((part.stage, part.part), Norm())
+            why = norm.unbelievable(size, own)
+            self._norms[part.stage, part.part] = norm if why else norm.seen(size, own)
+        if why:
+            raise PeerFailed(why)
 
     def _kept(self, part: Part, got: _Got, sent: Sequence[WireTensor], numel: int) -> _Got:
         """Remembers how to have the average, for a second owner that asks for it."""

@@ -33,7 +33,8 @@ class Part(NamedTuple):
 class AveragingTerms:
     """What the members of a run agree on, and who this one is. `round_s`: seconds until a round ends.
 
-    `wire`: how weights travel, `gradients`: the same of gradients.
+    `exact`: a synchronous run, whose gradients travel as float32 and whose mean is over tokens as they are; else
+    nothing that a replica says of its gradients is believed further than what it says of its weights.
     """
 
     me: PeerId
@@ -42,11 +43,15 @@ class AveragingTerms:
     wire: Name
     round_s: float
     max_weight: float
-    gradients: Name = "float32"
+    exact: bool = False
+
+    def as_it_is(self, what: str) -> bool:
+        """Whether parts of this kind are averaged without a cap, a clip or a codec."""
+        return self.exact and what == "gradient"
 
     def codec(self, what: str) -> PartCodec:
         """How the elements of a part travel."""
-        return PartCodec(self.wire if what == "weights" else self.gradients)
+        return PartCodec("float32" if self.as_it_is(what) else self.wire)
 
     def dither(self, part: Part) -> Dither:
         """What all members add to this part's elements before rounding."""

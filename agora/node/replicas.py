@@ -89,7 +89,7 @@ class Replicas:
         most = MOST_WEIGHT * target * self._averaging.every
         wire = "float32" if self.synchronous else self._averaging.wire
         terms = AveragingTerms(
-            me, signed.run_id, self._averaging.aggregation, wire, self._averaging.round_s, most, wire
+            me, signed.run_id, self._averaging.aggregation, wire, self._averaging.round_s, most, self.synchronous
         )
         self.owner = Owner(terms, caller, self._members, self._size_of, faults.reach)
         self._rounds = Rounds(terms, caller, self.owner, report, faults.reach)

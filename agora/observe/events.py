@@ -269,8 +269,11 @@ class StepsSkipped(Event):
 
 @dataclass(frozen=True, slots=True)
 class GradientLate(Event):
-    """A gradient arrived after the sum of its step had been handed to the replicas; it goes into the next step's."""
+    """In a synchronous run: a gradient arrived after the sum of its step had been handed to the replicas; it goes into
+    the next step's.
+    """
 
+    level: ClassVar[Level] = "warning"
     stage: int
     step: int
     microbatch: str

@@ -221,7 +221,8 @@ class Compute:
     async def mean_gradient(self, stage: int) -> MeanGradient:
         """This replica's share of the stage's next step; from now on only `step_with` takes that step.
 
-        The same again if asked again. A gradient that still arrives goes into the step after (event GradientLate).
+        The same again if asked again. A gradient that still arrives goes into the step after; in a synchronous run
+        it is late, which is reported (GradientLate).
         """
         return await self._change(self._trainer.stage(stage).give_mean)
 

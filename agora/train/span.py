@@ -247,6 +247,7 @@ class SpanTrainer:
             report=self._report,
             stepped=lambda stage, step, tokens: self.stepped(stage, step, tokens),
             knows_loss=number == manifest.stage_count - 1,
+            flowing=manifest.schedule.kind == "asynchronous",
         )
 
 

@@ -76,8 +76,11 @@ class TrainedStage:
         report: Report,
         stepped: Stepped,
         knows_loss: bool,
+        flowing: bool,
     ) -> None:
-        """knows_loss: whether this stage is the model's last, whose microbatches have a loss here."""
+        """knows_loss: whether this stage is the model's last, whose microbatches have a loss here. flowing: whether
+        microbatches come while a step is taken, as asynchronous pipelines have it.
+        """
         self.number = number
         self.weights = weights
         self.optimizer = optimizer
@@ -88,6 +91,7 @@ class TrainedStage:
         self._report = report
         self._stepped = stepped
         self._knows_loss = knows_loss
+        self._flowing = flowing
         self._given: tuple[MeanGradient, Counted] | None = None
         self._tokens_stepped = 0
         self._staleness = [0] * STALENESS_BINS
@@ -118,7 +122,7 @@ class TrainedStage:
         self.sum.age += age
         self._staleness[min(age, STALENESS_BINS - 1)] += 1
         self.publish()
-        if self._given is not None:
+        if self._given is not None and not self._flowing:
             self._report(GradientLate(self.number, self.step, name, tokens))
 
     def is_due(self, tokens: int) -> bool:
@@ -164,7 +168,7 @@ class TrainedStage:
         """This replica's share of the step, for the replicas to average; its sum is empty from now on.
 
         The same again until the step is taken, so that a caller that failed may ask once more. What is counted
-        meanwhile (a microbatch of this step that came late) goes into the next step's sum, and is reported.
+        meanwhile goes into the next step's sum; in a synchronous run that is late, and reported.
         """
         if self._given is None:
             self._given = self._mean()

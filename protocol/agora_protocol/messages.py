@@ -212,7 +212,7 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
     """
 
     stage: int = whole(0, MAX_STAGES - 1, doc="the stage whose replicas average")
-    what: str = choice(*_WHAT, doc="a slice of the weights, or in synchronous runs the step's mean gradient")
+    what: str = choice(*_WHAT, doc="a slice of the weights, or the mean gradient of an exact step")
     round: int = whole(0, MAX_UINT, doc="number of the round")
     part: int = whole(0, MAX_UINT, doc="number of the part within the round's slice")
     weight: float = number(0, 1e18, doc="supervised tokens behind these values; 0 takes the average and adds nothing")

@@ -10,7 +10,7 @@ import torch
 from agora_protocol.messages import Averaged
 
 from agora.averaging.aggregate import Rule, aggregate, capped, root_mean_square
-from agora.averaging.drift import BEYOND_USUAL, NEAR, Drift, Newcomer
+from agora.averaging.drift import BEYOND_USUAL, NEAR, Drift, Newcomer, Norm
 
 SIZE = 512
 
@@ -206,6 +206,21 @@ def test_the_usual_distance_follows_slowly() -> None:
     for _ in range(30):
         drift = drift.seen(0.02)
     assert drift.usual == pytest.approx(0.02, rel=0.01)
+
+
+def test_a_mean_gradient_may_be_eight_times_as_large_as_the_usual_or_as_the_own() -> None:
+    usual = Norm().seen(0.01, 0.02)
+    assert not usual.unbelievable(0.99 * BEYOND_USUAL * 0.01, 0.0)
+    assert "the mean gradient is 0.0808 large" in usual.unbelievable(1.01 * BEYOND_USUAL * 0.01, 0.0)
+    assert not usual.unbelievable(1.01 * BEYOND_USUAL * 0.01, 0.02)
+    for norm in (Norm(), usual):
+        assert norm.unbelievable(math.nan, 1.0) and norm.unbelievable(math.inf, 1.0)
+    assert usual.seen(0.08, 0.01).usual < 0.032
+
+
+def test_a_mean_gradient_with_nothing_to_judge_it_by_is_used_and_not_remembered() -> None:
+    assert not Norm().unbelievable(1e38, 0.0) and Norm().seen(1e38, 0.0) == Norm()
+    assert Norm().unbelievable(0.81, 0.1) and not Norm().unbelievable(0.79, 0.1)
 
 
 # --- when a newcomer counts

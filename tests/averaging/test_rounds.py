@@ -25,10 +25,12 @@ def values_of(index: int) -> torch.Tensor:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(index)) * 0.01 + torch.linspace(-1, 1, SIZE)
 
 
-async def one_round(world: World, members: list[Member], weights: list[float], number: int = 0) -> list[RoundResult]:
+async def one_round(
+    world: World, members: list[Member], weights: list[float], number: int = 0, what: str = "weights"
+) -> list[RoundResult]:
     deadline = asyncio.get_running_loop().time() + world.round_s
     works = [
-        m.rounds.run(0, "weights", number, values_of(i), w, m.view, deadline)
+        m.rounds.run(0, what, number, values_of(i), w, m.view, deadline)
         for i, (m, w) in enumerate(zip(members, weights, strict=True))
     ]
     results = await asyncio.gather(*works)
@@ -94,6 +96,20 @@ def test_no_weight_counts_for_more_than_two_nths_and_a_newcomer_takes_without_gi
         true = mean_of([0, 1, 2], capped)
         assert torch.allclose(after(3, results[3]), true, atol=1e-6)
         assert results[3].members == 3
+        await world.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_gradients_count_by_their_tokens_in_synchronous_runs_and_are_capped_in_others(exact: bool) -> None:
+    async def main() -> None:
+        world = World(SIZE, exact=exact)
+        members = world.add(*identities(3))
+        weights = [1000.0, 1.0, 1.0]
+        results = await one_round(world, members, weights, what="gradient")
+        true = mean_of([0, 1, 2], weights if exact else [4.0, 1.0, 1.0])
+        assert all(torch.allclose(after(i, result), true, atol=1e-6) for i, result in enumerate(results))
         await world.close()
 
     run(main())
@@ -257,7 +273,8 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
     run(main())
 
 
-def test_an_absurd_average_is_not_believed_and_the_part_stays() -> None:
+@pytest.mark.parametrize(("what", "why"), [("weights", "the average lies"), ("gradient", "the mean gradient is")])
+def test_an_absurd_average_is_not_believed_and_the_part_stays(what: str, why: str) -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(2))
@@ -267,20 +284,20 @@ def test_an_absurd_average_is_not_believed_and_the_part_stays() -> None:
             if number == 1:
                 chosen[1] = chosen[1] + 50.0
             works = [
-                m.rounds.run(0, "weights", number, v, 1.0, m.view, deadline)
-                for m, v in zip(members, chosen, strict=True)
+                m.rounds.run(0, what, number, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)
             ]
             results = await asyncio.gather(*works)
             done = [event for event in members[0].events if isinstance(event, RoundDone)]
             assert done[-1].failed_parts == number == results[0].failed_parts
         assert torch.equal(results[0].delta, torch.zeros(PART_ELEMENTS))
-        assert "the average lies" in [e for e in members[0].events if isinstance(e, PartFailed)][0].reason
+        assert why in [e for e in members[0].events if isinstance(e, PartFailed)][0].reason
         await world.close()
 
     run(main())
 
 
-def test_a_clip_keeps_a_liar_from_moving_the_others() -> None:
+@pytest.mark.parametrize("what", ["weights", "gradient"])
+def test_a_clip_keeps_a_liar_from_moving_the_others(what: str) -> None:
     async def main() -> None:
         moved = {}
         for rule in ("mean", "clip"):
@@ -290,9 +307,7 @@ def test_a_clip_keeps_a_liar_from_moving_the_others() -> None:
             true = sum(chosen[:7]) / 7
             chosen[7] = chosen[7] + 1.0
             deadline = asyncio.get_running_loop().time() + world.round_s
-            works = [
-                m.rounds.run(0, "weights", 0, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)
-            ]
+            works = [m.rounds.run(0, what, 0, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)]
             results = await asyncio.gather(*works)
             moved[rule] = float((chosen[0] + results[0].delta - true).pow(2).mean().sqrt())
             await world.close()

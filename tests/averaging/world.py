@@ -40,6 +40,7 @@ class World:
     wire: str = "float32"
     rule: str = "mean"
     round_s: float = 20.0
+    exact: bool = False
     members: dict[PeerId, Member] = field(default_factory=dict)
     dead: set[PeerId] = field(default_factory=set)
     hung: set[PeerId] = field(default_factory=set)
@@ -64,7 +65,7 @@ class Member:
         self.sees: dict[PeerId, float] | None = None
         self.at: dict[str, int] = {}
         self.dies_at: tuple[str, int] | None = None
-        terms = AveragingTerms(peer, RUN, world.rule, world.wire, world.round_s, max_weight=1e9)  # type: ignore[arg-type]
+        terms = AveragingTerms(peer, RUN, world.rule, world.wire, world.round_s, max_weight=1e9, exact=world.exact)  # type: ignore[arg-type]
         self.owner = Owner(terms, self, lambda stage: self.view, self._size_of, self._fault)
         self.rounds = Rounds(terms, self, self.owner, self.events.append, self._fault)
 

@@ -189,6 +189,11 @@ def swarm(directory: Path, manifest: Manifest) -> Iterator[Swarm]:
         made.clean()
 
 
+def last_step(daemon: Daemon) -> int:
+    """The furthest that any of its stages has come."""
+    return max((event["step"] for event in daemon.of("StepTaken")), default=0)
+
+
 def counted_twice(daemons: Sequence[Daemon]) -> set[tuple[str, int]]:
     """(microbatch, stage) pairs whose gradient more than one hop added, over all daemons, the killed ones included."""
     seen: set[tuple[str, int]] = set()

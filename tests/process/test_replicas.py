@@ -14,7 +14,7 @@ from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
 from tests.oracle import relative_difference, run_plain_loop
-from tests.process.harness import Daemon, swarm
+from tests.process.harness import Daemon, last_step, swarm
 from tests.process.test_faults import drained, nothing_lost, tiny
 from tests.process.test_oracle_processes import drawn_by, manifest_of, microbatches_of_a_step, sampler_of, steps_of
 
@@ -130,12 +130,8 @@ def checkpoint_at(daemon: Daemon, stage: int, step: int) -> dict[str, np.ndarray
     return dict(load_file(found))
 
 
-def last_step(daemon: Daemon) -> int:
-    return max((event["step"] for event in daemon.of("StepTaken")), default=0)
-
-
-def rounds_of(daemon: Daemon) -> list[dict[str, Any]]:
-    return daemon.of("RoundDone", what="weights")
+def rounds_of(daemon: Daemon, what: str = "weights") -> list[dict[str, Any]]:
+    return daemon.of("RoundDone", what=what)
 
 
 def averaging(stages: int, tokens: int = 4096) -> Manifest:
@@ -156,7 +152,7 @@ def test_replicas_of_a_stage_step_together_and_average(tmp_path: Path) -> None:
         everyone = [*origins, *others]
         made.until(lambda: all(len(rounds_of(d)) >= 6 for d in everyone), "six rounds of everyone", within_s=90)
         for pair in (origins, others):
-            one, two = (max(event["step"] for event in daemon.of("StepTaken")) for daemon in pair)
+            one, two = (last_step(daemon) for daemon in pair)
             assert abs(one - two) <= 2, "a stage's replicas are at one step"
         tokens = sum(e["tokens"] for d in origins for e in d.of("StepTaken") if e["step"] <= 10)
         assert 10 * 4096 <= tokens <= 1.25 * 10 * 4096, "a step has the target's tokens, whoever counted them"
@@ -168,9 +164,9 @@ def test_replicas_of_a_stage_step_together_and_average(tmp_path: Path) -> None:
         nothing_lost(made, *origins)
 
 
-def rounds_after(daemons: list[Daemon], counts: list[int]) -> list[list[dict[str, Any]]]:
+def rounds_after(daemons: list[Daemon], counts: list[int], what: str) -> list[list[dict[str, Any]]]:
     """The rounds of each that came after so many."""
-    return [rounds_of(daemon)[count:] for daemon, count in zip(daemons, counts, strict=True)]
+    return [rounds_of(daemon, what)[count:] for daemon, count in zip(daemons, counts, strict=True)]
 
 
 def whole(event: dict[str, Any]) -> bool:
@@ -185,25 +181,31 @@ FAULTS = (
 )
 
 
-def test_members_that_die_or_hang_in_a_round_stall_nobody(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("what", ["weights", "gradient"])
+def test_members_that_die_or_hang_in_a_round_stall_nobody(
+    what: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """An owner killed in the middle, a sender in the middle of its parts, a member that hangs: rounds still end.
 
-    `--slow` adds an owner killed before it has averaged anything.
+    Those of slices, and those of the exact steps that a run begins with. `--slow` adds an owner killed before it has
+    averaged anything.
     """
     faults = FAULTS if request.config.getoption("--slow") else FAULTS[:3]
-    with swarm(tmp_path, averaging(1, tokens=2048)) as made:
+    begun = {"exact_steps": 0} if what == "weights" else {"exact_steps": 10**6, "every": 10**6}
+    with swarm(tmp_path, averaging(1, tokens=2048).replaced(averaging=begun)) as made:
         living = [made.start("a", "0"), made.start("b", "0")]
         for number, fault in enumerate(faults):
             victim = made.start(f"victim-{number}", "0", faults=fault)
             made.until(victim.fired, f"{fault} to fire", within_s=90)
-            at = [len(rounds_of(daemon)) for daemon in living]
-            after = partial(rounds_after, living, at)
+            at = [len(rounds_of(daemon, what)) for daemon in living]
+            after = partial(rounds_after, living, at, what)
             made.until(lambda after=after: all(any(map(whole, it)) for it in after()), f"agreement after {fault}", 90)
             assert [entry[1] for entry in victim.fired()] == [fault.split(":")[0]]
             if "hang" in fault:
                 victim.kill()
             victim.ended = True
-        for event in [event for daemon in living for event in rounds_of(daemon)]:
+        assert all(rounds_of(daemon, what) for daemon in living)
+        for event in [event for daemon in living for event in rounds_of(daemon, what)]:
             assert event["seconds"] <= 3.0 + 2.0, "every round ends by its deadline"
             done = 1 - event["failed_parts"] / event["parts"]
             assert event["members"] >= 2 * done, "over at least those who live, or left alone"

@@ -9,16 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.harness import Daemon, swarm
+from tests.process.harness import Daemon, last_step, swarm
 from tests.process.test_faults import ENOUGH, drained, nothing_lost, tiny
 
 pytestmark = pytest.mark.process
 
 EVERY = 5
-
-
-def last_step(daemon: Daemon) -> int:
-    return max((event["step"] for event in daemon.of("StepTaken")), default=0)
 
 
 def written(daemon: Daemon) -> int:
