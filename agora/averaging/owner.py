@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Averaged, Contribute, Recall, Recalled
@@ -108,22 +107,21 @@ class Owner:
     async def contribute(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
-        """A member's values of a part; the answer is what to add to them. Raises Refused, Busy, ProtocolError."""
+        """A member's values of a part; the answer is as AveragingTerms has it. Raises Refused, Busy, ProtocolError."""
         part = Part(message.stage, message.what, message.round, message.part)
         numel = self._size_of(part)
         if message.weight > self._terms.max_weight:
             raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
-        codec = self._terms.codec(part.what)
-        values = codec.decode(list(tensors), numel, self._terms.dither(part))
+        values = self._terms.codec(part.what).decode(list(tensors), numel, self._terms.dither(part))
         self._note_once(peer, part)
         self._note_passed(peer, part)
         await self._reach("averaging.received")
         done = self._done.get(part)
         average = done() if done else await self._gathered(peer, message, part, values, deadline)
         await self._reach("averaging.gathered")
-        answer = self._answer(codec, average, values)
+        answer = self._terms.answer(part, average.values, values)
         await self._reach("averaging.answered")
-        return answer
+        return Averaged(average.members, average.present, average.weight, average.distance), answer
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
         """The average of a part, if this peer has it."""
@@ -240,10 +238,6 @@ class Owner:
             self.keep(part, lambda: outcome)
             gathering.result.set_result(outcome)
         gathering.values.clear()
-
-    def _answer(self, codec: PartCodec, average: Average, values: Tensor) -> tuple[Averaged, list[WireTensor]]:
-        delta = codec.encode(torch.sub(average.values, values))
-        return Averaged(average.members, average.present, average.weight, average.distance), delta
 
     def _forget(self, part: Part) -> None:
         self._done.pop(part, None)

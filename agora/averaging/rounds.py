@@ -39,14 +39,15 @@ NO_ANSWER: Final = ("broken", "deadline")
 
 @dataclass(slots=True)
 class RoundResult:
-    """delta: float32 [n], 0 where a part failed: what to add to the values that were given.
+    """answer, float32 [n]: of weights, what to add to the values that were given, 0 where a part failed; of a gradient,
+    the mean, the values that were given where a part failed.
 
     `present`, who brought their values in time, is a mean over all parts, with 0 for a failed one; `members`, those of
     them who are in the average, `weight` and the `distance`s (root mean square to the average: own, and the median of
     those in it) are means over the others.
     """
 
-    delta: Tensor
+    answer: Tensor
     done: list[bool]
     present: float = 0.0
     members: float = 0.0
@@ -62,16 +63,17 @@ class RoundResult:
 
     def averaged_blocks(self) -> NDArray[np.int64]:
         """Those of the slice's blocks of SLICE_BLOCK elements that are in a part that was averaged; rising."""
-        done = np.repeat(self.done, PART_ELEMENTS // SLICE_BLOCK)[: len(self.delta) // SLICE_BLOCK]
+        done = np.repeat(self.done, PART_ELEMENTS // SLICE_BLOCK)[: len(self.answer) // SLICE_BLOCK]
         return np.flatnonzero(done)
 
 
 @dataclass(frozen=True, slots=True)
 class _Got:
-    """A part's answer that is used."""
+    """A part's answer that is used. distance: root mean square of (values - average)."""
 
-    delta: Tensor
+    answer: Tensor
     message: Averaged
+    distance: float
 
 
 @dataclass(slots=True)
@@ -121,9 +123,9 @@ class Rounds:
         this = _Round(stage, what, number, weight, members, deadline, drift)
         cuts = parts(len(values))
         got = await asyncio.gather(*(self._part(this, index, values[cut]) for index, cut in enumerate(cuts)))
-        result = _put_together(got, cuts)
+        result = _put_together(got, cuts, torch.zeros_like(values) if what == "weights" else values)
         result.bytes_out = this.bytes_out
-        apart = [root_mean_square(it.delta) for it in got if it and it.message.members > 1]
+        apart = [it.distance for it in got if it and it.message.members > 1]
         if what == "weights" and apart:
             self._drift[stage] = drift.seen(statistics.median(apart))
         seconds = asyncio.get_running_loop().time() - began
@@ -158,7 +160,7 @@ class Rounds:
                 if owner is None or self._owner.is_lost(owner, part):
                     continue
                 try:
-                    got = await self._ask(this, part, owner, bool(second), sent, len(values))
+                    got = await self._ask(this, part, owner, bool(second), sent, values)
                     self._believe(this, part, got, values)
                 except (AgoraError, TimeoutError) as error:
                     if owner != self._terms.me and getattr(error, "code", "") in NO_ANSWER:
@@ -173,7 +175,7 @@ class Rounds:
         return None
 
     async def _ask(
-        self, this: _Round, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], numel: int
+        self, this: _Round, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], values: Tensor
     ) -> _Got:
         now = asyncio.get_running_loop().time()
         left = this.deadline - now
@@ -199,7 +201,9 @@ class Rounds:
             if not isinstance(reply.message, Averaged):
                 raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
             message, tensors = reply.message, list(reply.tensors)
-        return _Got(self._terms.codec(part.what).decode(tensors, numel), message)
+        answer = self._terms.answered(part, tensors, len(values))
+        apart = root_mean_square(answer) if part.what == "weights" else root_mean_square(answer, values)
+        return _Got(answer, message, apart)
 
     def _believe(self, this: _Round, part: Part, got: _Got, values: Tensor) -> None:
         """Raises PeerFailed for an average where no replica can be, or a gradient much larger than it ever is."""
@@ -207,9 +211,9 @@ class Rounds:
             return
         own = root_mean_square(values)
         if part.what == "weights":
-            why = this.drift.unbelievable(root_mean_square(got.delta), own)
+            why = this.drift.unbelievable(got.distance, own)
         else:
-            size, norm = root_mean_square(values + got.delta), self._norms.get((part.stage, part.part), Norm())
+            size, norm = root_mean_square(got.answer), self._norms.get((part.stage, part.part), Norm())
             why = norm.unbelievable(size, own)
             self._norms[part.stage, part.part] = norm if why else norm.seen(size, own)
         if why:
@@ -219,22 +223,24 @@ class Rounds:
         """Remembers how to have the average, for a second owner that asks for it."""
 
         def average() -> Average:
-            values = self._terms.codec(part.what).decode(list(sent), numel, self._terms.dither(part))
-            it = got.message
-            return Average(values + got.delta, it.members, it.present, it.weight, it.distance)
+            values, it = got.answer, got.message
+            if part.what == "weights":
+                values = values + self._terms.codec(part.what).decode(list(sent), numel, self._terms.dither(part))
+            return Average(values, it.members, it.present, it.weight, it.distance)
 
         self._owner.keep(part, average)
         return got
 
 
-def _put_together(got: Sequence[_Got | None], cuts: Sequence[slice]) -> RoundResult:
-    deltas = [torch.zeros(cut.stop - cut.start) if it is None else it.delta for it, cut in zip(got, cuts, strict=True)]
-    result = RoundResult(torch.cat(deltas), [it is not None for it in got])
+def _put_together(got: Sequence[_Got | None], cuts: Sequence[slice], unless: Tensor) -> RoundResult:
+    """`unless`: what stands where a part failed, float32 [n]."""
+    answers = [unless[cut] if it is None else it.answer for it, cut in zip(got, cuts, strict=True)]
+    result = RoundResult(torch.cat(answers), [it is not None for it in got])
     used = [it for it in got if it is not None]
     if used:
         result.present = sum(it.message.present for it in used) / len(got)
         result.members = statistics.fmean(it.message.members for it in used)
         result.weight = statistics.fmean(it.message.weight for it in used)
-        result.distance = statistics.fmean(root_mean_square(it.delta) for it in used)
+        result.distance = statistics.fmean(it.distance for it in used)
         result.distance_others = statistics.fmean(it.message.distance for it in used)
     return result

@@ -1,12 +1,13 @@
-"""What a round is: how it is named, what is agreed about it, and what an average brings. No behaviour."""
+"""What a round is: how it is named, what is agreed about it, and what an average brings. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from agora_protocol.ids import PeerId, RunId
+from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.averaging.aggregate import Rule
@@ -52,6 +53,18 @@ class AveragingTerms:
     def codec(self, what: str) -> PartCodec:
         """How the elements of a part travel."""
         return PartCodec("float32" if self.as_it_is(what) else self.wire)
+
+    def answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
+        """What an owner answers to a member's `values`, as it decoded them: of weights the difference to the average,
+        which leaves the member its own rounding; of a gradient the average itself, the same bits for everyone.
+        """
+        codec = self.codec(part.what)
+        return codec.encode(average - values) if part.what == "weights" else codec.encode(average, self.dither(part))
+
+    def answered(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
+        """The same as a member decodes it, float32 [numel]. Raises ProtocolError."""
+        dither = None if part.what == "weights" else self.dither(part)
+        return self.codec(part.what).decode(list(tensors), numel, dither)
 
     def dither(self, part: Part) -> Dither:
         """What all members add to this part's elements before rounding."""

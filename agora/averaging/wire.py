@@ -55,7 +55,7 @@ def _fractions(key: bytes, numel: int) -> Tensor:
 
 
 class PartCodec:
-    """One manifest's averaging.wire. A part's answer, a difference, is encoded without dither."""
+    """One manifest's averaging.wire. A difference is encoded without dither."""
 
     def __init__(self, name: Name) -> None:
         self.name = name

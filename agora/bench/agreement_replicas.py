@@ -1,14 +1,15 @@
 """Replicas of one small model that agree in a given way, in one process: what loss they reach, and at how many bytes.
 
 Knows: the trainer, the pure functions of averaging, the corpus. Must not know: other settings, networks, clocks. A
-round is what the daemons make of it: snapshots of a slice, encoded with the common dither, averaged, the difference
-sent back and added `delay` steps later; a round that is due while one is under way is skipped.
+round is what the daemons make of it: snapshots of a slice, or the gradient of an exact step, encoded with the common
+dither, averaged, the difference sent back and added, to weights `delay` steps later; a round of weights that is due
+while one is under way is skipped.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from agora.averaging.aggregate import aggregate
 from agora.averaging.slices import Slices, parts
-from agora.averaging.wire import Dither, PartCodec
+from agora.averaging.wire import Dither, Name, PartCodec
 from agora.bench.agreement_settings import REPLICAS, Setting
 from agora.bench.worker import Channel
 from agora.data.corpus import open_corpus
@@ -92,12 +93,13 @@ class NoAgreement:
         """See Agreement."""
 
 
-class Synchronous:
-    """Every step's whole gradient, exactly."""
+class Exact:
+    """Steps along the mean gradient of all, which travels as `wire`."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[Replica], wire: Name) -> None:
         self.bytes_each, self.rounds = 0.0, 0
         self._replicas = replicas
+        self._codec = PartCodec(wire)
         for replica in replicas:
             replica.trainer.hold_steps = lambda stage: True
 
@@ -110,12 +112,29 @@ class Synchronous:
         """See Agreement."""
         means = [replica.stage.give_mean() for replica in self._replicas]
         weights = [float(mean.tokens) for mean in means]
-        found = aggregate([mean.values for mean in means], weights, "mean", center=None, cap=False)
-        assert found is not None
-        for replica in self._replicas:
-            replica.shared.step_with(step - 1, found.average, int(found.weight))
-        self.bytes_each += 4.0 * len(found.average)
+        deltas, sent = exchange([mean.values for mean in means], weights, self._codec, step)
+        for replica, mean, delta in zip(self._replicas, means, deltas, strict=True):
+            replica.shared.step_with(step - 1, mean.values + delta, int(sum(weights)))
+        self.bytes_each += sent
         self.rounds += 1
+
+
+def exchange(
+    values: Sequence[Tensor], weights: Sequence[float], codec: PartCodec, number: int
+) -> tuple[list[Tensor], int]:
+    """A round, part by part: what each member adds to its values, float32 [n], and the bytes that each has put in."""
+    deltas = [torch.empty_like(value) for value in values]
+    sent = 0
+    for part, cut in enumerate(parts(len(values[0]))):
+        dither = Dither(f"{number}\0{part}")
+        wired = [codec.encode(value[cut], dither) for value in values]
+        came = [codec.decode(tensors, len(values[0][cut]), dither) for tensors in wired]
+        found = aggregate(came, weights, "mean", center=None, cap=True)
+        assert found is not None
+        for delta, value in zip(deltas, came, strict=True):
+            delta[cut] = codec.decode(codec.encode(found.average - value), len(value))
+        sent += sum(tensor.nbytes for tensor in wired[0])
+    return deltas, sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,26 +168,11 @@ class Averaging:
         number = step // self._setting.every
         blocks = self._slices.blocks(number)
         snapshots = [replica.shared.slice_values(blocks)[0] for replica in self._replicas]
-        deltas = [torch.empty_like(snapshot) for snapshot in snapshots]
-        for part, cut in enumerate(parts(len(snapshots[0]))):
-            dither = Dither(f"{number}\0{part}")
-            for delta, moved in zip(
-                deltas, self._average([snapshot[cut] for snapshot in snapshots], dither), strict=True
-            ):
-                delta[cut] = moved
+        weights = [float(replica.tokens) for replica in self._replicas]
+        deltas, sent = exchange(snapshots, weights, self._codec, number)
+        self.bytes_each += sent
         self.rounds += 1
         return Flight(step + self._setting.delay, blocks, snapshots, deltas)
-
-    def _average(self, values: Sequence[Tensor], dither: Dither) -> Iterator[Tensor]:
-        """One part: what each member adds to its values, which are [n]."""
-        sent = [self._codec.encode(value, dither) for value in values]
-        self.bytes_each += sum(tensor.nbytes for tensor in sent[0])
-        came = [self._codec.decode(tensors, len(values[0]), dither) for tensors in sent]
-        weights = [float(replica.tokens) for replica in self._replicas]
-        found = aggregate(came, weights, "mean", center=None, cap=True)
-        assert found is not None
-        for value in came:
-            yield self._codec.decode(self._codec.encode(found.average - value), len(value))
 
     def _land(self, step: int) -> None:
         flight = self._flight
@@ -180,9 +184,9 @@ class Averaging:
 
 
 class ExactAtFirst:
-    """Synchronous for some steps, another way from there on."""
+    """Exact for some steps, another way from there on."""
 
-    def __init__(self, steps: int, first: Synchronous, later: Agreement) -> None:
+    def __init__(self, steps: int, first: Exact, later: Agreement) -> None:
         self._steps, self._first, self._later = steps, first, later
 
     @property
@@ -234,9 +238,9 @@ def judge(replicas: Sequence[Replica], heldout: Sequence[Tensor]) -> dict[str, f
 def agree(setting: Setting, replicas: Sequence[Replica], seed: int) -> Agreement:
     """The way that a setting names."""
     if setting.scheme == "synchronous":
-        return Synchronous(replicas)
+        return Exact(replicas, "float32")
     later: Agreement = NoAgreement() if setting.scheme == "none" else Averaging(setting, replicas, seed)
-    return ExactAtFirst(setting.exact, Synchronous(replicas), later) if setting.exact else later
+    return ExactAtFirst(setting.exact, Exact(replicas, setting.wire), later) if setting.exact else later
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:

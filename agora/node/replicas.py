@@ -254,7 +254,7 @@ class Replicas:
         )
         took = result.averaged_blocks()
         if len(took):
-            delta, snapshot = (flat.view(-1, SLICE_BLOCK)[took].flatten() for flat in (result.delta, values))
+            delta, snapshot = (flat.view(-1, SLICE_BLOCK)[took].flatten() for flat in (result.answer, values))
             await self._compute.add_to_slice(stage, blocks[took], delta, snapshot, self._averaging.rule)
         if not result.failed_parts:
             near = result.distance, result.distance_others, result.members
@@ -271,7 +271,7 @@ class Replicas:
         )
         tokens = max(own.tokens, round(result.weight))
         try:
-            await self._compute.step_with(stage, step, own.values + result.delta, tokens)
+            await self._compute.step_with(stage, step, result.answer, tokens)
         except ProtocolError:
             if self.synchronous:
                 raise

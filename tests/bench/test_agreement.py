@@ -13,7 +13,7 @@ from agora_protocol.manifest import Manifest
 from agora.averaging.slices import Slices
 from agora.averaging.wire import PartCodec
 from agora.bench import agreement
-from agora.bench.agreement_replicas import Averaging, Replica, Synchronous, agree, judge, train
+from agora.bench.agreement_replicas import Averaging, Exact, Replica, agree, judge, train
 from agora.bench.agreement_settings import (
     DEFAULT,
     FULL,
@@ -60,7 +60,7 @@ def replicas_of(manifest: Manifest, sampler: Sampler) -> list[Replica]:
 
 def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, sampler: Sampler) -> None:
     replicas = replicas_of(manifest, sampler)
-    together = Synchronous(replicas)
+    together = Exact(replicas, "float32")
     (alone,) = [Replica(manifest, sampler, "alone")]
     alone.trainer.step_tokens = lambda stage: REPLICAS * alone.tokens
     for step in range(5):

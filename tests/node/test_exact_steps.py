@@ -23,12 +23,12 @@ ME, OTHER = (Identity(bytes([n]) * 32).peer for n in (1, 2))
 
 
 class Liar:
-    """The stage's only other replica, by far the better connected, so that it owns every part: `adds` is its answer.
+    """The stage's only other replica, by far the better connected, so that it owns every part.
 
-    `tokens`: what it says it has counted at step 0.
+    `mean`: the elements of its answers. `tokens`: what it says it has counted at step 0.
     """
 
-    adds, tokens = 0.0, 0
+    mean, tokens = 0.0, 0
 
     async def call(self, peer: PeerId, request: Message, tensors: Sequence[WireTensor], **_: Any) -> SimpleNamespace:
         """Answers with a part of equal numbers."""
@@ -36,7 +36,7 @@ class Liar:
             return SimpleNamespace(message=Tallied(((OTHER, 0, self.tokens, 0),)), tensors=[])
         assert isinstance(request, Contribute) and request.what == "gradient"
         answer = Averaged(members=2, present=2, weight=64.0, distance=0.0)
-        return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.adds, np.float32))])
+        return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
 
 
 def replicas_beside(liar: Liar, signed: SignedManifest, compute: Compute, events: Events) -> Replicas:
@@ -69,13 +69,13 @@ def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absur
             replicas = replicas_beside(liar, signed, compute, events)
             running = asyncio.create_task(replicas.run())
             before = (await compute.export_state(0)).weights
-            liar.adds, liar.tokens = 3e38, 32
+            liar.mean, liar.tokens = 3e38, 32
             over = await weights_after(compute, 0, learning=False)
             assert np.array_equal(over, before) and not events.of(PartFailed), "there was nothing to judge it by"
-            liar.adds, liar.tokens = 0.0, 0
+            liar.mean, liar.tokens = 1e-4, 0
             honest = await weights_after(compute, 1)
             assert np.isfinite(honest).all() and not np.array_equal(honest, before)
-            liar.adds = 1e3
+            liar.mean = 1e3
             alone = await weights_after(compute, 2)
             assert np.isfinite(alone).all() and not np.array_equal(alone, honest), "it goes on along its own gradient"
             assert {"the mean gradient is" in failed.reason for failed in events.of(PartFailed)} == {True}
