@@ -17,8 +17,8 @@ DENSE_SHARE: Final = 0.15
 PUBLISHED_PARTS: Final = 6.4
 SWARM_MICROBATCHES: Final = 16
 """Microbatches of an optimizer step where speed is measured; a loss run steps after each."""
-TOKEN_BYTES: Final = 4
-"""A token's id, which goes forward with its coordinates."""
+TOKEN_BYTES: Final = 1
+"""A token's id, which goes forward with its coordinates; of the bytes tokenizer."""
 WARMUP_STEPS: Final = 50
 LEARNING_RATE: Final = 3e-3
 

@@ -1,4 +1,4 @@
-"""The plain codecs: a boundary as raw bf16 or float32, token ids as raw int32.
+"""The plain codecs: a boundary as raw bf16 or float32, token ids as the narrowest integers that hold them.
 
 Knows dtypes, shapes and who owns the bytes. Copies only where dtype, device or layout demand it. Must not know what a
 tensor means. Values are little-endian on the wire, as in the memory of every machine that torch supports.
@@ -16,7 +16,15 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "float32": torch.float32, "int32": torch.int32}
+DTYPES: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "uint8": torch.uint8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+}
+TOKEN_DTYPES = ("uint8", "int16", "int32")
+"""From the narrowest."""
 IGNORED = -1
 CPU = torch.device("cpu")
 
@@ -46,8 +54,13 @@ class DenseCodec:
 
 
 def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
-    """Token ids [b, s + 1], any integer dtype, as int32 bytes; shares the memory of a contiguous int32 CPU tensor."""
-    return _to_wire(torch.as_tensor(tokens), "int32")
+    """Token ids [b, s + 1], any integer dtype, none below -1 or above 2^31 - 1, in the narrowest of TOKEN_DTYPES."""
+    ids = torch.as_tensor(tokens)
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    holds = (
+        name for name in TOKEN_DTYPES if torch.iinfo(DTYPES[name]).min <= low and high <= torch.iinfo(DTYPES[name]).max
+    )
+    return _to_wire(ids, next(holds, "int32"))
 
 
 def decode_tokens(
@@ -61,7 +74,9 @@ def decode_tokens(
 
     Raises ProtocolError "bad-tensor" as DenseCodec.decode does, and for an id outside -1 .. vocabulary - 1.
     """
-    tokens = _from_wire(wire, "int32", shape)
+    if wire.dtype not in TOKEN_DTYPES:
+        raise ProtocolError("bad-tensor", f"Token ids are {wire.dtype}; they travel as {', '.join(TOKEN_DTYPES)}.")
+    tokens = _from_wire(wire, wire.dtype, shape)
     if tokens.numel():
         low, high = (int(bound) for bound in torch.aminmax(tokens))
         if low < IGNORED or high >= vocabulary:
@@ -69,7 +84,7 @@ def decode_tokens(
                 "bad-tensor",
                 f"Token ids {low} to {high} are outside {IGNORED} to {vocabulary - 1}, what the run's model has.",
             )
-    return tokens.to(device)
+    return tokens.to(device, torch.int32)
 
 
 def all_finite(tensor: Tensor) -> bool:

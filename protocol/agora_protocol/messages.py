@@ -92,7 +92,8 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
     """Please run your span on this microbatch and send me back the gradient of its input.
 
     Sent by the peer that computed the stage before. Answered by Processed, or by Refusal before any work was done.
-    Tensors: the boundary entering `stage` as the run's codec left it, and the tokens, int32 [b, s + 1].
+    Tensors: the boundary entering `stage` as the run's codec left it, and the tokens [b, s + 1], in the narrowest of
+    uint8, int16 and int32 that holds them all.
     """
 
     microbatch: MicrobatchId = raw(MICROBATCH_BYTES, doc="8 random bytes of the origin's session, 8 of its counter")
@@ -221,7 +222,9 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
 
 
 class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
-    """The answer to Contribute. Tensors: average minus the sender's values, in the codec and shape they came in."""
+    """The answer to Contribute. Tensors, in the codec and shape the values came in: of weights the average minus the
+    sender's values, of a gradient the average itself.
+    """
 
     members: int = whole(1, MAX_UINT, doc="contributions in the average")
     present: int = whole(1, MAX_UINT, doc="contributions in time: those in the average, and those of weight 0")

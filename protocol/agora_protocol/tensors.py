@@ -9,7 +9,16 @@ from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import shown
 from agora_protocol.limits import MAX_DIMENSION, MAX_DIMENSIONS, MAX_PAYLOAD_BYTES
 
-ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bf16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+ITEM_BYTES: Final = {
+    "float32": 4,
+    "float16": 2,
+    "bf16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
 
 
 class TensorSpec(NamedTuple):

@@ -71,7 +71,8 @@ def test_read_only_and_unaligned_buffers_decode_without_a_warning(name: str, shi
 def test_the_bytes_are_little_endian_and_row_major() -> None:
     wire = DenseCodec("float32").encode(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert bytes(wire.data) == np.array([1, 2, 3, 4], "<f4").tobytes()
-    assert bytes(encode_tokens(torch.tensor([[258]])).data) == b"\x02\x01\x00\x00"
+    assert bytes(encode_tokens(torch.tensor([[258]])).data) == b"\x02\x01"
+    assert bytes(encode_tokens(torch.tensor([[65538]])).data) == b"\x02\x00\x01\x00"
 
 
 def test_an_unknown_codec_is_named_with_those_there_are() -> None:
@@ -89,13 +90,25 @@ def test_another_dtype_or_shape_than_the_manifest_implies_is_refused() -> None:
     assert refusal.value.code == "bad-tensor"
 
 
-def test_tokens_round_trip_from_numpy_and_torch() -> None:
-    tokens = np.array([[0, 255, 7], [1, -1, -1]], np.int32)
+@pytest.mark.parametrize(
+    ("low", "high", "dtype"),
+    [(0, 255, "uint8"), (-1, 255, "int16"), (0, 256, "int16"), (-1, 32767, "int16"), (0, 32768, "int32")],
+)
+def test_tokens_round_trip_from_numpy_and_torch_in_the_narrowest_integers(low: int, high: int, dtype: str) -> None:
+    tokens = np.array([[0, high, 7], [1, low, low]], np.int32)
     for given in (tokens, torch.from_numpy(tokens), torch.from_numpy(tokens).long()):
         wire = encode_tokens(given)
-        decoded = decode_tokens(received(wire, shift=2), 256, shape=(2, 3))
+        assert wire.dtype == dtype
+        decoded = decode_tokens(received(wire, shift=2), 40_000, shape=(2, 3))
         assert decoded.dtype == torch.int32
         assert np.array_equal(decoded.numpy(), tokens)
+
+
+def test_token_ids_in_another_dtype_are_refused() -> None:
+    for dtype, size in (("int64", 8), ("int8", 1), ("float32", 4)):
+        with pytest.raises(ProtocolError, match=f"are {dtype}; they travel as uint8, int16, int32") as refusal:
+            decode_tokens(WireTensor(dtype, (1, 1), memoryview(bytes(size))), 256)
+        assert refusal.value.code == "bad-tensor"
 
 
 @pytest.mark.parametrize("bad", [256, -2, 2**31 - 1])
