@@ -110,17 +110,18 @@ def notes(effort: Effort) -> list[str]:
         f"context {model.context}, float32) on the source of Python's standard library. Each of {effort.steps} steps "
         f"has {REPLICAS} times {own} tokens, the same for every setting, {effort.steps * REPLICAS * own / 1e6:.1f} M "
         f"in all; AdamW as a manifest has it, the learning rate's decay ending with the run.",
-        "`synchronous`: every step takes the mean gradient of all. `none`: every replica trains alone, on a quarter of "
-        "the tokens. Else a share of the weights every so many steps, by the code that the daemons run: slices, "
-        "int8 with the common dither, aggregation, the delta rule. All in one process, without a network; an "
-        "average is taken in `delay` steps after its snapshot, 1 unless told.",
+        "`synchronous`: every step takes the mean gradient of all, in float32. `none`: every replica trains alone, on "
+        "a quarter of the tokens. Else a share of the weights every so many steps, by the code that the daemons run: "
+        "slices, int8 with the common dither, aggregation, the delta rule. `exact steps`: the first ones are along "
+        "the mean gradient of all, which travels as int8 as well. All in one process, without a network; an average "
+        "is taken in `delay` steps after its snapshot, 1 unless told.",
         f"The default takes {cover:.0f} steps to average every weight once, so that a run has "
-        f"{effort.steps / cover:.0f} such covers.",
+        f"{(effort.steps - DEFAULT.exact) / cover:.0f} such covers after its exact steps.",
         "loss_of_replica: held-out nats per token, the mean over the replicas: what a peer holds. lost: that against "
         "synchronous of the same seed, the mean over seeds, the lowest and the highest; lost_by_mean: the same of the "
         "model whose weights are the replicas' mean. apart: root mean square distance of the replicas to that mean, "
         "against its own root mean square. Every seed has its weights, samples and held-out text.",
-        "bytes: what a replica puts in, per parameter and optimizer step, payload alone. What comes back is as much "
-        "again, here and with butterfly all-reduce. `published`: what others' settings come to by the same count, from "
-        "their papers' numbers, not measured here.",
+        "bytes: what a replica puts in, per parameter and optimizer step, payload alone, exact steps included. What "
+        "comes back is as much again, here and with butterfly all-reduce. `published`: what others' settings come to "
+        "by the same count, from their papers' numbers, not measured here.",
     ]

@@ -8,20 +8,22 @@ while one is under way is skipped.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
-from agora_protocol.ids import MicrobatchId, PeerId, Span
+from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
 from agora.averaging.aggregate import aggregate
 from agora.averaging.slices import Slices, parts
-from agora.averaging.wire import Dither, Name, PartCodec
+from agora.averaging.terms import AveragingTerms, Part
+from agora.averaging.wire import Name
 from agora.bench.agreement_settings import REPLICAS, Setting
 from agora.bench.worker import Channel
 from agora.data.corpus import open_corpus
@@ -31,6 +33,7 @@ from agora.train.replicas import Blocks, StageReplica
 from agora.train.span import SpanTrainer
 
 WHOLE: Final = Span(0, 0)
+What = Literal["weights", "gradient"]
 
 
 class Replica:
@@ -99,7 +102,7 @@ class Exact:
     def __init__(self, replicas: Sequence[Replica], wire: Name) -> None:
         self.bytes_each, self.rounds = 0.0, 0
         self._replicas = replicas
-        self._codec = PartCodec(wire)
+        self._terms = terms_of(wire)
         for replica in replicas:
             replica.trainer.hold_steps = lambda stage: True
 
@@ -112,29 +115,35 @@ class Exact:
         """See Agreement."""
         means = [replica.stage.give_mean() for replica in self._replicas]
         weights = [float(mean.tokens) for mean in means]
-        deltas, sent = exchange([mean.values for mean in means], weights, self._codec, step)
-        for replica, mean, delta in zip(self._replicas, means, deltas, strict=True):
-            replica.shared.step_with(step - 1, mean.values + delta, int(sum(weights)))
+        found, sent = exchange([mean.values for mean in means], weights, self._terms, step, "gradient")
+        for replica, mean in zip(self._replicas, found, strict=True):
+            replica.shared.step_with(step - 1, mean, int(sum(weights)))
         self.bytes_each += sent
         self.rounds += 1
 
 
+def terms_of(wire: Name) -> AveragingTerms:
+    """What replicas of a manifest with this `averaging.wire` agree on; nothing here has a deadline."""
+    return AveragingTerms(PeerId("bench"), RunId("0" * 64), "mean", wire, round_s=math.inf, max_weight=math.inf)
+
+
 def exchange(
-    values: Sequence[Tensor], weights: Sequence[float], codec: PartCodec, number: int
+    values: Sequence[Tensor], weights: Sequence[float], terms: AveragingTerms, number: int, what: What
 ) -> tuple[list[Tensor], int]:
-    """A round, part by part: what each member adds to its values, float32 [n], and the bytes that each has put in."""
-    deltas = [torch.empty_like(value) for value in values]
-    sent = 0
-    for part, cut in enumerate(parts(len(values[0]))):
-        dither = Dither(f"{number}\0{part}")
+    """A round: what each member is answered, float32 [n], as RoundResult has it, and the bytes that each has put in."""
+    answers = [torch.empty_like(value) for value in values]
+    codec, sent = terms.codec(what), 0
+    for index, cut in enumerate(parts(len(values[0]))):
+        part = Part(0, what, number, index)
+        dither = terms.dither(part)
         wired = [codec.encode(value[cut], dither) for value in values]
         came = [codec.decode(tensors, len(values[0][cut]), dither) for tensors in wired]
         found = aggregate(came, weights, "mean", center=None, cap=True)
         assert found is not None
-        for delta, value in zip(deltas, came, strict=True):
-            delta[cut] = codec.decode(codec.encode(found.average - value), len(value))
+        for answer, value in zip(answers, came, strict=True):
+            answer[cut] = terms.answered(part, terms.answer(part, found.average, value), len(value))
         sent += sum(tensor.nbytes for tensor in wired[0])
-    return deltas, sent
+    return answers, sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +163,7 @@ class Averaging:
         self.bytes_each, self.rounds = 0.0, 0
         self._setting, self._replicas = setting, replicas
         self._slices = Slices(len(replicas[0].flat), setting.fraction, seed)
-        self._codec = PartCodec(setting.wire)
+        self._terms = terms_of(setting.wire)
         self._flight: Flight | None = None
 
     def after(self, step: int) -> None:
@@ -169,7 +178,7 @@ class Averaging:
         blocks = self._slices.blocks(number)
         snapshots = [replica.shared.slice_values(blocks)[0] for replica in self._replicas]
         weights = [float(replica.tokens) for replica in self._replicas]
-        deltas, sent = exchange(snapshots, weights, self._codec, number)
+        deltas, sent = exchange(snapshots, weights, self._terms, number, "weights")
         self.bytes_each += sent
         self.rounds += 1
         return Flight(step + self._setting.delay, blocks, snapshots, deltas)

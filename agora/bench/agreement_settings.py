@@ -19,7 +19,8 @@ DEFAULTS: Final = AveragingSection()
 class Setting:
     """`fraction` of the weights every `every` steps, taken in `delay` steps after the snapshot; or another scheme.
 
-    The first `exact` steps are synchronous whatever the scheme is, as in post-local SGD (Lin et al., 2020).
+    The first `exact` steps are along the mean gradient of all whatever the scheme is, as in post-local SGD (Lin et al.,
+    2020); it travels as `wire`.
     """
 
     scheme: Literal["none", "synchronous", "averaging"] = "averaging"
@@ -28,7 +29,7 @@ class Setting:
     delay: int = 1
     rule: Literal["delta", "ema"] = DEFAULTS.rule
     wire: Literal["int8", "bf16", "float32"] = DEFAULTS.wire
-    exact: int = 0
+    exact: int = DEFAULTS.exact_steps
 
     @property
     def name(self) -> str:
@@ -36,23 +37,23 @@ class Setting:
         told = self.scheme if self.scheme != "averaging" else f"{100 * self.fraction:g} % every {self.every}"
         more = [f"delay {self.delay}"] if self.delay != 1 else []
         more += [value for value, usual in ((self.rule, DEFAULTS.rule), (self.wire, DEFAULTS.wire)) if value != usual]
-        more += [f"synchronous for {self.exact} steps at first"] if self.exact else []
-        return ", ".join([told, *more])
+        first = f"{self.exact} exact steps, then " if self.exact else ""
+        return first + ", ".join([told, *more])
 
 
-SYNCHRONOUS: Final = Setting("synchronous")
-NONE: Final = Setting("none")
+SYNCHRONOUS: Final = Setting("synchronous", exact=0)
+NONE: Final = Setting("none", exact=0)
 DEFAULT: Final = Setting()
 SCALED: Final = Setting(every=5)
 NEEDED: Final = (SYNCHRONOUS, NONE, DEFAULT, SCALED)
 """What the ratios are made of."""
 MORE: Final = (
-    Setting(exact=400),
-    Setting(every=5, exact=400),
-    Setting("none", exact=400),
-    Setting(fraction=1.0, every=1, delay=0, wire="float32"),
+    Setting("none"),
+    Setting(exact=0),
+    Setting(every=5, exact=0),
     Setting(every=1),
     Setting(fraction=0.2),
+    Setting(fraction=1.0, every=1, delay=0, wire="float32", exact=0),
     Setting(delay=15),
     Setting(delay=15, rule="ema"),
 )
