@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from agora_protocol.errors import ProtocolError
-from agora_protocol.tensors import WireTensor
+from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,8 +23,6 @@ DTYPES: dict[str, torch.dtype] = {
     "int16": torch.int16,
     "int32": torch.int32,
 }
-TOKEN_DTYPES = ("uint8", "int16", "int32")
-"""From the narrowest."""
 IGNORED = -1
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from agora_protocol.ids import MicrobatchId, PeerId, Span
 from agora_protocol.messages import Advance, Message, Process, Processed
-from agora_protocol.tensors import WireTensor
+from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
 from agora.observe.events import Event
 
@@ -179,4 +179,4 @@ class WireShapes:
 
     def fits_tokens(self, tensor: WireTensor) -> bool:
         """Whether `tensor` can be the tokens of a microbatch of this run."""
-        return tensor.dtype == "int32" and tensor.shape == self.tokens_shape
+        return tensor.dtype in TOKEN_DTYPES and tensor.shape == self.tokens_shape

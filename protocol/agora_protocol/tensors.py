@@ -19,6 +19,8 @@ ITEM_BYTES: Final = {
     "int8": 1,
     "uint8": 1,
 }
+TOKEN_DTYPES: Final = ("uint8", "int16", "int32")
+"""How token ids may travel; from the narrowest."""
 
 
 class TensorSpec(NamedTuple):

@@ -100,6 +100,7 @@ def test_a_stage_outside_the_span_is_refused_before_any_work() -> None:
         [tokens_of(1)],
         [tokens_of(1), boundary_of(MB, 1)],
         [boundary_of(MB, 1), WireTensor("int32", (1, 4), memoryview(bytes(16)))],
+        [boundary_of(MB, 1), WireTensor("int64", (1, 3), memoryview(bytes(24)))],
         [boundary_of(MB, 1), tokens_of(1), tokens_of(1)],
         [WireTensor("bf16", (1, 2, 4), memoryview(bytes(16))), tokens_of(1)],
     ],
