@@ -7,13 +7,18 @@ children import it), how a target is chosen, what a swarm is made of.
 from __future__ import annotations
 
 import importlib.util
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from agora_protocol.manifest import Manifest
+
 from agora.bench.children import Nursery, deal
+from agora.bench.freezer import Freezer
 from agora.bench.machine import describe, usable_cores
 from agora.bench.report import Report
+from agora.bench.swarm import SwarmContender
 from agora.bench.task import corpus_cache, prepare_corpus
 from agora.bench.wan_curves import Curve, Length, final
 from agora.bench.wan_results import (
@@ -39,7 +44,7 @@ from agora.bench.wan_settings import (
     Job,
     Setting,
 )
-from agora.bench.wan_swarm import Steady, measure
+from agora.bench.wan_swarm import Reference, Steady, measure
 from agora.bench.window import tell
 
 PATIENCE_S = 3600.0
@@ -52,9 +57,7 @@ def run(quick: bool, folder: Path) -> Report:
     if importlib.util.find_spec("matplotlib") is None:
         tell("matplotlib is not installed, so --write would have no figures: pip install 'agora-swarm[bench]'")
     prepare_corpus(folder, effort.manifest(DENSE, effort.widths[0]))
-    swarms = Swarms(effort, folder)
-    speeds = {width: swarms.speeds(width) for width in effort.widths}
-    utilisation = swarms.utilisation(effort.widths[0], speeds[effort.widths[0]])
+    speeds, utilisation = measure_all(effort, folder)
     curves = train_all(effort, folder)
     found = [Results(effort, width, curves[width], speeds[width]) for width in effort.widths]
     report.rows = [row(results, setting) for results in found for setting in results.curves]
@@ -64,39 +67,64 @@ def run(quick: bool, folder: Path) -> Report:
 
 
 class Swarms:
-    """Speeds of real swarms, one after the other."""
+    """Speeds of real swarms at one width, one after the other, each against the same reference."""
 
-    def __init__(self, effort: Effort, folder: Path) -> None:
-        self._effort, self._folder = effort, folder
+    def __init__(self, effort: Effort, width: int, folder: Path, reference: Reference) -> None:
+        self._effort, self._width, self._folder = effort, width, folder
+        self._reference = reference
         self._others = 0.0
 
-    def speeds(self, width: int) -> Speeds:
-        """Without a link, then over the link that follows from it; every setting at the first width."""
-        self._others = 0.0
-        settings = self._effort.settings_at(width)
-        unshaped = self._rate(DENSE, width, None)
-        link = link_for(width, unshaped)
-        shaped = {setting: self._rate(setting, width, link) for setting in settings if setting not in SAME_SPEED}
-        chosen = self._rate(CHOSEN, width, None)
-        return Speeds(unshaped, link, shaped, chosen, self._others)
+    def speeds(self) -> Speeds:
+        """Of dense bf16 without a link, then of every setting over the link that follows from it."""
+        share = self._share(DENSE, None)
+        base = statistics.fmean(self._reference.rates)
+        unshaped = share * base
+        link = link_for(self._width, unshaped)
+        settings = [it for it in self._effort.settings_at(self._width) if it not in SAME_SPEED]
+        shaped = {setting: base * self._share(setting, link) for setting in settings}
+        return Speeds(unshaped, link, shaped, base, self._others)
 
-    def utilisation(self, width: int, speeds: Speeds) -> dict[tuple[float, int], float]:
+    def utilisation(self, speeds: Speeds) -> dict[tuple[float, int], float]:
         """By (rate against the link's, ms of a round trip): throughput of the chosen setting against no link."""
         found = {}
-        for rate, ms in self._effort.cells:
-            link = link_for(width, speeds.unshaped * rate, ms)
+        for rate, ms in self._effort.cells if self._width == self._effort.widths[0] else ():
+            link = link_for(self._width, speeds.unshaped * rate, ms)
             known = speeds.of(CHOSEN) if link == speeds.link else None
-            found[rate, ms] = (known or self._rate(CHOSEN, width, link)) / speeds.chosen_unshaped
+            found[rate, ms] = known / speeds.chosen_unshaped if known else self._share(CHOSEN, link)
         return found
 
-    def _rate(self, setting: Setting, width: int, link: str | None) -> float:
-        manifest = self._effort.manifest(setting, width, microbatches=SWARM_MICROBATCHES)
-        name = f"{setting.name} {width} {link or 'unshaped'}".translate(str.maketrans(" /=,", "____"))
+    def _share(self, setting: Setting, link: str | None) -> float:
+        return self._reference.against(lambda: self._rate(setting, link))
+
+    def _rate(self, setting: Setting, link: str | None) -> float:
+        manifest = manifest_of(self._effort, setting, self._width)
+        name = f"{setting.name} {self._width} {link or 'unshaped'}".translate(str.maketrans(" /=,", "____"))
         with Nursery(self._folder) as nursery:
             steady: Steady = measure(manifest, link, self._folder, nursery, self._effort.window_s, name)
         self._others = max(self._others, steady.others_cores)
-        tell(f"{setting.name}, width {width}, {link or 'no link'}: {steady.tokens_per_second:,.0f} tokens/s")
+        told = f"{setting.name}, width {self._width}, {link or 'no link'}: {steady.tokens_per_second:,.0f} tokens/s"
+        tell(f"{told} (the reference did {self._reference.rates[-1]:,.0f} before)")
         return steady.tokens_per_second
+
+
+def measure_all(effort: Effort, folder: Path) -> tuple[dict[int, Speeds], dict[tuple[float, int], float]]:
+    """Speeds by width, and the utilisation at the first; the reference is the chosen boundary without a link."""
+    speeds: dict[int, Speeds] = {}
+    utilisation: dict[tuple[float, int], float] = {}
+    for width in effort.widths:
+        with Nursery(folder) as nursery, Freezer() as freezer:
+            manifest = manifest_of(effort, CHOSEN, width)
+            prepare_corpus(folder, manifest)
+            swarm = SwarmContender(manifest, nursery, folder, name=f"reference_{width}")
+            swarms = Swarms(effort, width, folder, Reference(swarm, freezer, effort.window_s))
+            speeds[width] = swarms.speeds()
+            utilisation |= swarms.utilisation(speeds[width])
+    return speeds, utilisation
+
+
+def manifest_of(effort: Effort, setting: Setting, width: int) -> Manifest:
+    """What is trained where speed is measured."""
+    return effort.manifest(setting, width, microbatches=SWARM_MICROBATCHES)
 
 
 def link_for(width: int, tokens_per_s: float, rtt_ms: int = RTT_MS) -> str:

@@ -36,7 +36,8 @@ class Speeds:
     """Tokens per second of a swarm at one width.
 
     `unshaped`: of dense bf16 without a link. `link`: what was computed from it. `shaped`: over that link, by setting.
-    `chosen_unshaped`: of the chosen setting without a link. `others`: the most cores that the rest of the machine used.
+    `chosen_unshaped`: of the chosen setting without a link, the reference of all. `others`: the most cores that the
+    rest of the machine used.
     """
 
     unshaped: float
@@ -203,16 +204,18 @@ def throughput_lines(utilisation: Mapping[tuple[float, int], float]) -> list[Lin
     """A line over the latencies for each rate."""
     rates = dict.fromkeys(rate for rate, _ in utilisation)
     return [
-        Line(rate_name(rate), [(float(ms), kept) for (own, ms), kept in utilisation.items() if own == rate])
+        Line(rate_name(rate), [(float(ms), kept) for (own, ms), kept in sorted(utilisation.items()) if own == rate])
         for rate in rates
     ]
 
 
 def utilisation_rows(utilisation: Mapping[tuple[float, int], float]) -> list[dict[str, Cell]]:
     """One line for each rate, one column for each latency."""
+    columns = sorted({ms for _, ms in utilisation})
     rows: dict[float, dict[str, Cell]] = {}
     for (rate, ms), kept in utilisation.items():
-        rows.setdefault(rate, {"rate": rate_name(rate)})[f"{ms} ms"] = round(kept, 3)
+        rows.setdefault(rate, {"rate": rate_name(rate), **dict.fromkeys((f"{ms} ms" for ms in columns), None)})
+        rows[rate][f"{ms} ms"] = round(kept, 3)
     return list(rows.values())
 
 
@@ -281,10 +284,11 @@ def _rules(effort: Effort) -> list[str]:
         "curve has the steps to every target. The asynchronous pipeline's delay is left out, as if it were the same "
         "for all.",
         f"Speeds: {effort.stages} daemons, one for each stage, each behind a link of its own with a round trip of "
-        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches in an optimizer step. The rate is such that the bytes of "
-        "dense bf16 alone, forward and backward sharing a peer's uplink, take 1 / 0.15 of a step without a link: 85 % "
-        "of the step is then the wire's doing. Dense with a learnt embedding sends the same bytes, and is taken to be "
-        "as fast.",
+        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches in an optimizer step. Between any two, the swarm of the "
+        "chosen boundary without a link has a window of its own, and every speed is taken against those before and "
+        "after it, since the machine's own drifts. The rate is such that the bytes of dense bf16 alone, forward and "
+        "backward sharing a peer's uplink, take 1 / 0.15 of a step without a link: 85 % of the step is then the wire's "
+        "doing. Dense with a learnt embedding sends the same bytes, and is taken to be as fast.",
     ]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from agora_protocol.boundary import parse_codec
-from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest import LINK_CODEC, Manifest, preset
 
 RTT_MS: Final = 50
 DENSE_SHARE: Final = 0.15
@@ -55,11 +55,11 @@ class Setting:
 DENSE: Final = Setting(1, "bf16")
 DENSE_LEARNT: Final = Setting(1, "bf16", "learnt")
 PUBLISHED: Final = Setting(PUBLISHED_PARTS, "bf16")
-CHOSEN: Final = Setting(16 / 7, "int6/int3")
+CHOSEN: Final = Setting(8 / 3, LINK_CODEC)
 """What `throughput_kept_50ms` and both times to loss are about."""
 NEEDED: Final = (DENSE, DENSE_LEARNT, PUBLISHED, CHOSEN)
 """What the ratios are made of."""
-MORE: Final = (Setting(1, "int8"), Setting(2, "int8/int3"))
+MORE: Final = (Setting(1, "int8"), Setting(16 / 7, "int6/int3"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,12 @@ def check(plan: Plan) -> None:
 
 
 def manifest_of(plan: Plan) -> Manifest:
-    """The demo's manifest: the preset, cut and seeded as asked, its schedule as long as the demo. Raises Failure."""
+    """The demo's manifest: the preset, cut and seeded as asked, its schedule as long as the demo. Raises Failure.
+
+    Behind a link, and unless a codec was asked for, boundaries are what reaches a loss soonest there.
+    """
     from agora_protocol.errors import ManifestError
-    from agora_protocol.manifest import preset
+    from agora_protocol.manifest import LINK_CODEC, link_subspace, preset
 
     try:
         base = preset(plan.preset)
@@ -72,12 +75,16 @@ def manifest_of(plan: Plan) -> Manifest:
             "warmup_steps": min(base.optimizer.warmup_steps, max(LEAST_WARMUP_STEPS, plan.steps // 4)),
             "total_steps": max(plan.steps, 2 * LEAST_WARMUP_STEPS),
         }
+        model = {"layers": max(base.model.layers, plan.stages)}
+        boundary = {"codec": plan.codec} if plan.codec else {}
+        if plan.link and not plan.codec:
+            model["subspace"], boundary = link_subspace(base.model.width), {"codec": LINK_CODEC}
         return base.replaced(
             name="demo",
             seed=plan.seed,
-            model={"layers": max(base.model.layers, plan.stages)},
+            model=model,
             stages={"count": plan.stages, "first_layers": ()},
-            boundary={"codec": plan.codec or base.boundary.codec},
+            boundary=boundary,
             optimizer=optimizer,
             data={"corpus": tuple(_source(source) for source in plan.data)},
         )

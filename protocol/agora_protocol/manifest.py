@@ -266,13 +266,24 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+LINK_CODEC: Final = "int6/int3"
+
+
+def link_subspace(width: int) -> int:
+    """The rank that reaches a loss soonest over links as people have them, crossing as LINK_CODEC: 3/8 of the width.
+
+    Both by `swarm bench wan` (docs/codecs.md).
+    """
+    return max(2, 3 * width // 8)
+
+
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "tiny": {"name": "tiny"},
     "small": {
         "name": "small",
         "model": {
             "width": 512,
-            "subspace": 256,
+            "subspace": link_subspace(512),
             "layers": 8,
             "heads": 8,
             "key_value_heads": 4,
@@ -280,7 +291,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
             "context": 256,
         },
         "stages": {"count": 4},
-        "boundary": {"codec": "int8/int4"},
+        "boundary": {"codec": LINK_CODEC},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 100, "total_steps": 20_000, "target_tokens": 65_536},
         "averaging": {"exact_steps": 1000},
     },

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agora_protocol.manifest import Manifest
+from agora_protocol.manifest import LINK_CODEC, Manifest, link_subspace, preset
 
 from agora.bench import wan
 from agora.bench.children import BenchFailed
@@ -97,7 +97,14 @@ def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> Non
         assert len(set(names)) == len(names) and set(NEEDED) <= set(effort.deciding)
     assert len(FULL.seeds) >= 3 and len(FULL.widths) >= 2
     assert PUBLISHED.name == "k = d/6.4, bf16" and DENSE_LEARNT.name == "k = d, bf16, learnt embedding"
-    assert CHOSEN.name == "k = 7d/16, int6/int3"
+    assert CHOSEN.name == "k = 3d/8, int6/int3"
+
+
+@pytest.mark.parametrize("width", [64, 128, 512])
+def test_the_chosen_boundary_is_what_presets_and_demos_use_over_links(width: int) -> None:
+    assert (CHOSEN.codec, CHOSEN.subspace(width)) == (LINK_CODEC, link_subspace(width))
+    small = preset("small")
+    assert (small.boundary.codec, small.model.subspace) == (CHOSEN.codec, CHOSEN.subspace(small.model.width))
 
 
 @pytest.mark.parametrize("setting", [*NEEDED, Setting(4, "int6/int8")])
@@ -189,12 +196,14 @@ def test_the_link_makes_dense_bf16_slower_by_the_share() -> None:
 
 
 def test_utilisation_has_a_row_for_a_rate_and_a_column_for_a_latency() -> None:
-    found = {(0.5, 0): 0.7, (0.5, 50): 0.6, (1.0, 0): 1.0, (1.0, 50): 0.99}
-    assert utilisation_rows(found) == [
-        {"rate": "0.5 times", "0 ms": 0.7, "50 ms": 0.6},
+    found = {(0.5, 50): 0.6, (1.0, 50): 0.99, (1.0, 0): 1.0}
+    rows = utilisation_rows(found)
+    assert rows == [
+        {"rate": "0.5 times", "0 ms": None, "50 ms": 0.6},
         {"rate": "the link's rate", "0 ms": 1.0, "50 ms": 0.99},
     ]
-    assert [line.points for line in throughput_lines(found)] == [[(0.0, 0.7), (50.0, 0.6)], [(0.0, 1.0), (50.0, 0.99)]]
+    assert list(rows[0]) == ["rate", "0 ms", "50 ms"]
+    assert [line.points for line in throughput_lines(found)] == [[(50.0, 0.6)], [(0.0, 1.0), (50.0, 0.99)]]
 
 
 def test_notes_name_every_width() -> None:

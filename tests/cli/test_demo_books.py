@@ -157,3 +157,13 @@ def test_the_manifest_follows_from_the_flags() -> None:
     assert caught.value.code == 2
     with pytest.raises(Failure, match="huge"):
         manifest_of(Plan(preset="huge"))
+
+
+def test_behind_a_link_boundaries_are_what_trains_soonest_there_unless_a_codec_is_asked_for() -> None:
+    plain, linked, told = (
+        manifest_of(Plan(link=link, codec=codec))
+        for link, codec in ((None, None), ("20Mbit,50ms", None), ("20Mbit,50ms", "int8"))
+    )
+    assert (plain.model.subspace, plain.boundary.codec) == (128, "bf16")
+    assert (linked.model.subspace, linked.boundary.codec) == (48, "int6/int3")
+    assert (told.model.subspace, told.boundary.codec) == (128, "int8")
