@@ -12,6 +12,8 @@ from typing import Final
 
 USUAL_EMA: Final = 0.3
 BEYOND_USUAL: Final = 8.0
+ALWAYS: Final = 0.02
+"""Of the values' own size; replicas that train well are as far apart, or farther."""
 NEAR: Final = 1.25
 
 
@@ -21,18 +23,34 @@ class Drift:
 
     usual: float | None = None
 
-    def unbelievable(self, moved: float, size: float) -> str:
-        """Why an average that lies `moved` from values of root mean square `size` is not used; "" when it is.
+    def most(self, size: float) -> float:
+        """How far an average may lie from values of root mean square `size`.
 
-        A first average may lie as far as the values are large; a later one BEYOND_USUAL times the usual.
+        A first one as far as the values are large; a later one BEYOND_USUAL times the usual, or ALWAYS of the values:
+        drift grows fast from nothing, as at a run's start.
         """
-        most = size if self.usual is None else max(BEYOND_USUAL * self.usual, 1e-3 * size)
+        return size if self.usual is None else max(BEYOND_USUAL * self.usual, ALWAYS * size)
+
+    def unbelievable(self, moved: float, size: float) -> str:
+        """Why an average that lies `moved` from values of this size is not used; "" when it is."""
+        most = self.most(size)
         if moved <= most:
             return ""
         return f"the average lies {moved:.3g} from the own values, {most:.3g} would be the most"
 
+    def counted(self, moved: float, size: float) -> float | None:
+        """What an average that came goes into the usual as; None: not at all, as a first that is not believed.
+
+        One that is too far raises the usual as much as the farthest that is not: else replicas that have come to be
+        farther apart than that would never believe one another again.
+        """
+        most = self.most(size)
+        if moved <= most:
+            return moved
+        return None if self.usual is None else most
+
     def seen(self, moved: float) -> Drift:
-        """After a round whose parts lay `moved` away, as median."""
+        """After a round whose averages counted as `moved`, the median of the parts."""
         return Drift(moved if self.usual is None else self.usual + USUAL_EMA * (moved - self.usual))
 
 
@@ -42,22 +60,29 @@ class Norm:
 
     usual: float | None = None
 
-    def unbelievable(self, mean: float, own: float) -> str:
-        """Why a mean gradient this large is not used, where the own share is `own`; "" when it is.
+    def most(self, own: float) -> float:
+        """How large a mean gradient may be where the own share is `own`: BEYOND_USUAL times the usual, or the own.
 
-        It may be BEYOND_USUAL times as large as the usual, or as the own; with neither there is nothing to judge by.
+        With neither there is nothing to judge by.
         """
         largest = max(self.usual or 0.0, own)
-        most = BEYOND_USUAL * largest if largest else math.inf
+        return BEYOND_USUAL * largest if largest else math.inf
+
+    def unbelievable(self, mean: float, own: float) -> str:
+        """Why a mean gradient this large is not used; "" when it is."""
+        most = self.most(own)
         if math.isfinite(mean) and mean <= most:
             return ""
         return f"the mean gradient is {mean:.3g} large, {most:.3g} would be the most"
 
     def seen(self, mean: float, own: float) -> Norm:
-        """After a step in which it was believed; one that could not be judged is not remembered."""
+        """After a step; as with Drift, one that is too large counts as the largest that is not.
+
+        One that could not be judged is not remembered.
+        """
         if self.usual is None:
-            return Norm(mean if own else None)
-        return Norm(self.usual + USUAL_EMA * (mean - self.usual))
+            return Norm(min(mean, own) if own else None)
+        return Norm(self.usual + USUAL_EMA * (min(mean, self.most(own)) - self.usual))
 
 
 @dataclass(frozen=True, slots=True)

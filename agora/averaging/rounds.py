@@ -88,6 +88,7 @@ class _Round:
     deadline: float
     drift: Drift
     bytes_out: int = 0
+    moved: list[float] = field(default_factory=list)
     seats: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
 
 
@@ -125,9 +126,8 @@ class Rounds:
         got = await asyncio.gather(*(self._part(this, index, values[cut]) for index, cut in enumerate(cuts)))
         result = _put_together(got, cuts, torch.zeros_like(values) if what == "weights" else values)
         result.bytes_out = this.bytes_out
-        apart = [it.distance for it in got if it and it.message.members > 1]
-        if what == "weights" and apart:
-            self._drift[stage] = drift.seen(statistics.median(apart))
+        if this.moved:
+            self._drift[stage] = drift.seen(statistics.median(this.moved))
         seconds = asyncio.get_running_loop().time() - began
         self._report(
             events.RoundDone(
@@ -212,10 +212,12 @@ class Rounds:
         own = root_mean_square(values)
         if part.what == "weights":
             why = this.drift.unbelievable(got.distance, own)
+            if got.message.members > 1 and (counted := this.drift.counted(got.distance, own)) is not None:
+                this.moved.append(counted)
         else:
             size, norm = root_mean_square(got.answer), self._norms.get((part.stage, part.part), Norm())
             why = norm.unbelievable(size, own)
-            self._norms[part.stage, part.part] = norm if why else norm.seen(size, own)
+            self._norms[part.stage, part.part] = norm.seen(size, own)
         if why:
             raise PeerFailed(why)
 

@@ -187,9 +187,18 @@ def test_a_first_average_may_lie_as_far_as_the_values_are_large_and_a_later_one_
     assert usual.unbelievable(1.01 * BEYOND_USUAL * 0.01, 1.0)
 
 
-def test_after_rounds_without_drift_a_thousandth_of_the_values_is_still_believed() -> None:
+def test_after_rounds_without_drift_a_fiftieth_of_the_values_is_still_believed() -> None:
     still = Drift().seen(0.0)
-    assert not still.unbelievable(1e-3, 1.0) and still.unbelievable(1.1e-3, 1.0)
+    assert not still.unbelievable(0.02, 1.0) and still.unbelievable(0.021, 1.0)
+
+
+def test_replicas_that_are_suddenly_farther_apart_believe_one_another_again_soon() -> None:
+    drift, refused = Drift().seen(0.01), 0
+    while drift.unbelievable(1.0, 1.0):
+        drift, refused = drift.seen(drift.counted(1.0, 1.0)), refused + 1
+    assert refused == 3
+    assert Drift().counted(1.1, 1.0) is None, "a first that is not believed teaches nothing"
+    assert Drift().counted(0.9, 1.0) == 0.9 and Drift().counted(math.nan, 1.0) is None
 
 
 def test_what_is_not_a_number_is_not_believed() -> None:
