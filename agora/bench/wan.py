@@ -75,14 +75,14 @@ class Swarms:
         self._others = 0.0
 
     def speeds(self) -> Speeds:
-        """Of dense bf16 without a link, then of every setting over the link that follows from it."""
+        """Of dense bf16 and the chosen boundary without a link, then of all over the link that follows from dense."""
         share = self._share(DENSE, None)
         base = statistics.fmean(self._reference.rates)
-        unshaped = share * base
-        link = link_for(self._width, unshaped)
+        link = link_for(self._width, share * base)
+        chosen = self._share(CHOSEN, None) * base
         settings = [it for it in self._effort.settings_at(self._width) if it not in SAME_SPEED]
         shaped = {setting: base * self._share(setting, link) for setting in settings}
-        return Speeds(unshaped, link, shaped, base, self._others)
+        return Speeds(share * base, link, shaped, chosen, base, self._others)
 
     def utilisation(self, speeds: Speeds) -> dict[tuple[float, int], float]:
         """By (rate against the link's, ms of a round trip): throughput of the chosen setting against no link."""
@@ -90,7 +90,7 @@ class Swarms:
         for rate, ms in self._effort.cells if self._width == self._effort.widths[0] else ():
             link = link_for(self._width, speeds.unshaped * rate, ms)
             known = speeds.of(CHOSEN) if link == speeds.link else None
-            found[rate, ms] = known / speeds.chosen_unshaped if known else self._share(CHOSEN, link)
+            found[rate, ms] = (known or self._share(CHOSEN, link) * speeds.base) / speeds.chosen_unshaped
         return found
 
     def _share(self, setting: Setting, link: str | None) -> float:
@@ -108,7 +108,7 @@ class Swarms:
 
 
 def measure_all(effort: Effort, folder: Path) -> tuple[dict[int, Speeds], dict[tuple[float, int], float]]:
-    """Speeds by width, and the utilisation at the first; the reference is the chosen boundary without a link."""
+    """Speeds by width, and the utilisation at the first, all against a swarm of the chosen boundary without a link."""
     speeds: dict[int, Speeds] = {}
     utilisation: dict[tuple[float, int], float] = {}
     for width in effort.widths:

@@ -36,14 +36,15 @@ class Speeds:
     """Tokens per second of a swarm at one width.
 
     `unshaped`: of dense bf16 without a link. `link`: what was computed from it. `shaped`: over that link, by setting.
-    `chosen_unshaped`: of the chosen setting without a link, the reference of all. `others`: the most cores that the
-    rest of the machine used.
+    `chosen_unshaped`: of the chosen setting without a link. `base`: of the reference, by which all were multiplied.
+    `others`: the most cores that the rest of the machine used.
     """
 
     unshaped: float
     link: str
     shaped: Mapping[Setting, float]
     chosen_unshaped: float
+    base: float
     others: float
 
     def of(self, setting: Setting) -> float | None:
@@ -284,11 +285,11 @@ def _rules(effort: Effort) -> list[str]:
         "curve has the steps to every target. The asynchronous pipeline's delay is left out, as if it were the same "
         "for all.",
         f"Speeds: {effort.stages} daemons, one for each stage, each behind a link of its own with a round trip of "
-        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches in an optimizer step. Between any two, the swarm of the "
-        "chosen boundary without a link has a window of its own, and every speed is taken against those before and "
-        "after it, since the machine's own drifts. The rate is such that the bytes of dense bf16 alone, forward and "
-        "backward sharing a peer's uplink, take 1 / 0.15 of a step without a link: 85 % of the step is then the wire's "
-        "doing. Dense with a learnt embedding sends the same bytes, and is taken to be as fast.",
+        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches in an optimizer step. Between any two, another swarm of "
+        "the chosen boundary without a link has a window of its own, and every speed is taken against those before "
+        "and after it, since the machine's own drifts. The rate is such that the bytes of dense bf16 alone, forward "
+        "and backward sharing a peer's uplink, take 1 / 0.15 of a step without a link: 85 % of the step is then the "
+        "wire's doing. Dense with a learnt embedding sends the same bytes, and is taken to be as fast.",
     ]
 
 

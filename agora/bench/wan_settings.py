@@ -59,7 +59,7 @@ CHOSEN: Final = Setting(8 / 3, LINK_CODEC)
 """What `throughput_kept_50ms` and both times to loss are about."""
 NEEDED: Final = (DENSE, DENSE_LEARNT, PUBLISHED, CHOSEN)
 """What the ratios are made of."""
-MORE: Final = (Setting(1, "int8"), Setting(16 / 7, "int6/int3"))
+MORE: Final = (Setting(16 / 7, "int6/int3"),)
 
 
 @dataclass(frozen=True, slots=True)

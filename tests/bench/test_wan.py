@@ -54,7 +54,7 @@ def results(**speeds: object) -> Results:
     effort = replace(TINY, widths=(64,), steps=200, most_steps=(600,))
     fast, slow = falling(200, 2e-3), falling(600, 1e-3)
     curves = {DENSE: [fast, fast], DENSE_LEARNT: [falling(200, 1.5e-3)] * 2, PUBLISHED: [slow, slow]}
-    found = Speeds(1000.0, "1Mbit,50ms", {DENSE: 150.0, PUBLISHED: 800.0, CHOSEN: 960.0}, 1000.0, 0.0)
+    found = Speeds(1000.0, "1Mbit,50ms", {DENSE: 150.0, PUBLISHED: 800.0, CHOSEN: 960.0}, 1000.0, 1000.0, 0.0)
     return Results(effort, 64, curves | {CHOSEN: [fast, fast]}, replace(found, **speeds))  # type: ignore[arg-type]
 
 
