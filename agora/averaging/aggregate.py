@@ -73,6 +73,11 @@ def root_mean_square(values: Tensor, other: Tensor | None = None) -> float:
     return _norm(sample) / math.sqrt(max(1, len(sample)))
 
 
+def magnitude(values: Tensor) -> float:
+    """Root mean square over every element: who is judged by a sample would lie between."""
+    return _norm(values) / math.sqrt(max(1, len(values)))
+
+
 def _norm(values: Tensor) -> float:
     """In float64, where the squares of all float32 fit."""
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))

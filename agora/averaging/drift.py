@@ -38,16 +38,13 @@ class Drift:
             return ""
         return f"the average lies {moved:.3g} from the own values, {most:.3g} would be the most"
 
-    def counted(self, moved: float, size: float) -> float | None:
-        """What an average that came goes into the usual as; None: not at all, as a first that is not believed.
+    def counted(self, size: float) -> float | None:
+        """What a part whose average was not believed goes into the usual as, its values being that large; None: not.
 
-        One that is too far raises the usual as much as the farthest that is not: else replicas that have come to be
-        farther apart than that would never believe one another again.
+        As the farthest that would have been, `size` at most: else replicas that have come to be farther apart than that
+        would never believe one another again. A first that is not believed teaches nothing.
         """
-        most = self.most(size)
-        if moved <= most:
-            return moved
-        return None if self.usual is None else most
+        return None if self.usual is None else min(self.most(size), size)
 
     def seen(self, moved: float) -> Drift:
         """After a round whose averages counted as `moved`, the median of the parts."""
@@ -76,13 +73,10 @@ class Norm:
         return f"the mean gradient is {mean:.3g} large, {most:.3g} would be the most"
 
     def seen(self, mean: float, own: float) -> Norm:
-        """After a step; as with Drift, one that is too large counts as the largest that is not.
-
-        One that could not be judged is not remembered.
-        """
+        """After a step in which it was believed; one that could not be judged is not remembered."""
         if self.usual is None:
             return Norm(min(mean, own) if own else None)
-        return Norm(self.usual + USUAL_EMA * (min(mean, self.most(own)) - self.usual))
+        return Norm(self.usual + USUAL_EMA * (mean - self.usual))
 
 
 @dataclass(frozen=True, slots=True)

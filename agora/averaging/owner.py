@@ -40,6 +40,8 @@ MAX_OPEN: Final = 4096
 """Parts that may be gathered at once."""
 KEPT_ROUNDS: Final = 2.0
 """Times round_s that an average is kept, for those who come late and for Recall."""
+KEPT_NUMBERS: Final = 4
+"""Rounds of a kind, of which exact steps have one after the other; nobody asks for one that is farther back."""
 
 
 @dataclass(slots=True)
@@ -137,6 +139,7 @@ class Owner:
         if part in self._done:
             return
         self._done[part] = average
+        self._done.pop(part._replace(number=part.number - KEPT_NUMBERS), None)
         asyncio.get_running_loop().call_later(KEPT_ROUNDS * self._terms.round_s, self._forget, part)
 
     # --- gathering

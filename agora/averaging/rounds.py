@@ -9,6 +9,7 @@ import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,7 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.averaging.aggregate import root_mean_square
+from agora.averaging.aggregate import magnitude, root_mean_square
 from agora.averaging.drift import Drift, Norm
 from agora.averaging.owner import Owner
 from agora.averaging.ownership import owners
@@ -92,6 +93,14 @@ class _Round:
     seats: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
 
 
+class _TooFar(PeerFailed):
+    """An average that is not believed; `counted`: what the part goes into the stage's usual drift as, if at all."""
+
+    def __init__(self, why: str, counted: float | None) -> None:
+        super().__init__(why)
+        self.counted = counted
+
+
 class Rounds:
     """Takes part in rounds; one instance for each daemon."""
 
@@ -154,6 +163,7 @@ class Rounds:
             codec = self._terms.codec(part.what)
             sent = codec.encode(values, self._terms.dither(part))
             reasons: list[str] = []
+            refused: float | None = None
             for second, owner in enumerate(
                 owners(self._terms.run, part.stage, part.what, part.number, index, this.members)
             ):
@@ -162,6 +172,10 @@ class Rounds:
                 try:
                     got = await self._ask(this, part, owner, bool(second), sent, values)
                     self._believe(this, part, got, values)
+                except _TooFar as error:
+                    refused = refused or error.counted
+                    reasons.append(f"{owner}: {error}")
+                    continue
                 except (AgoraError, TimeoutError) as error:
                     if owner != self._terms.me and getattr(error, "code", "") in NO_ANSWER:
                         self._owner.lost(owner, part)
@@ -170,7 +184,11 @@ class Rounds:
                 if got.message.present < 2 and len(this.members) > 1:
                     reasons.append(f"{owner}: nobody else contributed in time")
                     break
+                if part.what == "weights" and got.message.members > 1:
+                    this.moved.append(got.distance)
                 return self._kept(part, got, sent, len(values))
+        if refused is not None:
+            this.moved.append(refused)
         self._report(events.PartFailed(part.stage, part.what, part.number, part.part, "; ".join(reasons)[:500]))
         return None
 
@@ -202,35 +220,34 @@ class Rounds:
                 raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
             message, tensors = reply.message, list(reply.tensors)
         answer = self._terms.answered(part, tensors, len(values))
-        apart = root_mean_square(answer) if part.what == "weights" else root_mean_square(answer, values)
+        apart = magnitude(answer) if part.what == "weights" else root_mean_square(answer, values)
         return _Got(answer, message, apart)
 
     def _believe(self, this: _Round, part: Part, got: _Got, values: Tensor) -> None:
-        """Raises PeerFailed for an average where no replica can be, or a gradient much larger than it ever is."""
+        """Raises _TooFar for an average where no replica can be, or a gradient much larger than it ever is."""
         if self._terms.as_it_is(part.what):
             return
-        own = root_mean_square(values)
+        own = magnitude(values)
         if part.what == "weights":
-            why = this.drift.unbelievable(got.distance, own)
-            if got.message.members > 1 and (counted := this.drift.counted(got.distance, own)) is not None:
-                this.moved.append(counted)
-        else:
-            size, norm = root_mean_square(got.answer), self._norms.get((part.stage, part.part), Norm())
-            why = norm.unbelievable(size, own)
-            self._norms[part.stage, part.part] = norm.seen(size, own)
-        if why:
-            raise PeerFailed(why)
+            if why := this.drift.unbelievable(got.distance, own):
+                raise _TooFar(why, this.drift.counted(own) if got.message.members > 1 else None)
+            return
+        size, norm = magnitude(got.answer), self._norms.get((part.stage, part.part), Norm())
+        if why := norm.unbelievable(size, own):
+            raise _TooFar(why, None)
+        self._norms[part.stage, part.part] = norm.seen(size, own)
 
     def _kept(self, part: Part, got: _Got, sent: Sequence[WireTensor], numel: int) -> _Got:
         """Remembers how to have the average, for a second owner that asks for it."""
 
-        def average() -> Average:
-            values, it = got.answer, got.message
-            if part.what == "weights":
-                values = values + self._terms.codec(part.what).decode(list(sent), numel, self._terms.dither(part))
-            return Average(values, it.members, it.present, it.weight, it.distance)
+        it = got.message
+        known = (it.members, it.present, it.weight, it.distance)
 
-        self._owner.keep(part, average)
+        def average() -> Average:
+            values = self._terms.codec(part.what).decode(list(sent), numel, self._terms.dither(part))
+            return Average(values + got.answer, *known)
+
+        self._owner.keep(part, average if part.what == "weights" else partial(Average, got.answer, *known))
         return got
 
 

@@ -1,9 +1,9 @@
 """Replicas of one small model that agree in a given way, in one process: what loss they reach, and at how many bytes.
 
 Knows: the trainer, the pure functions of averaging, the corpus. Must not know: other settings, networks, clocks. A
-round is what the daemons make of it: snapshots of a slice, or the gradient of an exact step, encoded with the common
-dither, averaged, the difference sent back and added, to weights `delay` steps later; a round of weights that is due
-while one is under way is skipped.
+round is what the daemons make of it: snapshots of a slice, encoded with the common dither, averaged, the difference
+sent back and added `delay` steps later, or the gradient of an exact step, whose average is sent back; a round of
+weights that is due while one is under way is skipped.
 """
 
 from __future__ import annotations

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from agora_protocol.manifest import Manifest
-
+from agora.bench import pipeline
 from agora.bench.children import Nursery, deal
 from agora.bench.freezer import Freezer
 from agora.bench.machine import describe, usable_cores
-from agora.bench.report import Report
+from agora.bench.report import Report, paired_ratio
 from agora.bench.swarm import SwarmContender
 from agora.bench.task import corpus_cache, prepare_corpus
 from agora.bench.wan_curves import Curve, Length, final
@@ -44,10 +43,11 @@ from agora.bench.wan_settings import (
     Job,
     Setting,
 )
-from agora.bench.wan_swarm import Reference, Steady, measure
+from agora.bench.wan_swarm import Steady, measure
 from agora.bench.window import tell
 
 PATIENCE_S = 3600.0
+FILE_NAME = str.maketrans(" /=,", "____")
 
 
 def run(quick: bool, folder: Path) -> Report:
@@ -57,7 +57,9 @@ def run(quick: bool, folder: Path) -> Report:
     if importlib.util.find_spec("matplotlib") is None:
         tell("matplotlib is not installed, so --write would have no figures: pip install 'agora-swarm[bench]'")
     prepare_corpus(folder, effort.manifest(DENSE, effort.widths[0]))
-    speeds, utilisation = measure_all(effort, folder)
+    swarms = Swarms(effort, folder)
+    speeds = {width: swarms.speeds(width) for width in effort.widths}
+    utilisation = swarms.utilisation(effort.widths[0], speeds[effort.widths[0]])
     curves = train_all(effort, folder)
     found = [Results(effort, width, curves[width], speeds[width]) for width in effort.widths]
     report.rows = [row(results, setting) for results in found for setting in results.curves]
@@ -67,64 +69,57 @@ def run(quick: bool, folder: Path) -> Report:
 
 
 class Swarms:
-    """Speeds of real swarms at one width, one after the other, each against the same reference."""
+    """Speeds of real swarms, one after the other."""
 
-    def __init__(self, effort: Effort, width: int, folder: Path, reference: Reference) -> None:
-        self._effort, self._width, self._folder = effort, width, folder
-        self._reference = reference
+    def __init__(self, effort: Effort, folder: Path) -> None:
+        self._effort, self._folder = effort, folder
         self._others = 0.0
 
-    def speeds(self) -> Speeds:
-        """Of dense bf16 and the chosen boundary without a link, then of all over the link that follows from dense."""
-        share = self._share(DENSE, None)
-        base = statistics.fmean(self._reference.rates)
-        link = link_for(self._width, share * base)
-        chosen = self._share(CHOSEN, None) * base
-        settings = [it for it in self._effort.settings_at(self._width) if it not in SAME_SPEED]
-        shaped = {setting: base * self._share(setting, link) for setting in settings}
-        return Speeds(share * base, link, shaped, chosen, base, self._others)
+    def speeds(self, width: int) -> Speeds:
+        """Dense without a link, then over the link that follows from it; every setting at the first width."""
+        self._others = 0.0
+        unshaped = self._rate(DENSE, width, None)
+        link = link_for(width, unshaped)
+        settings = [it for it in self._effort.settings_at(width) if it not in SAME_SPEED and it != CHOSEN]
+        shaped = {setting: self._rate(setting, width, link) for setting in settings}
+        chosen, kept = self._kept(width, link)
+        return Speeds(unshaped, link, {**shaped, CHOSEN: kept * chosen}, chosen, self._others)
 
-    def utilisation(self, speeds: Speeds) -> dict[tuple[float, int], float]:
+    def utilisation(self, width: int, speeds: Speeds) -> dict[tuple[float, int], float]:
         """By (rate against the link's, ms of a round trip): throughput of the chosen setting against no link."""
         found = {}
-        for rate, ms in self._effort.cells if self._width == self._effort.widths[0] else ():
-            link = link_for(self._width, speeds.unshaped * rate, ms)
-            known = speeds.of(CHOSEN) if link == speeds.link else None
-            found[rate, ms] = (known or self._share(CHOSEN, link) * speeds.base) / speeds.chosen_unshaped
+        for rate, ms in self._effort.cells:
+            link = link_for(width, speeds.unshaped * rate, ms)
+            found[rate, ms] = speeds.kept if link == speeds.link else self._kept(width, link)[1]
         return found
 
-    def _share(self, setting: Setting, link: str | None) -> float:
-        return self._reference.against(lambda: self._rate(setting, link))
+    def _kept(self, width: int, link: str) -> tuple[float, float]:
+        """The chosen setting's tokens per second without a link, and its share of them over `link`.
 
-    def _rate(self, setting: Setting, link: str | None) -> float:
-        manifest = manifest_of(self._effort, setting, self._width)
-        name = f"{setting.name} {self._width} {link or 'unshaped'}".translate(str.maketrans(" /=,", "____"))
+        Two swarms take turns, so that what the machine does meanwhile hits both.
+        """
+        manifest = self._effort.manifest(CHOSEN, width, microbatches=SWARM_MICROBATCHES)
+        prepare_corpus(self._folder, manifest)
+        names = {f"{kind} {width} {link}".translate(FILE_NAME): at for kind, at in (("free", None), ("linked", link))}
+        with Nursery(self._folder) as nursery, Freezer() as freezer:
+            swarms = [SwarmContender(manifest, nursery, self._folder, name, link=at) for name, at in names.items()]
+            turns = pipeline.Effort(self._effort.turns, self._effort.window_s, 0)
+            try:
+                free, linked = pipeline.alternate(swarms, turns, freezer).values()
+            finally:
+                for swarm in swarms:
+                    swarm.stop()
+        self._others = max(self._others, *free.elsewhere, *linked.elsewhere)
+        return statistics.median(free.rates), paired_ratio(linked.rates, free.rates)
+
+    def _rate(self, setting: Setting, width: int, link: str | None) -> float:
+        manifest = self._effort.manifest(setting, width, microbatches=SWARM_MICROBATCHES)
+        name = f"{setting.name} {width} {link or 'unshaped'}".translate(FILE_NAME)
         with Nursery(self._folder) as nursery:
             steady: Steady = measure(manifest, link, self._folder, nursery, self._effort.window_s, name)
         self._others = max(self._others, steady.others_cores)
-        told = f"{setting.name}, width {self._width}, {link or 'no link'}: {steady.tokens_per_second:,.0f} tokens/s"
-        tell(f"{told} (the reference did {self._reference.rates[-1]:,.0f} before)")
+        tell(f"{setting.name}, width {width}, {link or 'no link'}: {steady.tokens_per_second:,.0f} tokens/s")
         return steady.tokens_per_second
-
-
-def measure_all(effort: Effort, folder: Path) -> tuple[dict[int, Speeds], dict[tuple[float, int], float]]:
-    """Speeds by width, and the utilisation at the first, all against a swarm of the chosen boundary without a link."""
-    speeds: dict[int, Speeds] = {}
-    utilisation: dict[tuple[float, int], float] = {}
-    for width in effort.widths:
-        with Nursery(folder) as nursery, Freezer() as freezer:
-            manifest = manifest_of(effort, CHOSEN, width)
-            prepare_corpus(folder, manifest)
-            swarm = SwarmContender(manifest, nursery, folder, name=f"reference_{width}")
-            swarms = Swarms(effort, width, folder, Reference(swarm, freezer, effort.window_s))
-            speeds[width] = swarms.speeds()
-            utilisation |= swarms.utilisation(speeds[width])
-    return speeds, utilisation
-
-
-def manifest_of(effort: Effort, setting: Setting, width: int) -> Manifest:
-    """What is trained where speed is measured."""
-    return effort.manifest(setting, width, microbatches=SWARM_MICROBATCHES)
 
 
 def link_for(width: int, tokens_per_s: float, rtt_ms: int = RTT_MS) -> str:

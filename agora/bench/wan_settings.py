@@ -55,11 +55,11 @@ class Setting:
 DENSE: Final = Setting(1, "bf16")
 DENSE_LEARNT: Final = Setting(1, "bf16", "learnt")
 PUBLISHED: Final = Setting(PUBLISHED_PARTS, "bf16")
-CHOSEN: Final = Setting(8 / 3, LINK_CODEC)
+CHOSEN: Final = Setting(16 / 7, LINK_CODEC)
 """What `throughput_kept_50ms` and both times to loss are about."""
 NEEDED: Final = (DENSE, DENSE_LEARNT, PUBLISHED, CHOSEN)
 """What the ratios are made of."""
-MORE: Final = (Setting(16 / 7, "int6/int3"),)
+MORE: Final = (Setting(1, "int8"), Setting(8 / 3, LINK_CODEC))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ class Effort:
     `deciding` settings are trained with every one of `seeds`, `more` with the first, at the first width alone. The
     published recipe gets all of them, and its loss at the end is the target; a run of another ends when it is there,
     but not before `steps`, which all have in common. `cells` are what the table of utilisation has, at the first
-    width: a rate relative to the link's, and milliseconds of a round trip.
+    width: a rate relative to the link's, and milliseconds of a round trip. `turns`: windows of the chosen setting over
+    each link, and as many of it without one.
     """
 
     widths: tuple[int, ...]
@@ -92,6 +93,7 @@ class Effort:
     every: int
     heldout_batches: int
     window_s: float
+    turns: int
     cells: tuple[tuple[float, int], ...]
     context: int = 64
     sequences: int = 8
@@ -158,5 +160,5 @@ CELLS: Final = (
     *((1.0, ms) for ms in (0, 20, 50, 100, 200)),
     (2.0, 50),
 )
-QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 600, (800,), 20, 8, 8.0, ())
-FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 700, (1400, 900), 50, 16, 15.0, CELLS)
+QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 400, (500,), 20, 8, 6.0, 2, ())
+FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 700, (1400, 900), 50, 16, 15.0, 5, CELLS)

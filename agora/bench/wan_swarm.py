@@ -7,9 +7,8 @@ what.
 from __future__ import annotations
 
 import re
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from typing import Any
 from agora_protocol.manifest import Manifest
 
 from agora.bench.children import BenchFailed, Nursery
-from agora.bench.contenders import Contender
-from agora.bench.freezer import Freezer
 from agora.bench.machine import Watch
 from agora.bench.swarm import STALL_S, SwarmContender
 from agora.bench.task import prepare_corpus
@@ -64,30 +61,6 @@ def measure(manifest: Manifest, link: str | None, folder: Path, nursery: Nursery
         return swarm.steady(seconds)
     finally:
         swarm.stop()
-
-
-class Reference:
-    """A swarm that is measured before and after every other one; in between it rests, frozen.
-
-    A machine's speed drifts by a tenth within minutes: against what the reference did just before and just after,
-    speeds that were taken at different times compare.
-    """
-
-    def __init__(self, swarm: Contender, freezer: Freezer, seconds: float) -> None:
-        """Starts the swarm, and measures it for the first time. Raises BenchFailed."""
-        self._swarm, self._freezer, self._seconds = swarm, freezer, seconds
-        swarm.start()
-        self.rates = [swarm.measure(seconds).rate]
-        """Tokens per second of every window."""
-        freezer.freeze(swarm.groups())
-
-    def against(self, rate: Callable[[], float]) -> float:
-        """What `rate` measures, as a multiple of the reference's own speed at that time."""
-        found = rate()
-        self._freezer.thaw(self._swarm.groups())
-        self.rates.append(self._swarm.measure(self._seconds).rate)
-        self._freezer.freeze(self._swarm.groups())
-        return found / statistics.fmean(self.rates[-2:])
 
 
 class SteadySwarm(SwarmContender):

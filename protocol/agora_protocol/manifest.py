@@ -141,8 +141,8 @@ class Manifest(Section):
 
     @property
     def max_payload_bytes(self) -> int:
-        """The largest payload a frame of this run can have: a boundary and its tokens (int32, b x (s + 1)), or a chunk
-        of state.
+        """The largest payload a frame of this run can have: a boundary and its tokens (b x (s + 1) of 4 bytes), or
+        a chunk of state.
         """
         shape, codec = self.boundary_shape(), parse_codec(self.boundary.codec)
         boundary = max(codec.forward.bytes_of(shape), codec.backward.bytes_of(shape))
@@ -270,11 +270,11 @@ LINK_CODEC: Final = "int6/int3"
 
 
 def link_subspace(width: int) -> int:
-    """The rank that reaches a loss soonest over links as people have them, crossing as LINK_CODEC: 3/8 of the width.
+    """The rank that reaches a loss soonest over links as people have them, crossing as LINK_CODEC: 7/16 of the width.
 
-    Both by `swarm bench wan` (docs/codecs.md).
+    Why both: docs/codecs.md, with the figures of `swarm bench wan`.
     """
-    return max(2, 3 * width // 8)
+    return max(2, 7 * width // 16)
 
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {

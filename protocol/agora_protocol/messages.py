@@ -206,7 +206,7 @@ _WHAT: Final = ("weights", "gradient")
 
 
 class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
-    """My values of one part of a round that you own; please answer with what to add to them to have the average.
+    """My values of one part of a round that you own; please answer with the average, or what to add to them to have it.
 
     Tensors: the part in the run's averaging codec, float32 [n], bf16 [n], or int8 [n] and its exponents, int8
     [ceil(n / QUANTISER_BLOCK)].

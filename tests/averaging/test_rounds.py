@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 import torch
 from agora_protocol.errors import ProtocolError
+from agora_protocol.ids import PeerId
 from agora_protocol.limits import PART_ELEMENTS
-from agora_protocol.messages import Contribute
+from agora_protocol.messages import Averaged, Contribute
+from agora_protocol.tensors import WireTensor
 
+from agora.averaging.owner import KEPT_NUMBERS
 from agora.averaging.ownership import owners
 from agora.averaging.rounds import RoundResult
 from agora.averaging.wire import PartCodec
@@ -287,7 +291,8 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
 
 
 @pytest.mark.parametrize(("what", "why"), [("weights", "the average lies"), ("gradient", "the mean gradient is")])
-def test_an_absurd_average_is_not_believed_and_the_part_stays(what: str, why: str) -> None:
+@pytest.mark.parametrize("where", [slice(None), slice(1, None, 16)], ids=["everywhere", "between"])
+def test_an_absurd_average_is_not_believed_and_the_part_stays(where: slice, what: str, why: str) -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(2))
@@ -295,7 +300,8 @@ def test_an_absurd_average_is_not_believed_and_the_part_stays(what: str, why: st
         for number in range(2):
             deadline = asyncio.get_running_loop().time() + world.round_s
             if number == 1:
-                chosen[1] = chosen[1] + 50.0
+                chosen[1] = chosen[1].clone()
+                chosen[1][where] += 50.0
             works = [
                 m.rounds.run(0, what, number, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)
             ]
@@ -304,6 +310,54 @@ def test_an_absurd_average_is_not_believed_and_the_part_stays(what: str, why: st
             assert done[-1].failed_parts == number == results[0].failed_parts
         assert torch.equal(results[0].answer, torch.zeros(PART_ELEMENTS) if what == "weights" else chosen[0])
         assert why in [e for e in members[0].events if isinstance(e, PartFailed)][0].reason
+        await world.close()
+
+    run(main())
+
+
+def test_a_liar_that_owns_every_part_never_raises_what_is_believed() -> None:
+    """Its answers are refused, the second owner's are taken: only these count as usual."""
+
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(3))
+        liar, lies = members[2], 0
+        for member in members:
+            member.sees = {peer.peer: 1e15 if peer is liar else 1.0 for peer in members}
+        contribute = liar.owner.contribute
+
+        async def lying(peer: PeerId, message: Contribute, *rest: Any) -> tuple[Averaged, list[WireTensor]]:
+            nonlocal lies
+            answer, values = await contribute(peer, message, *rest)
+            if peer == liar.peer or message.round == 0:
+                return answer, values
+            lies += 1
+            return answer, PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 0.5))
+
+        liar.owner.contribute = lying  # type: ignore[method-assign]
+        for number in range(6):
+            chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
+            deadline = asyncio.get_running_loop().time() + world.round_s
+            works = [
+                m.rounds.run(0, "weights", number, v, 1.0, m.view, deadline)
+                for m, v in zip(members, chosen, strict=True)
+            ]
+            results = await asyncio.gather(*works)
+            assert all(float(result.answer.abs().max()) < 0.1 for result in results)
+        assert lies == 10
+        await world.close()
+
+    run(main())
+
+
+def test_of_rounds_that_follow_one_another_only_the_last_few_are_kept() -> None:
+    async def main() -> None:
+        world = World(SIZE)
+        members = world.add(*identities(2))
+        for number in range(12):
+            await one_round(world, members, [1.0, 1.0], number, what="gradient")
+        for member in members:
+            assert 1 <= len({part.number for part in member.owner._done}) <= KEPT_NUMBERS
         await world.close()
 
     run(main())

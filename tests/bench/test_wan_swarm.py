@@ -1,12 +1,10 @@
-"""What is made of a swarm's completions and reports: windows, their parts, settled credit, what a reference is for."""
+"""What is made of a swarm's completions and reports: windows, their parts, and when the credit counts as settled."""
 
 from __future__ import annotations
 
 import pytest
 
-from agora.bench.freezer import Freezer
-from agora.bench.wan_swarm import Reference, credit_of, is_settled, parts_of
-from agora.bench.window import Window
+from agora.bench.wan_swarm import credit_of, is_settled, parts_of
 
 
 def test_a_window_is_cut_into_equal_parts_and_begins_at_its_first_completion() -> None:
@@ -24,30 +22,3 @@ def test_the_credit_has_settled_when_six_looks_say_the_same() -> None:
 def test_the_credit_is_read_from_what_a_daemon_says_of_it() -> None:
     assert credit_of({"credit": "21: round trip 0.500 s / period 0.050 s = 10.0"}) == 21
     assert credit_of({"credit": "not measured yet"}) == credit_of({}) == 0
-
-
-class Drifting:
-    """A contender whose speed halves from one window to the next."""
-
-    name, note, processes, threads = "drifting", "", 1, 1
-
-    def __init__(self) -> None:
-        self.rate, self.started = 3200.0, False
-
-    def groups(self) -> list[int]:
-        return []
-
-    def start(self) -> None:
-        self.started = True
-
-    def measure(self, seconds: float) -> Window:
-        self.rate /= 2
-        return Window(round(self.rate * seconds), seconds, round(self.rate * seconds))
-
-
-def test_a_speed_is_taken_against_the_reference_just_before_and_just_after() -> None:
-    with Freezer() as freezer:
-        reference = Reference(Drifting(), freezer, 2.0)
-        assert reference.against(lambda: 600.0) == pytest.approx(600 / 1200)
-        assert reference.against(lambda: 600.0) == pytest.approx(600 / 600)
-        assert reference.rates == [1600, 800, 400]

@@ -165,5 +165,5 @@ def test_behind_a_link_boundaries_are_what_trains_soonest_there_unless_a_codec_i
         for link, codec in ((None, None), ("20Mbit,50ms", None), ("20Mbit,50ms", "int8"))
     )
     assert (plain.model.subspace, plain.boundary.codec) == (128, "bf16")
-    assert (linked.model.subspace, linked.boundary.codec) == (48, "int6/int3")
+    assert (linked.model.subspace, linked.boundary.codec) == (56, "int6/int3")
     assert (told.model.subspace, told.boundary.codec) == (128, "int8")
