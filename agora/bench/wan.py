@@ -17,7 +17,6 @@ from agora.bench.children import Nursery, deal
 from agora.bench.freezer import Freezer
 from agora.bench.machine import describe, usable_cores
 from agora.bench.report import Report, paired_ratio
-from agora.bench.swarm import SwarmContender
 from agora.bench.task import corpus_cache, prepare_corpus
 from agora.bench.wan_curves import Curve, Length, final
 from agora.bench.wan_results import (
@@ -43,7 +42,7 @@ from agora.bench.wan_settings import (
     Job,
     Setting,
 )
-from agora.bench.wan_swarm import Steady, measure
+from agora.bench.wan_swarm import Steady, SteadySwarm, measure
 from agora.bench.window import tell
 
 PATIENCE_S = 3600.0
@@ -102,7 +101,7 @@ class Swarms:
         prepare_corpus(self._folder, manifest)
         names = {f"{kind} {width} {link}".translate(FILE_NAME): at for kind, at in (("free", None), ("linked", link))}
         with Nursery(self._folder) as nursery, Freezer() as freezer:
-            swarms = [SwarmContender(manifest, nursery, self._folder, name, link=at) for name, at in names.items()]
+            swarms = [SteadySwarm(manifest, nursery, self._folder, name, link=at) for name, at in names.items()]
             turns = pipeline.Effort(self._effort.turns, self._effort.window_s, 0)
             try:
                 free, linked = pipeline.alternate(swarms, turns, freezer).values()

@@ -259,8 +259,8 @@ def _speeds(found: Sequence[Results]) -> list[str]:
     return [
         f"Width {results.width}: {results.speeds.unshaped:,.0f} tokens/s without a link in dense bf16, from which the "
         f"link is {results.speeds.link}; dense bf16 takes {_slower(results):.2f} times as long over it, the "
-        f"chosen boundary keeps {results.speeds.kept:.3f} of its {results.speeds.chosen_unshaped:,.0f} tokens/s. Others "
-        f"used up to {results.speeds.others:.2f} cores."
+        f"chosen boundary keeps {results.speeds.kept:.3f} of its {results.speeds.chosen_unshaped:,.0f} tokens/s. "
+        f"Others used up to {results.speeds.others:.2f} cores."
         for results in found
     ]
 

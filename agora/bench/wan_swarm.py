@@ -19,7 +19,7 @@ from agora.bench.children import BenchFailed, Nursery
 from agora.bench.machine import Watch
 from agora.bench.swarm import STALL_S, SwarmContender
 from agora.bench.task import prepare_corpus
-from agora.bench.window import tell
+from agora.bench.window import Window, tell
 
 PARTS = 5
 """Into so many equal parts a window is cut for `low` and `high`."""
@@ -64,7 +64,19 @@ def measure(manifest: Manifest, link: str | None, folder: Path, nursery: Nursery
 
 
 class SteadySwarm(SwarmContender):
-    """A swarm that is watched while it trains on: its pipeline stays full from one window to the next."""
+    """A swarm that is watched while it trains on: its pipeline stays full from one window to the next.
+
+    Where it takes turns with another, it settles anew in each, so that both ways to measure it mean the same.
+    """
+
+    def measure(self, seconds: float) -> Window:
+        """See Contender."""
+        self._ask("resume")
+        self.settle()
+        found = self.steady(seconds)
+        self._rest()
+        tokens = round(found.tokens_per_second * found.window_s)
+        return Window(tokens, found.window_s, tokens)
 
     def settle(self) -> None:
         """Lets it train until the origin's credit has found its level, and as much is home again as was in flight."""
