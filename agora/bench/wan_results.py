@@ -284,11 +284,11 @@ def _rules(effort: Effort) -> list[str]:
         "curve has the steps to every target. The asynchronous pipeline's delay is left out, as if it were the same "
         "for all.",
         f"Speeds: {effort.stages} daemons, one for each stage, each behind a link of its own with a round trip of "
-        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches in an optimizer step. "
-        f"The chosen boundary's, also in the table of utilisation, are medians of {effort.turns} turns that it took "
-        "with a swarm of its own without a link, since a machine's speed drifts. The rate is such that the bytes of "
-        "dense bf16 alone, forward and backward sharing a peer's uplink, take 1 / 0.15 of a step without a link: 85 % "
-        "of the step is then the wire's doing. Dense with a learnt embedding sends the same bytes, and is taken to be as fast.",
+        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches in an optimizer step. The chosen boundary's, also in the "
+        f"table of utilisation, are medians of {effort.turns} turns that it took with a swarm of its own without a "
+        "link, since a machine's speed drifts. The rate is such that the bytes of dense bf16 alone, forward and "
+        "backward sharing a peer's uplink, take 1 / 0.15 of a step without a link: 85 % of the step is then the wire's "
+        "doing. Dense with a learnt embedding sends the same bytes, and is taken to be as fast.",
     ]
 
 
