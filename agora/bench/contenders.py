@@ -16,7 +16,7 @@ from agora.bench.window import PATIENCE_S, START_S, Window, stage_threads
 
 STAGES = 4
 WARM_S = 3.0
-MOE_ATTEMPTS = 3
+MOE_ATTEMPTS = 8
 
 
 class Contender(Protocol):

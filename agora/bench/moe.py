@@ -32,7 +32,7 @@ from agora.bench.workload import Work, loss_sum
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 FIND_S = 60.0
-SERVE_S = 15.0  # a server starts within 3 s, or never
+SERVE_S = 10.0  # a server starts within 3 s, or never
 HANDLERS = 2
 
 
