@@ -114,7 +114,7 @@ class Owner:
         numel = self._size_of(part)
         if message.weight > self._terms.max_weight:
             raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
-        values = self._terms.codec(part.what).decode(list(tensors), numel, self._terms.dither(part))
+        values = self._terms.codec.decode(list(tensors), numel, self._terms.dither(part))
         self._note_once(peer, part)
         self._note_passed(peer, part)
         await self._reach("averaging.received")

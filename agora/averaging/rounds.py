@@ -160,7 +160,7 @@ class Rounds:
         """One part's answer; None when it stays as it is."""
         part = Part(this.stage, this.what, this.number, index)
         async with this.seats:
-            codec = self._terms.codec(part.what)
+            codec = self._terms.codec
             sent = codec.encode(values, self._terms.dither(part))
             reasons: list[str] = []
             refused: float | None = None
@@ -172,11 +172,9 @@ class Rounds:
                 try:
                     got = await self._ask(this, part, owner, bool(second), sent, values)
                     self._believe(this, part, got, values)
-                except _TooFar as error:
-                    refused = refused or error.counted
-                    reasons.append(f"{owner}: {error}")
-                    continue
                 except (AgoraError, TimeoutError) as error:
+                    if isinstance(error, _TooFar):
+                        refused = refused or error.counted
                     if owner != self._terms.me and getattr(error, "code", "") in NO_ANSWER:
                         self._owner.lost(owner, part)
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
@@ -239,12 +237,11 @@ class Rounds:
 
     def _kept(self, part: Part, got: _Got, sent: Sequence[WireTensor], numel: int) -> _Got:
         """Remembers how to have the average, for a second owner that asks for it."""
-
         it = got.message
         known = (it.members, it.present, it.weight, it.distance)
 
         def average() -> Average:
-            values = self._terms.codec(part.what).decode(list(sent), numel, self._terms.dither(part))
+            values = self._terms.codec.decode(list(sent), numel, self._terms.dither(part))
             return Average(values + got.answer, *known)
 
         self._owner.keep(part, average if part.what == "weights" else partial(Average, got.answer, *known))

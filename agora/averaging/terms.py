@@ -34,8 +34,8 @@ class Part(NamedTuple):
 class AveragingTerms:
     """What the members of a run agree on, and who this one is. `round_s`: seconds until a round ends.
 
-    `exact`: a synchronous run, whose gradients travel as float32 and whose mean is over tokens as they are; else
-    nothing that a replica says of its gradients is believed further than what it says of its weights.
+    `exact`: a synchronous run, where the mean of gradients is over tokens as they are; else nothing
+    that a replica says of its gradients is believed further than what it says of its weights.
     """
 
     me: PeerId
@@ -47,24 +47,26 @@ class AveragingTerms:
     exact: bool = False
 
     def as_it_is(self, what: str) -> bool:
-        """Whether parts of this kind are averaged without a cap, a clip or a codec."""
+        """Whether parts of this kind are averaged without a cap or a clip, and not judged."""
         return self.exact and what == "gradient"
 
-    def codec(self, what: str) -> PartCodec:
+    @property
+    def codec(self) -> PartCodec:
         """How the elements of a part travel."""
-        return PartCodec("float32" if self.as_it_is(what) else self.wire)
+        return PartCodec(self.wire)
 
     def answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
         """What an owner answers to a member's `values`, as it decoded them: of weights the difference to the average,
         which leaves the member its own rounding; of a gradient the average itself, the same bits for everyone.
         """
-        codec = self.codec(part.what)
-        return codec.encode(average - values) if part.what == "weights" else codec.encode(average, self.dither(part))
+        if part.what == "weights":
+            return self.codec.encode(average - values)
+        return self.codec.encode(average, self.dither(part))
 
     def answered(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
         """The same as a member decodes it, float32 [numel]. Raises ProtocolError."""
         dither = None if part.what == "weights" else self.dither(part)
-        return self.codec(part.what).decode(list(tensors), numel, dither)
+        return self.codec.decode(list(tensors), numel, dither)
 
     def dither(self, part: Part) -> Dither:
         """What all members add to this part's elements before rounding."""

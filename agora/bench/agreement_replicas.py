@@ -132,7 +132,7 @@ def exchange(
 ) -> tuple[list[Tensor], int]:
     """A round: what each member is answered, float32 [n], as RoundResult has it, and the bytes that each has put in."""
     answers = [torch.empty_like(value) for value in values]
-    codec, sent = terms.codec(what), 0
+    codec, sent = terms.codec, 0
     for index, cut in enumerate(parts(len(values[0]))):
         part = Part(0, what, number, index)
         dither = terms.dither(part)

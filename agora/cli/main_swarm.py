@@ -79,7 +79,10 @@ def demo(
     ] = None,
     more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")] = None,
     preset: Annotated[str, typer.Option(help="The model: tiny or small.")] = "tiny",
-    codec: Annotated[str | None, typer.Option(metavar="NAME", help="Boundary codec, such as bf16 or int8.")] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Boundary codec, such as bf16; default the preset's, or one for links."),
+    ] = None,
     link: Annotated[
         str | None,
         typer.Option(

@@ -32,7 +32,7 @@ class OriginBatches:
         self._reserved = self._first
 
     def draw(self, counter: int) -> WireTensor:
-        """Tokens of this start's `counter`-th training microbatch, int32 [b, s + 1]."""
+        """Tokens of this start's `counter`-th training microbatch [b, s + 1]."""
         number = self._first + counter
         if number >= self._reserved:
             self._reserve(number + BLOCK)

@@ -123,7 +123,7 @@ class Batches(Protocol):
     """Where an origin's data comes from (data.sampling, as wire tensors)."""
 
     def draw(self, counter: int) -> WireTensor:
-        """Tokens of this origin's `counter`-th training microbatch, int32 [b, s + 1]: a pure function."""
+        """Tokens of this origin's `counter`-th training microbatch [b, s + 1]: a pure function."""
 
     def heldout(self, count: int) -> Iterable[WireTensor]:
         """At most `count` microbatches that are never trained on, the same at every call."""

@@ -121,8 +121,9 @@ class Compute:
     ) -> WireTensor:
         """Runs stages `first` to the span's last; the encoded boundary for the stage after.
 
-        boundary: what enters `first`, [b, s, d] as the codec left it, None at stage 0; tokens: int32 [b, s + 1]. With
-        `train`, what the backward needs is held until `backward`, `forget`, or another forward of the same microbatch.
+        boundary: what enters `first`, [b, s, d] as the codec left it, None at stage 0; tokens: ids [b, s + 1].
+        With `train`, what the backward needs is held until `backward`, `forget`, or another forward of the same
+        microbatch.
         """
         priority = Priority.FORWARD if train else Priority.EVALUATE
 

@@ -30,12 +30,18 @@ def values_of(index: int) -> torch.Tensor:
 
 
 async def one_round(
-    world: World, members: list[Member], weights: list[float], number: int = 0, what: str = "weights"
+    world: World,
+    members: list[Member],
+    weights: list[float],
+    number: int = 0,
+    what: str = "weights",
+    values: list[torch.Tensor] | None = None,
 ) -> list[RoundResult]:
+    """Of all members, each with its `values_of` unless told."""
+    values = values or [values_of(i) for i in range(len(members))]
     deadline = asyncio.get_running_loop().time() + world.round_s
     works = [
-        m.rounds.run(0, what, number, values_of(i), w, m.view, deadline)
-        for i, (m, w) in enumerate(zip(members, weights, strict=True))
+        m.rounds.run(0, what, number, v, w, m.view, deadline) for m, v, w in zip(members, values, weights, strict=True)
     ]
     results = await asyncio.gather(*works)
     assert asyncio.get_running_loop().time() <= deadline + 0.1, "a round ends by its deadline"
@@ -81,9 +87,7 @@ def test_int8_adds_nothing_where_members_agree() -> None:
         world = World(SIZE, "int8")
         members = world.add(*identities(3))
         same = values_of(1)
-        deadline = asyncio.get_running_loop().time() + 20.0
-        works = [m.rounds.run(0, "weights", 0, same, 1.0, m.view, deadline) for m in members]
-        for result in await asyncio.gather(*works):
+        for result in await one_round(world, members, [1.0] * 3, values=[same] * 3):
             assert torch.equal(result.answer, torch.zeros(SIZE))
         await world.close()
 
@@ -298,14 +302,10 @@ def test_an_absurd_average_is_not_believed_and_the_part_stays(where: slice, what
         members = world.add(*identities(2))
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
         for number in range(2):
-            deadline = asyncio.get_running_loop().time() + world.round_s
             if number == 1:
                 chosen[1] = chosen[1].clone()
                 chosen[1][where] += 50.0
-            works = [
-                m.rounds.run(0, what, number, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)
-            ]
-            results = await asyncio.gather(*works)
+            results = await one_round(world, members, [1.0] * 2, number, what, chosen)
             done = [event for event in members[0].events if isinstance(event, RoundDone)]
             assert done[-1].failed_parts == number == results[0].failed_parts
         assert torch.equal(results[0].answer, torch.zeros(PART_ELEMENTS) if what == "weights" else chosen[0])
@@ -335,14 +335,9 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_believed() -> None:
             return answer, PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 0.5))
 
         liar.owner.contribute = lying  # type: ignore[method-assign]
+        chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
         for number in range(6):
-            chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
-            deadline = asyncio.get_running_loop().time() + world.round_s
-            works = [
-                m.rounds.run(0, "weights", number, v, 1.0, m.view, deadline)
-                for m, v in zip(members, chosen, strict=True)
-            ]
-            results = await asyncio.gather(*works)
+            results = await one_round(world, members, [1.0] * 3, number, values=chosen)
             assert all(float(result.answer.abs().max()) < 0.1 for result in results)
         assert lies == 10
         await world.close()
@@ -373,9 +368,7 @@ def test_a_clip_keeps_a_liar_from_moving_the_others(what: str) -> None:
             chosen = [values_of(i)[:PART_ELEMENTS] for i in range(8)]
             true = sum(chosen[:7]) / 7
             chosen[7] = chosen[7] + 1.0
-            deadline = asyncio.get_running_loop().time() + world.round_s
-            works = [m.rounds.run(0, what, 0, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)]
-            results = await asyncio.gather(*works)
+            results = await one_round(world, members, [1.0] * 8, 0, what, chosen)
             found = results[0].answer + (chosen[0] if what == "weights" else 0.0)
             moved[rule] = float((found - true).pow(2).mean().sqrt())
             await world.close()
