@@ -1,4 +1,4 @@
-"""What training loses to averaging: two local swarms that differ in nothing but when their first round is due.
+"""What training loses to averaging: three local swarms that differ in nothing but what they average.
 
 Knows: swarms as contenders, how their windows alternate. Must not know: torch, rounds as such.
 """
@@ -14,10 +14,10 @@ from agora_protocol.manifest import Manifest
 from agora.bench import pipeline
 from agora.bench.children import Nursery
 from agora.bench.freezer import Freezer
-from agora.bench.pipeline import Readings
 from agora.bench.report import Cell, Ratio, paired_ratio
 from agora.bench.swarm import SwarmContender
 from agora.bench.task import manifest_for, prepare_corpus
+from agora.bench.turns import Readings, start, take_turns
 from agora.bench.window import Window
 
 STAGES, REPLICAS = 2, 2
@@ -25,7 +25,7 @@ MICROBATCHES = 2
 """Per optimizer step: few, so that rounds come often."""
 NEVER = 10**6
 
-ON, OFF = "swarm_averaging", "swarm_never"
+ON, EXACT, OFF = "swarm_averaging", "swarm_exact", "swarm_never"
 
 
 @dataclass(slots=True)
@@ -53,15 +53,14 @@ class AveragingSwarm(SwarmContender):
 
 
 def measure_slowdown(folder: Path, windows: int, window_s: float) -> Slowdown:
-    """Both swarms in turning order, frozen while the other is measured."""
+    """All three in turning order, frozen while another is measured."""
     manifest = training_manifest()
     prepare_corpus(folder, manifest)
+    kinds = {ON: {"exact_steps": 0}, EXACT: {"exact_steps": NEVER}, OFF: {"exact_steps": 0, "every": NEVER}}
     with Nursery(folder) as nursery, Freezer() as freezer:
-        swarms = [
-            AveragingSwarm(ON, manifest, nursery, folder),
-            AveragingSwarm(OFF, manifest.replaced(averaging={"every": NEVER}), nursery, folder),
-        ]
-        found = pipeline.alternate(swarms, pipeline.Effort(windows, window_s, 0), freezer)
+        swarms = [AveragingSwarm(name, manifest.replaced(averaging=kinds[name]), nursery, folder) for name in kinds]
+        start(swarms, freezer)
+        found = take_turns(swarms, windows, window_s, freezer)
     return summary(swarms, found, manifest)
 
 
@@ -81,10 +80,13 @@ def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: 
         row = {key: row[key] for key in ("name", "unit", "median", "low", "high", "rounds", "others")}
         slowdown.rows.append({**row, "averaged": statistics.fmean(swarm.done) if swarm.done else None})
     section = manifest.averaging
+    exact = 1 - paired_ratio(found[EXACT].rates, found[OFF].rates)
     slowdown.notes = [
         f"`swarm_`: {STAGES} stages of {REPLICAS} agora-node daemons each, the pipeline benchmark's model, "
-        f"{MICROBATCHES} microbatches per step so that rounds come often; one swarm averages by the defaults "
-        f"({section.fraction:.0%} every {section.every} steps, {section.wire}), the other never; they take turns. "
+        f"{MICROBATCHES} microbatches per step so that rounds come often. One averages slices by the defaults "
+        f"({section.fraction:.0%} every {section.every} steps, {section.wire}), as after its exact steps; one takes "
+        f"exact steps only, each of {manifest.optimizer.target_tokens:,} tokens; one never averages. They take turns. "
+        f"Exact steps so small cost {exact:.1%} of the throughput. "
         f"averaged: the share of replicas in a round, over {len(averaging.done)} rounds seen by a replica."
     ]
     if not averaging.done:

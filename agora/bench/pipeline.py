@@ -1,6 +1,6 @@
 """`swarm bench pipeline`: the swarm's tokens per second beside three other ways to train the same model here.
 
-Knows: the contenders, how their turns alternate, the ratios of the contract. Must not know: torch (only children import
+Knows: the contenders, the ratios of the contract. Must not know: torch (only children import
 it). All contenders are started once and kept; in every round each gets one measured window while the others are frozen,
 in turning order, and a ratio is the median over rounds of the ratios within a round: slow drift and a noisy neighbour
 hit both sides of each pair.
@@ -9,21 +9,19 @@ hit both sides of each pair.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from agora.bench.children import BenchFailed, Nursery
+from agora.bench.children import Nursery
 from agora.bench.contenders import Contender, Gloo1F1B, HivemindMoe, SingleLoop
 from agora.bench.freezer import Freezer
-from agora.bench.machine import Watch, describe, usable_cores
+from agora.bench.machine import describe, usable_cores
 from agora.bench.report import Cell, Ratio, Report, paired_ratio
 from agora.bench.stream_rates import measure_streams
 from agora.bench.swarm import SwarmContender
 from agora.bench.task import MICROBATCHES_PER_STEP, SEQUENCES, manifest_for, prepare_corpus
-from agora.bench.window import tell
-
-CALM_CORES = 0.15
+from agora.bench.turns import CALM_CORES, Readings, start, take_turns
 
 RATIOS: Mapping[str, tuple[str, str, str, str]] = {
     "swarm2_vs_single": ("swarm2", "single", ">= 1.0", "tokens/s, swarm of 2 stages against the plain loop"),
@@ -40,15 +38,6 @@ class Effort:
     rounds: int
     window_s: float
     stream_repeats: int
-
-
-@dataclass(slots=True)
-class Readings:
-    """One contender's rounds: tokens per second, its processor seconds per 1000 tokens, cores that others used."""
-
-    rates: list[float] = field(default_factory=list)
-    costs: list[float] = field(default_factory=list)
-    elsewhere: list[float] = field(default_factory=list)
 
 
 QUICK = Effort(rounds=3, window_s=6.0, stream_repeats=5)
@@ -70,36 +59,13 @@ def run(quick: bool, folder: Path) -> Report:
             Gloo1F1B(nursery, folder),
             HivemindMoe(nursery, folder),
         ]
-        found = alternate(contenders, effort, freezer)
+        start(contenders, freezer)
+        found = take_turns(contenders, effort.rounds, effort.window_s, freezer)
     report.rows = [training_row(c, found[c.name]) for c in contenders] + streams.rows
     report.ratios = training_ratios(found) | {"stream_vs_bare": streams.ratio}
     described = [f"`{c.name}`: {c.note}." for c in contenders]
     report.notes = calmness(found) + described + notes(effort) + streams.notes
     return report
-
-
-def alternate(contenders: Sequence[Contender], effort: Effort, freezer: Freezer) -> dict[str, Readings]:
-    """What every contender did in every round; the order of turns is reversed in every other round."""
-    for contender in contenders:
-        tell(f"starting {contender.name}")
-        contender.start()
-        freezer.freeze(contender.groups())
-    found = {contender.name: Readings() for contender in contenders}
-    for number in range(effort.rounds):
-        for contender in contenders if number % 2 == 0 else reversed(contenders):
-            freezer.thaw(contender.groups())
-            watch = Watch(contender.groups())
-            window = contender.measure(effort.window_s)
-            elsewhere, cost = watch.elsewhere(), 1000 * watch.ours() / max(window.trained, 1)
-            freezer.freeze(contender.groups())
-            if window.tokens <= 0 or window.seconds <= 0:
-                raise BenchFailed(f"{contender.name} trained nothing in {effort.window_s:.0f} s; run again in calm")
-            found[contender.name].rates.append(window.rate)
-            found[contender.name].costs.append(cost)
-            found[contender.name].elsewhere.append(elsewhere)
-            turn = f"round {number + 1} of {effort.rounds}: {contender.name} {window.rate:,.0f} tokens/s"
-            tell(turn + (f" (others used {elsewhere:.1f} cores)" if elsewhere > CALM_CORES else ""))
-    return found
 
 
 def training_row(contender: Contender, found: Readings) -> dict[str, Cell]:

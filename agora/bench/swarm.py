@@ -80,14 +80,14 @@ class SwarmContender:
         self._wait_until("train its first steps", lambda: len(self._completed) >= warm, START_S)
 
     def measure(self, seconds: float) -> Window:
-        """Lets the pipeline fill, then counts from one completion to another."""
+        """Lets the pipeline fill, then counts from one completion to another for so many seconds."""
         self._read()
         self._completed.clear()
         self.rounds.clear()
         self._rerouted = 0
         self._ask("resume")
-        self._wait_until("fill its pipeline", lambda: len(self._completed) > MICROBATCHES_PER_STEP, STALL_S)
-        first = self._completed[MICROBATCHES_PER_STEP][0]
+        self._fill()
+        first = self._completed[-1][0]
         self._wait_until("train", lambda: self._completed[-1][0] >= first + seconds, seconds + STALL_S)
         counted = [entry for entry in self._completed if entry[0] > first]
         if self._rerouted:
@@ -96,6 +96,10 @@ class SwarmContender:
         self._read()
         trained = sum(tokens for _, tokens in self._completed)
         return Window(sum(tokens for _, tokens in counted), counted[-1][0] - first, trained)
+
+    def _fill(self) -> None:
+        """Returns when as much is in flight as will be."""
+        self._wait_until("fill its pipeline", lambda: len(self._completed) > MICROBATCHES_PER_STEP, STALL_S)
 
     def _complete(self) -> bool:
         """Every daemon serves, and every stage has its replicas."""

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from agora.bench import pipeline
 from agora.bench.children import Nursery, deal
 from agora.bench.freezer import Freezer
 from agora.bench.machine import describe, usable_cores
 from agora.bench.report import Report, paired_ratio
 from agora.bench.task import corpus_cache, prepare_corpus
+from agora.bench.turns import start, take_turns
 from agora.bench.wan_curves import Curve, Length, final
 from agora.bench.wan_results import (
     SAME_SPEED,
@@ -27,6 +27,7 @@ from agora.bench.wan_results import (
     notes,
     ratios,
     row,
+    target_rows,
     utilisation_rows,
 )
 from agora.bench.wan_settings import (
@@ -42,7 +43,7 @@ from agora.bench.wan_settings import (
     Job,
     Setting,
 )
-from agora.bench.wan_swarm import Steady, SteadySwarm, measure
+from agora.bench.wan_swarm import SteadySwarm
 from agora.bench.window import tell
 
 PATIENCE_S = 3600.0
@@ -56,69 +57,85 @@ def run(quick: bool, folder: Path) -> Report:
     if importlib.util.find_spec("matplotlib") is None:
         tell("matplotlib is not installed, so --write would have no figures: pip install 'agora-swarm[bench]'")
     prepare_corpus(folder, effort.manifest(DENSE, effort.widths[0]))
-    swarms = Swarms(effort, folder)
-    speeds = {width: swarms.speeds(width) for width in effort.widths}
-    utilisation = swarms.utilisation(effort.widths[0], speeds[effort.widths[0]])
+    speeds: dict[int, Speeds] = {}
+    utilisation: dict[tuple[float, int], float] = {}
+    for width in effort.widths:
+        with Nursery(folder) as nursery, Freezer() as freezer:
+            swarms = Swarms(effort, width, folder, nursery, freezer)
+            speeds[width] = swarms.speeds()
+            if width == effort.widths[0]:
+                utilisation = swarms.utilisation(speeds[width])
     curves = train_all(effort, folder)
     found = [Results(effort, width, curves[width], speeds[width]) for width in effort.widths]
     report.rows = [row(results, setting) for results in found for setting in results.curves]
-    report.further = [utilisation_rows(utilisation)]
+    report.further = [[row for each in found for row in target_rows(each)], utilisation_rows(utilisation)]
     report.ratios, report.notes, report.figures = ratios(found), notes(found), figures(found, utilisation)
     return report
 
 
 class Swarms:
-    """Speeds of real swarms, one after the other."""
+    """Speeds of real swarms of one width, each taking turns with the same one: the pace.
 
-    def __init__(self, effort: Effort, folder: Path) -> None:
-        self._effort, self._folder = effort, folder
+    The pace is the chosen setting without a link. Every speed is a share of it, and every link follows from what the
+    machine let it do lately: what drifts hits both.
+    """
+
+    def __init__(self, effort: Effort, width: int, folder: Path, nursery: Nursery, freezer: Freezer) -> None:
+        self._effort, self._width, self._folder = effort, width, folder
+        self._nursery, self._freezer = nursery, freezer
+        self._pace = self._swarm(CHOSEN, None)
+        self._paces: list[float] = []
         self._others = 0.0
+        start([self._pace], freezer)
 
-    def speeds(self, width: int) -> Speeds:
-        """Dense without a link, then over the link that follows from it; every setting at the first width."""
-        self._others = 0.0
-        unshaped = self._rate(DENSE, width, None)
-        link = link_for(width, unshaped)
-        settings = [it for it in self._effort.settings_at(width) if it not in SAME_SPEED and it != CHOSEN]
-        shaped = {setting: self._rate(setting, width, link) for setting in settings}
-        chosen, kept = self._kept(width, link)
-        return Speeds(unshaped, link, {**shaped, CHOSEN: kept * chosen}, chosen, self._others)
+    def speeds(self) -> Speeds:
+        """Dense without a link, then all settings of this width over the link that follows from it."""
+        dense = self._share(DENSE, None, 2 * self._effort.turns)
+        links, shares = {}, {}
+        for setting in self._effort.settings_at(self._width):
+            if setting not in SAME_SPEED:
+                links[setting] = link_for(self._width, dense * self._lately)
+                shares[setting] = self._share(setting, links[setting], self._effort.turns * (1 + (setting == CHOSEN)))
+        free = statistics.median(self._paces)
+        speeds = {setting: share * free for setting, share in shares.items()}
+        return Speeds(dense * free, links[CHOSEN], speeds, free, self._others)
 
-    def utilisation(self, width: int, speeds: Speeds) -> dict[tuple[float, int], float]:
+    def utilisation(self, speeds: Speeds) -> dict[tuple[float, int], float]:
         """By (rate against the link's, ms of a round trip): throughput of the chosen setting against no link."""
-        found = {}
+        dense, found = speeds.unshaped / speeds.chosen_unshaped, {}
         for rate, ms in self._effort.cells:
-            link = link_for(width, speeds.unshaped * rate, ms)
-            found[rate, ms] = speeds.kept if link == speeds.link else self._kept(width, link)[1]
+            link = link_for(self._width, dense * self._lately * rate, ms)
+            known = (rate, ms) == (1.0, RTT_MS)
+            found[rate, ms] = speeds.kept if known else self._share(CHOSEN, link, self._effort.turns)
         return found
 
-    def _kept(self, width: int, link: str) -> tuple[float, float]:
-        """The chosen setting's tokens per second without a link, and its share of them over `link`.
+    @property
+    def _lately(self) -> float:
+        """Tokens per second of the pace in its latest turns."""
+        return statistics.median(self._paces[-self._effort.turns :])
 
-        Two swarms take turns, so that what the machine does meanwhile hits both.
-        """
-        manifest = self._effort.manifest(CHOSEN, width, microbatches=SWARM_MICROBATCHES)
+    def _share(self, setting: Setting, link: str | None, turns: int) -> float:
+        """Tokens per second against those of the pace: the median of the ratios of so many turns."""
+        swarm = self._swarm(setting, link)
+        try:
+            self._freezer.thaw(self._pace.groups())  # at rest, but alive to its peers while the other starts
+            start([swarm], self._freezer)
+            self._freezer.freeze(self._pace.groups())
+            found = take_turns([self._pace, swarm], turns, self._effort.window_s, self._freezer)
+        finally:
+            self._freezer.thaw(swarm.groups())
+            swarm.stop()
+        pace, own = found[self._pace.name], found[swarm.name]
+        self._paces += pace.rates
+        self._others = max(self._others, *pace.elsewhere, *own.elsewhere)
+        tell(f"{swarm.name}: {paired_ratio(own.rates, pace.rates):.3f} of the pace")
+        return paired_ratio(own.rates, pace.rates)
+
+    def _swarm(self, setting: Setting, link: str | None) -> SteadySwarm:
+        manifest = self._effort.manifest(setting, self._width, microbatches=SWARM_MICROBATCHES)
         prepare_corpus(self._folder, manifest)
-        names = {f"{kind} {width} {link}".translate(FILE_NAME): at for kind, at in (("free", None), ("linked", link))}
-        with Nursery(self._folder) as nursery, Freezer() as freezer:
-            swarms = [SteadySwarm(manifest, nursery, self._folder, name, link=at) for name, at in names.items()]
-            turns = pipeline.Effort(self._effort.turns, self._effort.window_s, 0)
-            try:
-                free, linked = pipeline.alternate(swarms, turns, freezer).values()
-            finally:
-                for swarm in swarms:
-                    swarm.stop()
-        self._others = max(self._others, *free.elsewhere, *linked.elsewhere)
-        return statistics.median(free.rates), paired_ratio(linked.rates, free.rates)
-
-    def _rate(self, setting: Setting, width: int, link: str | None) -> float:
-        manifest = self._effort.manifest(setting, width, microbatches=SWARM_MICROBATCHES)
-        name = f"{setting.name} {width} {link or 'unshaped'}".translate(FILE_NAME)
-        with Nursery(self._folder) as nursery:
-            steady: Steady = measure(manifest, link, self._folder, nursery, self._effort.window_s, name)
-        self._others = max(self._others, steady.others_cores)
-        tell(f"{setting.name}, width {width}, {link or 'no link'}: {steady.tokens_per_second:,.0f} tokens/s")
-        return steady.tokens_per_second
+        name = f"{setting.name} {self._width} {link or 'no link'}".translate(FILE_NAME)
+        return SteadySwarm(manifest, self._nursery, self._folder, name, link=link)
 
 
 def link_for(width: int, tokens_per_s: float, rtt_ms: int = RTT_MS) -> str:

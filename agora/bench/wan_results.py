@@ -27,6 +27,7 @@ from agora.bench.wan_settings import (
     Setting,
 )
 
+DENSES: Final = (DENSE, DENSE_LEARNT)
 SAME_SPEED: Final[Mapping[Setting, Setting]] = {DENSE_LEARNT: DENSE}
 """Settings that send the same bytes and compute the same: measured once."""
 
@@ -64,14 +65,14 @@ class Results:
     curves: Mapping[Setting, Sequence[Curve]]
     speeds: Speeds
 
-    def target(self, number: int, early: bool = False) -> float:
-        """What the published recipe has reached with the numbered seed: at its end, or after the others' steps."""
+    def target(self, number: int, after: int | None = None) -> float:
+        """What the published recipe has reached with the numbered seed, at its end or `after` so many steps."""
         curve = self.curves[PUBLISHED][number]
-        return final(until(curve, self.effort.steps) if early else curve)
+        return final(curve if after is None else until(curve, after))
 
-    def steps(self, setting: Setting, early: bool = False) -> list[float]:
+    def steps(self, setting: Setting, after: int | None = None) -> list[float]:
         """To the target, for each seed; infinite where it was not reached."""
-        found = [steps_to(curve, self.target(number, early)) for number, curve in enumerate(self.curves[setting])]
+        found = [steps_to(curve, self.target(number, after)) for number, curve in enumerate(self.curves[setting])]
         return [math.inf if steps is None else steps for steps in found]
 
     def step_s(self, setting: Setting) -> float | None:
@@ -79,29 +80,29 @@ class Results:
         rate = self.speeds.of(setting)
         return None if rate is None else self.effort.tokens_per_step / rate
 
-    def times(self, setting: Setting, early: bool = False) -> list[float]:
+    def times(self, setting: Setting, after: int | None = None) -> list[float]:
         """Seconds to the target, for each seed."""
         each = self.step_s(setting)
-        return [math.inf if each is None else steps * each for steps in self.steps(setting, early)]
+        return [math.inf if each is None else steps * each for steps in self.steps(setting, after)]
 
     def equal_loss(self, setting: Setting) -> float:
         """After the steps that all settings have; the mean over the seeds."""
         return statistics.fmean(final(until(curve, self.effort.steps)) for curve in self.curves[setting])
 
-    def against(self, reference: Sequence[float], early: bool = False) -> float:
-        """Time to loss of the chosen setting against these times: the median over seeds; NaN where one has none."""
-        return _median_ratio(self.times(CHOSEN, early), reference)
+    def against_published(self, after: int | None = None) -> float:
+        """Time to loss of the chosen setting against the published recipe's; NaN where one has none."""
+        return _median_ratio(self.times(CHOSEN, after), self.times(PUBLISHED, after))
 
-    def dense_times(self, early: bool = False) -> list[float]:
-        """Of dense bf16, with the embedding that is faster at each seed."""
-        both = zip(self.times(DENSE, early), self.times(DENSE_LEARNT, early), strict=True)
-        return [min(pair) for pair in both]
+    def against_dense(self, after: int | None = None) -> float:
+        """The same against dense bf16, with the embedding that is faster at each seed."""
+        dense = map(min, self.times(DENSE, after), self.times(DENSE_LEARNT, after))
+        return _median_ratio(self.times(CHOSEN, after), list(dense))
 
-    def bound(self) -> float:
-        """What `against` the published recipe would be of a boundary that loses nothing and costs no time."""
+    def bound(self, after: int | None = None) -> float:
+        """What `against_published` would be of a boundary that loses nothing and costs no time."""
         without_link = self.effort.tokens_per_step / self.speeds.unshaped
-        steps = map(min, self.steps(DENSE), self.steps(DENSE_LEARNT))
-        return _median_ratio([count * without_link for count in steps], self.times(PUBLISHED))
+        steps = map(min, self.steps(DENSE, after), self.steps(DENSE_LEARNT, after))
+        return _median_ratio([count * without_link for count in steps], self.times(PUBLISHED, after))
 
 
 def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -135,8 +136,8 @@ def row(results: Results, setting: Setting) -> dict[str, Cell]:
 
 def ratios(found: Sequence[Results]) -> dict[str, Ratio]:
     """Those of the contract: the worse of the widths."""
-    subspace = worst([results.against(results.times(PUBLISHED)) for results in found], max)
-    dense = worst([results.against(results.dense_times()) for results in found], max)
+    subspace = worst([results.against_published() for results in found], max)
+    dense = worst([results.against_dense() for results in found], max)
     kept = worst([results.speeds.kept for results in found], min)
     what = f"time to the target loss, {CHOSEN.name}, against"
     return {
@@ -209,6 +210,24 @@ def throughput_lines(utilisation: Mapping[tuple[float, int], float]) -> list[Lin
     ]
 
 
+def target_rows(results: Results) -> list[dict[str, Cell]]:
+    """One line for each target, from what the published recipe has early to what it has at its end."""
+    steps, most = results.effort.steps, results.effort.most_at(results.width)
+    marks = [steps * 2**times for times in range(most) if steps * 2**times < most] + [most]
+    return [
+        {
+            "width": results.width,
+            "target_after": after,
+            "dense_steps": _whole(statistics.median(map(min, *(results.steps(it, after) for it in DENSES)))),
+            "chosen_steps": _whole(statistics.median(results.steps(CHOSEN, after))),
+            "against_published": _known(results.against_published(after)),
+            "at_best": _known(results.bound(after)),
+            "against_dense": _known(results.against_dense(after)),
+        }
+        for after in marks
+    ]
+
+
 def utilisation_rows(utilisation: Mapping[tuple[float, int], float]) -> list[dict[str, Cell]]:
     """One line for each rate, one column for each latency."""
     columns = sorted({ms for _, ms in utilisation})
@@ -226,33 +245,7 @@ def rate_name(rate: float) -> str:
 
 def notes(found: Sequence[Results]) -> list[str]:
     """What makes the comparison fair, and what came out beside the ratios."""
-    return [*_early(found), _bounds(found), *_speeds(found), *_rules(found[0].effort)]
-
-
-def _early(found: Sequence[Results]) -> list[str]:
-    told = [
-        f"width {results.width}: {results.against(results.times(PUBLISHED, True), True):.2f} and "
-        f"{results.against(results.dense_times(True), True):.3f}"
-        for results in found
-    ]
-    steps = found[0].effort.steps
-    return [
-        "The two ratios of time to an earlier target, what the published recipe has reached after "
-        f"{steps:,} steps: {'; '.join(told)}."
-    ]
-
-
-def _bounds(found: Sequence[Results]) -> str:
-    told = [
-        f"{results.bound():.2f} at width {results.width}"
-        if math.isfinite(results.bound())
-        else f"not known at width {results.width}, where dense did not get there"
-        for results in found
-    ]
-    return (
-        "No boundary can be better against the published recipe than one that loses nothing and takes no time, the "
-        f"steps of dense (the better embedding) at its speed without a link: {', '.join(told)}."
-    )
+    return [*_speeds(found), *_rules(found[0].effort)]
 
 
 def _speeds(found: Sequence[Results]) -> list[str]:
@@ -278,19 +271,28 @@ def _rules(effort: Effort) -> list[str]:
         "five evaluations in a row; between two a straight line. A ratio is the median over seeds of the ratios "
         "within a seed, and the worse of the widths; steps, low and high are the median, the least and the most of the "
         "seeds; - was not reached, or not measured. equal_loss: after the steps that all have.",
+        "The second table has the chosen boundary's time for earlier targets, too: what the published recipe has after "
+        "fewer steps. at_best: no boundary can be better against it than one that loses nothing and takes no time, the "
+        "steps of dense (the better embedding) at its speed without a link.",
         f"Loss runs: {effort.stages} stages of one layer each, boundaries crossing by the daemons' codecs within one "
         f"process, {effort.tokens_per_step} bytes of the source of Python's standard library in each step, float32, "
         f"AdamW. The learning rate ({LEARNING_RATE:g}) is the same for all, and constant after its warm-up: so one "
         "curve has the steps to every target. The asynchronous pipeline's delay is left out, as if it were the same "
         "for all.",
         f"Speeds: {effort.stages} daemons, one for each stage, each behind a link of its own with a round trip of "
-        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches in an optimizer step. The chosen boundary's, also in the "
-        f"table of utilisation, are medians of {effort.turns} turns that it took with a swarm of its own without a "
-        "link, since a machine's speed drifts. The rate is such that the bytes of dense bf16 alone, forward and "
-        "backward sharing a peer's uplink, take 1 / 0.15 of a step without a link: 85 % of the step is then the wire's "
+        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches in an optimizer step. A machine's speed drifts, so each "
+        f"swarm takes {effort.turns} turns with the pace, a swarm of the chosen boundary without a link (twice as many "
+        "where it is the chosen boundary over the link, or dense without it); tokens_per_s is the median of its shares "
+        "of the pace, times the median of all windows of the pace. A link's rate is such that the bytes of dense bf16 "
+        "alone, forward and backward sharing a peer's uplink, take 1 / 0.15 of a step without a link, by its share of "
+        "the pace and by the latest turns of the pace: 85 % of the step is then the wire's "
         "doing. Dense with a learnt embedding sends the same bytes, and is taken to be as fast.",
     ]
 
 
 def _whole(value: float) -> Cell:
     return round(value) if math.isfinite(value) else None
+
+
+def _known(ratio: float) -> Cell:
+    return round(ratio, 3) if math.isfinite(ratio) else None

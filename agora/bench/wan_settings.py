@@ -79,8 +79,8 @@ class Effort:
     `deciding` settings are trained with every one of `seeds`, `more` with the first, at the first width alone. The
     published recipe gets all of them, and its loss at the end is the target; a run of another ends when it is there,
     but not before `steps`, which all have in common. `cells` are what the table of utilisation has, at the first
-    width: a rate relative to the link's, and milliseconds of a round trip. `turns`: windows of the chosen setting over
-    each link, and as many of it without one.
+    width: a rate relative to the link's, and milliseconds of a round trip. `turns`: windows of each swarm, and as many
+    of the swarm that it takes turns with.
     """
 
     widths: tuple[int, ...]
@@ -160,5 +160,5 @@ CELLS: Final = (
     *((1.0, ms) for ms in (0, 20, 50, 100, 200)),
     (2.0, 50),
 )
-QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 400, (500,), 20, 8, 6.0, 2, ())
-FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 700, (1400, 900), 50, 16, 15.0, 5, CELLS)
+QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 400, (500,), 20, 8, 6.0, 1, ())
+FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 750, (3000, 3000), 50, 16, 10.0, 3, CELLS)

@@ -13,8 +13,8 @@ from agora.bench import averaging, averaging_slowdown
 from agora.bench.averaging_groups import Group, Held, HivemindGroup, Incomplete, OurGroup, Round, offsets
 from agora.bench.averaging_values import SPREAD, Holding
 from agora.bench.children import BenchFailed, Nursery
-from agora.bench.pipeline import Readings
 from agora.bench.report import columns
+from agora.bench.turns import Readings
 
 SMALL = 300_000
 
@@ -101,7 +101,7 @@ class Swarm:
 
 @pytest.mark.parametrize(("done", "lost"), [([1.0, 0.5], 0.1), ([], None)])
 def test_training_that_never_averaged_has_no_slowdown_to_show(done: list[float], lost: float | None) -> None:
-    rates = {averaging_slowdown.ON: 90.0, averaging_slowdown.OFF: 100.0}
+    rates = {averaging_slowdown.ON: 90.0, averaging_slowdown.EXACT: 80.0, averaging_slowdown.OFF: 100.0}
     found = {name: Readings([rate] * 2, [1.0], [0.0]) for name, rate in rates.items()}
     swarms = [Swarm(averaging_slowdown.ON, done), Swarm(averaging_slowdown.OFF, [])]
     slowdown = averaging_slowdown.summary(swarms, found, averaging_slowdown.training_manifest())  # type: ignore[arg-type]
@@ -111,6 +111,7 @@ def test_training_that_never_averaged_has_no_slowdown_to_show(done: list[float],
     else:
         assert slowdown.ratio.value == pytest.approx(lost)
         assert slowdown.rows[0]["averaged"] == 0.75 and slowdown.rows[1]["averaged"] is None
+        assert "cost 20.0%" in slowdown.notes[-1]
 
 
 @pytest.fixture

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from agora_protocol.manifest import LINK_CODEC, Manifest, link_subspace, preset
 
 from agora.bench import wan
-from agora.bench.children import BenchFailed
+from agora.bench.children import BenchFailed, Nursery
+from agora.bench.freezer import Freezer
 from agora.bench.report import columns
 from agora.bench.task import prepare_corpus
 from agora.bench.wan_curves import Curve, Length, final, smooth, steps_to, until
@@ -24,6 +27,7 @@ from agora.bench.wan_results import (
     notes,
     ratios,
     row,
+    target_rows,
     throughput_lines,
     utilisation_rows,
 )
@@ -40,6 +44,7 @@ from agora.bench.wan_settings import (
     Job,
     Setting,
 )
+from agora.bench.window import Window
 from agora.net.link import LinkSpec
 
 TINY = Effort((16,), NEEDED, (), (0, 1), 2, 4, (8,), 2, 1, 1.0, 1, (), context=16, sequences=2)
@@ -55,7 +60,7 @@ def results(**speeds: object) -> Results:
     fast, slow = falling(200, 2e-3), falling(600, 1e-3)
     curves = {DENSE: [fast, fast], DENSE_LEARNT: [falling(200, 1.5e-3)] * 2, PUBLISHED: [slow, slow]}
     found = Speeds(1000.0, "1Mbit,50ms", {DENSE: 150.0, PUBLISHED: 800.0, CHOSEN: 960.0}, 1000.0, 0.0)
-    return Results(effort, 64, curves | {CHOSEN: [fast, fast]}, replace(found, **speeds))  # type: ignore[arg-type]
+    return Results(effort, 64, {**curves, CHOSEN: [fast, fast]}, replace(found, **speeds))  # type: ignore[arg-type]
 
 
 # --- curves
@@ -150,26 +155,35 @@ def test_a_run_ends_at_the_target_but_not_before_the_steps_that_all_have() -> No
 
 def test_steps_and_times_to_the_target() -> None:
     found = results()
-    assert found.target(0) == pytest.approx(2.42) and found.target(0, early=True) == pytest.approx(2.82)
+    assert found.target(0) == pytest.approx(2.42) and found.target(0, after=200) == pytest.approx(2.82)
     assert found.steps(PUBLISHED) == pytest.approx([580, 580])
     assert found.steps(CHOSEN) == [math.inf, math.inf]
-    assert found.steps(CHOSEN, early=True) == pytest.approx([90, 90])
-    assert found.times(CHOSEN, early=True) == pytest.approx([90 * TINY.tokens_per_step / 960] * 2)
+    assert found.steps(CHOSEN, after=200) == pytest.approx([90, 90])
+    assert found.times(CHOSEN, after=200) == pytest.approx([90 * TINY.tokens_per_step / 960] * 2)
     assert found.step_s(DENSE_LEARNT) == found.step_s(DENSE) == TINY.tokens_per_step / 150
 
 
 def test_a_ratio_is_of_times_and_dense_has_its_better_embedding() -> None:
     found = results()
-    assert found.against(found.times(PUBLISHED, True), True) == pytest.approx(0.5 * 800 / 960)
-    assert found.against(found.dense_times(True), True) == pytest.approx(150 / 960)
-    assert math.isnan(found.against(found.times(PUBLISHED)))
+    assert found.against_published(200) == pytest.approx(0.5 * 800 / 960)
+    assert found.against_dense(200) == pytest.approx(150 / 960)
+    assert math.isnan(found.against_published())
     assert found.speeds.kept == pytest.approx(0.96)
 
 
 def test_the_bound_is_dense_without_a_link() -> None:
     found = results()
-    reached = replace(found, curves=found.curves | {DENSE: [falling(400, 2e-3)] * 2})
+    reached = replace(found, curves={**found.curves, DENSE: [falling(400, 2e-3)] * 2})
     assert math.isnan(found.bound()) and reached.bound() == pytest.approx(290 / 580 * 800 / 1000)
+
+
+def test_targets_double_until_the_end_of_the_published_recipe() -> None:
+    rows = target_rows(results())
+    assert [row["target_after"] for row in rows] == [200, 400, 600]
+    assert (rows[0]["dense_steps"], rows[0]["chosen_steps"]) == (90, 90)
+    assert rows[0]["against_published"] == pytest.approx(0.5 * 800 / 960, abs=1e-3)
+    assert rows[0]["at_best"] == pytest.approx(0.5 * 800 / 1000) and rows[0]["against_dense"] == pytest.approx(0.156)
+    assert (rows[2]["chosen_steps"], rows[2]["against_published"], rows[2]["at_best"]) == (None, None, None)
 
 
 def test_ratios_have_the_names_of_the_contract_and_are_of_the_worse_width() -> None:
@@ -193,6 +207,50 @@ def test_the_link_makes_dense_bf16_slower_by_the_share() -> None:
     link = LinkSpec.parse(wan.link_for(128, 5000.0))
     assert link.rate / DENSE.sent_per_token(128) == pytest.approx(5000 * DENSE_SHARE, rel=1e-3)
     assert link.rtt_s == 0.05
+
+
+class Paced:
+    """A swarm on a machine that becomes slower with every window; behind a link, nothing is faster than the link."""
+
+    machine = 1000.0
+
+    def __init__(self, name: str, share: float, link: str | None) -> None:
+        self.name, self._share, self.link, self.stopped = name, share, link, False
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def groups(self) -> list[int]:
+        return []
+
+    def measure(self, seconds: float) -> Window:
+        Paced.machine *= 0.99
+        rate = self._share * Paced.machine
+        if self.link is not None:
+            rate = min(rate, LinkSpec.parse(self.link).rate / DENSE.sent_per_token(16))
+        return Window(int(1000 * rate), 1000.0, 1)
+
+
+@pytest.fixture
+def swarms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wan.Swarms:
+    def swarm(_: wan.Swarms, setting: Setting, link: str | None) -> Paced:
+        return Paced(f"{setting.name} {link}", 0.8 if setting == DENSE else 1.0, link if setting == DENSE else None)
+
+    monkeypatch.setattr(wan.Swarms, "_swarm", swarm)
+    monkeypatch.setattr(Paced, "machine", 1000.0)
+    freezer = cast("Freezer", SimpleNamespace(freeze=lambda groups: None, thaw=lambda groups: None))
+    return wan.Swarms(replace(TINY, turns=4, cells=((1.0, 50), (2.0, 0))), 16, tmp_path, cast("Nursery", None), freezer)
+
+
+def test_speeds_are_shares_of_a_pace_that_drifts(swarms: wan.Swarms) -> None:
+    speeds = swarms.speeds()
+    assert speeds.kept == pytest.approx(1.0, rel=0.01)
+    assert speeds.unshaped / speeds.chosen_unshaped == pytest.approx(0.8, rel=0.01)
+    assert (speeds.of(DENSE) or 0) / speeds.unshaped == pytest.approx(DENSE_SHARE, rel=0.1)
+    assert set(speeds.shaped) == {DENSE, PUBLISHED, CHOSEN}
+    assert swarms.utilisation(speeds) == {(1.0, 50): speeds.kept, (2.0, 0): pytest.approx(1.0, rel=0.01)}
 
 
 def test_utilisation_has_a_row_for_a_rate_and_a_column_for_a_latency() -> None:

@@ -1,16 +1,8 @@
-"""What is made of a swarm's completions and reports: windows, their parts, and when the credit counts as settled."""
+"""When a swarm's credit counts as settled."""
 
 from __future__ import annotations
 
-import pytest
-
-from agora.bench.wan_swarm import credit_of, is_settled, parts_of
-
-
-def test_a_window_is_cut_into_equal_parts_and_begins_at_its_first_completion() -> None:
-    done = [(10.0, 99), (10.5, 100), (11.0, 100), (13.0, 100), (14.0, 200)]
-    assert parts_of(done, 2) == pytest.approx([100.0, 150.0])
-    assert sum(parts_of(done, 5)) * 4.0 / 5 == pytest.approx(500.0), "every token after the first completion"
+from agora.bench.wan_swarm import credit_of, is_settled
 
 
 def test_the_credit_has_settled_when_six_looks_say_the_same() -> None:

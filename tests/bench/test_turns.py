@@ -1,0 +1,66 @@
+"""Turns: who is started, frozen and measured when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from agora.bench.children import BenchFailed
+from agora.bench.freezer import Freezer
+from agora.bench.turns import Readings, start, take_turns
+from agora.bench.window import Window
+
+
+class Fake:
+    processes, threads, note = 1, 1, "fake"
+
+    def __init__(self, name: str, log: list[str], tokens: int = 1000) -> None:
+        self.name, self.log, self.tokens = name, log, tokens
+
+    def groups(self) -> list[int]:
+        return [ord(self.name[0])]
+
+    def start(self) -> None:
+        self.log.append(f"start {self.name}")
+
+    def measure(self, seconds: float) -> Window:
+        self.log.append(self.name)
+        return Window(self.tokens, 2.0, self.tokens)
+
+
+class NoFreezer(Freezer):
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def freeze(self, groups: Iterable[int]) -> None:
+        self.log += [f"freeze {chr(group)}" for group in groups]
+
+    def thaw(self, groups: Iterable[int]) -> None:
+        self.log += [f"thaw {chr(group)}" for group in groups]
+
+
+def alternate(contenders: list[Fake], rounds: int, log: list[str]) -> dict[str, Readings]:
+    freezer = NoFreezer(log)
+    start(contenders, freezer)
+    return take_turns(contenders, rounds, 1.0, freezer)
+
+
+def test_turns_alternate_and_all_are_started_before_any_is_measured() -> None:
+    log: list[str] = []
+    found = alternate([Fake("a", log), Fake("b", log)], 3, log)
+    turns = [entry for entry in log if not entry.startswith(("freeze", "thaw"))]
+    assert turns == ["start a", "start b", "a", "b", "b", "a", "a", "b"]
+    assert {name: readings.rates for name, readings in found.items()} == {"a": [500.0] * 3, "b": [500.0] * 3}
+    assert all(len(readings.elsewhere) == 3 for readings in found.values())
+
+
+def test_everybody_but_the_one_measured_is_frozen() -> None:
+    log: list[str] = []
+    alternate([Fake("a", log), Fake("b", log)], 1, log)
+    assert log == "start a,freeze a,start b,freeze b,thaw a,a,freeze a,thaw b,b,freeze b".split(",")
+
+
+def test_a_contender_that_trains_nothing_fails_the_bench() -> None:
+    with pytest.raises(BenchFailed, match="idle trained nothing"):
+        alternate([Fake("idle", [], tokens=0)], 1, [])
