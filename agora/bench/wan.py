@@ -38,7 +38,6 @@ from agora.bench.wan_settings import (
     PUBLISHED,
     QUICK,
     RTT_MS,
-    SWARM_MICROBATCHES,
     Effort,
     Job,
     Setting,
@@ -132,7 +131,7 @@ class Swarms:
         return paired_ratio(own.rates, pace.rates)
 
     def _swarm(self, setting: Setting, link: str | None) -> SteadySwarm:
-        manifest = self._effort.manifest(setting, self._width, microbatches=SWARM_MICROBATCHES)
+        manifest = self._effort.swarm_manifest(setting, self._width)
         prepare_corpus(self._folder, manifest)
         name = f"{setting.name} {self._width} {link or 'no link'}".translate(FILE_NAME)
         return SteadySwarm(manifest, self._nursery, self._folder, name, link=link)

@@ -23,6 +23,7 @@ from agora.bench.wan_settings import (
     PUBLISHED,
     RTT_MS,
     SWARM_MICROBATCHES,
+    SWARM_SEQUENCES,
     Effort,
     Setting,
 )
@@ -280,7 +281,8 @@ def _rules(effort: Effort) -> list[str]:
         "curve has the steps to every target. The asynchronous pipeline's delay is left out, as if it were the same "
         "for all.",
         f"Speeds: {effort.stages} daemons, one for each stage, each behind a link of its own with a round trip of "
-        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches in an optimizer step. A machine's speed drifts, so each "
+        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches of {SWARM_SEQUENCES} sequences (loss runs: one of "
+        f"{effort.sequences}) in an optimizer step. A machine's speed drifts, so each "
         f"swarm takes {effort.turns} turns with the pace, a swarm of the chosen boundary without a link (twice as many "
         "where it is the chosen boundary over the link, or dense without it); tokens_per_s is the median of its shares "
         "of the pace, times the median of all windows of the pace. A link's rate is such that the bytes of dense bf16 "

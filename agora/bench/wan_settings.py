@@ -15,8 +15,8 @@ RTT_MS: Final = 50
 DENSE_SHARE: Final = 0.15
 """Of a step of dense bf16 over the link, what it would take without the link: 85 % of it is the wire's doing."""
 PUBLISHED_PARTS: Final = 6.4
-SWARM_MICROBATCHES: Final = 16
-"""Microbatches of an optimizer step where speed is measured; a loss run steps after each."""
+SWARM_SEQUENCES, SWARM_MICROBATCHES = 16, 8
+"""Of a microbatch, and of an optimizer step, where speed is measured; a loss run's microbatch is its step."""
 TOKEN_BYTES: Final = 1
 """A token's id, which goes forward with its coordinates; of the bytes tokenizer."""
 WARMUP_STEPS: Final = 50
@@ -126,8 +126,15 @@ class Effort:
             for seed in (self.seeds if setting in self.deciding else self.seeds[:1])
         ]
 
-    def manifest(self, setting: Setting, width: int, seed: int = 0, microbatches: int = 1) -> Manifest:
-        """One layer for each stage; the learning rate is constant after its warm-up."""
+    def swarm_manifest(self, setting: Setting, width: int) -> Manifest:
+        """For a swarm whose speed is measured."""
+        target = SWARM_MICROBATCHES * SWARM_SEQUENCES * self.context
+        return self.manifest(setting, width).replaced(
+            schedule={"microbatch": SWARM_SEQUENCES}, optimizer={"target_tokens": target}
+        )
+
+    def manifest(self, setting: Setting, width: int, seed: int = 0) -> Manifest:
+        """Of a loss run: one layer for each stage; the learning rate is constant after its warm-up."""
         model = {
             "width": width,
             "subspace": setting.subspace(width),
@@ -142,7 +149,7 @@ class Effort:
             "learning_rate": LEARNING_RATE,
             "warmup_steps": WARMUP_STEPS,
             "minimum_ratio": 1.0,
-            "target_tokens": self.tokens_per_step * microbatches,
+            "target_tokens": self.tokens_per_step,
         }
         return preset(
             "tiny",
@@ -161,4 +168,4 @@ CELLS: Final = (
     (2.0, 50),
 )
 QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 400, (500,), 20, 8, 6.0, 1, ())
-FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 750, (3000, 3000), 50, 16, 10.0, 3, CELLS)
+FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 750, (3000, 2000), 50, 16, 10.0, 3, CELLS)

@@ -115,12 +115,15 @@ def test_the_chosen_boundary_is_what_presets_and_demos_use_over_links(width: int
 @pytest.mark.parametrize("setting", [*NEEDED, Setting(4, "int6/int8")])
 @pytest.mark.parametrize("width", [64, 128])
 def test_a_manifest_is_what_its_setting_says(setting: Setting, width: int) -> None:
-    manifest = FULL.manifest(setting, width, seed=3, microbatches=16)
+    manifest = FULL.manifest(setting, width, seed=3)
     assert manifest.boundary.codec == setting.codec and manifest.seed == 3
     assert manifest.model.subspace == round(width / setting.parts)
     assert manifest.model.embedding_is_fixed == (setting.embedding == "fixed")
     assert manifest.stage_count == manifest.model.layers == 8
-    assert manifest.optimizer.target_tokens == 16 * FULL.tokens_per_step
+    assert manifest.optimizer.target_tokens == manifest.tokens_per_microbatch == FULL.tokens_per_step
+    swarm = FULL.swarm_manifest(setting, width)
+    assert swarm.model == manifest.model and swarm.boundary == manifest.boundary
+    assert swarm.optimizer.target_tokens == 8 * swarm.tokens_per_microbatch == 16 * FULL.tokens_per_step
 
 
 def test_bytes_are_those_of_the_published_table() -> None:
