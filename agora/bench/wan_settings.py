@@ -34,7 +34,7 @@ class Setting:
     @property
     def name(self) -> str:
         """As the table shows it."""
-        share = {1.0: "d", 8 / 3: "3d/8", 16 / 7: "7d/16"}.get(self.parts, f"d/{self.parts:g}")
+        share = {1.0: "d", 16 / 7: "7d/16"}.get(self.parts, f"d/{self.parts:g}")
         told = f"k = {share}, {self.codec}"
         return told if self.embedding == "fixed" else f"{told}, learnt embedding"
 
@@ -59,7 +59,7 @@ CHOSEN: Final = Setting(16 / 7, LINK_CODEC)
 """What `throughput_kept_50ms` and both times to loss are about."""
 NEEDED: Final = (DENSE, DENSE_LEARNT, PUBLISHED, CHOSEN)
 """What the ratios are made of."""
-MORE: Final = (Setting(1, "int8"), Setting(8 / 3, LINK_CODEC))
+MORE: Final = (Setting(1, "int8"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +168,4 @@ CELLS: Final = (
     (2.0, 50),
 )
 QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 400, (500,), 20, 8, 6.0, 1, ())
-FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 750, (3000, 2000), 50, 16, 10.0, 3, CELLS)
+FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 750, (3000, 1500), 50, 16, 10.0, 2, CELLS)
