@@ -13,7 +13,6 @@ from agora_protocol.manifest import Manifest
 
 from agora.bench import pipeline
 from agora.bench.children import Nursery
-from agora.bench.freezer import Freezer
 from agora.bench.report import Cell, Ratio, paired_ratio
 from agora.bench.swarm import SwarmContender
 from agora.bench.task import manifest_for, prepare_corpus
@@ -53,14 +52,14 @@ class AveragingSwarm(SwarmContender):
 
 
 def measure_slowdown(folder: Path, windows: int, window_s: float) -> Slowdown:
-    """All three in turning order, frozen while another is measured."""
+    """All three in turning order, at rest while another is measured."""
     manifest = training_manifest()
     prepare_corpus(folder, manifest)
     kinds = {ON: {"exact_steps": 0}, EXACT: {"exact_steps": NEVER}, OFF: {"exact_steps": 0, "every": NEVER}}
-    with Nursery(folder) as nursery, Freezer() as freezer:
+    with Nursery(folder) as nursery:
         swarms = [AveragingSwarm(name, manifest.replaced(averaging=kinds[name]), nursery, folder) for name in kinds]
-        start(swarms, freezer)
-        found = take_turns(swarms, windows, window_s, freezer)
+        start(swarms)
+        found = take_turns(swarms, windows, window_s)
     return summary(swarms, found, manifest)
 
 

@@ -1,4 +1,4 @@
-"""Contenders of a benchmark take turns on one machine, the others frozen meanwhile: what drifts hits all alike.
+"""Contenders of a benchmark take turns on one machine, the others frozen or at rest: what drifts hits all alike.
 
 Knows: contenders, processor time, the freezer. Must not know: what a contender is, which ratios are made of its rates.
 """
@@ -26,27 +26,34 @@ class Readings:
     elsewhere: list[float] = field(default_factory=list)
 
 
-def start(contenders: Sequence[Contender], freezer: Freezer) -> None:
-    """One after the other; each is frozen as soon as it is warm."""
+def start(contenders: Sequence[Contender], freezer: Freezer | None = None) -> None:
+    """One after the other; each is frozen as soon as it is warm. None: it rests, see take_turns."""
     for contender in contenders:
         tell(f"starting {contender.name}")
         contender.start()
-        freezer.freeze(contender.groups())
+        if freezer is not None:
+            freezer.freeze(contender.groups())
 
 
-def take_turns(contenders: Sequence[Contender], rounds: int, window_s: float, freezer: Freezer) -> dict[str, Readings]:
+def take_turns(
+    contenders: Sequence[Contender], rounds: int, window_s: float, freezer: Freezer | None = None
+) -> dict[str, Readings]:
     """What every contender did in every round; the order of turns is reversed in every other round.
 
-    All are to be frozen, and are again afterwards. Raises BenchFailed when one trains nothing in its window.
+    freezer: of all contenders, which are frozen now, and are again afterwards. Daemons that are frozen for long take
+    each other for dead when they thaw; so None lets those that are not measured rest, which costs the one that is
+    what they need to stay in touch, and is told as `elsewhere`. Raises BenchFailed when one trains nothing.
     """
     found = {contender.name: Readings() for contender in contenders}
     for number in range(rounds):
         for contender in contenders if number % 2 == 0 else reversed(contenders):
-            freezer.thaw(contender.groups())
+            if freezer is not None:
+                freezer.thaw(contender.groups())
             watch = Watch(contender.groups())
             window = contender.measure(window_s)
             elsewhere, cost = watch.elsewhere(), 1000 * watch.ours() / max(window.trained, 1)
-            freezer.freeze(contender.groups())
+            if freezer is not None:
+                freezer.freeze(contender.groups())
             if window.tokens <= 0 or window.seconds <= 0:
                 raise BenchFailed(f"{contender.name} trained nothing in {window_s:.0f} s; run again in calm")
             found[contender.name].rates.append(window.rate)

@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from agora.bench.children import Nursery, deal
-from agora.bench.freezer import Freezer
 from agora.bench.machine import describe, usable_cores
 from agora.bench.report import Report, paired_ratio
 from agora.bench.task import corpus_cache, prepare_corpus
@@ -59,8 +58,8 @@ def run(quick: bool, folder: Path) -> Report:
     speeds: dict[int, Speeds] = {}
     utilisation: dict[tuple[float, int], float] = {}
     for width in effort.widths:
-        with Nursery(folder) as nursery, Freezer() as freezer:
-            swarms = Swarms(effort, width, folder, nursery, freezer)
+        with Nursery(folder) as nursery:
+            swarms = Swarms(effort, width, folder, nursery)
             speeds[width] = swarms.speeds()
             if width == effort.widths[0]:
                 utilisation = swarms.utilisation(speeds[width])
@@ -79,13 +78,12 @@ class Swarms:
     machine let it do lately: what drifts hits both.
     """
 
-    def __init__(self, effort: Effort, width: int, folder: Path, nursery: Nursery, freezer: Freezer) -> None:
-        self._effort, self._width, self._folder = effort, width, folder
-        self._nursery, self._freezer = nursery, freezer
+    def __init__(self, effort: Effort, width: int, folder: Path, nursery: Nursery) -> None:
+        self._effort, self._width, self._folder, self._nursery = effort, width, folder, nursery
         self._pace = self._swarm(CHOSEN, None)
         self._paces: list[float] = []
         self._others = 0.0
-        start([self._pace], freezer)
+        start([self._pace])
 
     def speeds(self) -> Speeds:
         """Dense without a link, then all settings of this width over the link that follows from it."""
@@ -117,12 +115,9 @@ class Swarms:
         """Tokens per second against those of the pace: the median of the ratios of so many turns."""
         swarm = self._swarm(setting, link)
         try:
-            self._freezer.thaw(self._pace.groups())  # at rest, but alive to its peers while the other starts
-            start([swarm], self._freezer)
-            self._freezer.freeze(self._pace.groups())
-            found = take_turns([self._pace, swarm], turns, self._effort.window_s, self._freezer)
+            start([swarm])
+            found = take_turns([self._pace, swarm], turns, self._effort.window_s)
         finally:
-            self._freezer.thaw(swarm.groups())
             swarm.stop()
         pace, own = found[self._pace.name], found[swarm.name]
         self._paces += pace.rates

@@ -254,7 +254,7 @@ def _speeds(found: Sequence[Results]) -> list[str]:
         f"Width {results.width}: {results.speeds.unshaped:,.0f} tokens/s without a link in dense bf16, from which the "
         f"link is {results.speeds.link}; dense bf16 takes {_slower(results):.2f} times as long over it, the "
         f"chosen boundary keeps {results.speeds.kept:.3f} of its {results.speeds.chosen_unshaped:,.0f} tokens/s. "
-        f"Others used up to {results.speeds.others:.2f} cores."
+        f"Others used up to {results.speeds.others:.2f} cores, the swarm that was at rest among them."
         for results in found
     ]
 

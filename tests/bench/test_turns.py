@@ -61,6 +61,14 @@ def test_everybody_but_the_one_measured_is_frozen() -> None:
     assert log == "start a,freeze a,start b,freeze b,thaw a,a,freeze a,thaw b,b,freeze b".split(",")
 
 
+def test_without_a_freezer_they_rest() -> None:
+    log: list[str] = []
+    contenders = [Fake("a", log), Fake("b", log)]
+    start(contenders)
+    found = take_turns(contenders, 2, 1.0)
+    assert log == ["start a", "start b", "a", "b", "b", "a"] and found["b"].rates == [500.0] * 2
+
+
 def test_a_contender_that_trains_nothing_fails_the_bench() -> None:
     with pytest.raises(BenchFailed, match="idle trained nothing"):
         alternate([Fake("idle", [], tokens=0)], 1, [])

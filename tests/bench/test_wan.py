@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -13,7 +12,6 @@ from agora_protocol.manifest import LINK_CODEC, Manifest, link_subspace, preset
 
 from agora.bench import wan
 from agora.bench.children import BenchFailed, Nursery
-from agora.bench.freezer import Freezer
 from agora.bench.report import columns
 from agora.bench.task import prepare_corpus
 from agora.bench.wan_curves import Curve, Length, final, smooth, steps_to, until
@@ -243,8 +241,7 @@ def swarms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wan.Swarms:
 
     monkeypatch.setattr(wan.Swarms, "_swarm", swarm)
     monkeypatch.setattr(Paced, "machine", 1000.0)
-    freezer = cast("Freezer", SimpleNamespace(freeze=lambda groups: None, thaw=lambda groups: None))
-    return wan.Swarms(replace(TINY, turns=4, cells=((1.0, 50), (2.0, 0))), 16, tmp_path, cast("Nursery", None), freezer)
+    return wan.Swarms(replace(TINY, turns=4, cells=((1.0, 50), (2.0, 0))), 16, tmp_path, cast("Nursery", None))
 
 
 def test_speeds_are_shares_of_a_pace_that_drifts(swarms: wan.Swarms) -> None:
