@@ -46,6 +46,15 @@ class Drift:
         """
         return None if self.usual is None else min(self.most(size), size)
 
+    @staticmethod
+    def believed(moved: float, members: float) -> float:
+        """What a part whose average was believed goes into the usual as: how far it `moved`, or the `members`' median.
+
+        Whose values have most of the weight lies near the average by that alone, and would take the next one, in which
+        all weigh the same, for a lie. The median is the owner's word, and counts BEYOND_USUAL times the own at most.
+        """
+        return max(moved, min(members, BEYOND_USUAL * moved))
+
     def seen(self, moved: float) -> Drift:
         """After a round whose averages counted as `moved`, the median of the parts."""
         return Drift(moved if self.usual is None else self.usual + USUAL_EMA * (moved - self.usual))

@@ -183,7 +183,7 @@ class Rounds:
                     reasons.append(f"{owner}: nobody else contributed in time")
                     break
                 if part.what == "weights" and got.message.members > 1:
-                    this.moved.append(got.distance)
+                    this.moved.append(Drift.believed(got.distance, got.message.distance))
                 return self._kept(part, got, sent, len(values))
         if refused is not None:
             this.moved.append(refused)

@@ -199,6 +199,16 @@ def test_after_rounds_without_drift_a_fiftieth_of_the_values_is_still_believed()
     assert not still.unbelievable(0.02, 1.0) and still.unbelievable(0.021, 1.0)
 
 
+def test_who_had_most_of_the_weight_still_believes_the_next_average() -> None:
+    """Two replicas, found 0.0037 apart, one with a tenth of the other's tokens; then they weigh the same."""
+    near, median, size = 0.00033, 0.0019, 0.05
+    assert Drift().seen(near).unbelievable(0.0044, size), "the own distance alone says too little"
+    assert not Drift().seen(Drift.believed(near, median)).unbelievable(0.0044, size)
+    assert Drift.believed(0.0034, median) == 0.0034
+    assert Drift.believed(near, 1e30) == BEYOND_USUAL * near, "an owner's word counts so much and no more"
+    assert Drift.believed(0.0, 1e30) == 0.0
+
+
 def test_replicas_that_are_suddenly_farther_apart_believe_one_another_again_soon() -> None:
     drift, refused = Drift().seen(0.01), 0
     while drift.unbelievable(1.0, 1.0):
