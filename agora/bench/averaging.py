@@ -1,6 +1,6 @@
 """`swarm bench averaging`: a round of the swarm's averaging beside hivemind's, and what training loses to averaging.
 
-Knows: the groups, how their turns alternate, the ratios of the contract. Must not know: torch (only children import
+Knows: the groups, the ratios of the contract. Must not know: torch (only children import
 it). For each number of members both sides' groups are started, and take turns round by round; a ratio is the median
 over turns of the ratios within a turn. Groups that wait for their turn are idle (0.01 cores).
 """
@@ -17,9 +17,9 @@ from agora.bench.averaging_slowdown import measure_slowdown
 from agora.bench.children import BenchFailed, Nursery
 from agora.bench.machine import describe
 from agora.bench.report import Cell, Ratio, Report, paired_ratio
+from agora.bench.turns import alternating, calmness
 from agora.bench.window import tell
 
-CALM_CORES = 0.15
 TRIES = 3
 SIZES = (2, 4, 8)
 COMPARED = 4
@@ -55,13 +55,15 @@ def run(quick: bool, folder: Path) -> Report:
     found: dict[str, list[Round]] = {}
     for size in SIZES:
         with Nursery(folder) as nursery:
-            found |= take_turns(groups_of(size, nursery), effort.turns)
+            found |= rounds_of(groups_of(size, nursery), effort.turns)
     deaths = kill_members(folder, found, effort.deaths)
     slowdown = measure_slowdown(folder, effort.windows, effort.window_s)
     report.rows = [round_row(name, rounds) for name, rounds in found.items()]
     report.rows += [death_row(name, held) for name, held in deaths.items()] + slowdown.rows
     report.ratios = round_ratios(found) | {"training_slowdown": slowdown.ratio}
-    report.notes = calmness(found) + notes(effort) + slowdown.notes
+    report.notes = (
+        calmness([done.others for done in rounds] for rounds in found.values()) + notes(effort) + slowdown.notes
+    )
     return report
 
 
@@ -73,17 +75,16 @@ def groups_of(size: int, nursery: Nursery) -> list[Group]:
     return groups
 
 
-def take_turns(groups: Sequence[Group], turns: int) -> dict[str, list[Round]]:
-    """The rounds of every group; the order is reversed in every other turn."""
+def rounds_of(groups: Sequence[Group], turns: int) -> dict[str, list[Round]]:
+    """The rounds of every group."""
     for group in groups:
         tell(f"starting {group.name}")
         group.start()
     found: dict[str, list[Round]] = {group.name: [] for group in groups}
-    for turn in range(turns):
-        for group in groups if turn % 2 == 0 else reversed(groups):
-            done = whole_round(group)
-            found[group.name].append(done)
-            tell(f"turn {turn + 1} of {turns}: {group.name} {done.seconds:.2f} s, {done.megabytes:.1f} MB each")
+    for turn, group in alternating(groups, turns):
+        done = whole_round(group)
+        found[group.name].append(done)
+        tell(f"turn {turn} of {turns}: {group.name} {done.seconds:.2f} s, {done.megabytes:.1f} MB each")
     return found
 
 
@@ -165,14 +166,6 @@ def round_ratios(found: Mapping[str, Sequence[Round]]) -> dict[str, Ratio]:
     sent = paired_ratio([done.megabytes for done in found[ours]], [done.megabytes for done in found[theirs]])
     ratios["bytes_vs_hivemind_4"] = Ratio(sent, "< 1", "bytes on the wire of a round of 4, each side's defaults")
     return ratios
-
-
-def calmness(found: Mapping[str, Sequence[Round]]) -> list[str]:
-    """A warning where the machine had other things to do."""
-    worst = max((statistics.mean(done.others for done in rounds) for rounds in found.values()), default=0.0)
-    if worst <= CALM_CORES:
-        return []
-    return [f"THE MACHINE WAS NOT CALM: others used up to {worst:.1f} cores on average; these figures mean little."]
 
 
 def notes(effort: Effort) -> list[str]:

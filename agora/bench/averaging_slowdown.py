@@ -1,6 +1,6 @@
 """What training loses to averaging: three local swarms that differ in nothing but what they average.
 
-Knows: swarms as contenders, how their windows alternate. Must not know: torch, rounds as such.
+Knows: swarms as contenders. Must not know: torch, rounds as such.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from pathlib import Path
 
 from agora_protocol.manifest import Manifest
 
-from agora.bench import pipeline
 from agora.bench.children import Nursery
 from agora.bench.report import Cell, Ratio, paired_ratio
 from agora.bench.swarm import SwarmContender
 from agora.bench.task import manifest_for, prepare_corpus
-from agora.bench.turns import Readings, start, take_turns
+from agora.bench.turns import Readings, row, start, take_turns
 from agora.bench.window import Window
 
 STAGES, REPLICAS = 2, 2
@@ -75,9 +74,9 @@ def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: 
     lost = 1.0 - paired_ratio(found[ON].rates, found[OFF].rates) if averaging.done else float("nan")
     slowdown = Slowdown(Ratio(lost, "< 0.03", "share of tokens/s that training loses to averaging"))
     for swarm in swarms:
-        row = pipeline.training_row(swarm, found[swarm.name])
-        row = {key: row[key] for key in ("name", "unit", "median", "low", "high", "rounds", "others")}
-        slowdown.rows.append({**row, "averaged": statistics.fmean(swarm.done) if swarm.done else None})
+        cells = row(swarm, found[swarm.name])
+        told = {key: cells[key] for key in ("name", "unit", "median", "low", "high", "rounds", "others")}
+        slowdown.rows.append({**told, "averaged": statistics.fmean(swarm.done) if swarm.done else None})
     section = manifest.averaging
     exact = 1 - paired_ratio(found[EXACT].rates, found[OFF].rates)
     slowdown.notes = [

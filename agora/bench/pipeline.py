@@ -1,14 +1,12 @@
 """`swarm bench pipeline`: the swarm's tokens per second beside three other ways to train the same model here.
 
-Knows: the contenders, the ratios of the contract. Must not know: torch (only children import
-it). All contenders are started once and kept; in every round each gets one measured window while the others are frozen,
-in turning order, and a ratio is the median over rounds of the ratios within a round: slow drift and a noisy neighbour
-hit both sides of each pair.
+Knows: the contenders, the ratios of the contract. Must not know: torch (only children import it). All contenders are
+started once and kept; in every round each gets one measured window while the others are frozen, and a ratio is the
+median over rounds of the ratios within a round: slow drift and a noisy neighbour hit both sides of each pair.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +15,11 @@ from agora.bench.children import Nursery
 from agora.bench.contenders import Contender, Gloo1F1B, HivemindMoe, SingleLoop
 from agora.bench.freezer import Freezer
 from agora.bench.machine import describe, usable_cores
-from agora.bench.report import Cell, Ratio, Report, paired_ratio
+from agora.bench.report import Ratio, Report, paired_ratio
 from agora.bench.stream_rates import measure_streams
 from agora.bench.swarm import SwarmContender
 from agora.bench.task import MICROBATCHES_PER_STEP, SEQUENCES, manifest_for, prepare_corpus
-from agora.bench.turns import CALM_CORES, Readings, start, take_turns
+from agora.bench.turns import Readings, calmness, row, start, take_turns
 
 RATIOS: Mapping[str, tuple[str, str, str, str]] = {
     "swarm2_vs_single": ("swarm2", "single", ">= 1.0", "tokens/s, swarm of 2 stages against the plain loop"),
@@ -61,27 +59,13 @@ def run(quick: bool, folder: Path) -> Report:
         ]
         start(contenders, freezer)
         found = take_turns(contenders, effort.rounds, effort.window_s, freezer)
-    report.rows = [training_row(c, found[c.name]) for c in contenders] + streams.rows
+    report.rows = [row(c, found[c.name]) for c in contenders] + streams.rows
     report.ratios = training_ratios(found) | {"stream_vs_bare": streams.ratio}
     described = [f"`{c.name}`: {c.note}." for c in contenders]
-    report.notes = calmness(found) + described + notes(effort) + streams.notes
+    report.notes = (
+        calmness(readings.elsewhere for readings in found.values()) + described + notes(effort) + streams.notes
+    )
     return report
-
-
-def training_row(contender: Contender, found: Readings) -> dict[str, Cell]:
-    """One line of the table for a contender."""
-    return {
-        "name": contender.name,
-        "processes": contender.processes,
-        "threads": contender.threads,
-        "unit": "tokens/s",
-        "median": statistics.median(found.rates),
-        "low": min(found.rates),
-        "high": max(found.rates),
-        "rounds": len(found.rates),
-        "cpu_s_per_1000": round(statistics.median(found.costs), 4),
-        "others": round(statistics.mean(found.elsewhere), 3),
-    }
 
 
 def training_ratios(found: Mapping[str, Readings]) -> dict[str, Ratio]:
@@ -90,14 +74,6 @@ def training_ratios(found: Mapping[str, Readings]) -> dict[str, Ratio]:
         name: Ratio(paired_ratio(found[ours].rates, found[theirs].rates), target, meaning)
         for name, (ours, theirs, target, meaning) in RATIOS.items()
     }
-
-
-def calmness(found: Mapping[str, Readings]) -> list[str]:
-    """A warning where the machine had other things to do."""
-    worst = max((statistics.mean(readings.elsewhere) for readings in found.values()), default=0.0)
-    if worst <= CALM_CORES:
-        return []
-    return [f"THE MACHINE WAS NOT CALM: others used up to {worst:.1f} cores on average; these figures mean little."]
 
 
 def notes(effort: Effort) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from agora.bench.children import Child, Nursery
 from agora.bench.report import Cell, Ratio, paired_ratio
+from agora.bench.turns import alternating
 from agora.bench.window import PATIENCE_S, START_S, tell
 
 CARRIERS: Mapping[str, str] = {
@@ -40,7 +41,7 @@ class _Readings:
 
 
 def measure_streams(nursery: Nursery, repeats: int) -> Streams:
-    """Starts the two processes and measures; both carriers in every repeat, their order reversed in every other one."""
+    """Starts the two processes and measures; both carriers take turns in every repeat."""
     tell("measuring streams")
     folder = str(nursery.folder)
     met = nursery.start("stream-echo", "stream-echo", {"folder": folder}).hear(START_S)
@@ -49,9 +50,8 @@ def measure_streams(nursery: Nursery, repeats: int) -> Streams:
     found = {name: _Readings() for name in CARRIERS}
     for carrier in CARRIERS:
         _once(caller, carrier, _Readings())
-    for number in range(repeats):
-        for carrier in CARRIERS if number % 2 == 0 else reversed(list(CARRIERS)):
-            _once(caller, carrier, found[carrier])
+    for _, carrier in alternating(list(CARRIERS), repeats):
+        _once(caller, carrier, found[carrier])
     return summary(found)
 
 

@@ -122,12 +122,12 @@ class Swarms:
         pace, own = found[self._pace.name], found[swarm.name]
         self._paces += pace.rates
         self._others = max(self._others, *pace.elsewhere, *own.elsewhere)
-        tell(f"{swarm.name}: {paired_ratio(own.rates, pace.rates):.3f} of the pace")
-        return paired_ratio(own.rates, pace.rates)
+        share = paired_ratio(own.rates, pace.rates)
+        tell(f"{swarm.name}: {share:.3f} of the pace")
+        return share
 
     def _swarm(self, setting: Setting, link: str | None) -> SteadySwarm:
         manifest = self._effort.swarm_manifest(setting, self._width)
-        prepare_corpus(self._folder, manifest)
         name = f"{setting.name} {self._width} {link or 'no link'}".translate(FILE_NAME)
         return SteadySwarm(manifest, self._nursery, self._folder, name, link=link)
 

@@ -28,7 +28,6 @@ from agora.bench.wan_settings import (
     Setting,
 )
 
-DENSES: Final = (DENSE, DENSE_LEARNT)
 SAME_SPEED: Final[Mapping[Setting, Setting]] = {DENSE_LEARNT: DENSE}
 """Settings that send the same bytes and compute the same: measured once."""
 
@@ -76,6 +75,10 @@ class Results:
         found = [steps_to(curve, self.target(number, after)) for number, curve in enumerate(self.curves[setting])]
         return [math.inf if steps is None else steps for steps in found]
 
+    def dense_steps(self, after: int | None = None) -> list[float]:
+        """The same of dense bf16, with the embedding that is better at each seed."""
+        return list(map(min, self.steps(DENSE, after), self.steps(DENSE_LEARNT, after)))
+
     def step_s(self, setting: Setting) -> float | None:
         """Seconds of a step over the link."""
         rate = self.speeds.of(setting)
@@ -95,15 +98,15 @@ class Results:
         return _median_ratio(self.times(CHOSEN, after), self.times(PUBLISHED, after))
 
     def against_dense(self, after: int | None = None) -> float:
-        """The same against dense bf16, with the embedding that is faster at each seed."""
-        dense = map(min, self.times(DENSE, after), self.times(DENSE_LEARNT, after))
-        return _median_ratio(self.times(CHOSEN, after), list(dense))
+        """The same against dense bf16."""
+        each = self.step_s(DENSE) or math.nan
+        return _median_ratio(self.times(CHOSEN, after), [steps * each for steps in self.dense_steps(after)])
 
     def bound(self, after: int | None = None) -> float:
         """What `against_published` would be of a boundary that loses nothing and costs no time."""
         without_link = self.effort.tokens_per_step / self.speeds.unshaped
-        steps = map(min, self.steps(DENSE, after), self.steps(DENSE_LEARNT, after))
-        return _median_ratio([count * without_link for count in steps], self.times(PUBLISHED, after))
+        steps = [count * without_link for count in self.dense_steps(after)]
+        return _median_ratio(steps, self.times(PUBLISHED, after))
 
 
 def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -213,13 +216,14 @@ def throughput_lines(utilisation: Mapping[tuple[float, int], float]) -> list[Lin
 
 def target_rows(results: Results) -> list[dict[str, Cell]]:
     """One line for each target, from what the published recipe has early to what it has at its end."""
-    steps, most = results.effort.steps, results.effort.most_at(results.width)
-    marks = [steps * 2**times for times in range(most) if steps * 2**times < most] + [most]
+    marks = [results.effort.steps]
+    while marks[-1] < results.effort.most_at(results.width):
+        marks.append(min(2 * marks[-1], results.effort.most_at(results.width)))
     return [
         {
             "width": results.width,
             "target_after": after,
-            "dense_steps": _whole(statistics.median(map(min, *(results.steps(it, after) for it in DENSES)))),
+            "dense_steps": _whole(statistics.median(results.dense_steps(after))),
             "chosen_steps": _whole(statistics.median(results.steps(CHOSEN, after))),
             "against_published": _known(results.against_published(after)),
             "at_best": _known(results.bound(after)),

@@ -15,8 +15,10 @@ RTT_MS: Final = 50
 DENSE_SHARE: Final = 0.15
 """Of a step of dense bf16 over the link, what it would take without the link: 85 % of it is the wire's doing."""
 PUBLISHED_PARTS: Final = 6.4
-SWARM_SEQUENCES, SWARM_MICROBATCHES = 16, 8
-"""Of a microbatch, and of an optimizer step, where speed is measured; a loss run's microbatch is its step."""
+SWARM_SEQUENCES: Final = 16
+"""Of a microbatch, where speed is measured."""
+SWARM_MICROBATCHES: Final = 8
+"""Of an optimizer step there; a loss run steps after each."""
 TOKEN_BYTES: Final = 1
 """A token's id, which goes forward with its coordinates; of the bytes tokenizer."""
 WARMUP_STEPS: Final = 50

@@ -64,7 +64,7 @@ def test_turns_alternate() -> None:
             log.append(self.side)
             return a_round(1.0)
 
-    found = averaging.take_turns([Fake("a"), Fake("b")], 3)
+    found = averaging.rounds_of([Fake("a"), Fake("b")], 3)
     assert log == ["start a", "start b", "a", "b", "b", "a", "a", "b"]
     assert [len(rounds) for rounds in found.values()] == [3, 3]
 

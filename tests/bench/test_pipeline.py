@@ -32,10 +32,3 @@ def test_every_cut_is_the_same_work(stages: int) -> None:
     assert manifest.stage_count == stages
     assert manifest.replaced(stages={"count": 1}) == whole
     assert manifest.optimizer.target_tokens == task.MICROBATCHES_PER_STEP * manifest.tokens_per_microbatch
-
-
-def test_a_busy_machine_is_said_first() -> None:
-    assert pipeline.calmness({"a": Readings([1.0], [1.0], [0.01])}) == []
-    busy = {name: Readings([1.0], [1.0], [used]) for name, used in {"a": 0.0, "b": 1.0}.items()}
-    (note,) = pipeline.calmness(busy)
-    assert note.startswith("THE MACHINE WAS NOT CALM")

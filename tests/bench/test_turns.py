@@ -8,7 +8,7 @@ import pytest
 
 from agora.bench.children import BenchFailed
 from agora.bench.freezer import Freezer
-from agora.bench.turns import Readings, start, take_turns
+from agora.bench.turns import Readings, alternating, calmness, start, take_turns
 from agora.bench.window import Window
 
 
@@ -72,3 +72,13 @@ def test_without_a_freezer_they_rest() -> None:
 def test_a_contender_that_trains_nothing_fails_the_bench() -> None:
     with pytest.raises(BenchFailed, match="idle trained nothing"):
         alternate([Fake("idle", [], tokens=0)], 1, [])
+
+
+def test_the_order_of_turns_is_reversed_in_every_other_round() -> None:
+    assert list(alternating("ab", 3)) == [(1, "a"), (1, "b"), (2, "b"), (2, "a"), (3, "a"), (3, "b")]
+
+
+def test_a_busy_machine_is_said() -> None:
+    assert calmness([[0.01], [0.02]]) == [] and calmness([]) == []
+    (note,) = calmness([[0.0], [1.0]])
+    assert note.startswith("THE MACHINE WAS NOT CALM")
