@@ -38,13 +38,15 @@ class SwarmContender:
         replicas: int = 1,
         link: str | None = None,
     ) -> None:
-        """link: RATE,RTT[,JITTER[,LOSS]] that every daemon shall be behind, see docs/links.md."""
+        """link: RATE,RTT[,JITTER[,LOSS]] that every daemon shall be behind, see docs/links.md. The run is called as the
+        contender: daemons of one machine that start from equal drafts are one run.
+        """
         self.name = name or f"swarm{manifest.stage_count}"
         self.processes = replicas * manifest.stage_count
         self.threads = self.processes * stage_threads(self.processes)
         self.rounds: list[dict[str, Any]] = []
         """RoundDone events of the last window, its filling and draining included."""
-        self._manifest, self._replicas = manifest, replicas
+        self._manifest, self._replicas = manifest.replaced(name=self.name), replicas
         self._flags = ("--link", link) if link else ()
         self._nursery, self._folder = nursery, folder / self.name
         self._daemons: list[Daemon] = []

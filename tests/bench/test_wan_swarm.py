@@ -1,7 +1,13 @@
-"""When a swarm's credit counts as settled."""
+"""Swarms that take turns: each a run of its own, and when its credit counts as settled."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from agora_protocol.manifest import Manifest
+
+from agora.bench.children import Nursery
+from agora.bench.swarm import SwarmContender
 from agora.bench.wan_swarm import credit_of, is_settled
 
 
@@ -14,3 +20,9 @@ def test_the_credit_has_settled_when_six_looks_say_the_same() -> None:
 def test_the_credit_is_read_from_what_a_daemon_says_of_it() -> None:
     assert credit_of({"credit": "21: round trip 0.500 s / period 0.050 s = 10.0"}) == 21
     assert credit_of({"credit": "not measured yet"}) == credit_of({}) == 0
+
+
+def test_swarms_of_one_manifest_are_runs_of_their_own(tmp_path: Path) -> None:
+    """Daemons of one machine that start from equal drafts are one run: what took turns would train together."""
+    runs = [SwarmContender(Manifest(), Nursery(tmp_path), tmp_path, name)._manifest.run_id for name in ("one", "two")]
+    assert runs[0] != runs[1]
