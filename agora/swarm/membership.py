@@ -21,14 +21,16 @@ from agora_protocol.records import Claim, Progress, Record
 from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.placement import Collision, Placement, choose_span, judge_collision, pinned_span
-from agora.swarm.view import LINGER_S, PeerView, View, merge
+from agora.swarm.view import PeerView, View, merge
 
 LIFETIME_S = 20.0
-"""How long a record outlives its peer in the directory; a killed peer leaves every view after this and LINGER_S."""
+"""How long a record outlives its peer in the directory; a killed peer leaves every view after this and `linger_s`."""
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_S = 6.0
 PROGRESS_S = 4.0
 READ_S, CALM_READ_S, MOST_READ_S = 1.0, 4.0, 8.0
+SLOW_READ_S = 3.0
+"""Any read of the directory may take so long, although the one before was quick."""
 JITTER = 0.2
 MOST_ROUNDS = 12
 KEPT_ROUNDS = 3
@@ -52,7 +54,6 @@ class MembershipConfig:
     run: RunId
     stage_count: int
     settle_s: float = 1.0
-    linger_s: float = LINGER_S
     lifetime_s: float = LIFETIME_S
 
 
@@ -80,6 +81,7 @@ class Membership:
         self._subscribers: list[Callable[[], None]] = []
         self._trouble = ""
         self._changed_at = 0.0
+        self._linger_s = linger_s(0.0)
         self.view = View()
 
     @property
@@ -202,9 +204,7 @@ class Membership:
 
     async def _keep_reading(self) -> None:
         while True:
-            started = self._now()
-            await self.refresh()
-            took = self._now() - started
+            took = await self.refresh()
             await asyncio.sleep(self._jittered(read_interval_s(self._calm(), took)))
 
     def _calm(self) -> bool:
@@ -212,11 +212,15 @@ class Membership:
         full = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
         return full and self._now() - self._changed_at > 10.0
 
-    async def refresh(self) -> None:
-        """Reads every stage's claims and progress once, and merges them."""
+    async def refresh(self) -> float:
+        """Reads every stage's claims and progress once, and merges them; how long that took, in seconds."""
+        started = self._now()
         found = await asyncio.gather(self._read(Claim), self._read(Progress))
+        took = self._now() - started
+        self._linger_s = linger_s(took)
         others = [record for records in found for record in records if getattr(record, "peer", None) != self.me]
         self._merge(others)
+        return took
 
     async def _read(self, kind: type[Record]) -> list[Record]:
         try:
@@ -245,7 +249,7 @@ class Membership:
     def _merge(self, records: Sequence[Record]) -> None:
         now = self._unix()
         renewed = [*records, self._own] if self._own is not None else records
-        self._adopt(merge(self.view, renewed, now, self._config.linger_s))
+        self._adopt(merge(self.view, renewed, now, self._linger_s))
 
     def _adopt(self, view: View) -> None:
         before, self.view = self.view, view
@@ -272,6 +276,15 @@ def _reborn(claim: Claim, verdict: Collision) -> Claim:
 def read_interval_s(calm: bool, took_s: float) -> float:
     """How long to rest between two reads: a second while things change, four when calm, more where reading is slow."""
     return min(MOST_READ_S, max(CALM_READ_S if calm else READ_S, 3.0 * took_s))
+
+
+def linger_s(took_s: float) -> float:
+    """How long a peer is believed after a read that took `took_s` found it: until the next can have been answered.
+
+    A slow read of the directory is no death. The next begins after the longest rest that follows this one, and may be
+    twice as slow.
+    """
+    return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_S, 2.0 * took_s)
 
 
 def changes(before: View, after: View) -> list[events.Event]:

@@ -11,9 +11,6 @@ from dataclasses import dataclass, field, replace
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Claim, Progress, Record
 
-LINGER_S = 6.0
-"""A peer is believed for so long after its records were last found: a slow read of the directory is no death."""
-
 STEP_EMA = 0.3
 
 
@@ -69,7 +66,7 @@ class View:
         return sorted(self.peers.values(), key=lambda seen: seen.peer)
 
 
-def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: float = LINGER_S) -> View:
+def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: float) -> View:
     """The view after these verified, unexpired records were found at `now_unix`.
 
     The newest incarnation of a peer wins. A peer whose records were not found for `linger_s` is dropped; progress of a

@@ -14,7 +14,7 @@ from agora_protocol.ids import Span
 from agora_protocol.records import Claim, Progress, Record
 
 from agora.observe.events import DirectoryTrouble, PeerGone, PeerSeen, SpanChosen
-from agora.swarm.membership import Membership, MembershipConfig, read_interval_s
+from agora.swarm.membership import JITTER, SLOW_READ_S, Membership, MembershipConfig, linger_s, read_interval_s
 from tests.pipeline.virtual_time import run
 from tests.swarm.makers import RUN
 
@@ -265,6 +265,34 @@ def test_reading_is_quick_while_things_change_and_rests_when_calm_or_slow() -> N
     assert read_interval_s(True, 0.01) == 4.0
     assert read_interval_s(True, 2.0) == 6.0
     assert read_interval_s(False, 60.0) == 8.0
+
+
+@pytest.mark.parametrize("took", [0.0, 0.5, 1.0, 2.0, 2.5, 5.0])
+def test_a_peer_is_believed_until_the_next_read_can_have_found_it_again(took: float) -> None:
+    rest = (1 + JITTER) * read_interval_s(True, took)
+    assert linger_s(took) >= rest + max(took, SLOW_READ_S)
+
+
+@pytest.mark.parametrize("delay_s", [0.1, 1.0, 2.5])
+def test_nobody_goes_where_reads_are_slow(delay_s: float) -> None:
+    async def work() -> None:
+        store = Store()
+        peers = [Peer(store, 3, seed) for seed in range(3)]
+        for peer in peers:
+            await peer.join()
+            await peer.serve()
+            claim = peer.membership.claim
+            own = Progress(peer.identity.peer, claim.span, claim.incarnation, (1,), 1.0, None, 0, 0)
+            peer.membership.speak_progress(lambda own=own: own)
+        await asyncio.sleep(5.0)
+        store.delay_s = delay_s
+        await asyncio.sleep(300.0)
+        for peer in peers:
+            assert not [e for e in peer.events if isinstance(e, PeerGone)]
+            assert len(peer.membership.view.peers) == 3
+            await peer.stop()
+
+    run(work())
 
 
 def test_a_calm_swarm_reads_about_every_four_seconds() -> None:

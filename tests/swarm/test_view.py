@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import random
 
+from agora_protocol.records import Record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agora.swarm.view import LINGER_S, View, merge
+from agora.swarm import view as views
+from agora.swarm.view import View
 from tests.swarm.makers import claim, peer_id, progress
 
 A, B = peer_id("a"), peer_id("b")
+
+LINGER_S = 6.0
+
+
+def merge(view: View, records: list[Record], now_unix: float) -> View:
+    return views.merge(view, records, now_unix, LINGER_S)
 
 
 def test_claims_make_replicas_and_only_serving_peers_are_sent_microbatches() -> None:
