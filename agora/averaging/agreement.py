@@ -28,6 +28,8 @@ FEW: Final = 4
 class Tallied:
     """A replica: optimizer steps taken, tokens counted since, the tokens it had counted when it took the last one (0
     when that was not heard), when it last spoke to anybody, as far as is known, and when it last failed to answer here.
+
+    `said`: the step of which it last spoke here itself, -1 before; the rest may be what others told of it.
     """
 
     step: int
@@ -35,6 +37,7 @@ class Tallied:
     before: int
     heard: float
     lost: float = -math.inf
+    said: int = -1
 
     def present(self, now: float) -> bool:
         """Whether it has been heard lately, and since it last failed to answer."""
@@ -62,6 +65,8 @@ def heard(known: Tallies, news: Iterable[News], sender: PeerId, me: PeerId, now:
             merged[peer] = Tallied(step, tokens, 0, at)
         elif peer == sender or (step, tokens) >= (before.step, before.tokens) or not before.present(now):
             merged[peer] = _after(before, step, tokens, max(at, before.heard))
+        if peer == sender:
+            merged[peer] = replace(merged[peer], said=step)
     return merged
 
 
@@ -70,7 +75,7 @@ def _after(before: Tallied, step: int, tokens: int, at: float) -> Tallied:
         kept = before.before if tokens >= before.tokens else 0
     else:
         kept = before.tokens if step == before.step + 1 else 0
-    return Tallied(step, tokens, kept, at, before.lost)
+    return replace(before, step=step, tokens=tokens, before=kept, heard=at)
 
 
 def lost(known: Tallies, peer: PeerId, now: float) -> dict[PeerId, Tallied]:
@@ -103,13 +108,14 @@ def step_to_follow(others: Tallies, live: int, step: int, own_tokens: int, targe
 
     live: how many others are there, those included of whom nothing is known yet, so that nobody who is heard first is a
     majority. Half of them carry everyone along, however far. One step ahead, a quarter is enough when, as far as is
-    known, a quarter of the step's tokens are there: the stage has stepped, the news of the tokens are slower.
+    known, a quarter of the step's tokens are there: the stage has stepped, the news of the tokens are slower. Only what
+    each says itself counts here: a tale of the others would make one liar the majority.
     """
-    reached = sorted((it.step for it in others.values()), reverse=True)
+    reached = sorted((it.said for it in others.values()), reverse=True)
     half = math.ceil(live / 2)
     if 0 < half <= len(reached) and reached[half - 1] > step:
         return reached[half - 1]
-    ahead = sum(it.step == step + 1 for it in others.values())
+    ahead = sum(it.said == step + 1 for it in others.values())
     known = own_tokens + counted_by(others, step)
     return step + 1 if ahead and ahead >= math.ceil(live / 4) and 4 * known >= target else step
 

@@ -4,13 +4,14 @@ Knows: contributions, who is expected, when to stop waiting. Must not know: how 
 
 A part is averaged when everyone expected has contributed, or when the window is over that its first contribution
 opened. Whoever comes later still gets that average, and is not in it. A second owner first asks the other members
-whether one has had the average from the first; if so, that is the average for everyone.
+whether one has had the average from the first; if so, that is the average for everyone. Who is no member may have an
+average, and is in none.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -74,6 +75,7 @@ class Owner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._newest: dict[tuple[int, str], int] = {}
         self._silent: dict[tuple[int, str, int], set[PeerId]] = {}
+        self._circles: dict[tuple[int, str, int], dict[PeerId, float]] = {}
 
     def newest(self, stage: int, what: str) -> int:
         """The highest round that somebody has contributed to here; -1 before the first."""
@@ -144,6 +146,15 @@ class Owner:
 
     # --- gathering
 
+    def _circle(self, part: Part) -> Mapping[PeerId, float]:
+        """Who is of the part's round: the members when it began here, one that failed since included, and newer ones."""
+        round_ = part.stage, part.what, part.number
+        if round_ not in self._circles:
+            later = KEPT_ROUNDS * self._terms.round_s
+            asyncio.get_running_loop().call_later(later, self._circles.pop, round_, None)
+        circle = self._circles[round_] = {**self._members(part.stage), **self._circles.get(round_, {})}
+        return circle
+
     def _note_once(self, peer: PeerId, part: Part) -> None:
         seen = self._seen.setdefault(part, set())
         if peer in seen:
@@ -170,9 +181,12 @@ class Owner:
     async def _gathered(
         self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float
     ) -> Average:
-        gathering = self._open.get(part) or self._opened(part, len(values), message.second)
-        gathering.values[peer], gathering.weights[peer] = values, message.weight
-        if message.second and not gathering.recalling:
+        circle = self._circle(part)
+        second = message.second and self._first_owner(part, circle) != self._terms.me
+        gathering = self._open.get(part) or self._opened(part, peer, len(values), second)
+        if peer in circle:
+            gathering.values[peer], gathering.weights[peer] = values, message.weight
+        if second and peer in circle and not gathering.recalling:
             gathering.recalling = True
             self._spawn(self._recall(part, gathering))
         elif gathering.expected <= gathering.values.keys():
@@ -180,14 +194,15 @@ class Owner:
         async with asyncio.timeout_at(deadline):
             return await asyncio.shield(gathering.result)
 
-    def _opened(self, part: Part, numel: int, second: bool) -> _Gathering:
+    def _opened(self, part: Part, peer: PeerId, numel: int, second: bool) -> _Gathering:
         if len(self._open) >= MAX_OPEN:
             raise Busy("too many parts are being averaged here; ask the second owner", 1000)
         loop = asyncio.get_running_loop()
         expected = frozenset(self._members(part.stage))
         expected -= self._silent.get((part.stage, part.what, part.number), set())
+        expected -= self._seen[part] - {peer}  # of an average that nobody shared
         if second:
-            expected -= {self._first_owner(part)}
+            expected -= {self._first_owner(part, self._circle(part))}
         gathering = self._open[part] = _Gathering(numel, expected, loop.create_future())
         window = (SECOND_WINDOW if second else FIRST_WINDOW) * self._terms.round_s
         gathering.timer = loop.call_later(window, self._window_over, part, gathering)
@@ -195,14 +210,15 @@ class Owner:
         return gathering
 
     def _window_over(self, part: Part, gathering: _Gathering) -> None:
-        """Who let one part's window pass holds up no other of the round."""
-        missing = gathering.expected - gathering.values.keys() - {self._terms.me}
+        """Who let one part's window pass holds up no other of the round, once this peer has begun it itself."""
+        begun = self._terms.me in gathering.values
+        missing = gathering.expected - gathering.values.keys()
         self._close(part, gathering)
-        for peer in missing:
+        for peer in missing if begun else ():
             self.lost(peer, part)
 
-    def _first_owner(self, part: Part) -> PeerId:
-        return owners(self._terms.run, part.stage, part.what, part.number, part.part, self._members(part.stage))[0]
+    def _first_owner(self, part: Part, circle: Mapping[PeerId, float]) -> PeerId:
+        return owners(self._terms.run, part.stage, part.what, part.number, part.part, circle)[0]
 
     def _close(self, part: Part, gathering: _Gathering) -> None:
         """Averages what is there."""
@@ -238,7 +254,8 @@ class Owner:
         if isinstance(outcome, AgoraError):
             gathering.result.set_exception(outcome)
         else:
-            self.keep(part, lambda: outcome)
+            if outcome.present > 1:  # who came alone, and early perhaps, keeps nobody from averaging without it
+                self.keep(part, lambda: outcome)
             gathering.result.set_result(outcome)
         gathering.values.clear()
 

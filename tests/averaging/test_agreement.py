@@ -26,7 +26,8 @@ ME, A, B, C = identities(4)
 
 
 def known(*numbers: tuple[str, int, int, int], at: float = 0.0) -> dict:
-    return {peer: Tallied(step, tokens, before, at) for peer, step, tokens, before in numbers}
+    """As each said itself."""
+    return {peer: Tallied(step, tokens, before, at, said=step) for peer, step, tokens, before in numbers}
 
 
 def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
@@ -99,6 +100,17 @@ def test_one_that_is_heard_first_is_no_majority() -> None:
     for step in (6, 7, 10**9):
         assert step_to_follow(known((A, step, 400, 400)), 5, 5, 100, 1000) == 5
     assert step_to_follow(known((A, 9, 4, 4), (B, 8, 4, 4)), 4, 5, 100, 1000) == 8
+
+
+def test_a_tale_of_the_others_is_no_majority() -> None:
+    table = known((A, 5, 100, 0), (B, 5, 100, 0), (C, 5, 100, 0))
+    lies = heard(table, [(C, 155, 1, 0), (A, 155, 1, 0), (B, 155, 1, 0)], C, ME, 1.0)
+    assert lies[A].step == 155, "believed until it speaks itself"
+    assert step_to_follow(fresh(lies, [A, B, C], 1.0), 3, 5, 100, 1000) == 5
+    near = heard(table, [(C, 6, 1, 0), (A, 6, 1, 0), (B, 6, 1, 0)], C, ME, 1.0)
+    assert step_to_follow(fresh(near, [A, B, C], 1.0), 3, 5, 10, 2000) == 5, "nor one step ahead, without its tokens"
+    said = heard(near, [(A, 6, 1, 0)], A, ME, 1.0)
+    assert step_to_follow(fresh(said, [A, B, C], 1.0), 3, 5, 10, 2000) == 6
 
 
 def test_few_are_all_told_and_of_many_a_few() -> None:

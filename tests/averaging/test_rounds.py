@@ -17,6 +17,7 @@ from agora_protocol.tensors import WireTensor
 from agora.averaging.owner import KEPT_NUMBERS
 from agora.averaging.ownership import owners
 from agora.averaging.rounds import RoundResult
+from agora.averaging.terms import Average, Part
 from agora.averaging.wire import PartCodec
 from agora.observe.events import PartFailed, RoundDone
 from tests.averaging.world import RUN, Member, World, identities
@@ -251,6 +252,89 @@ def test_members_with_different_views_get_smaller_averages_and_never_wait_beyond
         for index, result in enumerate(results):
             assert math.isfinite(float(result.answer.abs().max())) and result.failed_parts == 0
             assert float((after(index, result) - torch.linspace(-1, 1, SIZE)).abs().max()) < 0.06
+        await world.close()
+
+    run(main())
+
+
+def asking(part: int, number: int = 0, second: bool = False) -> Contribute:
+    return Contribute(0, "weights", number, part, 1.0, second, 1000)
+
+
+@pytest.mark.parametrize("liar_begins", [True, False])
+def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_begins: bool) -> None:
+    """A member that says it comes to the second owner would be asked what the first one gave, and could say anything."""
+
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(4))
+        first, _ = owner_of(world, 0)
+        liar = next(m for m in members if m is not first)
+        lie = Average(torch.full((PART_ELEMENTS,), 3.0), 4, 4, 4.0, 0.01)
+        liar.owner.keep(Part(0, "weights", 0, 0), lambda: lie)
+        chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
+        honest = [i for i, m in enumerate(members) if m is not liar]
+        deadline = asyncio.get_running_loop().time() + world.round_s
+        sent = PartCodec("float32").encode(chosen[members.index(liar)])
+
+        async def lies() -> None:
+            await asyncio.sleep(0.0 if liar_begins else 0.015)
+            await liar.call(first.peer, asking(0, second=True), sent, deadline=deadline)
+
+        async def others() -> list[RoundResult]:
+            works = [members[i].rounds.run(0, "weights", 0, chosen[i], 1.0, members[i].view, deadline) for i in honest]
+            return await asyncio.gather(*works)
+
+        results, _ = await asyncio.gather(others(), lies())
+        for index, result in zip(honest, results, strict=True):
+            assert result.failed_parts == 0 and result.members == 4
+            assert torch.allclose(chosen[index] + result.answer, sum(chosen) / 4, atol=1e-6)
+        await world.close()
+
+    run(main())
+
+
+def test_who_comes_long_before_the_others_leaves_them_their_average() -> None:
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(4))
+        first, _ = owner_of(world, 0)
+        early = next(m for m in members if m is not first)
+        sent = PartCodec("float32").encode(values_of(9)[:PART_ELEMENTS])
+        loop = asyncio.get_running_loop()
+        reply = await early.call(first.peer, asking(0), sent, deadline=loop.time() + 15.0)
+        assert isinstance(reply.message, Averaged) and reply.message.present == 1
+        on_time = [m for m in members if m is not early]
+        began, chosen = loop.time(), [values_of(i)[:PART_ELEMENTS] for i in range(3)]
+        results = await one_round(world, on_time, [1.0] * 3, values=chosen)
+        assert loop.time() < began + 1.0, "nobody waits for it"
+        for own, result in zip(chosen, results, strict=True):
+            assert result.failed_parts == 0 and result.members == 3
+            assert torch.allclose(own + result.answer, sum(chosen) / 3, atol=1e-6)
+        await world.close()
+
+    run(main())
+
+
+def test_who_is_no_member_may_have_an_average_and_is_in_none() -> None:
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(4))
+        inside, stranger = members[:3], members[3]
+        for member in inside:
+            member.sees = dict.fromkeys((m.peer for m in inside), 0.0)
+        first = owners(RUN, 0, "weights", 0, 0, inside[0].view)[0]
+        sent = PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
+        deadline = asyncio.get_running_loop().time() + world.round_s
+        chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
+        asked = asyncio.create_task(stranger.call(first, asking(0), sent, deadline=deadline))
+        results = await one_round(world, inside, [1.0] * 3, values=chosen)
+        for own, result in zip(chosen, results, strict=True):
+            assert result.failed_parts == 0 and result.members == 3
+            assert torch.allclose(own + result.answer, sum(chosen) / 3, atol=1e-6)
+        (answer,) = (await asked).tensors
+        told = PartCodec("float32").decode([answer], PART_ELEMENTS)
+        assert torch.allclose(7.0 + told, sum(chosen) / 3, atol=1e-5)
         await world.close()
 
     run(main())
