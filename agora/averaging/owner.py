@@ -147,7 +147,7 @@ class Owner:
     # --- gathering
 
     def _circle(self, part: Part) -> Mapping[PeerId, float]:
-        """Who is of the part's round: the members when it began here, one that failed since included, and newer ones."""
+        """Of the part's round: the members when it began here, also those that failed since, and newer ones."""
         round_ = part.stage, part.what, part.number
         if round_ not in self._circles:
             later = KEPT_ROUNDS * self._terms.round_s

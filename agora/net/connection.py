@@ -160,8 +160,8 @@ class Connection:
         if self._wanted:
             self._wanted = 0
             self._home.held.forget(self)
-        self._let_go(self._reading_bytes)
-        self._reading_bytes = 0
+        reading, self._reading_bytes = self._reading_bytes, 0
+        self._let_go(reading)
         self._home.gone(self)
 
     def _resolve(self, error: AgoraError) -> None:
@@ -327,8 +327,8 @@ class Connection:
         return Intake.TAKE
 
     def _on_answer(self, frame: Frame, message: Message) -> None:
-        self._let_go(self._reading_bytes)
-        self._reading_bytes = 0
+        reading, self._reading_bytes = self._reading_bytes, 0
+        self._let_go(reading)  # others may go on at once, and end this connection
         tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
         self._settle_ours(frame.call, Reply(message, tensors))
 
@@ -384,8 +384,8 @@ class Connection:
             return self._refuse(number, self._busy("no memory free for the payload"))
         else:
             self._wanted = size
-            self._home.held.wait(self)
-            self._loop.call_later(self._home.limits.patience_s, self._lose_patience, number)
+            patience = self._loop.call_later(self._home.limits.patience_s, self._lose_patience, number)
+            self._home.held.wait(self, patience)
             return Intake.WAIT
         self._reading_bytes = size
         self._held_here += size
@@ -440,7 +440,7 @@ class Connection:
 
     def _send_progress(self, number: int, advance: Advance) -> None:
         if number in self._serving and self.broken is None:
-            self.stream.send_small(encode_frame(FrameType.PROGRESS, number, advance), number)
+            self.stream.send_news(encode_frame(FrameType.PROGRESS, number, advance), number)
 
     def _on_cancel(self, number: int) -> None:
         if self._ours(number):

@@ -26,6 +26,7 @@ SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fi
 HEAD_BYTES: Final = 8192  # what is read before a payload's own buffer exists is copied there, so it is not much
 SMALL_BYTES: Final = 16_384  # frames up to here go before bulk; a bulk frame on its way is never interrupted
 MAX_SMALL_BYTES: Final = 8_388_608  # small frames waiting beyond this: the peer has stopped reading
+NEWS_BYTES: Final = 65_536  # small frames waiting beyond this: news, which nobody needs, is dropped
 MAX_QUEUED_BYTES: Final = 67_108_864  # bulk frames waiting beyond this make their senders wait
 MAX_PREAMBLE_BYTES: Final = 4096
 FLUSH_S: Final = 5.0  # how long a closing stream may take to write its last words
@@ -350,6 +351,11 @@ class FrameStream(asyncio.BufferedProtocol):
         self._small.append(_Outgoing(buffers, size, call))
         self._small_bytes += size
         self._pump()
+
+    def send_news(self, buffers: Sequence[bytes | memoryview], call: int) -> None:
+        """Queue a small frame that may be lost: it is dropped where many wait. Bulk is no reason, it goes after it."""
+        if self._small_bytes < NEWS_BYTES:
+            self.send_small(buffers, call)
 
     @property
     def has_room(self) -> bool:

@@ -5,8 +5,8 @@ Knows their form. Must not know streams, sockets, or how either side works.
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
+import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -88,7 +88,8 @@ class HeldBytes:
         self.limit = limit
         self.used = 0
         self.peak = 0
-        self._waiting: deque[Waiter] = deque()
+        self._waiting: OrderedDict[Waiter, asyncio.TimerHandle] = OrderedDict()
+        self._letting = False
 
     def take(self, size: int) -> bool:
         """Take `size` bytes if they fit below the limit."""
@@ -102,17 +103,35 @@ class HeldBytes:
         self.used += size
         self.peak = max(self.peak, self.used)
 
-    def wait(self, waiter: Waiter) -> None:
-        """Let `waiter` try again when bytes are let go, first come, first served."""
-        self._waiting.append(waiter)
+    def wait(self, waiter: Waiter, patience: asyncio.TimerHandle) -> None:
+        """Let `waiter` try again when bytes are let go, first come, first served; `patience` ends with its wait."""
+        self._waiting[waiter] = patience
 
     def forget(self, waiter: Waiter) -> None:
         """`waiter` waits no longer."""
-        with contextlib.suppress(ValueError):
-            self._waiting.remove(waiter)
+        patience = self._waiting.pop(waiter, None)
+        if patience is not None:
+            patience.cancel()
 
     def let_go(self, size: int) -> None:
-        """Give bytes back."""
+        """Give bytes back. Who gets through may give others back at once, or wait again: the first call goes on."""
         self.used -= size
-        while self._waiting and self._waiting[0].try_again():
-            self._waiting.popleft()
+        if self._letting:
+            return
+        self._letting = True
+        try:
+            while self._waiting and self._let_through():
+                pass
+        finally:
+            self._letting = False
+
+    def _let_through(self) -> bool:
+        """Whether the first in the queue, who leaves it before it tries, need not come back."""
+        waiter, patience = self._waiting.popitem(last=False)
+        through = waiter.try_again()
+        if through:
+            patience.cancel()
+        else:
+            self._waiting[waiter] = patience
+            self._waiting.move_to_end(waiter, last=False)
+        return through

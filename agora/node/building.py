@@ -95,9 +95,10 @@ class Builder:
         caller = MeteredCaller(network, meter)
         router = self._router(signed.manifest, caller, network, membership)
         admission = Admission(self._seats)
-        gate = StepGate(compute.span, compute.step_of)
+        gate = step_gate(signed.manifest, compute)
         hop = self._hop(signed.manifest, compute, router, admission, gate)
-        replicas = self._replicas(signed, compute, membership, caller, keeper)
+        me, report = self._where.peer, self._report
+        replicas = Replicas(signed, me, compute, membership, caller, keeper, report, network.struck)
         origin = None if batches is None else self._origin(signed.manifest, hop, batches, membership, replicas)
         self._follow_steps(compute, keeper, replicas, gate, origin)
         service.hop, service.replicas = hop, replicas
@@ -326,13 +327,8 @@ class Builder:
             note.text = await keeper.start()
         return keeper
 
-    def _replicas(
-        self, signed: SignedManifest, compute: Compute, membership: Membership, caller: MeteredCaller, keeper: Keeper
-    ) -> Replicas:
-        return Replicas(signed, self._where.peer, compute, membership, caller, keeper, self._report)
-
     def _follow_steps(
-        self, compute: Compute, keeper: Keeper, replicas: Replicas, gate: StepGate, origin: Origin | None
+        self, compute: Compute, keeper: Keeper, replicas: Replicas, gate: StepGate | None, origin: Origin | None
     ) -> None:
         """Tells everyone whom it concerns, on the loop, of each step that the device thread takes."""
         loop = asyncio.get_running_loop()
@@ -340,7 +336,8 @@ class Builder:
         def told(stage: int, step: int, tokens: int) -> None:
             replicas.stepped(stage, step, tokens)
             keeper.stepped(stage, step)
-            gate.stepped()
+            if gate is not None:
+                gate.stepped()
             if origin is not None:
                 origin.stepped()
 
@@ -366,7 +363,9 @@ class Builder:
             round_trip_s=round_trip_s,
         )
 
-    def _hop(self, manifest: Manifest, compute: Compute, router: Router, admission: Admission, gate: StepGate) -> Hop:
+    def _hop(
+        self, manifest: Manifest, compute: Compute, router: Router, admission: Admission, gate: StepGate | None
+    ) -> Hop:
         config = HopConfig(self._where.peer, manifest.stage_count, shapes(manifest))
         results = ResultCache()
         return Hop(
@@ -418,6 +417,11 @@ def _check_files(where: Where, manifest: Manifest) -> None:
             f"the run reads files of this machine ({', '.join(sources[:3])}); "
             "look at them, then join with --allow-files"
         )
+
+
+def step_gate(manifest: Manifest, compute: Compute) -> StepGate | None:
+    """Where microbatches wait for their step; None in an asynchronous run, in which nothing does, whatever it says."""
+    return StepGate(compute.span, compute.step_of) if manifest.schedule.kind == "synchronous" else None
 
 
 def usual_in_flight(manifest: Manifest) -> int:

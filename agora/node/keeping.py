@@ -10,6 +10,7 @@ import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from agora_protocol.errors import AgoraError, Busy, DiskError, NotMyStage, ProtocolError, Refused, Unavailable
@@ -26,7 +27,7 @@ from agora.pipeline.seams import Caller
 from agora.state.checkpoint import Checkpoint, CheckpointError, newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import ELEMENT_BYTES, Flat, StageState
 from agora.state.missed import chunk_blocks, fetch_slices, give_slice
-from agora.state.rules import checkpoint_due, choose_start, choose_writer, cut_step, missed_rounds
+from agora.state.rules import checkpoint_due, choose_start, choose_writer, cut_step, missed_rounds, most_believed
 from agora.state.snapshot import Given, Snapshots
 from agora.state.transfer import StateFetch, TransferProgress, TransferTerms
 from agora.swarm.membership import Membership
@@ -141,9 +142,16 @@ class Keeper:
         self._last[own.stage] = own.step
 
     def _offers(self, stage: int) -> Mapping[PeerId, int]:
-        """How far the others are that hold this stage, or have a checkpoint of it and are joining as well."""
-        view = self._membership.view
-        return {p.peer: p.step_of(stage) for p in view.claimants(stage) if p.peer != self._config.me}
+        """How far the others are that hold this stage, or have a checkpoint of it and are joining as well; without
+        those that cannot be where they say.
+        """
+        view, most = self._membership.view, self._most_believed(stage)
+        said = {p.peer: p.step_of(stage) for p in view.claimants(stage) if p.peer != self._config.me}
+        return {peer: step for peer, step in said.items() if step <= most}
+
+    def _most_believed(self, stage: int) -> float:
+        serving = [p.step_of(stage) for p in self._membership.view.replicas(stage) if p.peer != self._config.me]
+        return most_believed(serving, self._max_lag)
 
     @property
     def _max_lag(self) -> int:
@@ -168,7 +176,8 @@ class Keeper:
         numel = self._compute.layout(stage).numel
         exact = self._config.manifest.schedule.kind == "synchronous"
         terms = TransferTerms(max_lag=0) if exact else TransferTerms()
-        fetch = StateFetch(self._caller, stage, numel, terms=terms, progress=progress, lied=self._strike)
+        most = partial(self._most_believed, stage)
+        fetch = StateFetch(self._caller, stage, numel, terms=terms, most=most, progress=progress, lied=self._strike)
         usual = statistics.median_low(self._offers(stage).values() or [0])
         at_least = max(at_least, usual - self._config.manifest.averaging.every)
         state = await self._arrived(fetch, stage, sources, at_least, patience_s)
@@ -176,7 +185,7 @@ class Keeper:
             state = await self._arrived(fetch, stage, sources, fetch.newest, patience_s)
         await self._compute.load_state(state)
         self._started.add(stage)
-        self._doubted.discard(stage)
+        self.trust(stage)
         self._last[stage] = state.step
         self.fetched.add(stage)
         missed = 0 if exact else await self._fetch_missed(stage, state.step, sources)
@@ -222,10 +231,12 @@ class Keeper:
     def doubt(self, stage: int) -> None:
         """Gives no state of the stage from now on, until it is fetched from somebody else or trusted again."""
         self._doubted.add(stage)
+        self._snapshots.forget(stage)
 
     def trust(self, stage: int) -> None:
-        """Gives the stage's state again."""
+        """Gives the stage's state again, as it is now."""
         self._doubted.discard(stage)
+        self._snapshots.forget(stage)
 
     async def give(self, request: GetState | GetChunk | GetSlice) -> Given:
         """Answers a joiner. Raises Busy while this peer has nothing yet, NotMyStage, Refused, ProtocolError."""
@@ -233,15 +244,20 @@ class Keeper:
             return await self._snapshots.get_chunk(request)
         if request.stage not in self.span:
             raise NotMyStage(f"this peer holds stages {self.span}, not {request.stage}; read the directory again")
-        if request.stage in self._doubted:
-            raise Refused("this peer is not sure of being what the other replicas are; ask another")
+        self._refuse_doubted(request.stage)
         if isinstance(request, GetState):
-            return await self._snapshots.get_state(request)
+            given = await self._snapshots.get_state(request)
+            self._refuse_doubted(request.stage)  # the copy may have waited behind the step that is doubted
+            return given
         if request.stage not in self._started:
             raise Busy("this peer is still joining; ask another", RETRY_MS)
         blocks = chunk_blocks(self._slices[request.stage].blocks(request.round), request.chunk)
         values, step = await self._compute.slice_values(request.stage, blocks)
         return give_slice(values.numpy(), step)
+
+    def _refuse_doubted(self, stage: int) -> None:
+        if stage in self._doubted:
+            raise Refused("this peer is not sure of being what the other replicas are; ask another")
 
     async def _export(self, stage: int) -> StageState | None:
         """A copy of what the stage has learnt; while joining, of the checkpoint that was found."""

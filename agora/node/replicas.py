@@ -13,7 +13,7 @@ whole step) fetches their state again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,14 @@ from agora.state.rules import leading_step
 from agora.swarm.membership import Membership
 from agora.train.compute import Compute
 
-MOST_WEIGHT = 64.0
+MOST_WEIGHT = 64
 """A contribution of more tokens than this many rounds' worth is absurd."""
+MOST_BLAMED = 1024
 ROUNDS_APART = 2
 """Replicas average a round only when this near to it."""
 AGAIN_S = 1.0
 """Until a fetch that failed is tried again."""
+MEND_TRIES = 3
 LOOK_S = 5.0
 """Between two looks whether a synchronous stage waits behind the others; after LOOKS in a row it does."""
 LOOKS = 3
@@ -58,6 +60,8 @@ class _Stage:
     slices: Slices
     newcomer: Newcomer
     tokens: int = 0
+    begun: int = -1
+    """The last round of weights."""
     round: asyncio.Task[None] | None = None
     work: asyncio.Task[None] | None = None
     """An exact step, or a fetch."""
@@ -75,8 +79,11 @@ class Replicas:
         caller: Caller,
         keeper: Keeper,
         report: Report,
+        strike: Callable[[PeerId, ProtocolError], None],
     ) -> None:
-        """A stage whose state the keeper fetched from other replicas is a newcomer among them."""
+        """A stage whose state the keeper fetched from other replicas is a newcomer among them. `strike` hears of who
+        brings to a round what nobody may bring.
+        """
         self._manifest = manifest = signed.manifest
         self._averaging = manifest.averaging
         self.synchronous = manifest.schedule.kind == "synchronous"
@@ -85,11 +92,19 @@ class Replicas:
         self._membership = membership
         self._keeper = keeper
         self._report = report
+        self._strike = strike
+        self._blamed: dict[PeerId, Part] = {}
         target = manifest.optimizer.target_tokens
-        most = MOST_WEIGHT * target * self._averaging.every
+        self._most_tokens = MOST_WEIGHT * target * self._averaging.every
         wire = "float32" if self.synchronous else self._averaging.wire
         terms = AveragingTerms(
-            me, signed.run_id, self._averaging.aggregation, wire, self._averaging.round_s, most, self.synchronous
+            me,
+            signed.run_id,
+            self._averaging.aggregation,
+            wire,
+            self._averaging.round_s,
+            self._most_tokens,
+            self.synchronous,
         )
         self.owner = Owner(terms, caller, self._members, self._size_of, faults.reach)
         self._rounds = Rounds(terms, caller, self.owner, report, faults.reach)
@@ -138,7 +153,19 @@ class Replicas:
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
         """A replica brings a part that this peer owns."""
-        return await self.owner.contribute(peer, message, tensors, deadline)
+        try:
+            return await self.owner.contribute(peer, message, tensors, deadline)
+        except ProtocolError as error:
+            self._blame(peer, Part(message.stage, message.what, message.round, 0), error)
+            raise
+
+    def _blame(self, peer: PeerId, round_: Part, error: ProtocolError) -> None:
+        """One strike for a round, however many parts are wrong: who has restarted within it brings them all again."""
+        if self._blamed.get(peer) != round_:
+            if len(self._blamed) >= MOST_BLAMED:
+                self._blamed.clear()
+            self._blamed[peer] = round_
+            self._strike(peer, error)
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
         """A second owner asks for an average."""
@@ -184,11 +211,13 @@ class Replicas:
     def stepped(self, stage: int, step: int, tokens: int) -> None:
         """A stage has taken `step`, `tokens` of this peer's in it: tell the others, and average when it is time."""
         it = self._stages[stage]
-        it.tokens += tokens
+        it.tokens = min(it.tokens + tokens, self._most_tokens)
         self._teller.tell()
         if step % self._averaging.every or len(self._teller.present(stage)) < 2:
             return
         number = step // self._averaging.every
+        if number <= it.begun:
+            return  # others came to it first
         if _busy(it.round):
             self._report(events.RoundSkipped(stage, number, "the one before is not back yet"))
         else:
@@ -204,7 +233,9 @@ class Replicas:
             it.work = self._start(stage, self._recover(stage, it, judgement))
         elif behind > 1 or not self._is_exact(judgement.step):
             self._follow(stage, max(judgement.reached, judgement.step))
-        elif not self._teller.alone(stage):
+        elif self._teller.alone(stage):
+            self._follow(stage, judgement.step)  # whoever was to take it along has left
+        else:
             it.work = self._start(stage, self._exact_step(stage, it, judgement.step))
 
     def _follow(self, stage: int, step: int) -> None:
@@ -246,7 +277,7 @@ class Replicas:
 
     async def _round(self, stage: int, it: _Stage, number: int) -> None:
         """One slice, in the background."""
-        blocks = it.slices.blocks(number)
+        it.begun, blocks = number, it.slices.blocks(number)
         weight, it.tokens = float(it.tokens if it.newcomer.counts else 0), 0
         values, _ = await self._compute.slice_values(stage, blocks)
         result = await self._rounds.run(
@@ -270,28 +301,33 @@ class Replicas:
             stage, "gradient", step, own.values, weight, self._members(stage), self._deadline()
         )
         tokens = max(own.tokens, round(result.weight))
+        if unsure := bool(result.failed_parts) and self.synchronous:
+            self._keeper.doubt(stage)
         try:
             await self._compute.step_with(stage, step, result.answer, tokens)
         except ProtocolError:
             if self.synchronous:
                 raise
             await self._compute.step_with(stage, step, own.values, tokens=0)  # the step is over, without a part in it
-        if result.failed_parts and self.synchronous:
+        if unsure:
             await self._mend(stage, step + 1)
 
     async def _mend(self, stage: int, step: int) -> None:
-        """A part that failed may have left this replica unlike the others: takes the state of one that is sure.
+        """A part that failed may have left this replica, which is in doubt, unlike the others: takes the state of one
+        that is sure.
 
-        Who is not sure gives no state. When nobody is, the others take that of the least peer id.
+        Who is not sure gives no state. When nobody is, the others take that of the least peer id, which asks a few
+        times: who is sure may be about to take the step.
         """
-        self._keeper.doubt(stage)
+        tries = 0
         while others := sorted(self._teller.heard(stage)):
+            tries += 1
             try:
                 await self._keeper.fetch(stage, others, step)
                 return
             except Unavailable as error:
                 self._report(events.TaskFailed("fetch state", str(error)))
-            if self._me < others[0]:
+            if self._me < others[0] and tries >= MEND_TRIES:
                 break
             await asyncio.sleep(AGAIN_S)
         self._keeper.trust(stage)

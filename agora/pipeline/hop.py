@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from agora.pipeline.router import Router
 
 ELSEWHERE_RETRY_MS = 1000
+MOST_AHEAD = 1
+"""By so many steps a microbatch may be early. An origin's stage takes a step when all its tokens have been counted at
+every stage, by replicas that had taken all before it: one that is further behind is no help before it has new state.
+"""
 PATHS = 33
 
 
@@ -123,6 +127,7 @@ class Hop:
             if kept is None:
                 self._refuse_another_entry(job)
                 if self._gate is not None and message.step:
+                    await self._gate.passed(message.stage, message.step - MOST_AHEAD, _now())
                     await self._gate.passed(message.stage, message.step, deadline)
                 answer = await self._joined_or_begun(job, progress)
             else:

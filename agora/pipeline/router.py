@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +28,10 @@ from agora.pipeline.signal import Signal
 from agora.swarm.view import PeerView, View
 
 MOST_REASONS = 8
+NEWS_PER_STAGE = 8
+"""Of each kind of news an attempt brings one for every stage that it passes, more where calls were repeated; beyond so
+many it is dropped, since every caller before us would have to pass it on.
+"""
 UNAVAILABLE_FAILURES = 3
 """A peer that could not get further downstream is left alone for a second at most: it may not be its fault."""
 
@@ -51,12 +56,14 @@ class Trip:
         """For the next choice."""
         return PathHint(self.path, frozenset(self.finished))
 
-    def heard(self, news: Advance) -> None:
-        """The newest peer seen to hold a stage is the one that a retry should reach."""
-        if news.what in ("accepted", "finished") and news.stage >= self.process.stage:
-            self.path[news.stage] = news.peer
-        if news.what == "finished":
-            self.finished.add(news.peer)
+    def heard(self, news: Advance, callee: PeerId) -> None:
+        """The newest peer seen to hold a stage is the one that a retry should reach; its own stage is the callee's."""
+        own = news.stage == self.process.stage
+        if news.what == "forwarded" or not (news.peer == callee if own else news.stage > self.process.stage):
+            return
+        self.path[news.stage] = news.peer
+        if own and news.what == "finished":
+            self.finished.add(callee)
 
     def failed(self, peer: PeerId, reason: str) -> None:
         """Remembers why. Who holds the result is worth a second call; nobody else is hinted at again for this stage."""
@@ -210,9 +217,13 @@ class Router:
 
     async def _call(self, trip: Trip, attempt: _Attempt) -> Answer:
         stage, peer = trip.process.stage, attempt.peer
+        most, told = NEWS_PER_STAGE * (self._stage_count - stage), Counter[str]()
 
         def heard(news: Advance) -> None:
-            trip.heard(news)
+            told[news.what] += 1
+            if told[news.what] > most:
+                return
+            trip.heard(news, peer)
             if news.peer == peer and news.stage == stage and news.what == "accepted":
                 link = Link(trip.payload_bytes, self._round_trip_s(peer))
                 waited = _now() - attempt.started

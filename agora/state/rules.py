@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -38,6 +40,13 @@ def choose_start(own: int | None, offers: Mapping[PeerId, int], *, max_lag: int 
     sources = sorted((peer for peer, step in offers.items() if step >= least), key=lambda peer: (-offers[peer], peer))
     mine = "no own checkpoint" if own is None else f"own checkpoint of step {own}"
     return Start("peers", least, tuple(sources), f"{mine}; {len(sources)} peers are at step {newest} or little behind")
+
+
+def most_believed(serving: Sequence[int], max_lag: int) -> float:
+    """The latest step that a replica of a stage is believed to be at: `max_lag` beyond the upper median of those that
+    serve it, once there are three of them, so that what one says leads nobody away.
+    """
+    return math.inf if len(serving) < 3 else statistics.median_high(serving) + max_lag
 
 
 def checkpoint_due(step: int, every: int, last: int) -> bool:

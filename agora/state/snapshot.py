@@ -6,6 +6,7 @@ Knows: GetState and GetChunk, and how many bytes copies may hold. Must not know:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class _Snapshot:
     state: StageState
     hashes: list[bytes]
     name: bytes
+    began: float = 0.0
     made: float = 0.0
     took: float = 0.0
     used: float = 0.0
@@ -72,6 +74,7 @@ class Snapshots:
         self._limits = limits or SnapshotLimits()
         self._kept: dict[bytes, _Snapshot] = {}
         self._sizes: dict[int, int] = {}  # bytes of a stage's copy, once one was made
+        self._forgotten: dict[int, float] = {}
         self._making: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @property
@@ -107,6 +110,10 @@ class Snapshots:
         for snapshot in [s for s in self._kept.values() if s.used < oldest]:
             del self._kept[snapshot.name]
 
+    def forget(self, stage: int) -> None:
+        """Makes a new copy of the stage for whoever asks for one next; who fetches an older one can go on."""
+        self._forgotten[stage] = self._now()
+
     async def _copy_of(self, stage: int, at_least: int) -> _Snapshot | None:
         self.sweep()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made, default=None)
@@ -120,6 +127,8 @@ class Snapshots:
 
     def _is_fresh(self, snapshot: _Snapshot, at_least: int) -> bool:
         age = self._now() - snapshot.made
+        if snapshot.began <= self._forgotten.get(snapshot.state.stage, -math.inf):
+            return False
         if snapshot.state.step >= at_least:
             return age < self._limits.fresh_s
         return age < min(self._limits.remake * snapshot.took, self._limits.fresh_s)
@@ -131,7 +140,7 @@ class Snapshots:
         hashes = await asyncio.to_thread(chunk_hashes, state)
         name = snapshot_hash(hashes)
         snapshot = self._kept.setdefault(name, _Snapshot(state, hashes, name))
-        snapshot.made = self._now()
+        snapshot.began, snapshot.made = began, self._now()
         snapshot.took = max(snapshot.made - began, LEAST_S)
         self._sizes[stage] = snapshot.nbytes
         return snapshot

@@ -112,29 +112,13 @@ class _Source:
         return any(call.offer is None for call in self.calls.values())
 
 
-async def fetch_state(
-    caller: Caller,
-    stage: int,
-    sources: Sequence[PeerId],
-    numel: int,
-    *,
-    deadline: float,
-    at_least: int = 0,
-    terms: TransferTerms | None = None,
-    progress: Callable[[TransferProgress], None] = lambda _: None,
-    lied: Lied = lambda _peer, _error: None,
-) -> StageState:
-    """The state of `stage` from `sources`, the best first; see StateFetch, which can be run again where it stopped."""
-    fetch = StateFetch(caller, stage, numel, terms=terms, progress=progress, lied=lied)
-    return await fetch.run(sources, deadline=deadline, at_least=at_least)
-
-
 class StateFetch:
     """One state on its way here. What has arrived stays when a run ends early; the next run asks for the rest only.
 
     Chunks may come from snapshots of different replicas: these are near one another, and a chunk carries an element's
-    weight together with its moments. `lied` hears of each source whose bytes were not what it had announced, or cannot
-    be a state: the network should strike it. `progress` is told after every chunk. Both must not block or raise.
+    weight together with its moments. `most` says which step a source can be at most; one that offers a later one is not
+    used. `lied` hears of each source whose bytes were not what it had announced, or cannot be a state: the network
+    should strike it. `progress` is told after every chunk. None of them may block or raise.
     """
 
     def __init__(
@@ -144,6 +128,7 @@ class StateFetch:
         numel: int,
         *,
         terms: TransferTerms | None = None,
+        most: Callable[[], float] = lambda: math.inf,
         progress: Callable[[TransferProgress], None] = lambda _: None,
         lied: Lied = lambda _peer, _error: None,
     ) -> None:
@@ -152,6 +137,7 @@ class StateFetch:
         self._stage = stage
         self._numel = numel
         self._terms = terms or TransferTerms()
+        self._most = most
         self._progress = progress
         self._lied = lied
         self._arrays: Arrays = (_empty(numel), _empty(numel), _empty(numel))
@@ -266,7 +252,9 @@ class StateFetch:
             self.board.failed(call.chunk, source.peer)
             self._failed(source, error, call)
         else:
-            if isinstance(result, Offer):
+            if isinstance(result, Offer) and result.index.step > self._most():
+                self._give_up(source, f"offers step {result.index.step}, where no other replica can be")
+            elif isinstance(result, Offer):
                 source.offer = result
                 self._first_offer = self._first_offer or _now()
             else:

@@ -263,7 +263,7 @@ def asking(part: int, number: int = 0, second: bool = False) -> Contribute:
 
 @pytest.mark.parametrize("liar_begins", [True, False])
 def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_begins: bool) -> None:
-    """A member that says it comes to the second owner would be asked what the first one gave, and could say anything."""
+    """A member that says it comes to the second owner would be asked what the first one gave, whatever it is."""
 
     async def main() -> None:
         world = World(PART_ELEMENTS)

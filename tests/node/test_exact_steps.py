@@ -1,19 +1,22 @@
-"""An exact step of an asynchronous run goes on whatever the other replica says: a real stage, and a peer that lies."""
+"""Steps and rounds go on whatever the other replica says, or leaves unsaid: a real stage, and a peer that lies."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
+from agora_protocol.errors import ProtocolError, Refused
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute, Message, Tallied, Tally
 from agora_protocol.tensors import WireTensor
 
+from agora.averaging.terms import Part
 from agora.node.replicas import Replicas
 from agora.observe.events import PartFailed, RoundDone, StepTaken
 from agora.train.compute import Compute
@@ -34,17 +37,23 @@ class Liar:
         """Answers with a part of equal numbers."""
         if isinstance(request, Tally):
             return SimpleNamespace(message=Tallied(((OTHER, 0, self.tokens, 0),)), tensors=[])
-        assert isinstance(request, Contribute) and request.what == "gradient"
+        assert isinstance(request, Contribute)
         answer = Averaged(members=2, present=2, weight=64.0, distance=0.0)
         return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
 
 
-def replicas_beside(liar: Liar, signed: SignedManifest, compute: Compute, events: Events) -> Replicas:
+def replicas_beside(
+    liar: Liar,
+    signed: SignedManifest,
+    compute: Compute,
+    events: Events,
+    struck: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
+) -> Replicas:
     """This peer's replicas, whose view has the liar and nobody else."""
     seen = [SimpleNamespace(peer=ME, bandwidth=1.0), SimpleNamespace(peer=OTHER, bandwidth=1e12)]
     membership = SimpleNamespace(view=SimpleNamespace(replicas=lambda stage: seen))
     keeper = SimpleNamespace(fetched=())
-    return Replicas(signed, ME, compute, cast(Any, membership), cast(Any, liar), cast(Any, keeper), events)
+    return Replicas(signed, ME, compute, cast(Any, membership), cast(Any, liar), cast(Any, keeper), events, struck)
 
 
 async def weights_after(compute: Compute, number: int, learning: bool = True) -> np.ndarray:
@@ -86,3 +95,81 @@ def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absur
         assert [taken.step for taken in events.of(StepTaken)] == [1, 2, 3]
 
     asyncio.run(asyncio.wait_for(whole(), 60))
+
+
+def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other_replica_leaves() -> None:
+    async def whole() -> None:
+        events, liar = Events(), Liar()
+        manifest = small_manifest(schedule={"kind": "synchronous"}, optimizer={"target_tokens": 32})
+        signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
+        async with pipeline_of(manifest, ["0"], report=events) as (compute,):
+            replicas = replicas_beside(liar, signed, compute, events)
+            ids = tokens_of(batches_for(manifest, 1)[0][0])
+            out = await compute.forward(microbatch_id(0), 0, None, ids, True)
+            await compute.backward(microbatch_id(0), out)
+            assert compute.step_of(0) == 0, "it waits for the other"
+            replicas._membership.view.replicas(0).pop()
+            running = asyncio.create_task(replicas.run())
+            while compute.step_of(0) == 0:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_a_round_is_begun_once_and_with_no_more_tokens_than_owners_take() -> None:
+    async def whole() -> None:
+        events, liar = Events(), Liar()
+        manifest = small_manifest(
+            averaging={"exact_steps": 0, "every": 2, "wire": "float32"}, optimizer={"target_tokens": 32}
+        )
+        signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
+        async with pipeline_of(manifest, ["0"], report=events) as (compute,):
+            replicas = replicas_beside(liar, signed, compute, events)
+            (it,) = replicas._stages.values()
+            seen = replicas._membership.view.replicas(0)
+            other = seen.pop()
+            for step in range(1, 400):
+                replicas.stepped(0, step, 32)
+            assert it.tokens == 64 * 32 * 2 and it.round is None, "alone"
+            seen.append(other)
+            await replicas._round(0, it, 1)
+            assert it.tokens == 0 and [done.round for done in events.of(RoundDone)] == [1]
+            replicas.stepped(0, 2, 32)
+            assert it.round is None, "others had begun it, and this one came to it"
+            replicas.stepped(0, 4, 32)
+            assert it.round is not None
+            await asyncio.sleep(0)
+            it.round.cancel()
+            await asyncio.gather(it.round, return_exceptions=True)
+            await replicas.owner.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_what_no_member_may_bring_is_one_strike_for_a_round() -> None:
+    async def whole() -> None:
+        events, struck = Events(), list[tuple[PeerId, str]]()
+        manifest = small_manifest(averaging={"exact_steps": 0, "every": 2, "wire": "float32"})
+        signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
+        async with pipeline_of(manifest, ["0"], report=events) as (compute,):
+            replicas = replicas_beside(
+                Liar(), signed, compute, events, lambda peer, error: struck.append((peer, error.code))
+            )
+            size = replicas._size_of(Part(0, "weights", 0, 0))
+
+            async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
+                message = Contribute(0, "weights", round_, 0, weight, False, 1000)
+                await replicas.contribute(OTHER, message, [wire(values)], asyncio.get_running_loop().time() + 1)
+
+            good, bad = np.zeros(size, np.float32), np.full(size, np.nan, np.float32)
+            for round_, values, weight in ((0, bad, 1.0), (0, bad, 1.0), (0, good[:-1], 1.0), (1, good, 1e12)):
+                with pytest.raises(ProtocolError):
+                    await bring(round_, values, weight)
+            with pytest.raises(Refused):
+                await bring(9, good)
+            assert struck == [(OTHER, "bad-tensor"), (OTHER, "bad-message")], "a round that is far away is no fault"
+            await replicas.owner.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 30))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from agora_protocol.errors import Busy
 from agora_protocol.ids import Span
+from agora_protocol.manifest import Manifest
 
+from agora.node.building import step_gate
 from agora.pipeline.gate import RETRY_MS, SHARE, StepGate
 from tests.pipeline.virtual_time import VirtualLoop, run
 
@@ -35,6 +38,13 @@ def left_behind(stages: Stages) -> tuple[int, int]:
     assert isinstance(loop, VirtualLoop)
     timers = [it for it in loop._scheduled if not it.cancelled()]
     return len(stages.gate._changed._waiters), len(timers)
+
+
+@pytest.mark.parametrize(("kind", "gated"), [("synchronous", True), ("asynchronous", False)])
+def test_only_synchronous_runs_have_a_gate_whatever_a_caller_says_of_steps(kind: str, gated: bool) -> None:
+    manifest = Manifest.model_validate(Manifest().model_dump() | {"schedule": {"kind": kind}})
+    compute = SimpleNamespace(span=Span(0, 1), step_of=lambda stage: 0)
+    assert isinstance(step_gate(manifest, compute), StepGate) is gated
 
 
 def test_who_is_not_ahead_passes_at_once_and_asynchronous_runs_never_wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from agora_protocol.errors import AgoraError, Busy, DeviceError, NotMyStage, ProtocolError, Unavailable
@@ -11,6 +12,7 @@ from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, PeerStruck, RepeatServed
+from agora.pipeline.gate import StepGate
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import Node, World, boundary_of, gradient_of, loss_of, peer_id, tokens_of
 
@@ -144,6 +146,35 @@ def test_a_deadline_that_cannot_be_met_is_refused_once_the_hop_knows_its_own_tim
         with pytest.raises(Unavailable):
             await enter(node, microbatch=other, within_s=2.0)
         assert node.compute.busy_s == 10.0
+
+    run(work())
+
+
+def test_a_microbatch_waits_for_the_next_step_and_is_sent_away_at_once_with_any_later_one() -> None:
+    async def work() -> None:
+        world, steps, now = World(2), [0, 3], asyncio.get_running_loop().time
+        last = world.add("last", "1")
+        last.hop._gate = gate = StepGate(last.span, steps.__getitem__)
+
+        async def ask(number: int, step: int) -> float:
+            microbatch, began = microbatch_id(b"session0", number), now()
+            tensors = [boundary_of(microbatch, 1), tokens_of(7)]
+            message = replace(process(1, microbatch), step=step)
+            await last.hop.process(message, tensors, began + 600.0, lambda a: None)
+            return now() - began
+
+        assert await ask(0, 3) < 1.0 and await ask(1, 2) < 1.0
+        for number, step in ((2, 5), (3, 2**60)):
+            began = now()
+            with pytest.raises(Busy, match="stage 1 has not taken"):
+                await ask(number, step)
+            assert now() == began and last.admission.taken == 0
+        early = asyncio.create_task(ask(4, 4))
+        await asyncio.sleep(10.0)
+        assert not early.done()
+        steps[1] = 4
+        gate.stepped()
+        assert 10.0 <= await early < 11.0
 
     run(work())
 

@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 from agora_protocol.errors import PeerFailed, Unavailable
 from agora_protocol.ids import microbatch_id
-from agora_protocol.messages import Pong, Process, Processed
+from agora_protocol.messages import Advance, Pong, Process, Processed
 
 from agora.net.errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, PeerStruck, RouteChanged
+from agora.pipeline.router import NEWS_PER_STAGE, Trip
 from agora.pipeline.seams import Answer
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
@@ -250,6 +251,37 @@ def test_an_answer_that_is_none_is_a_strike_and_the_next_peer_is_asked(answer: A
         assert (await task).peer == honest.peer
         strikes = {(e.peer, e.code) for e in node.events if isinstance(e, PeerStruck)}
         assert strikes == {(liar.peer, code)}
+
+    run(work())
+
+
+def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_still_counts() -> None:
+    flood, stages = 2_000, 3
+
+    async def work() -> None:
+        world, trips, passed = World(stages), [], []
+        node, talker = world.add("first", "0"), world.add("talker", "1")
+        world.add("last", "2")
+        choose, answer = node.router._choose, talker.hop.process
+
+        def spy(now: float, trip: Trip):
+            trips.append(trip)
+            return choose(now, trip)
+
+        async def talk(message, tensors, deadline, progress) -> Answer:
+            for number in range(flood):
+                for what in ("accepted", "forwarded", "finished"):
+                    progress(Advance(number % stages, peer_id(f"stranger {number}"), what, 0))
+            return await answer(message, tensors, deadline, progress)
+
+        node.router._choose, talker.hop.process = spy, talk
+        process = Process(MB, peer_id("origin"), 1, "train", 60_000)
+        deadline = asyncio.get_running_loop().time() + 60.0
+        reply = await node.router.send(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append)
+        assert reply.peer == talker.peer
+        told = Counter(news.what for news in passed if news.peer != talker.peer)
+        assert set(told.values()) == {NEWS_PER_STAGE * (stages - 1)} and len(told) == 3
+        assert trips[-1].finished <= {talker.peer} and trips[-1].path.keys() <= set(range(stages))
 
     run(work())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -9,7 +10,15 @@ from agora_protocol.ids import PeerId, RunId
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agora.state.rules import checkpoint_due, choose_start, choose_writer, cut_step, leading_step, missed_rounds
+from agora.state.rules import (
+    checkpoint_due,
+    choose_start,
+    choose_writer,
+    cut_step,
+    leading_step,
+    missed_rounds,
+    most_believed,
+)
 
 RUN = RunId("ab" * 32)
 A, B, C = (PeerId(name) for name in "abc")
@@ -34,6 +43,12 @@ def test_a_stage_starts_from_the_newest_there_is(own, offers, kind, step, source
     start = choose_start(own, offers)
     assert (start.kind, start.step, start.sources) == (kind, step, sources)
     assert start.reason
+
+
+def test_no_single_replica_is_believed_to_be_far_ahead_of_three() -> None:
+    assert most_believed([500, 501, 10**9], 100) == 601 == most_believed([501, 10**9, 501, 10**9], 100) - 10**9 + 501
+    assert most_believed([500, 500, 0], 100) == 600, "nor held back by one that has just begun"
+    assert most_believed([], 100) == most_believed([500, 10**9], 100) == math.inf, "of two, nobody knows which"
 
 
 def test_a_checkpoint_is_due_once_for_each_multiple_even_when_a_step_jumps_over_it() -> None:

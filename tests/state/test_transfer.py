@@ -250,6 +250,17 @@ def test_a_source_far_behind_the_newest_is_not_used() -> None:
     run(work())
 
 
+def test_a_source_where_no_replica_can_be_is_not_used_and_puts_no_other_behind() -> None:
+    async def work() -> None:
+        world = World()
+        sound = [world.add(name, state(NUMEL, step=500)) for name in "ab"]
+        liar = world.add("liar", state(NUMEL, step=10**9))
+        got, _ = await fetched(world, StateFetch(world, 0, NUMEL, most=lambda: 600.0))
+        assert got.step == 500 and all(source.given for source in sound) and not liar.calls["GetChunk"]
+
+    run(work())
+
+
 def test_what_came_from_below_the_step_now_wanted_is_fetched_again() -> None:
     async def work() -> None:
         world = World()

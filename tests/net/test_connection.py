@@ -1,0 +1,230 @@
+"""One connection without a network, in virtual time: payloads that wait for memory, news that nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from agora_protocol.errors import ProtocolError
+from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import PREFIX_BYTES
+from agora_protocol.messages import Advance, Hello, Message, Processed
+
+from agora.net.connection import GUARANTEED_BYTES, Connection
+from agora.net.streams import HEAD_BYTES, NEWS_BYTES, FrameStream
+from agora.net.terms import HeldBytes, IncomingCall, NetLimits, Reply
+from tests.net.helpers import RUN, boundary, process
+from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
+from tests.pipeline.virtual_time import run
+
+LARGE = 2 * GUARANTEED_BYTES
+LIMITS = NetLimits(max_payload_bytes=1 << 20, max_held_bytes=3 * LARGE, patience_s=1.0)
+
+
+class Home:
+    """A network of one peer, whose handler answers after `takes_s`."""
+
+    def __init__(self, takes_s: float = 0.0) -> None:
+        self.limits, self.held = LIMITS, HeldBytes(LIMITS.max_held_bytes)
+        self.takes_s = takes_s
+        self.handled: list[IncomingCall] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.errors: list[Exception] = []
+
+    def hello(self) -> Hello:
+        return Hello(1, bytes.fromhex(RUN), "test", ())
+
+    async def handle(self, call: IncomingCall) -> Reply:
+        self.handled.append(call)
+        await asyncio.sleep(self.takes_s)
+        return Reply(Processed(0.0, 1, 0.0))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    def struck(self, peer: PeerId, error: ProtocolError) -> None:
+        self.errors.append(error)
+
+    def handler_failed(self, peer: PeerId, error: Exception) -> None:
+        self.errors.append(error)
+
+    def ready(self, connection: Connection) -> None:
+        pass
+
+    def gone(self, connection: Connection) -> None:
+        pass
+
+
+class Line:
+    """A connection that a peer opened, and what this peer wrote on it."""
+
+    def __init__(self, home: Home) -> None:
+        stream = FrameStream(FrameLimits(max_payload_bytes=LIMITS.max_payload_bytes))
+        self.transport = FakeTransport(stream)
+        stream.connection_made(self.transport)
+        self.transport.feed(PREAMBLE)
+        self.connection = Connection(home, stream, PEER, opened=False, path="direct")
+        home.spawn(self.connection.start())
+        self.unread = b""
+
+    async def greeted(self) -> Line:
+        await asyncio.sleep(0)
+        self.say(frame(FrameType.HELLO, 0, Hello(1, bytes.fromhex(RUN), "raw", ())))
+        await asyncio.sleep(0)
+        return self
+
+    def say(self, *frames: bytes) -> None:
+        """Writes on, as far as the other side reads."""
+        self.unread += b"".join(frames)
+        self.unread = self.unread[self.transport.feed(self.unread) :]
+
+    @property
+    def waits(self) -> bool:
+        return self.connection.stream.reading_held
+
+    def heard(self) -> list[tuple[FrameType, int]]:
+        return [(prefix.type, prefix.call) for prefix, _ in self.frames()]
+
+    def frames(self) -> list[tuple[Prefix, Message | None]]:
+        data, seen = b"".join(self.transport.written), []
+        while data:
+            prefix = Prefix.parse(data[:PREFIX_BYTES])
+            end = PREFIX_BYTES + prefix.header_bytes
+            seen.append((prefix, decode_header(prefix, memoryview(data)[PREFIX_BYTES:end])[0]))
+            data = data[end + prefix.payload_bytes :]
+        return seen
+
+
+def frame(kind: FrameType, call: int, message: Message, tensors: Sequence[Any] = ()) -> bytes:
+    return b"".join(encode_frame(kind, call, message, tensors))
+
+
+def request(call: int, size: int) -> bytes:
+    """With a payload of exactly `size` bytes."""
+    return frame(FrameType.REQUEST, call, process(PEER), boundary(size - 8))
+
+
+def test_a_request_that_got_through_ends_no_later_ones_wait() -> None:
+    async def work() -> None:
+        home = Home(takes_s=0.8)
+        line = await Line(home).greeted()
+        home.held.add(home.held.limit)
+        line.say(request(1, LARGE))
+        assert line.waits
+        await asyncio.sleep(0.5)
+        home.held.let_go(LARGE)
+        line.say(request(3, LARGE))
+        await asyncio.sleep(0)
+        assert line.waits and len(home.handled) == 1, "the second waits for what the first holds"
+        await asyncio.sleep(0.7)
+        assert line.waits and not line.heard()[1:], "the time of the first is over, that of the second is not"
+        await asyncio.sleep(0.2)
+        line.say()
+        await asyncio.sleep(5.0)
+        assert line.heard()[1:] == [(FrameType.ANSWER, 1), (FrameType.ANSWER, 3)]
+
+    run(work())
+
+
+def test_a_wait_that_ended_leaves_no_timer_behind_however_it_ended() -> None:
+    async def work() -> None:
+        home, loop = Home(), asyncio.get_running_loop()
+        lines = [await Line(home).greeted() for _ in range(3)]
+        await asyncio.sleep(20.0)
+        home.held.add(home.held.limit)
+        for line in lines:
+            line.say(request(1, LARGE))
+        assert all(line.waits for line in lines)
+        lines[0].connection.break_("the test says so")
+        home.held.let_go(LARGE)
+        assert [line.waits for line in lines[1:]] == [False, True], "first come, first served"
+        timers = [it for it in loop._scheduled if not it.cancelled()]  # type: ignore[attr-defined]
+        assert len(timers) == 1, "that of the third"
+        await asyncio.sleep(2.0)
+        assert lines[2].heard()[1:] == [(FrameType.REFUSAL, 1)]
+
+    run(work())
+
+
+SMALL = 3_000
+
+
+async def held_up(home: Home, count: int) -> list[Line]:
+    """Lines that wait, each with a request of which all has been read, and so has an answer to us after it."""
+    lines = [await Line(home).greeted() for _ in range(count)]
+    asked = [home.spawn(_asked(line.connection)) for line in lines]
+    for line in lines:
+        line.say(request(1, GUARANTEED_BYTES - SMALL))  # which it may always hold
+    await asyncio.sleep(0)
+    home.held.add(max(0, home.held.limit - home.held.used))
+    last, answer = request(3, SMALL + 1), frame(FrameType.ANSWER, 2, Processed(0.0, 1, 0.0), boundary(1_000)[:1])
+    assert len(last + answer) < HEAD_BYTES
+    for line in lines:
+        line.say(last, answer)
+    assert all(line.waits and not line.unread for line in lines) and not any(task.done() for task in asked)
+    return lines
+
+
+def test_who_lets_go_while_it_is_let_through_costs_nobody_the_place_in_the_queue() -> None:
+    async def work() -> None:
+        home = Home(takes_s=100.0)
+        lines = [*await held_up(home, 1), await Line(home).greeted(), await Line(home).greeted()]
+        for line in lines[1:]:
+            line.say(request(1, LARGE))
+        for freed, waits in ((SMALL + 1, [False, True, True]), (LARGE, [False, False, True]), (LARGE, [False] * 3)):
+            home.held.let_go(freed)
+            assert [line.waits for line in lines] == waits
+        for line in lines:
+            line.say()
+        await asyncio.sleep(10.0)
+        assert len(home.handled) == 4 and not home.errors
+        assert not any(kind is FrameType.REFUSAL for line in lines for kind, _ in line.heard())
+
+    run(work())
+
+
+def test_any_number_of_those_gets_through_at_once() -> None:
+    async def work() -> None:
+        for count in (1, 300):
+            home = Home(takes_s=100.0)
+            lines = await held_up(home, count)
+            home.held.let_go(home.held.used - home.held.limit + count * (SMALL + 1))
+            assert not any(line.waits for line in lines)
+            await asyncio.sleep(10.0)
+            assert len(home.handled) == 2 * count and not home.errors and home.held.used == home.held.limit
+
+    run(work())
+
+
+async def _asked(connection: Connection) -> None:
+    await connection.call(process(PEER), boundary(64), None)
+
+
+def test_news_that_nobody_reads_is_dropped_and_cuts_nobody_off() -> None:
+    flood = 100_000
+
+    async def work() -> None:
+        home = Home(takes_s=1.0)
+        line = await Line(home).greeted()
+        line.say(request(1, 100))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        (call,) = home.handled
+        line.transport.full = True
+        for number in range(flood):
+            call.progress(Advance(0, PEER, "accepted", number))
+        assert not line.transport.aborted
+        assert NEWS_BYTES <= line.connection.stream.backlog < NEWS_BYTES + 200
+        await asyncio.sleep(2.0)
+        line.transport.full = False
+        line.connection.stream.resume_writing()
+        news = [message.queue for _, message in line.frames() if isinstance(message, Advance)]
+        assert news == list(range(len(news))) and 300 < len(news) < 1_000
+        assert line.heard()[-1] == (FrameType.ANSWER, 1)
+
+    run(work())
