@@ -13,10 +13,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 import agora
 from agora.bench.children import BenchFailed, terminable
 from agora.bench.report import Report, print_tables, write_section
+from agora.bench.wan_plots import require_matplotlib
 
 DONE, FAILED, USAGE = 0, 1, 2
 PAGE = Path("docs") / "benchmarks.md"
@@ -31,6 +33,9 @@ BENCHES: Mapping[str, str] = {
 }
 """Name to `module:function`; the function takes (quick, folder) and returns a Report."""
 
+WITH_FIGURES: Final = frozenset({"wan"})
+"""Those whose section of the page has figures: what draws them must be there before anything is measured."""
+
 
 def run(name: str, quick: bool, json: bool, write: bool) -> int:
     """Runs one benchmark; the exit code. Standard output gets the table or the one JSON object, and nothing else."""
@@ -40,6 +45,8 @@ def run(name: str, quick: bool, json: bool, write: bool) -> int:
         return USAGE
     try:
         page = find_page() if write else None
+        if write and name in WITH_FIGURES:
+            require_matplotlib()
         with terminable(), tempfile.TemporaryDirectory(prefix="agora-bench-") as folder:
             report = _function(name)(quick, Path(folder))
         _show(report, json)

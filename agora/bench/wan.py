@@ -6,7 +6,6 @@ children import it), how a target is chosen, what a swarm is made of.
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -52,8 +51,6 @@ def run(quick: bool, folder: Path) -> Report:
     """The whole comparison. Raises BenchFailed when a part of it cannot be had."""
     effort = QUICK if quick else FULL
     report = Report("wan", "Slow links: the time to a target loss", describe())
-    if importlib.util.find_spec("matplotlib") is None:
-        tell("matplotlib is not installed, so --write would have no figures: pip install 'agora-swarm[bench]'")
     prepare_corpus(folder, effort.manifest(DENSE, effort.widths[0]))
     speeds: dict[int, Speeds] = {}
     utilisation: dict[tuple[float, int], float] = {}

@@ -5,6 +5,7 @@ Knows: matplotlib, which only drawing needs. Must not know: what was measured, f
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,13 +37,21 @@ class Axes:
     level: float | None = None
 
 
+def require_matplotlib() -> None:
+    """Raises BenchFailed where it is not installed, or cannot be imported: nothing could be drawn."""
+    try:
+        for name in ("matplotlib", "matplotlib.figure"):
+            importlib.import_module(name)
+    except ImportError as missing:
+        raise BenchFailed(f"figures need matplotlib ({missing}): pip install 'agora-swarm[bench]'") from missing
+
+
 def draw(lines: Sequence[Line], axes: Axes) -> bytes:
     """An SVG of these lines. Raises BenchFailed where matplotlib is not installed."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise BenchFailed("figures need matplotlib: pip install 'agora-swarm[bench]'") from missing
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         plot = figure.add_subplot()

@@ -66,7 +66,7 @@ class Results:
     speeds: Speeds
 
     def target(self, number: int, after: int | None = None) -> float:
-        """What the published recipe has reached with the numbered seed, at its end or `after` so many steps."""
+        """What the published recipe has reached with the numbered seed, at its end or `after` so many steps, or NaN."""
         curve = self.curves[PUBLISHED][number]
         return final(curve if after is None else until(curve, after))
 
@@ -90,7 +90,7 @@ class Results:
         return [math.inf if each is None else steps * each for steps in self.steps(setting, after)]
 
     def equal_loss(self, setting: Setting) -> float:
-        """After the steps that all settings have; the mean over the seeds."""
+        """After the steps that all settings have; the mean over the seeds, NaN where one has no finite loss."""
         return statistics.fmean(final(until(curve, self.effort.steps)) for curve in self.curves[setting])
 
     def against_published(self, after: int | None = None) -> float:
@@ -159,7 +159,9 @@ def worst(values: Sequence[float], which: Callable[[Sequence[float]], float]) ->
 def figures(found: Sequence[Results], utilisation: Mapping[tuple[float, int], float]) -> list[Figure]:
     """What the page shows, at the largest width where one must be chosen."""
     largest = found[-1]
-    level = statistics.median(largest.target(number) for number in range(len(largest.curves[PUBLISHED])))
+    targets = [largest.target(number) for number in range(len(largest.curves[PUBLISHED]))]
+    reached = [target for target in targets if math.isfinite(target)]
+    level = statistics.median(reached) if reached else None
     where = f"width {largest.width}, {largest.speeds.link}"
     over_time = Axes(f"seconds over the link ({where})", "held-out loss, nats per token", x_log=True, level=level)
     frontier = Axes("bytes per token and boundary, both directions", "held-out loss at equal tokens", x_log=True)
@@ -193,15 +195,16 @@ def loss_lines(results: Results) -> list[Line]:
 
 
 def frontier_points(found: Sequence[Results]) -> list[Line]:
-    """Loss at equal tokens over bytes, a set for each width."""
+    """Loss at equal tokens over bytes, a set for each width, of the settings that have one."""
     return [
         Line(
             f"width {results.width}",
-            [(sum(s.bytes_per_token(results.width)), results.equal_loss(s)) for s in results.curves],
+            [(sum(setting.bytes_per_token(results.width)), results.equal_loss(setting)) for setting in shown],
             marks=True,
-            labels=[setting.name for setting in results.curves],
+            labels=[setting.name for setting in shown],
         )
         for results in found
+        for shown in [[setting for setting in results.curves if math.isfinite(results.equal_loss(setting))]]
     ]
 
 

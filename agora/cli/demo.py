@@ -118,7 +118,8 @@ class Swarm:
         self.stopping = False
         self._began = time.monotonic()
         self._began_unix = time.time()
-        self._last_news = self._began
+        self._achieved: tuple[int, int, int] | None = None
+        self._achieved_at = self._began
         self._killed = 0
         self._drained: set[int] = set()
         self._invite = ""
@@ -135,6 +136,7 @@ class Swarm:
         next_kill = time.monotonic() + (self.plan.kill_every or 0.0)
         while self.books.step < self.plan.steps:
             self._turn()
+            self._expect_progress()
             if self.plan.kill_every and time.monotonic() >= next_kill and self._kill_someone():
                 next_kill = time.monotonic() + self.plan.kill_every
             time.sleep(POLL_SECONDS)
@@ -196,8 +198,6 @@ class Swarm:
                 raise demo_peers.ended_unasked(daemon)
         if self._owed and len(self._starting()) < demo_plan.cores():
             self._start_one(self._fresh_invite())
-        if time.monotonic() - self._last_news > STALL_SECONDS:
-            raise Failure(f"nothing happened for {STALL_SECONDS:.0f} s: {self._living()[0].last_words()}")
         tokens, seconds = self.books.trained()
         rate = tokens / seconds if seconds else 0.0
         serving = sum(self.books.peer(daemon.index).serving for daemon in self._living())
@@ -207,7 +207,18 @@ class Swarm:
         for daemon in self.daemons:
             for fields in daemon.follower.news():
                 self.books.take(daemon.index, fields)
-                self._last_news = time.monotonic()
+
+    def _expect_progress(self) -> None:
+        """Raises Failure when training has stopped; that journals grow says nothing, an idle daemon's does, too."""
+        achieved = self.books.achieved(self.plan.peers)
+        if achieved != self._achieved:
+            self._achieved, self._achieved_at = achieved, time.monotonic()
+        elif time.monotonic() - self._achieved_at > STALL_SECONDS:
+            completed, step, joined = achieved
+            raise Failure(
+                f"training stopped: still {completed} microbatches, step {step} and {joined} peers after "
+                f"{STALL_SECONDS:.0f} s: {self._living()[0].last_words()}"
+            )
 
     def _kill_someone(self) -> bool:
         """SIGKILL to a random peer whose every stage another serving peer holds; False when there is none now."""

@@ -172,6 +172,13 @@ class Books:
         most = max((peer.steps.get(0, 0) for peer in self.peers.values()), default=0)
         return max(most, self._stepped_tokens // self.target_tokens)
 
+    def achieved(self, peers: int) -> tuple[int, int, int]:
+        """What grows as long as a run of so many `peers` gets on: microbatches completed, the step, peers that joined.
+
+        Peers beyond those replace others: however many come, that alone is no training.
+        """
+        return self.completed, self.step, min(peers, sum(peer.joined for peer in self.peers.values()))
+
     def trained(self) -> tuple[int, float]:
         """Tokens so far, and the seconds from the first microbatch's start to the last one's end."""
         if self.first_started_unix is None or self.last_completed_unix is None:

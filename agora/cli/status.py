@@ -22,10 +22,15 @@ Status = Mapping[str, Any]
 
 
 def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int:
-    """Prints the status, once or until Ctrl-C; the exit code is that of the last one."""
+    """Prints the status, once or until Ctrl-C; the exit code is that of the last one. JSON is one object: once."""
+    if watch and as_json:
+        raise console.Failure(
+            "--json prints one object and --watch shows many; leave one out, or call with --json again and again",
+            console.USAGE,
+        )
     home = paths.home_at(directory)
     if watch:
-        return _watch(run, home, as_json)
+        return _watch(run, home)
     status = fetch(run, home)
     if as_json:
         console.print_json(status)
@@ -34,17 +39,14 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
     return EXIT_CODES.get(status["health"]["state"], console.STALLED)
 
 
-def _watch(run: str, home: paths.Home, as_json: bool) -> int:
+def _watch(run: str, home: paths.Home) -> int:
     status: Status = {}
     try:
         while True:
             status = fetch(run, home)
-            if as_json:
-                console.print_json(status)
-            else:
-                if sys.stdout.isatty():
-                    print("\x1b[H\x1b[2J", end="")
-                _print(status)
+            if sys.stdout.isatty():
+                print("\x1b[H\x1b[2J", end="")
+            _print(status)
             time.sleep(WATCH_SECONDS)
     except KeyboardInterrupt:
         return EXIT_CODES.get(status["health"]["state"], console.STALLED) if status else console.DONE

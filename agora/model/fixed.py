@@ -1,8 +1,8 @@
 """What the seed of a run fixes for ever in the subspace family: the basis, and the signs of the fixed embedding.
 
 Knows: integers. Must not know: torch, layers, peers. Nothing here is rounded before the end, so that every machine and
-every library gives the same bits: keys come from SHA-256, random words from Philox4x64-10 (Salmon et al., SC 2011), and
-the basis is a product of permutations, sign changes and Hadamard matrices, whose entries are integers.
+every library gives the same bits: the random words are those that the run's seed decides (agora.codec.words), and the
+basis is a product of permutations, sign changes and Hadamard matrices, whose entries are integers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import ClassVar
 import numpy as np
 from agora_protocol.errors import LocalError
 from numpy.typing import NDArray
+
+from agora.codec.words import words
 
 KNOWN = "b6dd8460cd61ee1dfc1d8c770288a0ecf2f41e3f58c29979a61989144b69a38a"
 """SHA-256 of what the seed 7 fixes for 1000 tokens, width 24 and rank 5; see check_derivation."""
@@ -38,9 +40,9 @@ def basis(seed: int, width: int, rank: int) -> NDArray[np.float32]:
     while block**rounds < width:
         rounds += 1
     matrix = np.eye(width, rank, dtype=np.int64)
-    for words in _words(f"basis {width}", seed, 2 * rounds * width).reshape(2 * rounds, width):
-        signs = 1 - 2 * (words & np.uint64(1)).astype(np.int64)
-        matrix = _hadamard(matrix[np.argsort(words, kind="stable")] * signs[:, None], block)
+    for drawn in words(f"basis {width}", seed, 2 * rounds * width).reshape(2 * rounds, width):
+        signs = 1 - 2 * (drawn & np.uint64(1)).astype(np.int64)
+        matrix = _hadamard(matrix[np.argsort(drawn, kind="stable")] * signs[:, None], block)
     columns: NDArray[np.float32] = (matrix / block**rounds).astype(np.float32)
     return columns
 
@@ -51,9 +53,9 @@ def embedding_signs(seed: int, vocabulary: int, width: int) -> NDArray[np.uint8]
 
     A row is the first `width` bits of the words that are its own, ceil(width / 64) little-endian words for each token.
     """
-    words = -(-width // 64)
-    drawn = _words(f"fixed embedding {width}", seed, vocabulary * words)
-    return np.ascontiguousarray(drawn.view(np.uint8).reshape(vocabulary, 8 * words)[:, : -(-width // 8)])
+    own = -(-width // 64)
+    drawn = words(f"fixed embedding {width}", seed, vocabulary * own)
+    return np.ascontiguousarray(drawn.view(np.uint8).reshape(vocabulary, 8 * own)[:, : -(-width // 8)])
 
 
 def embedding(seed: int, vocabulary: int, width: int) -> NDArray[np.float32]:
@@ -77,12 +79,6 @@ def check_derivation() -> None:
             f"this machine derives other fixed tensors ({found[:16]}, not {KNOWN[:16]}) from a seed than other peers, "
             f"and cannot train with them; install another numpy than {np.__version__}"
         )
-
-
-def _words(what: str, seed: int, count: int) -> NDArray[np.uint64]:
-    """`count` random words of their own for each seed and purpose, little-endian."""
-    key = np.frombuffer(hashlib.sha256(f"agora {what} 1\0{seed}".encode()).digest()[:16], "<u8")
-    return np.random.Philox(key=key.astype(np.uint64)).random_raw(count).astype("<u8", copy=False)
 
 
 def _hadamard(matrix: NDArray[np.int64], block: int) -> NDArray[np.int64]:

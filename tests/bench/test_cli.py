@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,28 @@ def cli_machine() -> dict[str, object]:
     from agora.bench.machine import describe
 
     return describe()
+
+
+def test_a_page_that_would_lack_its_figures_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[str] = []
+
+    def function(name: str) -> Callable[[bool, Path], Report]:
+        measured.append(name)
+        return fake
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(cli, "BENCHES", {"wan": "nowhere:run", "fake": "nowhere:run"})
+    monkeypatch.setattr(cli, "find_page", lambda: tmp_path / "benchmarks.md")
+    monkeypatch.setattr(cli, "_function", function)
+    monkeypatch.setattr(cli, "write_section", lambda *given: None)
+    assert cli.run("wan", False, True, True) == 1
+    said = capsys.readouterr()
+    assert "pip install 'agora-swarm[bench]'" in said.err and not said.out
+    assert not measured
+    assert cli.run("wan", False, True, False) == 0 and cli.run("fake", False, True, True) == 0
+    assert measured == ["wan", "fake"]
 
 
 def test_the_page_is_the_checkouts_own() -> None:

@@ -190,6 +190,10 @@ def test_watch_shows_again_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().out.count("health  ") == 2
 
 
+def test_watch_and_one_json_object_exclude_each_other(run: Callable[..., Completed]) -> None:
+    one_sentence(run("swarm", "status", "nonsense", "--watch", "--json"), 2, "--watch", "--json", "one object")
+
+
 def test_a_daemon_of_the_run_is_asked_before_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     entry = paths.Entry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
     monkeypatch.setattr(paths, "daemons", lambda: [entry])
