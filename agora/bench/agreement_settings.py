@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from agora_protocol.manifest import AveragingSection, Manifest, preset
+from agora_protocol.manifest import AveragingSection, Manifest
 
 REPLICAS: Final = 4
 DEFAULTS: Final = AveragingSection()
@@ -102,13 +102,14 @@ class Effort:
         model = {"width": self.width, "layers": self.layers, "heads": 4, "key_value_heads": 2, "context": self.context}
         model["feed_forward"] = 11 * self.width // 4
         tokens = REPLICAS * self.sequences * self.context
-        return preset(
-            "tiny",
-            model=model,
-            stages={"count": 1},
-            schedule={"microbatch": self.sequences},
-            optimizer={"target_tokens": tokens, "total_steps": self.steps, "warmup_steps": min(50, self.steps // 10)},
-        )
+        warmup = min(50, self.steps // 10)
+        values = {
+            "model": model,
+            "stages": {"count": 1},
+            "schedule": {"microbatch": self.sequences},
+            "optimizer": {"target_tokens": tokens, "total_steps": self.steps, "warmup_steps": warmup},
+        }
+        return Manifest.from_values(values, "benchmark")
 
 
 QUICK: Final = Effort((), (0,), 800, 64, 2, 64, 8, heldout_batches=64)

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from agora_protocol.boundary import LEGS, Direction
 from agora_protocol.ids import MicrobatchId
-from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest import Manifest
 from torch import Tensor
 
 from agora.bench.codec_samples import Crossing, Samples, Stages, boundary_samples
@@ -77,12 +77,12 @@ def _report(size: Size, folder: Path) -> Report:
 
 
 def _manifest(steps: int) -> Manifest:
-    return preset(
-        "tiny",
-        model={"subspace": SUBSPACE},
-        stages={"count": 4},
-        optimizer={"total_steps": steps, "target_tokens": 1024},
-    )
+    values = {
+        "model": {"subspace": SUBSPACE},
+        "stages": {"count": 4},
+        "optimizer": {"total_steps": steps, "target_tokens": 1024},
+    }
+    return Manifest.from_values(values, "benchmark")
 
 
 def _row(name: str, samples: Samples, size: Size) -> dict[str, Cell]:
@@ -203,7 +203,7 @@ def _median(values: Sequence[float]) -> float:
 
 def _notes(size: Size) -> list[str]:
     notes = [
-        f"Real boundaries: the tiny preset, width 128, subspace {SUBSPACE}, 4 stages of one layer, after {size.steps} "
+        f"Real boundaries: a model of width 128, subspace {SUBSPACE}, 4 stages of one layer, after {size.steps} "
         "steps of 8 x 128 bytes of the standard library's source. Errors: root of squared error over squared values.",
         f"`error_of_{DRAWS}`: of the mean of {DRAWS} draws of one gradient; an eighth of one draw's if unbiased.",
         "Speeds: of float32 values, 8 x 1024 x 128, on one core, median, processor time. float32 is not copied at all.",

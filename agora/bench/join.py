@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest import Manifest
 
 from agora.bench.children import BenchFailed, Nursery, tail
 from agora.bench.machine import describe
@@ -42,16 +42,16 @@ class Joined:
 def manifest() -> Manifest:
     """Two stages of some 26 M parameters each, 100 MB; steps of few tokens, so that rounds come within seconds."""
     model = {"width": 1024, "layers": 4, "heads": 8, "key_value_heads": 4, "feed_forward": 3072, "context": 32}
-    return preset(
-        "tiny",
-        name="join",
-        model={**model, "subspace": 1024},
-        stages={"count": 2},
-        schedule={"kind": "asynchronous", "microbatch": 1, "max_in_flight": 2},
-        optimizer={"target_tokens": 64, "warmup_steps": 10},
-        averaging={"every": 2, "exact_steps": 0},
-        checkpoint={"every": 10**6},
-    )
+    values = {
+        "name": "join",
+        "model": model,
+        "stages": {"count": 2},
+        "schedule": {"kind": "asynchronous", "microbatch": 1, "max_in_flight": 2},
+        "optimizer": {"target_tokens": 64, "warmup_steps": 10},
+        "averaging": {"every": 2, "exact_steps": 0},
+        "checkpoint": {"every": 10**6},
+    }
+    return Manifest.from_values(values, "benchmark")
 
 
 def run(quick: bool, folder: Path) -> Report:

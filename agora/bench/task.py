@@ -1,6 +1,6 @@
 """What the pipeline benchmark trains, as a manifest: the one description that every contender is built from.
 
-Knows: the manifest's presets, the corpus. Must not know: torch, processes.
+Knows: the manifest, the corpus. Must not know: torch, processes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest import Manifest
 
 from agora.data.corpus import open_corpus
 from agora.data.tokenizer import ByteTokenizer
@@ -36,7 +36,7 @@ def manifest_for(stages: int, sections: dict[str, dict[str, Any]] | None = None)
         wanted.setdefault(name, {}).update(keys)
     tokens = int(wanted["schedule"]["microbatch"]) * int(wanted["model"]["context"])
     wanted["optimizer"]["target_tokens"] = tokens * MICROBATCHES_PER_STEP
-    return preset("tiny", **wanted)
+    return Manifest.from_values(wanted, "benchmark")
 
 
 def corpus_cache(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from agora_protocol.boundary import parse_codec
-from agora_protocol.manifest import LINK_CODEC, Manifest, preset
+from agora_protocol.manifest import LINK_CODEC, Manifest
 
 RTT_MS: Final = 50
 DENSE_SHARE: Final = 0.15
@@ -153,15 +153,15 @@ class Effort:
             "minimum_ratio": 1.0,
             "target_tokens": self.tokens_per_step,
         }
-        return preset(
-            "tiny",
-            seed=seed,
-            model=model,
-            stages={"count": self.stages},
-            boundary={"codec": setting.codec},
-            schedule={"microbatch": self.sequences},
-            optimizer=optimizer,
-        )
+        values = {
+            "seed": seed,
+            "model": model,
+            "stages": {"count": self.stages},
+            "boundary": {"codec": setting.codec},
+            "schedule": {"microbatch": self.sequences},
+            "optimizer": optimizer,
+        }
+        return Manifest.from_values(values, "benchmark")
 
 
 CELLS: Final = (

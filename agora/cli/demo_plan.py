@@ -64,10 +64,10 @@ def check(plan: Plan) -> None:
 def manifest_of(plan: Plan) -> Manifest:
     """The demo's manifest: the preset, cut and seeded as asked, its schedule as long as the demo. Raises Failure.
 
-    Behind a link, and unless a codec was asked for, boundaries are what reaches a loss soonest there.
+    Boundaries are the preset's; a codec that was asked for carries all of the width.
     """
     from agora_protocol.errors import ManifestError
-    from agora_protocol.manifest import LINK_CODEC, link_subspace, preset
+    from agora_protocol.manifest import preset
 
     try:
         base = preset(plan.preset)
@@ -76,9 +76,9 @@ def manifest_of(plan: Plan) -> Manifest:
             "total_steps": max(plan.steps, 2 * LEAST_WARMUP_STEPS),
         }
         model = {"layers": max(base.model.layers, plan.stages)}
-        boundary = {"codec": plan.codec} if plan.codec else {}
-        if plan.link and not plan.codec:
-            model["subspace"], boundary = link_subspace(base.model.width), {"codec": LINK_CODEC}
+        boundary = {}
+        if plan.codec:
+            model["subspace"], boundary = base.model.width, {"codec": plan.codec}
         return base.replaced(
             name="demo",
             seed=plan.seed,

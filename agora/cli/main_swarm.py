@@ -81,7 +81,7 @@ def demo(
     preset: Annotated[str, typer.Option(help="The model: tiny or small.")] = "tiny",
     codec: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Boundary codec, such as bf16; default the preset's, or one for links."),
+        typer.Option(metavar="NAME", help="A codec for all of the width, such as bf16; default the preset's boundary."),
     ] = None,
     link: Annotated[
         str | None,

@@ -261,9 +261,17 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         inner = merged.get(key)
         merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    if "width" in over and "subspace" not in over and base.get("subspace") == base.get("width"):
-        merged.pop("subspace", None)
+    if "subspace" in base and "width" in over and "subspace" not in over:
+        merged |= _subspace_of_width(over["width"], base)
     return merged
+
+
+def _subspace_of_width(width: Any, model: dict[str, Any]) -> dict[str, int]:
+    """What `subspace` becomes when `model` gets another width: by the rule that gave it its own, if one did."""
+    for rule in (int, link_subspace):
+        if isinstance(width, int) and model["subspace"] == rule(model["width"]):
+            return {"subspace": rule(width)}
+    return {}
 
 
 LINK_CODEC: Final = "int6/int3"
@@ -278,7 +286,11 @@ def link_subspace(width: int) -> int:
 
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
-    "tiny": {"name": "tiny"},
+    "tiny": {
+        "name": "tiny",
+        "model": {"width": ModelSection().width, "subspace": link_subspace(ModelSection().width)},
+        "boundary": {"codec": LINK_CODEC},
+    },
     "small": {
         "name": "small",
         "model": {

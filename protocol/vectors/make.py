@@ -52,7 +52,7 @@ HERE: Final = Path(__file__).parent
 FIRST: Final = Identity(bytes(range(32)))
 SECOND: Final = Identity(hashlib.sha256(b"agora vector 2").digest())
 NOW_UNIX: Final = 1_790_000_000.0
-SIGNED: Final = SignedManifest.sign(preset("tiny", seed=7), FIRST)
+SIGNED: Final = SignedManifest.sign(Manifest(name="tiny", seed=7), FIRST)
 RUN: Final = SIGNED.run_id
 HASH: Final = hashlib.sha256(b"agora vector").digest()
 MICROBATCH: Final = microbatch_id(b"vectors!", 258)

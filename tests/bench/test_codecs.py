@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest import Manifest
 from torch import Tensor
 
 from agora.bench import codecs
@@ -21,14 +21,14 @@ MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forwa
 def manifest(tmp_path: Path) -> Manifest:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 400, encoding="ascii")
-    return preset(
-        "tiny",
-        model=MODEL,
-        stages={"count": 3},
-        schedule={"microbatch": 2},
-        optimizer={"target_tokens": 32, "total_steps": 50},
-        data={"corpus": [str(text)], "heldout": 0.1},
-    )
+    values = {
+        "model": MODEL,
+        "stages": {"count": 3},
+        "schedule": {"microbatch": 2},
+        "optimizer": {"target_tokens": 32, "total_steps": 50},
+        "data": {"corpus": [str(text)], "heldout": 0.1},
+    }
+    return Manifest.from_values(values, "test")
 
 
 def test_the_last_boundaries_and_their_gradients_are_kept(manifest: Manifest, tmp_path: Path) -> None:

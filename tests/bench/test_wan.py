@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
-from agora_protocol.manifest import LINK_CODEC, Manifest, link_subspace, preset
+from agora_protocol.manifest import LINK_CODEC, PRESETS, Manifest, link_subspace, preset
 
 from agora.bench import wan
 from agora.bench.children import BenchFailed, Nursery
-from agora.bench.report import columns
+from agora.bench.report import Report, columns
 from agora.bench.task import prepare_corpus
 from agora.bench.wan_curves import Curve, Length, final, smooth, steps_to, until
 from agora.bench.wan_loss import train
@@ -87,8 +89,10 @@ def test_the_end_of_a_curve_is_its_last_smoothed_loss() -> None:
     assert final(falling(100, 1e-3)) == pytest.approx(2.92)
     assert final(until(falling(100, 1e-3), 60)) == pytest.approx(2.96)
     assert final([(10, 2.0)]) == 2.0
-    with pytest.raises(ValueError):
-        final([])
+
+
+def test_a_run_without_a_finite_loss_ends_at_none_and_reaches_nothing() -> None:
+    assert math.isnan(final([])) and steps_to(falling(100, 1e-3), final([])) is None
 
 
 # --- settings
@@ -104,10 +108,10 @@ def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> Non
 
 
 @pytest.mark.parametrize("width", [64, 128, 512])
-def test_the_chosen_boundary_is_what_presets_and_demos_use_over_links(width: int) -> None:
+def test_the_chosen_boundary_is_that_of_every_preset(width: int) -> None:
     assert (CHOSEN.codec, CHOSEN.subspace(width)) == (LINK_CODEC, link_subspace(width))
-    small = preset("small")
-    assert (small.boundary.codec, small.model.subspace) == (CHOSEN.codec, CHOSEN.subspace(small.model.width))
+    for made in map(preset, PRESETS):
+        assert (made.boundary.codec, made.model.subspace) == (CHOSEN.codec, CHOSEN.subspace(made.model.width))
 
 
 @pytest.mark.parametrize("setting", [*NEEDED, Setting(4, "int6/int8")])
@@ -202,6 +206,30 @@ def test_a_row_shows_a_target_that_was_not_reached_as_nothing() -> None:
     assert (published["steps"], published["low"], published["high"]) == (580, 580, 580)
     assert columns([chosen]) == columns([published])
     assert chosen["equal_loss"] == pytest.approx(3.0 - 2e-3 * 180)
+
+
+@pytest.mark.parametrize("setting", NEEDED)
+def test_a_run_that_overflowed_before_its_first_loss_is_shown_as_nothing(setting: Setting) -> None:
+    found = results()
+    found = replace(found, curves={**found.curves, setting: [[], falling(600, 1e-3)]})
+    report = Report("wan", "Wan", {}, [row(found, each) for each in found.curves], ratios([found]))
+    report.further, report.notes = [target_rows(found)], notes([found])
+    told = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    mine = told["rows"][list(found.curves).index(setting)]
+    assert (mine["equal_loss"], mine["high"], mine["seeds"]) == (None, None, 2)
+    assert told["ratios"]["time_to_loss_vs_subspace_reference"] is None
+    assert math.isnan(found.against_published(200)) == (setting in (PUBLISHED, CHOSEN))
+    pictures = [figure.draw() for figure in figures([found], {})]
+    assert len(pictures) == 2 and all(
+        b"</svg>" in picture and not re.search(rb"\bnan\b", picture) for picture in pictures
+    )
+
+
+def test_an_overflow_of_the_published_recipe_leaves_its_seed_without_a_target() -> None:
+    found = results()
+    found = replace(found, curves={**found.curves, PUBLISHED: [[], falling(600, 1e-3)]})
+    assert found.steps(CHOSEN, after=200) == [math.inf, pytest.approx(90)]
+    assert found.steps(PUBLISHED) == [math.inf, pytest.approx(580)]
 
 
 def test_the_link_makes_dense_bf16_slower_by_the_share() -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from agora_protocol.errors import InputError, Unavailable
 from agora_protocol.identity import Identity
-from agora_protocol.manifest import SignedManifest, preset
+from agora_protocol.manifest import Manifest, SignedManifest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agora.cli import console, export
@@ -36,7 +36,8 @@ from agora.state.weights import write_weights
 from agora.train.weights import StageWeights
 
 MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 64}
-MANIFEST = preset("tiny", name="poems", model=MODEL | {"rope_theta": 777.0, "norm_epsilon": 1e-3}, stages={"count": 3})
+VALUES = {"name": "poems", "model": MODEL | {"rope_theta": 777.0, "norm_epsilon": 1e-3}, "stages": {"count": 3}}
+MANIFEST = Manifest.from_values(VALUES, "test")
 STEPS = {0: 41, 1: 40, 2: 42}
 Answer = dict[str, Any]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agora_protocol.manifest import Manifest, SignedManifest, preset
+from agora_protocol.manifest import Manifest, SignedManifest
 
 from agora.model import Context, build_stage, stage_loss
 from tests.process.harness import Daemon, Swarm, swarm
@@ -65,7 +65,7 @@ REFUSALS = {
 
 def small() -> Manifest:
     """One stage after the origin's; float32 boundaries, so that gradients can be compared closely."""
-    base = preset("tiny", name="conformance").model_dump()
+    base = Manifest(name="conformance").model_dump()
     base["model"] |= {"width": WIDTH, "subspace": WIDTH, "layers": 2, "heads": 2, "key_value_heads": 1}
     base["model"] |= {"feed_forward": 64, "context": CONTEXT}
     base["stages"] = {"count": 2}

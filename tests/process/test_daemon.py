@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest import Manifest
 
 from agora.node import paths
 from tests.process.forked import Forked
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 def tiny(**sections: object) -> Manifest:
     """Two stages of almost nothing."""
-    base = preset("tiny", name="daemon").model_dump()
+    base = Manifest(name="daemon").model_dump()
     base["model"] |= {"width": 32, "subspace": 32, "layers": 2, "heads": 2, "key_value_heads": 1}
     base["model"] |= {"feed_forward": 64, "context": 32}
     base["schedule"] |= {"microbatch": 2, "max_in_flight": 4}

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest import Manifest
 
 from tests.process.harness import Daemon, Swarm, counted_twice, swarm
 
@@ -20,7 +20,7 @@ ENOUGH = 30
 def tiny(stages: int, **sections: object) -> Manifest:
     """A model so small that the tests measure the protocol and not the arithmetic."""
     small = {"width": 32, "layers": max(2, stages), "heads": 2, "key_value_heads": 1, "feed_forward": 64, "context": 32}
-    base = preset("tiny", name="faults").model_dump()
+    base = Manifest(name="faults").model_dump()
     base["model"] |= small | {"subspace": 32}
     base["stages"] = {"count": stages}
     base["schedule"] |= {"microbatch": 2, "max_in_flight": 6}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from agora_protocol.ids import PeerId
-from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
 from agora.data import Sampler, open_corpus, open_tokenizer, sample_id
@@ -31,7 +31,7 @@ ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 40, 32
 
 def manifest_of(stages: int, *, kind: str, activations: str, codec: str = "float32", subspace: int = 64) -> Manifest:
     """A decoder of four layers on the standard library's text; a step of it takes some tenths of a second."""
-    base = preset("tiny", name="oracle").model_dump()
+    base = Manifest(name="oracle").model_dump()
     base["model"] |= {"width": 64, "layers": 4, "heads": 4, "key_value_heads": 2, "feed_forward": 160}
     base["model"] |= {"context": 64, "subspace": subspace}
     base["stages"] = {"count": stages}

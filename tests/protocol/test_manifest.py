@@ -15,8 +15,9 @@ from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES, STATE_C
 from agora_protocol.manifest import PRESETS, Manifest, ModelSection, SignedManifest, is_signed, preset
 
 
-def test_the_empty_file_is_the_tiny_preset() -> None:
-    assert Manifest.from_toml("name = 'tiny'") == preset("tiny")
+def test_the_empty_file_is_the_tiny_preset_but_for_an_exact_boundary() -> None:
+    exact = preset("tiny", model={"subspace": 128}, boundary={"codec": "bf16"})
+    assert Manifest.from_toml("name = 'tiny'") == exact != preset("tiny")
 
 
 @pytest.mark.parametrize("name", [*PRESETS])
@@ -78,10 +79,10 @@ def test_layers_are_cut_evenly_or_as_said() -> None:
 
 
 def test_sizes_follow_from_the_sections() -> None:
-    manifest = preset("tiny")
+    manifest = Manifest()
     assert manifest.tokens_per_microbatch == 1024 and manifest.boundary_shape() == (8, 128, 128)
     assert manifest.max_payload_bytes == STATE_CHUNK_BYTES, "a chunk of state, where boundaries are smaller"
-    wide = preset("tiny", schedule={"microbatch": 128}, optimizer={"target_tokens": 16_384})
+    wide = manifest.replaced(schedule={"microbatch": 128}, optimizer={"target_tokens": 16_384})
     assert wide.max_payload_bytes == 128 * 128 * 128 * 2 + 4 * 128 * 129
     assert manifest.stage_count == 2
 
@@ -178,16 +179,16 @@ def test_more_mistakes_that_need_values(alice: Identity) -> None:
 
 
 def test_the_largest_payload_fits_exactly_or_is_refused() -> None:
-    manifest = preset("tiny", model={"width": 65_536, "context": 1024}, optimizer={"target_tokens": 1024},
-                      schedule={"microbatch": 1})  # fmt: skip
+    manifest = Manifest().replaced(model={"width": 65_536, "context": 1024}, optimizer={"target_tokens": 1024},
+                                   schedule={"microbatch": 1})  # fmt: skip
     assert manifest.max_payload_bytes <= MAX_PAYLOAD_BYTES
     with pytest.raises(ManifestError, match="over the limit"):
         manifest.replaced(boundary={"codec": "float32"})
 
 
-def test_replaced_follows_width_with_a_subspace_that_was_all_of_it() -> None:
-    wider = preset("tiny").replaced(model={"width": 256})
-    assert wider.model.subspace == 256
+def test_replaced_follows_width_with_a_subspace_that_was_all_of_it_or_the_share_for_links() -> None:
+    assert Manifest().replaced(model={"width": 256}).model.subspace == 256
+    assert preset("tiny").replaced(model={"width": 256}).model.subspace == 112
     assert preset("tiny", model={"subspace": 32}).replaced(model={"width": 256}).model.subspace == 32
     assert preset("tiny").replaced(model={"heads": 2}).model.width == 128
 
@@ -195,8 +196,8 @@ def test_replaced_follows_width_with_a_subspace_that_was_all_of_it() -> None:
 def test_a_boundary_has_the_subspaces_numbers_and_its_embedding_is_fixed() -> None:
     narrow = preset("tiny", model={"subspace": 20})
     assert narrow.boundary_shape() == (8, 128, 20) and narrow.model.embedding_is_fixed
-    assert not preset("tiny").model.embedding_is_fixed
-    assert preset("tiny", model={"embedding": "fixed"}).model.embedding_is_fixed
+    assert preset("tiny").model.embedding_is_fixed and not Manifest().model.embedding_is_fixed
+    assert Manifest(model=ModelSection(embedding="fixed")).model.embedding_is_fixed
     assert preset("small", model={"subspace": 20}).max_payload_bytes >= 8 * 256 * 20 * 2
 
 

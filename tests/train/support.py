@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from agora_protocol.ids import MicrobatchId, Span
-from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
@@ -33,7 +33,7 @@ def small_manifest(**overrides: Any) -> Manifest:
     }
     for name, values in overrides.items():
         sections[name] = {**sections.get(name, {}), **values} if isinstance(values, dict) else values
-    return preset("tiny", **sections)
+    return Manifest.from_values(sections, "test")
 
 
 def batches_for(
