@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from agora_protocol.boundary import parse_codec
+from agora_protocol.manifest import preset
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -50,9 +52,10 @@ def test_a_small_demo_trains_and_prints_the_contracts_object(tmp_path: Path) -> 
     )
     assert (value["peers_killed"], value["peers_joined"]) == (0, 2)
     assert set(value["averaging"]) == {"rounds", "participation", "failed_parts"}
-    # Every microbatch crosses once forward and once back, 8 x 128 x 128 bf16 values each way; evaluations cross once.
-    boundary = 8 * 128 * 128 * 2
-    assert value["bytes"]["boundary"] >= 2 * boundary * microbatches["completed"]
+    # Every microbatch crosses once forward and once back; evaluations cross once.
+    codec, shape = parse_codec(preset("tiny").boundary.codec), preset("tiny").boundary_shape()
+    both_ways = codec.forward.bytes_of(shape) + codec.backward.bytes_of(shape)
+    assert value["bytes"]["boundary"] >= both_ways * microbatches["completed"]
     assert 0 < value["first_microbatch_seconds"] < value["total_seconds"]
     origin = next(peer for peer, span in value["spans"].items() if span == [0, 0])  # the founder takes either stage
     assert {step["name"] for step in value["start_steps"][origin]} == {
