@@ -3,7 +3,8 @@
 Knows: contributions, who is expected, when to stop waiting. Must not know: how calls travel, what the values are of.
 
 A part is averaged when everyone expected has contributed, or when the window is over that its first contribution
-opened. Whoever comes later still gets that average, and is not in it. A second owner first asks the other members
+opened. Whoever comes later still gets that average, and is not in it, unless it is one member's values alone: then the
+others are averaged without that one. A second owner first asks the other members
 whether one has had the average from the first; if so, that is the average for everyone. Who is no member may have an
 average, and is in none.
 """
@@ -181,12 +182,11 @@ class Owner:
     async def _gathered(
         self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float
     ) -> Average:
-        circle = self._circle(part)
-        second = message.second and self._first_owner(part, circle) != self._terms.me
+        second = message.second and self._first_owner(part) != self._terms.me
         gathering = self._open.get(part) or self._opened(part, peer, len(values), second)
-        if peer in circle:
+        if member := peer in self._circle(part):
             gathering.values[peer], gathering.weights[peer] = values, message.weight
-        if second and peer in circle and not gathering.recalling:
+        if member and second and not gathering.recalling:
             gathering.recalling = True
             self._spawn(self._recall(part, gathering))
         elif gathering.expected <= gathering.values.keys():
@@ -202,7 +202,7 @@ class Owner:
         expected -= self._silent.get((part.stage, part.what, part.number), set())
         expected -= self._seen[part] - {peer}  # of an average that nobody shared
         if second:
-            expected -= {self._first_owner(part, self._circle(part))}
+            expected -= {self._first_owner(part)}
         gathering = self._open[part] = _Gathering(numel, expected, loop.create_future())
         window = (SECOND_WINDOW if second else FIRST_WINDOW) * self._terms.round_s
         gathering.timer = loop.call_later(window, self._window_over, part, gathering)
@@ -217,8 +217,8 @@ class Owner:
         for peer in missing if begun else ():
             self.lost(peer, part)
 
-    def _first_owner(self, part: Part, circle: Mapping[PeerId, float]) -> PeerId:
-        return owners(self._terms.run, part.stage, part.what, part.number, part.part, circle)[0]
+    def _first_owner(self, part: Part) -> PeerId:
+        return owners(self._terms.run, part.stage, part.what, part.number, part.part, self._circle(part))[0]
 
     def _close(self, part: Part, gathering: _Gathering) -> None:
         """Averages what is there."""

@@ -41,11 +41,13 @@ from agora.train.compute import Compute
 MOST_WEIGHT = 64
 """A contribution of more tokens than this many rounds' worth is absurd."""
 MOST_BLAMED = 1024
+"""Peers of which is remembered for which round they were last struck."""
 ROUNDS_APART = 2
 """Replicas average a round only when this near to it."""
 AGAIN_S = 1.0
 """Until a fetch that failed is tried again."""
 MEND_TRIES = 3
+"""Fetches that failed, after which the least peer id of those that are not sure of their state is sure of its own."""
 LOOK_S = 5.0
 """Between two looks whether a synchronous stage waits behind the others; after LOOKS in a row it does."""
 LOOKS = 3
@@ -61,7 +63,7 @@ class _Stage:
     newcomer: Newcomer
     tokens: int = 0
     begun: int = -1
-    """The last round of weights."""
+    """The number of the last round of weights that this peer came to."""
     round: asyncio.Task[None] | None = None
     work: asyncio.Task[None] | None = None
     """An exact step, or a fetch."""
@@ -93,7 +95,7 @@ class Replicas:
         self._keeper = keeper
         self._report = report
         self._strike = strike
-        self._blamed: dict[PeerId, Part] = {}
+        self._blamed: dict[PeerId, tuple[int, str, int]] = {}
         target = manifest.optimizer.target_tokens
         self._most_tokens = MOST_WEIGHT * target * self._averaging.every
         wire = "float32" if self.synchronous else self._averaging.wire
@@ -156,11 +158,12 @@ class Replicas:
         try:
             return await self.owner.contribute(peer, message, tensors, deadline)
         except ProtocolError as error:
-            self._blame(peer, Part(message.stage, message.what, message.round, 0), error)
+            self._blame(peer, message, error)
             raise
 
-    def _blame(self, peer: PeerId, round_: Part, error: ProtocolError) -> None:
+    def _blame(self, peer: PeerId, message: Contribute, error: ProtocolError) -> None:
         """One strike for a round, however many parts are wrong: who has restarted within it brings them all again."""
+        round_ = message.stage, message.what, message.round
         if self._blamed.get(peer) != round_:
             if len(self._blamed) >= MOST_BLAMED:
                 self._blamed.clear()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -42,18 +43,25 @@ class Liar:
         return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
 
 
-def replicas_beside(
-    liar: Liar,
-    signed: SignedManifest,
-    compute: Compute,
-    events: Events,
-    struck: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
-) -> Replicas:
-    """This peer's replicas, whose view has the liar and nobody else."""
+@asynccontextmanager
+async def beside(
+    liar: Liar, struck: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None, **sections: Any
+) -> AsyncIterator[tuple[Compute, Replicas, Events]]:
+    """Stage 0 alone, and this peer's replicas, whose view has the liar and nobody else."""
+    events, manifest = Events(), small_manifest(**sections)
+    signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
     seen = [SimpleNamespace(peer=ME, bandwidth=1.0), SimpleNamespace(peer=OTHER, bandwidth=1e12)]
-    membership = SimpleNamespace(view=SimpleNamespace(replicas=lambda stage: seen))
-    keeper = SimpleNamespace(fetched=())
-    return Replicas(signed, ME, compute, cast(Any, membership), cast(Any, liar), cast(Any, keeper), events, struck)
+    membership: Any = SimpleNamespace(view=SimpleNamespace(replicas=lambda stage: seen))
+    keeper: Any = SimpleNamespace(fetched=())
+    async with pipeline_of(manifest, ["0"], report=events) as (compute,):
+        replicas = Replicas(signed, ME, compute, membership, cast(Any, liar), keeper, events, struck)
+        yield compute, replicas, events
+        await replicas.owner.close()
+
+
+async def stop(running: asyncio.Task[None]) -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def weights_after(compute: Compute, number: int, learning: bool = True) -> np.ndarray:
@@ -69,13 +77,8 @@ async def weights_after(compute: Compute, number: int, learning: bool = True) ->
 
 def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absurd_only_the_averaging() -> None:
     async def whole() -> None:
-        events, liar = Events(), Liar()
-        manifest = small_manifest(
-            averaging={"exact_steps": 100, "every": 1000, "wire": "float32"}, optimizer={"target_tokens": 32}
-        )
-        signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
-        async with pipeline_of(manifest, ["0"], report=events) as (compute,):
-            replicas = replicas_beside(liar, signed, compute, events)
+        liar, averaging = Liar(), {"exact_steps": 100, "every": 1000, "wire": "float32"}
+        async with beside(liar, averaging=averaging, optimizer={"target_tokens": 32}) as (compute, replicas, events):
             running = asyncio.create_task(replicas.run())
             before = (await compute.export_state(0)).weights
             liar.mean, liar.tokens = 3e38, 32
@@ -88,8 +91,7 @@ def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absur
             alone = await weights_after(compute, 2)
             assert np.isfinite(alone).all() and not np.array_equal(alone, honest), "it goes on along its own gradient"
             assert {"the mean gradient is" in failed.reason for failed in events.of(PartFailed)} == {True}
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await stop(running)
         rounds = events.of(RoundDone)
         assert [done.failed_parts == done.parts for done in rounds] == [False, False, True]
         assert [taken.step for taken in events.of(StepTaken)] == [1, 2, 3]
@@ -99,12 +101,9 @@ def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absur
 
 def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other_replica_leaves() -> None:
     async def whole() -> None:
-        events, liar = Events(), Liar()
-        manifest = small_manifest(schedule={"kind": "synchronous"}, optimizer={"target_tokens": 32})
-        signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
-        async with pipeline_of(manifest, ["0"], report=events) as (compute,):
-            replicas = replicas_beside(liar, signed, compute, events)
-            ids = tokens_of(batches_for(manifest, 1)[0][0])
+        sections = {"schedule": {"kind": "synchronous"}, "optimizer": {"target_tokens": 32}}
+        async with beside(Liar(), **sections) as (compute, replicas, _):
+            ids = tokens_of(batches_for(small_manifest(), 1)[0][0])
             out = await compute.forward(microbatch_id(0), 0, None, ids, True)
             await compute.backward(microbatch_id(0), out)
             assert compute.step_of(0) == 0, "it waits for the other"
@@ -112,21 +111,15 @@ def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other
             running = asyncio.create_task(replicas.run())
             while compute.step_of(0) == 0:
                 await asyncio.sleep(0.01)
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await stop(running)
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
 
 def test_a_round_is_begun_once_and_with_no_more_tokens_than_owners_take() -> None:
     async def whole() -> None:
-        events, liar = Events(), Liar()
-        manifest = small_manifest(
-            averaging={"exact_steps": 0, "every": 2, "wire": "float32"}, optimizer={"target_tokens": 32}
-        )
-        signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
-        async with pipeline_of(manifest, ["0"], report=events) as (compute,):
-            replicas = replicas_beside(liar, signed, compute, events)
+        averaging = {"exact_steps": 0, "every": 2, "wire": "float32"}
+        async with beside(Liar(), averaging=averaging, optimizer={"target_tokens": 32}) as (_, replicas, events):
             (it,) = replicas._stages.values()
             seen = replicas._membership.view.replicas(0)
             other = seen.pop()
@@ -141,22 +134,20 @@ def test_a_round_is_begun_once_and_with_no_more_tokens_than_owners_take() -> Non
             replicas.stepped(0, 4, 32)
             assert it.round is not None
             await asyncio.sleep(0)
-            it.round.cancel()
-            await asyncio.gather(it.round, return_exceptions=True)
-            await replicas.owner.close()
+            await stop(it.round)
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
 
 def test_what_no_member_may_bring_is_one_strike_for_a_round() -> None:
     async def whole() -> None:
-        events, struck = Events(), list[tuple[PeerId, str]]()
-        manifest = small_manifest(averaging={"exact_steps": 0, "every": 2, "wire": "float32"})
-        signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
-        async with pipeline_of(manifest, ["0"], report=events) as (compute,):
-            replicas = replicas_beside(
-                Liar(), signed, compute, events, lambda peer, error: struck.append((peer, error.code))
-            )
+        struck = list[tuple[PeerId, str]]()
+        averaging = {"exact_steps": 0, "every": 2, "wire": "float32"}
+
+        def strike(peer: PeerId, error: ProtocolError) -> None:
+            struck.append((peer, error.code))
+
+        async with beside(Liar(), strike, averaging=averaging) as (_, replicas, _):
             size = replicas._size_of(Part(0, "weights", 0, 0))
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
@@ -170,6 +161,5 @@ def test_what_no_member_may_bring_is_one_strike_for_a_round() -> None:
             with pytest.raises(Refused):
                 await bring(9, good)
             assert struck == [(OTHER, "bad-tensor"), (OTHER, "bad-message")], "a round that is far away is no fault"
-            await replicas.owner.close()
 
     asyncio.run(asyncio.wait_for(whole(), 30))
