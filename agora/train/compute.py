@@ -13,7 +13,7 @@ from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
-from agora_protocol.errors import DeviceError, LocalError, MemoryError_, NotMyStage, ProtocolError
+from agora_protocol.errors import DeviceError, MemoryError_, NotMyStage, ProtocolError
 from agora_protocol.ids import MicrobatchId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
@@ -285,10 +285,9 @@ class Compute:
             key = gradient_key(microbatch, self.span.last + 1)
             received = self._codec.decode(gradient, self._boundary_shape, "backward", key, self._device)
             decoded = self._finite(microbatch, self.span.last, received, "gradient")
-            entered = self._trainer.held.entered(microbatch) if first is None else first
-            result, forward_s = self._trainer.backward(microbatch, decoded, first)
-            encoded = None if result is None else self._encode_gradient(microbatch, entered, result)
-        return Backward(encoded, forward_s + time.perf_counter() - begun)
+            result, held = self._trainer.backward(microbatch, decoded, first)
+            encoded = None if result is None else self._encode_gradient(microbatch, held.first, result)
+        return Backward(encoded, held.seconds + time.perf_counter() - begun)
 
     def _decode(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor
@@ -302,10 +301,8 @@ class Compute:
         received = self._codec.decode(boundary, self._boundary_shape, "forward", device=self._device)
         return self._finite(microbatch, first, received, "boundary"), ids
 
-    def _encode_gradient(self, microbatch: MicrobatchId, first: int | None, gradient: Tensor) -> WireTensor:
-        """first: the stage whose entry it belongs to; a forward was held for it, so it is known."""
-        if first is None:
-            raise LocalError(f"microbatch {microbatch.hex()} was held from no one stage")
+    def _encode_gradient(self, microbatch: MicrobatchId, first: int, gradient: Tensor) -> WireTensor:
+        """first: the stage whose entry it belongs to."""
         return self._codec.encode(gradient, "backward", gradient_key(microbatch, first))
 
     def _finite(self, microbatch: MicrobatchId, stage: int, tensor: Tensor, what: str) -> Tensor:

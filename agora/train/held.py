@@ -84,12 +84,6 @@ class HeldForwards:
                 raise LocalError(f"no forward of microbatch {microbatch.hex()} is held here; it has to be sent again")
             return self._held.pop(found[0])
 
-    def entered(self, microbatch: MicrobatchId) -> int | None:
-        """The stage that the microbatch entered at; None when it is not held, or held twice."""
-        with self._lock:
-            found = self._keys(microbatch, None)
-            return found[0][1] if len(found) == 1 else None
-
     def forget(self, microbatch: MicrobatchId, first: int | None = None) -> None:
         """Frees what is held of it, if anything."""
         with self._lock:

@@ -108,9 +108,9 @@ class SpanTrainer:
 
     def backward(
         self, microbatch: MicrobatchId, gradient: Tensor, first: int | None = None
-    ) -> tuple[Tensor | None, float]:
-        """Adds this microbatch's gradients to the sums; the gradient of its entry (None at stage 0), and the seconds
-        that its forward took.
+    ) -> tuple[Tensor | None, Held]:
+        """Adds this microbatch's gradients to the sums; the gradient of its entry (None at stage 0), and what was held
+        of its forward.
 
         gradient: float32 [b, s, d], finite, with respect to what `forward` returned. first: where it entered, needed
         only when it entered twice. Raises LocalError when no forward is held, NonFinite when a computed gradient is not
@@ -123,7 +123,7 @@ class SpanTrainer:
                 output, banks = self._with_graph(held.first, held.entry, held.context)
         result = self._add_gradients(microbatch, held.first, held.entry, banks, output, gradient.to(output.dtype))
         self._count(microbatch, held.first, held.supervised, held.steps)
-        return result, held.seconds
+        return result, held
 
     def take_due_steps(self) -> None:
         """The optimizer step of every stage that has seen its tokens, but those that shall wait for their replicas."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agora_protocol.ids import MicrobatchId
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
@@ -49,15 +50,24 @@ def test_boundaries_cross_by_the_codec(manifest: Manifest, tmp_path: Path) -> No
     assert losses["int2"] != losses["int8"]
 
 
+def test_of_a_column_sparse_boundary_the_strongest_columns_cross_and_their_gradients() -> None:
+    cross = codecs.column_sparse(codec_by_name("float32"), 2)
+    tensor, name = torch.tensor([[[1.0, -5.0, 0.0, 4.0], [1.0, 0.0, 2.0, 4.0]]]), MicrobatchId(bytes(16))
+    assert cross(tensor, "forward", name, 1).tolist() == [[[0.0, -5.0, 0.0, 4.0], [0.0, 0.0, 0.0, 4.0]]]
+    assert cross(torch.ones(1, 2, 4), "backward", name, 1).tolist() == [[[0.0, 1.0, 0.0, 1.0]] * 2]
+
+
 def test_losses_come_to_their_codecs_rows_and_others_get_rows(
     manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codecs, "LOSS_CODECS", ("float32", "int8"))
     rows: list[dict[str, codecs.Cell]] = [{"codec": "int8", "bytes_per_value": 1.03}]
     codecs.add_losses(rows, manifest, 4, tmp_path)
-    assert [row["codec"] for row in rows] == ["int8", "float32", "naive int8/int4, nearest", "naive int4, nearest"]
+    naive, whole = [f"naive {name}, nearest" for name in codecs.NAIVE], ["bf16", "int8"]
+    sparse = [f"16 columns of d, {name}" for name in whole]
+    assert [row["codec"] for row in rows] == ["int8", "float32", *naive, *(f"k = d, {name}" for name in whole), *sparse]
     losses = [row["loss"] for row in rows]
-    assert all(isinstance(loss, float) and 0 < loss < 10 for loss in losses) and len(set(losses)) == 4
+    assert all(isinstance(loss, float) and 0 < loss < 10 for loss in losses) and len(set(losses)) == 8
     assert rows[0]["bytes_per_value"] == 1.03
 
 
