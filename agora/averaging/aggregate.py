@@ -19,6 +19,7 @@ from agora.codec import all_finite
 Rule = Literal["mean", "clip"]
 CLIP_ROUNDS: Final = 3  # it begins at the owner's own value, which is near: Karimireddy et al., ICML 2021
 SAMPLES: Final = 8192  # of a part's elements, that distances are measured on
+LEAST_NORM, MOST_NORM = 1e-15, 1e15
 MOST_DISTANCE: Final = 1e30  # what a message can say: absurd values are finite too
 
 
@@ -79,8 +80,9 @@ def magnitude(values: Tensor) -> float:
 
 
 def _norm(values: Tensor) -> float:
-    """In float64, where the squares of all float32 fit."""
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    """In float32, three times as fast, where the squares fit it; else in float64, where those of all float32 fit."""
+    norm = float(torch.linalg.vector_norm(values))
+    return norm if LEAST_NORM < norm < MOST_NORM else float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
@@ -90,9 +92,9 @@ def _shares(weights: Sequence[float]) -> list[float]:
 
 def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """From the first value on: so values that are equal have exactly that mean."""
-    average = values[0].clone()
+    average = values[0]
     for value, share in zip(values[1:], shares[1:], strict=True):
-        average.add_(value - values[0], alpha=share)
+        average = torch.add(average, value - values[0], alpha=share)
     return average
 
 

@@ -133,7 +133,7 @@ class Rounds:
         this = _Round(stage, what, number, weight, members, deadline, drift)
         cuts = parts(len(values))
         got = await asyncio.gather(*(self._part(this, index, values[cut]) for index, cut in enumerate(cuts)))
-        result = _put_together(got, cuts, torch.zeros_like(values) if what == "weights" else values)
+        result = _put_together(got, [values[cut] for cut in cuts], what)
         result.bytes_out = this.bytes_out
         if this.moved:
             self._drift[stage] = drift.seen(statistics.median(this.moved))
@@ -248,9 +248,13 @@ class Rounds:
         return got
 
 
-def _put_together(got: Sequence[_Got | None], cuts: Sequence[slice], unless: Tensor) -> RoundResult:
-    """`unless`: what stands where a part failed, float32 [n]."""
-    answers = [unless[cut] if it is None else it.answer for it, cut in zip(got, cuts, strict=True)]
+def _put_together(got: Sequence[_Got | None], given: Sequence[Tensor], what: str) -> RoundResult:
+    """given: each part's values."""
+
+    def answer(it: _Got | None, values: Tensor) -> Tensor:
+        return it.answer if it is not None else torch.zeros_like(values) if what == "weights" else values
+
+    answers = [answer(it, values) for it, values in zip(got, given, strict=True)]
     result = RoundResult(torch.cat(answers), [it is not None for it in got])
     used = [it for it in got if it is not None]
     if used:

@@ -19,6 +19,7 @@ import torch
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import QUANTISER_BLOCK
 from agora_protocol.tensors import WireTensor
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -67,13 +68,14 @@ class PartCodec:
         if self.name != "int8":
             return [DenseCodec(self.name).encode(values)]
         rows = _rows(values)
-        peaks = rows.abs().amax(dim=1).div_(LEVELS)
-        _, exponents = torch.frexp(peaks.clamp_(2.0 ** (LEAST_EXPONENT - 1), 2.0 ** (MOST_EXPONENT - 1)))
-        scaled = (rows * _powers_of_two(-exponents)).view(-1)[: len(values)]
+        room = rows.abs()
+        peaks = room.amax(dim=1).div_(LEVELS).clamp_(2.0 ** (LEAST_EXPONENT - 1), 2.0 ** (MOST_EXPONENT - 1))
+        exponents = (peaks.numpy().view(np.int32) >> 23) - 126  # of the power of two next above
+        scaled = torch.mul(rows, _powers_of_two(-exponents), out=room).view(-1)[: len(values)]
         if dither is not None:
             scaled.add_(dither.fractions(len(values)))
         levels = scaled.round_().clamp_(-127.0, 127.0).to(torch.int8)
-        return [_int8(levels), _int8(exponents.to(torch.int8))]
+        return [_int8(levels.numpy()), _int8(exponents.astype(np.int8))]
 
     def decode(self, tensors: list[WireTensor], numel: int, dither: Dither | None = None) -> Tensor:
         """float32 [numel], finite, as every receiver has it. Raises ProtocolError ("bad-tensor")."""
@@ -84,13 +86,13 @@ class PartCodec:
             return values
         if len(tensors) != 2:
             raise ProtocolError("bad-tensor", "an int8 part comes with its exponents")
-        levels = _from_int8(tensors[0], numel).to(torch.float32)
+        levels = torch.from_numpy(_from_int8(tensors[0], numel).astype(np.float32))
         if dither is not None:
             levels.sub_(dither.fractions(numel))
-        exponents = _from_int8(tensors[1], -(-numel // QUANTISER_BLOCK)).to(torch.int32)
-        if bool(((exponents < LEAST_EXPONENT) | (exponents > MOST_EXPONENT)).any()):
+        exponents = _from_int8(tensors[1], -(-numel // QUANTISER_BLOCK))
+        if exponents.min(initial=0) < LEAST_EXPONENT or exponents.max(initial=0) > MOST_EXPONENT:
             raise ProtocolError("bad-tensor", f"an exponent is not from {LEAST_EXPONENT} to {MOST_EXPONENT}")
-        return (_rows(levels) * _powers_of_two(exponents)).view(-1)[:numel]
+        return _rows(levels).mul_(_powers_of_two(exponents.astype(np.int32))).view(-1)[:numel]
 
 
 def _rows(values: Tensor) -> Tensor:
@@ -99,19 +101,20 @@ def _rows(values: Tensor) -> Tensor:
     return (pad(values, (0, missing)) if missing else values).view(-1, QUANTISER_BLOCK)
 
 
-def _powers_of_two(exponents: Tensor) -> Tensor:
-    """float32 [blocks, 1]."""
-    return torch.ldexp(torch.ones(len(exponents)), exponents)[:, None]
+def _powers_of_two(exponents: NDArray[np.int32]) -> Tensor:
+    """float32 [blocks, 1], by their bits; exponents of a float32's normal numbers."""
+    return torch.from_numpy(((exponents + 127) << 23).view(np.float32))[:, None]
 
 
-def _int8(tensor: Tensor) -> WireTensor:
-    return WireTensor("int8", tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().data)
+def _int8(values: NDArray[np.int8]) -> WireTensor:
+    return WireTensor("int8", values.shape, values.view(np.uint8).data)
 
 
-def _from_int8(wire: WireTensor, numel: int) -> Tensor:
+def _from_int8(wire: WireTensor, numel: int) -> NDArray[np.int8]:
+    """The wire's own bytes: not to be changed."""
     if wire.dtype != "int8" or wire.shape != (numel,):
         raise ProtocolError("bad-tensor", f"a part's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},)")
-    return torch.from_numpy(np.frombuffer(wire.data, np.int8).copy())
+    return np.frombuffer(wire.data, np.int8)
 
 
 def _only(tensors: list[WireTensor]) -> WireTensor:

@@ -104,7 +104,7 @@ class Member:
         begin = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._round_s
         result = await rounds.run(0, "weights", number, self._values, WEIGHT, self._members, deadline)
-        held = self._values + result.answer
+        held = result.answer.add_(self._values)
         end = time.monotonic()
         found = self._holding.found(held)
         self._values = torch.empty_like(held)

@@ -146,10 +146,7 @@ def add_losses(rows: list[dict[str, Cell]], manifest: Manifest, steps: int, fold
     found |= {f"naive {name}, nearest": _naive_crossing(name) for name in NAIVE}
     for name, cross in found.items():
         _add_loss(rows, name, Stages(manifest, folder, cross), steps)
-    kept, whole = (
-        manifest.model.subspace,
-        replace(manifest, model=replace(manifest.model, subspace=manifest.model.width)),
-    )
+    kept, whole = manifest.model.subspace, manifest.replaced(model={"subspace": manifest.model.width})
     codecs = {name: codec_by_name(name, manifest.seed) for name in WHOLE}
     wide: dict[str, Crossing] = {f"k = d, {name}": crossing(codec) for name, codec in codecs.items()}
     wide |= {f"{kept} columns of d, {name}": column_sparse(codec, kept) for name, codec in codecs.items()}

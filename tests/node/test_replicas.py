@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from agora_protocol.errors import ProtocolError, Refused
+from agora_protocol.errors import ProtocolError, Refused, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
@@ -163,3 +163,29 @@ def test_what_no_member_may_bring_is_one_strike_for_a_round() -> None:
             assert struck == [(OTHER, "bad-tensor"), (OTHER, "bad-message")], "a round that is far away is no fault"
 
     asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+@pytest.mark.parametrize("least", [True, False])
+def test_of_replicas_that_are_all_in_doubt_the_least_trusts_its_state_after_three_tries(
+    least: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agora.node.replicas.AGAIN_S", 0.01)
+    asked, trusted, sure_after = list[int](), list[int](), 5
+
+    async def fetch(stage: int, sources: Sequence[PeerId], at_least: int) -> None:
+        asked.append(at_least)
+        if len(asked) < sure_after:
+            raise Unavailable(stage, ["not sure"])
+
+    async def whole() -> None:
+        async with beside(Liar()) as (_, replicas, _):
+            replicas._keeper = cast(Any, SimpleNamespace(fetch=fetch, trust=trusted.append))
+            before, after = Identity(bytes(32)).peer, OTHER
+            other = max(before, after) if least else min(before, after)
+            replicas._me = min(before, after) if least else max(before, after)
+            monkeypatch.setattr(replicas._teller, "heard", lambda stage: {other: 0})
+            await replicas._mend(0, 7)
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+    assert asked == [7] * (3 if least else sure_after), "the others ask until one is sure"
+    assert trusted == ([0] if least else []), "who has fetched is trusted by the keeper, that has what it fetched"
