@@ -7,6 +7,7 @@ over turns of the ratios within a turn. Groups that wait for their turn are idle
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +80,8 @@ def rounds_of(groups: Sequence[Group], turns: int) -> dict[str, list[Round]]:
     """The rounds of every group."""
     for group in groups:
         tell(f"starting {group.name}")
-        group.start()
+        with contextlib.suppress(Incomplete):  # of the round that nobody counts
+            group.start()
     found: dict[str, list[Round]] = {group.name: [] for group in groups}
     for turn, group in alternating(groups, turns):
         done = whole_round(group)
@@ -104,17 +106,26 @@ def kill_members(folder: Path, found: Mapping[str, Sequence[Round]], deaths: int
     held: dict[str, list[Held]] = {}
     for number in range(deaths):
         for kind in (OurGroup, HivemindGroup):
-            with Nursery(folder / f"death-{number}-{kind.side}") as nursery:
-                nursery.folder.mkdir()
-                group = kind(COMPARED, nursery)
-                tell(f"starting {group.name}, of which one will be killed")
-                group.start()
-                usual = statistics.median(done.megabytes for done in found[group.name])
-                survivors = group.round_with_a_death(usual)
+            group, survivors = survivors_of(kind, folder / f"death-{number}-{kind.side}", found)
             held.setdefault(group.name, []).extend(survivors)
             means = ", ".join(f"{survivor.mean:.2f}" for survivor in survivors)
             tell(f"{group.name}: survivors' means are {means} where 1.00 is true")
     return held
+
+
+def survivors_of(kind: type[Group], folder: Path, found: Mapping[str, Sequence[Round]]) -> tuple[Group, list[Held]]:
+    """A fresh group that came to the middle of a round, and what those hold that were not killed there."""
+    for number in range(TRIES):
+        with Nursery(folder / str(number)) as nursery:
+            nursery.folder.mkdir(parents=True)
+            group = kind(COMPARED, nursery)
+            tell(f"starting {group.name}, of which one will be killed")
+            try:
+                group.start()
+                return group, group.round_with_a_death(statistics.median(it.megabytes for it in found[group.name]))
+            except Incomplete as error:
+                tell(f"{error}; another group is started")
+    raise BenchFailed(f"{kind.side}: {TRIES} rounds in a row never came to their middle; run again in calm")
 
 
 def round_row(name: str, rounds: Sequence[Round]) -> dict[str, Cell]:

@@ -72,7 +72,7 @@ def offsets(size: int) -> list[float]:
 
 
 class Incomplete(BenchFailed):
-    """A round ended, and somebody does not hold the mean."""
+    """A round ended, and somebody does not hold the mean; or it never came to its middle."""
 
 
 class Group(ABC):
@@ -119,7 +119,7 @@ class Group(ABC):
         deadline = time.monotonic() + ROUND_S
         while loopback_bytes() < middle:
             if time.monotonic() > deadline:
-                raise BenchFailed(f"{self.name}: the round never came to its middle")
+                raise Incomplete(f"{self.name}: the round never came to its middle")
             time.sleep(POLL_S)
         os.killpg(victim.pid, signal.SIGKILL)
         return [_held(survivor.hear(ROUND_S)) for survivor in survivors]

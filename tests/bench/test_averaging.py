@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -159,6 +160,28 @@ def test_members_that_are_out_of_step_are_started_again_and_their_rounds_told(nu
     group = OutOfStep(2, nursery)
     done = averaging.whole_round(group)
     assert done.incomplete == 2 and group.starts == 2
+
+
+class NeverThere(OurGroup):
+    """A group whose rounds do not come to their middle before it is the third."""
+
+    tries: ClassVar[list[Path]] = []
+
+    def start(self) -> None:
+        self.tries.append(self._nursery.folder)
+        if len(self.tries) == 1:
+            raise Incomplete("the round that nobody counts")
+
+    def round_with_a_death(self, megabytes: float) -> list[Held]:
+        if len(self.tries) < 3:
+            raise Incomplete("the round never came to its middle")
+        return [Held(True, megabytes, 1.0, 1.0, 0.0)]
+
+
+def test_a_group_that_never_comes_to_the_middle_of_its_round_makes_way_for_another(tmp_path: Path) -> None:
+    group, survivors = averaging.survivors_of(NeverThere, tmp_path, {"agora 4": [a_round(1.0)]})
+    assert group.name == "agora 4" and survivors[0].seconds == a_round(1.0).megabytes
+    assert len(set(NeverThere.tries)) == 3
 
 
 @pytest.mark.process
