@@ -113,6 +113,24 @@ class Owner:
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
         """A member's values of a part; the answer is as AveragingTerms has it. Raises Refused, Busy, ProtocolError."""
+        part, values, average = await self._averaged(peer, message, tensors, deadline)
+        answer = self._terms.answer(part, average.values, values)
+        await self._reach("averaging.answered")
+        return _said(average), answer
+
+    async def contribute_own(
+        self, message: Contribute, tensors: Sequence[WireTensor], deadline: float
+    ) -> tuple[Averaged, Tensor]:
+        """The same for this peer's own values: the answer, float32 [n], needs no bytes."""
+        part, values, average = await self._averaged(self._terms.me, message, tensors, deadline)
+        answer = self._terms.own_answer(part, average.values, values)
+        await self._reach("averaging.answered")
+        return _said(average), answer
+
+    async def _averaged(
+        self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
+    ) -> tuple[Part, Tensor, Average]:
+        """Which part it is, the values as they are decoded, and their average with those of the others."""
         part = Part(message.stage, message.what, message.round, message.part)
         numel = self._size_of(part)
         if message.weight > self._terms.max_weight:
@@ -124,9 +142,7 @@ class Owner:
         done = self._done.get(part)
         average = done() if done else await self._gathered(peer, message, part, values, deadline)
         await self._reach("averaging.gathered")
-        answer = self._terms.answer(part, average.values, values)
-        await self._reach("averaging.answered")
-        return Averaged(average.members, average.present, average.weight, average.distance), answer
+        return part, values, average
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
         """The average of a part, if this peer has it."""
@@ -298,6 +314,10 @@ class Owner:
     async def _reach(self, point: str) -> None:
         if self._fault is not None:
             await self._fault(point)
+
+
+def _said(average: Average) -> Averaged:
+    return Averaged(average.members, average.present, average.weight, average.distance)
 
 
 def _recalled(reply: Reply, numel: int) -> Average | None:

@@ -210,14 +210,13 @@ class Rounds:
         if self._fault is not None:
             await self._fault("averaging.sending")
         if owner == self._terms.me:
-            message, tensors = await self._owner.contribute(owner, request, sent, deadline)
+            message, answer = await self._owner.contribute_own(request, sent, deadline)
         else:
             this.bytes_out += sum(tensor.nbytes for tensor in sent)
             reply = await self._caller.call(owner, request, sent, deadline=deadline)
             if not isinstance(reply.message, Averaged):
                 raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
-            message, tensors = reply.message, list(reply.tensors)
-        answer = self._terms.answered(part, tensors, len(values))
+            message, answer = reply.message, self._terms.answered(part, reply.tensors, len(values))
         apart = magnitude(answer) if part.what == "weights" else root_mean_square(answer, values)
         return _Got(answer, message, apart)
 

@@ -68,6 +68,12 @@ class AveragingTerms:
         dither = None if part.what == "weights" else self.dither(part)
         return self.codec.decode(list(tensors), numel, dither)
 
+    def own_answer(self, part: Part, average: Tensor, values: Tensor) -> Tensor:
+        """What `answered` would make of `answer`, but for the rounding of a difference that need not travel."""
+        if part.what == "weights":
+            return average - values
+        return self.answered(part, self.answer(part, average, values), len(values))
+
     def dither(self, part: Part) -> Dither:
         """What all members add to this part's elements before rounding."""
         return Dither(f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}")
