@@ -249,11 +249,7 @@ class Rounds:
 
 def _put_together(got: Sequence[_Got | None], given: Sequence[Tensor], what: str) -> RoundResult:
     """given: each part's values."""
-
-    def answer(it: _Got | None, values: Tensor) -> Tensor:
-        return it.answer if it is not None else torch.zeros_like(values) if what == "weights" else values
-
-    answers = [answer(it, values) for it, values in zip(got, given, strict=True)]
+    answers = [_unchanged(values, what) if it is None else it.answer for it, values in zip(got, given, strict=True)]
     result = RoundResult(torch.cat(answers), [it is not None for it in got])
     used = [it for it in got if it is not None]
     if used:
@@ -263,3 +259,8 @@ def _put_together(got: Sequence[_Got | None], given: Sequence[Tensor], what: str
         result.distance = statistics.fmean(it.distance for it in used)
         result.distance_others = statistics.fmean(it.message.distance for it in used)
     return result
+
+
+def _unchanged(values: Tensor, what: str) -> Tensor:
+    """The answer of a part that failed."""
+    return torch.zeros_like(values) if what == "weights" else values

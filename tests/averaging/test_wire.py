@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from agora_protocol.errors import ProtocolError
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PART_ELEMENTS, QUANTISER_BLOCK
 from agora_protocol.tensors import WireTensor
 
+from agora.averaging.terms import AveragingTerms, Part
 from agora.averaging.wire import LEAST_EXPONENT, MOST_EXPONENT, Dither, PartCodec
 
 NAMES = ("int8", "bf16", "float32")
@@ -219,3 +221,13 @@ def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_t
         for exponent in (LEAST_EXPONENT, MOST_EXPONENT):
             sent = [wire("int8", np.full(64, level, np.int8)), exponents(exponent)]
             assert bool(PartCodec("int8").decode(sent, 64, DITHER).isfinite().all())
+
+
+def test_an_owner_answers_itself_as_the_others_but_for_the_rounding_of_a_difference() -> None:
+    terms = AveragingTerms(PeerId("me"), RunId("0" * 64), "mean", "int8", 20.0, 1e9)
+    average, values = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
+    weights, gradient = Part(0, "weights", 3, 0), Part(0, "gradient", 3, 0)
+    assert torch.equal(terms.own_answer(weights, average, values), average - values)
+    assert not terms.own_answer(weights, values, values).any(), "who agrees is not moved"
+    others = terms.answered(gradient, terms.answer(gradient, average, torch.zeros(1000)), 1000)
+    assert torch.equal(terms.own_answer(gradient, average, values), others), "all step along the same bits"
