@@ -22,6 +22,8 @@ from agora.codec.packing import pack, unpack
 LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100
 SLACK = 1.0 + 2.0**-8
 """A scale is this much larger, so that its rounding to bf16 never makes the largest value of its block clip."""
+VECTOR = 32
+"""Rows of a multiple of so many values have their largest value found without a remainder, several times as fast."""
 CHUNK_VALUES = 262_144
 """Values that a CPU works on at once: 1 MiB of float32, to stay in its cache from one operation to the next."""
 
@@ -96,7 +98,7 @@ def _peaks(magnitudes: Tensor) -> Tensor:
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:
         return magnitudes.view(count, -1, BOUNDARY_BLOCK).amax(dim=2)
-    last = magnitudes[:, whole:].amax(dim=1, keepdim=True)
+    last = F.pad(magnitudes[:, whole:], (0, -k % VECTOR)).amax(dim=1, keepdim=True)
     return torch.cat((_peaks(magnitudes[:, :whole].contiguous()), last), dim=1) if whole else last
 
 
