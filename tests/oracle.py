@@ -7,7 +7,7 @@ second time. It shares with the product only how a stage is built and what the l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +29,11 @@ class PlainRun:
     weights: list[dict[str, np.ndarray]]
 
 
-def run_plain_loop(manifest: Manifest, batches: Batches) -> PlainRun:
-    """Trains the manifest's model on `batches`, one optimizer step for each of them."""
+def run_plain_loop(manifest: Manifest, batches: Batches, between: Callable[[Tensor], Tensor] = lambda x: x) -> PlainRun:
+    """Trains the manifest's model on `batches`, one optimizer step for each of them.
+
+    between: what becomes of a boundary [b, s, k] between two stages, within the graph.
+    """
     stages = [
         build_stage(manifest.model, manifest.layers_of(k), k, manifest.stage_count, manifest.seed)
         for k in range(manifest.stage_count)
@@ -41,7 +44,7 @@ def run_plain_loop(manifest: Manifest, batches: Batches) -> PlainRun:
         loss_sum, tokens = 0.0, 0
         for microbatch in microbatches:
             ids = torch.from_numpy(microbatch)
-            loss = _loss(stages, ids)
+            loss = _loss(stages, ids, between)
             loss.backward()
             loss_sum += loss.item()
             tokens += int((ids[:, 1:] >= 0).sum())
@@ -51,11 +54,11 @@ def run_plain_loop(manifest: Manifest, batches: Batches) -> PlainRun:
     return PlainRun(losses, [{n: p.detach().numpy().copy() for n, p in stage.named_parameters()} for stage in stages])
 
 
-def _loss(stages: Sequence[nn.Module], ids: Tensor) -> Tensor:
+def _loss(stages: Sequence[nn.Module], ids: Tensor, between: Callable[[Tensor], Tensor]) -> Tensor:
     context = Context(ids[:, :-1])
-    hidden = ids[:, :-1]
-    for stage in stages:
-        hidden = stage(hidden, context)
+    hidden = stages[0](ids[:, :-1], context)
+    for stage in stages[1:]:
+        hidden = stage(between(hidden), context)
     return stage_loss(hidden, ids[:, 1:])
 
 

@@ -140,18 +140,15 @@ def naive(tensor: Tensor, bits: int, generator: torch.Generator | None) -> Tenso
 def add_losses(rows: list[dict[str, Cell]], manifest: Manifest, steps: int, folder: Path) -> None:
     """A column for the loss; a codec that has no row gets one.
 
-    Last come models whose boundaries have the whole width: all of it crosses, or as many columns as a subspace has.
+    Last come models whose boundaries have the whole width: all of it crosses, or as many columns as the subspace has.
     """
     found: dict[str, Crossing] = {name: crossing(codec_by_name(name, manifest.seed)) for name in LOSS_CODECS}
     found |= {f"naive {name}, nearest": _naive_crossing(name) for name in NAIVE}
     for name, cross in found.items():
         _add_loss(rows, name, Stages(manifest, folder, cross), steps)
-    kept, whole = manifest.model.subspace, manifest.replaced(model={"subspace": manifest.model.width})
-    codecs = {name: codec_by_name(name, manifest.seed) for name in WHOLE}
-    wide: dict[str, Crossing] = {f"k = d, {name}": crossing(codec) for name, codec in codecs.items()}
-    wide |= {f"{kept} columns of d, {name}": column_sparse(codec, kept) for name, codec in codecs.items()}
-    for name, cross in wide.items():
-        _add_loss(rows, name, Stages(whole, folder, cross), steps)
+    whole = manifest.replaced(model={"subspace": manifest.model.width})
+    for name in (*WHOLE, *(f"top{manifest.model.subspace}:{name}" for name in WHOLE)):
+        _add_loss(rows, f"k = d, {name}", Stages(whole, folder, crossing(codec_by_name(name, manifest.seed))), steps)
 
 
 def _add_loss(rows: list[dict[str, Cell]], name: str, stages: Stages, steps: int) -> None:
@@ -161,30 +158,17 @@ def _add_loss(rows: list[dict[str, Cell]], name: str, stages: Stages, steps: int
     if row is None:
         row = {"codec": name}
         rows.append(row)
-    row["loss"] = round(stages.loss(), 4)
+    row["loss"], row["loss_exported"] = round(stages.loss(), 4), round(stages.loss(exact=True), 4)
 
 
 def crossing(codec: BoundaryCodec) -> Crossing:
-    """What arrives of what crosses by `codec`, its dither as in a daemon."""
+    """What arrives of what crosses by `codec`, its dither and its columns as in a daemon."""
+    entries: dict[tuple[MicrobatchId, int], Tensor] = {}
 
     def cross(tensor: Tensor, direction: Direction, microbatch: MicrobatchId, stage: int) -> Tensor:
-        return _cross(codec, tensor, direction, gradient_key(microbatch, stage) if direction == "backward" else None)
-
-    return cross
-
-
-def column_sparse(codec: BoundaryCodec, kept: int) -> Crossing:
-    """The `kept` columns with the largest energy in a microbatch cross, and their gradients; the others are zeros."""
-    chosen: dict[tuple[MicrobatchId, int], Tensor] = {}
-
-    def cross(tensor: Tensor, direction: Direction, microbatch: MicrobatchId, stage: int) -> Tensor:
-        if direction == "forward":
-            columns, key = tensor.square().sum(dim=(0, 1)).topk(kept).indices, None
-            chosen[microbatch, stage] = columns
-        else:
-            columns, key = chosen.pop((microbatch, stage)), gradient_key(microbatch, stage)
-        arrived = torch.zeros_like(tensor)
-        arrived[..., columns] = _cross(codec, tensor[..., columns], direction, key)
+        if direction == "backward":
+            return _cross(codec, tensor, direction, gradient_key(microbatch, stage), entries.pop((microbatch, stage)))
+        entries[microbatch, stage] = arrived = _cross(codec, tensor, direction, None)
         return arrived
 
     return cross
@@ -196,9 +180,11 @@ def _naive_crossing(name: str) -> Crossing:
     return lambda tensor, direction, microbatch, stage: naive(tensor, bits[direction], None)
 
 
-def _cross(codec: BoundaryCodec, tensor: Tensor, direction: Direction, key: str | None) -> Tensor:
+def _cross(
+    codec: BoundaryCodec, tensor: Tensor, direction: Direction, key: str | None, entry: Tensor | None = None
+) -> Tensor:
     b, s, k = tensor.shape
-    return codec.decode(codec.encode(tensor, direction, key), (b, s, k), direction, key)
+    return codec.decode(codec.encode(tensor, direction, key, entry), (b, s, k), direction, key)
 
 
 def _key(number: int) -> str:
@@ -242,7 +228,8 @@ def _notes(size: Size) -> list[str]:
     if size.losses:
         notes.append(
             f"`loss`: on held-out text after {size.steps} steps, boundaries and gradients crossing by the codec; one "
-            "seed, so differences as those of float32, bf16 and int8 mean nothing. `k = d` sends all columns, "
-            "`64 columns of d` those with the largest energy in each microbatch, and the gradients of these."
+            "seed, so differences as those of float32, bf16 and int8 mean nothing. `loss_exported`: of the same model "
+            "with exact boundaries, as an export has them. `k = d`: boundaries have all of the width, of which `top` "
+            "sends the columns with the largest energy in a microbatch, and the gradients of these."
         )
     return notes

@@ -47,7 +47,7 @@ class Setting:
     def bytes_per_token(self, width: int) -> tuple[float, float]:
         """Of a boundary: forward and backward, without the token's id."""
         codec, k = parse_codec(self.codec), self.subspace(width)
-        return codec.forward.bytes_per_token(k), codec.backward.bytes_per_token(k)
+        return codec.bytes_per_token(k, "forward"), codec.bytes_per_token(k, "backward")
 
     def sent_per_token(self, width: int) -> float:
         """Bytes that a middle stage sends for each token, in both directions, ids included; it receives as many."""

@@ -444,4 +444,4 @@ def seats(manifest: Manifest, free_bytes: int) -> int:
 def shapes(manifest: Manifest) -> WireShapes:
     """What the manifest implies for a microbatch's tensors."""
     codec, shape = parse_codec(manifest.boundary.codec), manifest.boundary_shape()
-    return WireShapes(*codec.forward.wire(shape), *codec.backward.wire(shape), (shape[0], shape[1] + 1))
+    return WireShapes(*codec.wire(shape, "forward"), *codec.wire(shape, "backward"), (shape[0], shape[1] + 1))

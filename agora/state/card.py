@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from agora_protocol.boundary import parse_codec
 from agora_protocol.manifest import Manifest
 
 BYTES: Final = "bytes"
@@ -73,6 +74,12 @@ def _limits(manifest: Manifest, steps: Mapping[int, int]) -> str:
         "- What it knows and repeats is what `[data]` below names; whoever publishes it answers for that data's terms.",
         "- Exporting checks that every tensor is whole, not that the model is good: measure it on text of your own.",
     ]
+    columns = parse_codec(manifest.boundary.codec).columns
+    if columns:
+        lines.append(
+            f"- It was trained with {columns} of its {model.subspace} columns between stages, and here has all of "
+            "them: it may predict worse than the swarm said, much worse where most were left out."
+        )
     if manifest.data.tokenizer == BYTES:
         lines.append("- A token is a byte of UTF-8; id 0 ends a document. The tokenizer has no special tokens.")
     if len(set(steps.values())) > 1:

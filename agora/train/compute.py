@@ -276,7 +276,7 @@ class Compute:
         with _device_errors():
             entry, ids = self._decode(microbatch, first, boundary, tokens)
             loss_sum, supervised, gradient = self._trainer.finish(microbatch, first, entry, ids, train)
-            encoded = None if gradient is None else self._encode_gradient(microbatch, first, gradient)
+            encoded = None if gradient is None else self._encode_gradient(microbatch, first, gradient, entry)
         return Finished(loss_sum, supervised, encoded, time.perf_counter() - begun)
 
     def _backward(self, microbatch: MicrobatchId, gradient: WireTensor, first: int | None) -> Backward:
@@ -286,7 +286,7 @@ class Compute:
             received = self._codec.decode(gradient, self._boundary_shape, "backward", key, self._device)
             decoded = self._finite(microbatch, self.span.last, received, "gradient")
             result, held = self._trainer.backward(microbatch, decoded, first)
-            encoded = None if result is None else self._encode_gradient(microbatch, held.first, result)
+            encoded = None if result is None else self._encode_gradient(microbatch, held.first, result, held.entry)
         return Backward(encoded, held.seconds + time.perf_counter() - begun)
 
     def _decode(
@@ -301,9 +301,9 @@ class Compute:
         received = self._codec.decode(boundary, self._boundary_shape, "forward", device=self._device)
         return self._finite(microbatch, first, received, "boundary"), ids
 
-    def _encode_gradient(self, microbatch: MicrobatchId, first: int, gradient: Tensor) -> WireTensor:
-        """first: the stage whose entry it belongs to."""
-        return self._codec.encode(gradient, "backward", gradient_key(microbatch, first))
+    def _encode_gradient(self, microbatch: MicrobatchId, first: int, gradient: Tensor, entry: Tensor) -> WireTensor:
+        """first: the stage whose `entry` it belongs to."""
+        return self._codec.encode(gradient, "backward", gradient_key(microbatch, first), entry)
 
     def _finite(self, microbatch: MicrobatchId, stage: int, tensor: Tensor, what: str) -> Tensor:
         if not all_finite(tensor):

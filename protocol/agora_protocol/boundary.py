@@ -6,20 +6,27 @@ Knows names and sizes. Must not know tensor libraries, nor how a value becomes a
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from agora_protocol.errors import ManifestError
 from agora_protocol.fields import shown
 from agora_protocol.limits import BOUNDARY_BLOCK
 
 Direction = Literal["forward", "backward"]
+DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
+Shape = tuple[int, int, int]
 
 DENSE_BYTES: Final = {"bf16": 2, "float32": 4}
 SCALE_BYTES: Final = 2
 BITS: Final = range(2, 9)
 LEGS: Final = (*DENSE_BYTES, *(f"int{bits}{turned}" for bits in reversed(BITS) for turned in ("", "h")))
 """The name of one direction; a codec is one of them for both, or two as FORWARD/BACKWARD."""
+SPARSE: Final = re.compile(r"top([1-9][0-9]{0,4}):")
+"""Before them, where only so many columns cross."""
+COLUMN_BYTES: Final = 2
+"""Of a column's number, which is below 65,536 as a model's width is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +37,48 @@ class Leg:
     bits: int
     rotated: bool
 
-    def bytes_of(self, shape: tuple[int, int, int]) -> int:
+    def bytes_of(self, shape: Shape) -> int:
         """Bytes on the wire of a boundary [b, s, k]."""
         b, s, k = shape
         if not self.bits:
             return b * s * k * DENSE_BYTES[self.name]
         return SCALE_BYTES * b * s * blocks(k) + packed_bytes(b * s * k, self.bits)
 
-    def bytes_per_token(self, k: int) -> float:
-        """Bytes on the wire for the `k` values of a token, where a boundary has many tokens."""
-        return self.bytes_of((8, 1, k)) / 8
-
-    def wire(self, shape: tuple[int, int, int]) -> tuple[str, tuple[int, ...]]:
+    def wire(self, shape: Shape) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the wire tensor of a boundary [b, s, k]."""
         return ("uint8", (self.bytes_of(shape),)) if self.bits else (self.name, shape)
 
 
 @dataclass(frozen=True, slots=True)
 class CodecName:
-    """A manifest's boundary.codec, understood."""
+    """A manifest's boundary.codec, understood. columns: how many of a boundary's cross, their numbers first; 0: all."""
 
     name: str
     forward: Leg
     backward: Leg
+    columns: int = 0
 
     def leg(self, direction: Direction) -> Leg:
         """How activations (forward) or their gradients (backward) cross."""
         return self.forward if direction == "forward" else self.backward
+
+    def crossing(self, shape: Shape) -> Shape:
+        """[b, s, columns] of what the leg carries of a boundary [b, s, k]."""
+        return (*shape[:2], self.columns or shape[2])
+
+    def bytes_of(self, shape: Shape, direction: Direction) -> int:
+        """Bytes on the wire of a boundary [b, s, k]."""
+        return COLUMN_BYTES * self.columns + self.leg(direction).bytes_of(self.crossing(shape))
+
+    def bytes_per_token(self, k: int, direction: Direction) -> float:
+        """Bytes on the wire for the `k` values of a token, where a boundary has many tokens."""
+        return self.leg(direction).bytes_of(self.crossing((8, 1, k))) / 8
+
+    def wire(self, shape: Shape, direction: Direction) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of the wire tensor of a boundary [b, s, k]."""
+        if self.columns:
+            return "uint8", (self.bytes_of(shape, direction),)
+        return self.leg(direction).wire(shape)
 
 
 def blocks(k: int) -> int:
@@ -75,20 +97,23 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def parse_codec(name: str) -> CodecName:
-    """The codec `name`, such as int8, int6/int8 or int4h. Raises ManifestError with what is known."""
-    forward, slash, backward = name.partition("/")
-    legs = (forward, backward if slash else forward)
-    for leg in legs:
+    """The codec `name`, such as int8, int6/int8, int4h or top64:int8. Raises ManifestError with what is known."""
+    sparse = SPARSE.match(name)
+    forward, slash, backward = name[sparse.end() if sparse else 0 :].partition("/")
+    backward = backward if slash else forward
+    for leg in (forward, backward):
         if leg not in LEGS:
             raise ManifestError(f"[boundary] codec {shown(name)} is unknown; {_remedy(leg)}")
-    return CodecName(name, *(Leg(leg, _bits(leg), leg.endswith("h")) for leg in legs))
+    return CodecName(name, _leg(forward), _leg(backward), int(sparse[1]) if sparse else 0)
 
 
-def _bits(leg: str) -> int:
-    return 0 if leg in DENSE_BYTES else int(leg[3])
+def _leg(name: str) -> Leg:
+    return Leg(name, 0 if name in DENSE_BYTES else int(name[3]), name.endswith("h"))
 
 
 def _remedy(leg: str) -> str:
     close = difflib.get_close_matches(leg[:64], LEGS, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""
-    return f"{meant}use one of {', '.join(LEGS)}, or two of them as FORWARD/BACKWARD."
+    return (
+        f"{meant}use one of {', '.join(LEGS)}, or two of them as FORWARD/BACKWARD; with topN: before, N columns cross."
+    )

@@ -14,7 +14,7 @@ from typing import Any, Final, Self, cast
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from agora_protocol import manifest_toml
-from agora_protocol.boundary import parse_codec
+from agora_protocol.boundary import DIRECTIONS, parse_codec
 from agora_protocol.errors import ManifestError, ProtocolError
 from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, RunId
@@ -145,7 +145,7 @@ class Manifest(Section):
         a chunk of state.
         """
         shape, codec = self.boundary_shape(), parse_codec(self.boundary.codec)
-        boundary = max(codec.forward.bytes_of(shape), codec.backward.bytes_of(shape))
+        boundary = max(codec.bytes_of(shape, direction) for direction in DIRECTIONS)
         return max(STATE_CHUNK_BYTES, boundary + 4 * shape[0] * (shape[1] + 1))
 
     def admits(self, peer: PeerId) -> bool:

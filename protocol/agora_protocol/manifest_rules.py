@@ -106,9 +106,14 @@ def _warmup(it: Manifest) -> str | None:
 
 def _codec(it: Manifest) -> str | None:
     try:
-        parse_codec(it.boundary.codec)
+        codec = parse_codec(it.boundary.codec)
     except ManifestError as unknown:
         return str(unknown)
+    if codec.columns >= it.model.subspace:
+        return (
+            f"[boundary] codec {codec.name} keeps {codec.columns} columns of boundaries that have "
+            f"{it.model.subspace}; use fewer, or no top{codec.columns}: to send all of them."
+        )
     return None
 
 

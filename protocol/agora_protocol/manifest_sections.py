@@ -67,7 +67,8 @@ class BoundarySection(Section):
     codec: str = Field(
         default="bf16",
         max_length=32,
-        description="float32 is exact, bf16 half of it, int8 to int2 less, int8h to int2h rotated; or FORWARD/BACKWARD",
+        description="float32 is exact, bf16 half of it, int8 to int2 less, int8h to int2h rotated; FORWARD/BACKWARD; "
+        "topN: before them sends N columns",
     )
 
 

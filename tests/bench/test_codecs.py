@@ -51,7 +51,7 @@ def test_boundaries_cross_by_the_codec(manifest: Manifest, tmp_path: Path) -> No
 
 
 def test_of_a_column_sparse_boundary_the_strongest_columns_cross_and_their_gradients() -> None:
-    cross = codecs.column_sparse(codec_by_name("float32"), 2)
+    cross = crossing(codec_by_name("top2:float32"))
     tensor, name = torch.tensor([[[1.0, -5.0, 0.0, 4.0], [1.0, 0.0, 2.0, 4.0]]]), MicrobatchId(bytes(16))
     assert cross(tensor, "forward", name, 1).tolist() == [[[0.0, -5.0, 0.0, 4.0], [0.0, 0.0, 0.0, 4.0]]]
     assert cross(torch.ones(1, 2, 4), "backward", name, 1).tolist() == [[[0.0, 1.0, 0.0, 1.0]] * 2]
@@ -64,10 +64,11 @@ def test_losses_come_to_their_codecs_rows_and_others_get_rows(
     rows: list[dict[str, codecs.Cell]] = [{"codec": "int8", "bytes_per_value": 1.03}]
     codecs.add_losses(rows, manifest, 4, tmp_path)
     naive, whole = [f"naive {name}, nearest" for name in codecs.NAIVE], ["bf16", "int8"]
-    sparse = [f"16 columns of d, {name}" for name in whole]
-    assert [row["codec"] for row in rows] == ["int8", "float32", *naive, *(f"k = d, {name}" for name in whole), *sparse]
-    losses = [row["loss"] for row in rows]
-    assert all(isinstance(loss, float) and 0 < loss < 10 for loss in losses) and len(set(losses)) == 8
+    wide = [f"k = d, {columns}{name}" for columns in ("", "top16:") for name in whole]
+    assert [row["codec"] for row in rows] == ["int8", "float32", *naive, *wide]
+    losses = [row[column] for row in rows for column in ("loss", "loss_exported")]
+    assert all(isinstance(loss, float) and 0 < loss < 10 for loss in losses)
+    assert len(set(losses[::2])) == 8 and losses[2] == losses[3] and losses[-1] != losses[-2], "float32 and top16:int8"
     assert rows[0]["bytes_per_value"] == 1.03
 
 

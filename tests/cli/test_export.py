@@ -192,6 +192,20 @@ def test_the_card_and_the_list_say_where_it_comes_from(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*listed["files"], "export.json"}
 
 
+def test_the_card_of_a_run_with_sparse_boundaries_says_what_the_export_has_that_it_never_used(
+    home: paths.Home, stages: list[Stage], tmp_path: Path
+) -> None:
+    founded = SignedManifest.sign(
+        MANIFEST.replaced(name="sparse", boundary={"codec": "top12:int8"}), Identity.generate()
+    )
+    runs.remember(home, founded)
+    for stage in range(3):
+        checkpoint(home, founded, stages, stage, STEPS[stage])
+    assert run("sparse", tmp_path / "out") == console.DONE
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "trained with 12 of its 32 columns between stages, and here has all of them" in card
+
+
 # --- from which checkpoints
 
 

@@ -164,7 +164,7 @@ def test_what_is_not_finite_is_refused_by_the_receiver(name: str, bad: float) ->
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(QUANTISED), SHAPES, st.data(), st.booleans())
+@given(st.sampled_from([*QUANTISED, "top1:int6", "top1:int3h"]), SHAPES, st.data(), st.booleans())
 def test_mutated_bytes_give_finite_values_or_the_protocols_word(
     name: str, shape: tuple[int, int, int], data: st.DataObject, dithered: bool
 ) -> None:
@@ -207,14 +207,33 @@ def test_another_dtype_shape_or_leg_is_refused_before_it_is_decoded() -> None:
         assert refusal.value.code == "bad-tensor"
 
 
-@pytest.mark.parametrize("name", ["int9", "int1", "int8/", "/int8", "int8/int8/int8", "top25%", "INT8", "", "int8hh"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int9",
+        "int1",
+        "int8/",
+        "/int8",
+        "int8/int8/int8",
+        "top25%",
+        "INT8",
+        "",
+        "int8hh",
+        "top:int8",
+        "top0:int8",
+        "top8:",
+        "top8",
+        "int8/top8:int8",
+        "top8:top8:int8",
+    ],
+)
 def test_unknown_names_are_refused_alike_by_codec_and_manifest(name: str) -> None:
     for attempt in (lambda: codec_by_name(name), lambda: preset("tiny", boundary={"codec": name})):
         with pytest.raises(ManifestError, match="is unknown; .*use one of bf16, float32, int8"):
             attempt()
 
 
-@pytest.mark.parametrize("name", [*LEGS, "int6/int8", "bf16/int4h"])
+@pytest.mark.parametrize("name", [*LEGS, "int6/int8", "bf16/int4h", "top7:int8", "top20:int6/int3"])
 def test_known_names_are_known_to_both(name: str) -> None:
     assert preset("tiny", boundary={"codec": name}).boundary.codec == codec_by_name(name).name == name
 
@@ -224,3 +243,59 @@ def test_any_layout_and_dtype_can_be_encoded() -> None:
     strided = tensor.permute(2, 1, 0)
     assert bytes(codec.encode(strided, "forward").data) == bytes(codec.encode(strided.contiguous(), "forward").data)
     assert codec.encode(tensor.bfloat16(), "forward").dtype == "uint8"
+
+
+@pytest.mark.parametrize("legs", ["float32", "bf16", "int6/int3", "int4h"])
+def test_the_strongest_columns_cross_and_the_gradient_comes_back_for_them(legs: str) -> None:
+    codec, plain = codec_by_name(f"top3:{legs}", SEED), codec_by_name(legs, SEED)
+    tensor, gradient, strong = normal((2, 8, 40)), normal((2, 8, 40), 1), [4, 17, 39]
+    tensor[..., strong] *= 10
+    entry = there_and_back(codec, tensor)
+    assert sorted(set(entry.nonzero()[:, 2].tolist())) == strong
+    assert torch.equal(entry[..., strong], there_and_back(plain, tensor[..., strong]))
+    wire = codec.encode(gradient, "backward", KEY, entry)
+    assert wire.nbytes == 6 + plain.encode(gradient[..., strong], "backward", KEY).nbytes
+    returned = codec.decode(wire, (2, 8, 40), "backward", KEY)
+    assert torch.equal(returned[..., strong], there_and_back(plain, gradient[..., strong], KEY))
+    assert not returned[..., [n for n in range(40) if n not in strong]].any()
+
+
+def test_columns_of_zeros_change_nothing_for_the_others() -> None:
+    codec, tensor, gradient = codec_by_name("top3:float32/bf16"), torch.zeros(1, 4, 8), torch.ones(1, 4, 8)
+    tensor[..., 5] = normal((1, 4))
+    entry = there_and_back(codec, tensor)
+    assert set(entry.nonzero()[:, 2].tolist()) == {5}
+    returned = codec.decode(codec.encode(gradient, "backward", KEY, entry), (1, 4, 8), "backward", KEY)
+    assert bool((returned[..., 5] == 1).all()) and int((returned[0, 0] == 1).sum()) == 3
+
+
+@pytest.mark.parametrize("numbers", [(3, 2), (2, 2), (1, 8), (65535, 0)])
+def test_columns_that_do_not_ascend_or_do_not_exist_are_refused(numbers: tuple[int, int]) -> None:
+    codec = codec_by_name("top2:bf16")
+    wire = codec.encode(normal((1, 2, 8)), "forward")
+    data = np.array(numbers, "<u2").tobytes() + bytes(wire.data[4:])
+    with pytest.raises(ProtocolError, match="do not ascend, or reach 8") as refusal:
+        codec.decode(WireTensor("uint8", wire.shape, memoryview(data)), (1, 2, 8), "forward")
+    assert refusal.value.code == "bad-tensor"
+
+
+def test_a_sparse_boundary_of_another_size_is_refused_by_its_name() -> None:
+    codec = codec_by_name("top2:int6/bf16")
+    wire = codec.encode(normal((1, 2, 8)), "backward")
+    assert (wire.dtype, wire.shape) == parse_codec("top2:int6/bf16").wire((1, 2, 8), "backward") == ("uint8", (12,))
+    with pytest.raises(ProtocolError, match=r"top2:int6 makes uint8 \(11,\) of \(1, 2, 8\)"):
+        codec.decode(wire, (1, 2, 8), "forward")
+
+
+def test_all_columns_of_a_boundary_are_no_sparse_one() -> None:
+    assert preset("tiny", model={"subspace": 64}, boundary={"codec": "top63:int8"}).boundary.codec == "top63:int8"
+    for columns in (64, 65, 99999):
+        with pytest.raises(ManifestError, match=f"keeps {columns} columns of boundaries that have 64; use fewer"):
+            preset("tiny", model={"subspace": 64}, boundary={"codec": f"top{columns}:int8"})
+
+
+def test_a_sparse_boundarys_bytes_count_for_the_largest_payload() -> None:
+    large = {"schedule": {"microbatch": 4096}, "optimizer": {"target_tokens": 4096 * 128}}
+    tokens = 4 * 4096 * 129
+    sparse = preset("tiny", **large, boundary={"codec": "top8:int8/bf16"})
+    assert sparse.max_payload_bytes - tokens == 2 * 8 + 2 * 8 * 4096 * 128

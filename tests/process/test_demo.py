@@ -54,7 +54,7 @@ def test_a_small_demo_trains_and_prints_the_contracts_object(tmp_path: Path) -> 
     assert set(value["averaging"]) == {"rounds", "participation", "failed_parts"}
     # Every microbatch crosses once forward and once back; evaluations cross once.
     codec, shape = parse_codec(preset("tiny").boundary.codec), preset("tiny").boundary_shape()
-    both_ways = codec.forward.bytes_of(shape) + codec.backward.bytes_of(shape)
+    both_ways = codec.bytes_of(shape, "forward") + codec.bytes_of(shape, "backward")
     assert value["bytes"]["boundary"] >= both_ways * microbatches["completed"]
     assert 0 < value["first_microbatch_seconds"] < value["total_seconds"]
     origin = next(peer for peer, span in value["spans"].items() if span == [0, 0])  # the founder takes either stage

@@ -9,6 +9,7 @@ import pytest
 from agora_protocol.errors import ProtocolError
 from agora_protocol.tensors import WireTensor
 
+from agora.codec import codec_by_name
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
 
 STEPS = 40
@@ -37,12 +38,41 @@ def exact() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("codec", "near"), [("int8", 0.01), ("int6/int8h", 0.03), ("int8/int4", 0.06), ("int4h", 0.15)]
+    ("codec", "near"),
+    [("int8", 0.01), ("int6/int8h", 0.03), ("int8/int4", 0.06), ("int4h", 0.15), ("top24:int8", 0.15)],
 )
 def test_quantised_boundaries_train_nearly_as_exact_ones(exact: list[float], codec: str, near: float) -> None:
     found = losses(codec)
     ours, theirs = np.mean(found[-5:]), np.mean(exact[-5:])
     assert abs(ours - theirs) < near * theirs
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_gradient_comes_back_for_the_columns_that_crossed_and_learns(activations: str) -> None:
+    manifest = small_manifest(
+        stages={"count": 3}, boundary={"codec": "top20:float32"}, schedule={"activations": activations}
+    )
+    codec, shape = codec_by_name("top20:float32"), manifest.boundary_shape()
+    tokens = tokens_of(batches_for(manifest, 1)[0][0])
+
+    async def whole() -> None:
+        async with pipeline_of(manifest, ("0-0", "1-1", "2-2")) as (first, middle, last):
+            name = microbatch_id(1)
+            entering = [await first.forward(name, 0, None, tokens, True)]
+            entering.append(await middle.forward(name, 1, entering[0], tokens, True))
+            done = await last.finish(name, 2, entering[1], tokens, True)
+            assert done.gradient is not None
+            back = await middle.backward(name, done.gradient)
+            assert back.gradient is not None
+            for boundary, gradient in zip(entering, (back.gradient, done.gradient), strict=True):
+                columns = [
+                    codec.decode(wire, shape, leg).flatten(0, 1).any(dim=0)
+                    for wire, leg in ((boundary, "forward"), (gradient, "backward"))
+                ]
+                assert int(columns[0].sum()) == 20 and bool((columns[0] == columns[1]).all())
+            await first.backward(name, back.gradient)
+
+    asyncio.run(whole())
 
 
 def test_a_run_with_dithered_gradients_can_be_repeated() -> None:

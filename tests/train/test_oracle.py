@@ -6,7 +6,9 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 from agora_protocol.manifest import Manifest
+from torch import Tensor
 
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
 from tests.train.support import batches_for, pipeline_of, small_manifest, train_step
@@ -41,6 +43,20 @@ def test_a_cut_model_trains_as_the_plain_loop_does(stages: int, spans: list[str]
     expected = run_plain_loop(manifest, batches_for(manifest, STEPS))
     assert expected.losses[-1] < expected.losses[0]
     check_equal(asyncio.run(run_swarm(manifest, spans)), expected)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_sparse_boundaries_are_a_mask_within_the_plain_loop(activations: str) -> None:
+    def masked(boundary: Tensor) -> Tensor:
+        strongest = boundary.detach().square().sum(dim=(0, 1)).topk(20).indices
+        return boundary * torch.zeros(boundary.shape[-1]).index_fill(0, strongest, 1.0)
+
+    manifest = small_manifest(
+        stages={"count": 4}, boundary={"codec": "top20:float32"}, schedule={"activations": activations}
+    )
+    batches = batches_for(manifest, STEPS)
+    expected = run_plain_loop(manifest, batches, masked)
+    check_equal(asyncio.run(run_swarm(manifest, ["0", "1", "2", "3"])), expected)
 
 
 def test_nadam_and_no_clipping_are_the_plain_loop_too() -> None:

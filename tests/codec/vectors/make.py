@@ -21,7 +21,7 @@ HERE: Final = Path(__file__).parent
 SEED: Final = 7
 MICROBATCH: Final = bytes(range(16))
 STAGE: Final = 3
-LEGS: Final = ("int8", "int7", "int6", "int5", "int4", "int3", "int2", "int8h", "int4h")
+LEGS: Final = ("int8", "int7", "int6", "int5", "int4", "int3", "int2", "int8h", "int4h", "top3:int8", "top4:int3")
 SHAPES: Final = ((1, 2, 5), (1, 2, 64), (1, 1, 70))
 
 
