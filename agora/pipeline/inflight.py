@@ -26,12 +26,12 @@ class Work:
     def __init__(self, key: WorkKey) -> None:
         self.key = key
         self.listeners: list[Progress] = []
-        self.news: Advance | None = None
+        self.news: dict[int, Advance] = {}
         self.committed = False
 
     def advance(self, news: Advance) -> None:
-        """Tells everybody who waits."""
-        self.news = news
+        """Tells everybody who waits, and who joins them later: of each stage the newest."""
+        self.news[news.stage] = news
         for listener in list(self.listeners):
             listener(news)
 
@@ -83,8 +83,8 @@ class InProgress:
             work = self._running.get(key)
             if work is None:
                 return await self._wait(self._start(key, start), listener)
-            if work.news is not None:
-                listener(work.news)
+            for news in work.news.values():
+                listener(news)
             try:
                 return await self._wait(work, listener)
             except AgoraError:

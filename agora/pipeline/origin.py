@@ -101,7 +101,7 @@ class _Parcel:
 
     def heard(self, news: Advance) -> None:
         """Keeps the newest peer seen to hold each stage."""
-        if news.stage > 0 and news.what != "forwarded":
+        if news.stage > 0:
             self.path[news.stage] = news.peer
 
 

@@ -56,14 +56,19 @@ class Trip:
         """For the next choice."""
         return PathHint(self.path, frozenset(self.finished))
 
-    def heard(self, news: Advance, callee: PeerId) -> None:
-        """The newest peer seen to hold a stage is the one that a retry should reach; its own stage is the callee's."""
+    def heard(self, news: Advance, callee: PeerId) -> bool:
+        """The newest peer seen to hold a stage is the one that a retry should reach; its own stage is the callee's.
+
+        Whether who asked us should hear of it: it does not know this peer of the stage, by us or by its own hint.
+        """
         own = news.stage == self.process.stage
-        if news.what == "forwarded" or not (news.peer == callee if own else news.stage > self.process.stage):
-            return
-        self.path[news.stage] = news.peer
+        if not (news.peer == callee if own else news.stage > self.process.stage):
+            return False
         if own and news.what == "finished":
             self.finished.add(callee)
+        known = self.path.get(news.stage) == news.peer
+        self.path[news.stage] = news.peer
+        return not known
 
     def failed(self, peer: PeerId, reason: str) -> None:
         """Remembers why. Who holds the result is worth a second call; nobody else is hinted at again for this stage."""
@@ -223,16 +228,16 @@ class Router:
             told[news.what] += 1
             if told[news.what] > most:
                 return
-            trip.heard(news, peer)
+            new = trip.heard(news, peer)
             if news.peer == peer and news.stage == stage and news.what == "accepted":
                 link = Link(trip.payload_bytes, self._round_trip_s(peer))
                 waited = _now() - attempt.started
                 self._learn(stage, attempt, routing.accepted, _now(), min(news.queue, 1 << 20), waited, link)
-            trip.on_progress(news)
+            if new:
+                trip.on_progress(news)
 
         cost = self._costs[stage][peer]
         deadline_ms = deadline_to_send(attempt.started, attempt.until, 2.0 * cost.round_trip_s, MAX_DEADLINE_MS)
-        trip.on_progress(Advance(stage, peer, "forwarded", cost.calls))
         reply = await self._caller.call(
             peer, trip.request(deadline_ms), trip.tensors, deadline=attempt.until, on_progress=heard
         )

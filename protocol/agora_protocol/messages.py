@@ -133,13 +133,11 @@ class Processed(Message, kind=4, frames=(FrameType.ANSWER,), tensors=(0, 1)):
 
 
 class Advance(Message, kind=5, frames=(FrameType.PROGRESS,)):
-    """News of a call that is still open: heartbeat, trace, and a hint for a retry."""
+    """News of a call that is still open: how long the callee's queue is, and a hint for a retry."""
 
     stage: int = whole(0, MAX_STAGES - 1, doc="the stage at which it happened")
     peer: PeerId = peer_id(doc="the peer to which it happened")
-    what: str = choice(
-        "accepted", "forwarded", "finished", doc="took a seat; sent on to `peer`; has the result in its cache"
-    )
+    what: str = choice("accepted", "finished", doc="took a seat; has the result in its cache")
     queue: int = whole(0, MAX_UINT, doc="microbatches that peer has in hand")
 
 

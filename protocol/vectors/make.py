@@ -205,7 +205,7 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
         *_averaging_frames(),
         *_state_frames(),
         (kind.PROGRESS, 5, Advance(1, SECOND.peer, "accepted", 4), []),
-        (kind.PROGRESS, 5, Advance(1, SECOND.peer, "forwarded", 0), []),
+        (kind.PROGRESS, 5, Advance(1, SECOND.peer, "finished", 0), []),
         (kind.PROGRESS, 5, Advance(2, FIRST.peer, "finished", 65_536), []),
         (kind.ANSWER, 5, Processed(16.25, 6, 1.5), [boundary]),
         (kind.ANSWER, 5, Processed(16.25, 6, 0.0), []),

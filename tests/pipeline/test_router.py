@@ -270,7 +270,7 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
 
         async def talk(message, tensors, deadline, progress) -> Answer:
             for number in range(flood):
-                for what in ("accepted", "forwarded", "finished"):
+                for what in ("accepted", "finished"):
                     progress(Advance(number % stages, peer_id(f"stranger {number}"), what, 0))
             return await answer(message, tensors, deadline, progress)
 
@@ -279,9 +279,25 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
         deadline = asyncio.get_running_loop().time() + 60.0
         reply = await node.router.send(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append)
         assert reply.peer == talker.peer
-        told = Counter(news.what for news in passed if news.peer != talker.peer)
-        assert set(told.values()) == {NEWS_PER_STAGE * (stages - 1)} and len(told) == 3
+        told = Counter((news.stage, news.what) for news in passed if news.peer != talker.peer)
+        assert set(told) == {(2, "accepted")} and 1 < told[2, "accepted"] <= NEWS_PER_STAGE * (stages - 1)
         assert trips[-1].finished <= {talker.peer} and trips[-1].path.keys() <= set(range(stages))
+
+    run(work())
+
+
+def test_a_caller_is_not_told_what_its_own_hint_says() -> None:
+    async def work() -> None:
+        for hinted in (False, True):
+            world, passed = World(4), []
+            nodes = [world.add(f"peer{i}", str(i)) for i in range(4)]
+            hint = ((3, nodes[3].peer),) if hinted else ()
+            process = Process(MB, peer_id("origin"), 1, "train", 60_000, hint)
+            deadline = asyncio.get_running_loop().time() + 60.0
+            await nodes[0].router.send(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append)
+            assert [(news.stage, news.what) for news in passed] == [
+                (stage, "accepted") for stage in (1, 2, 3)[: 3 - hinted]
+            ]
 
     run(work())
 

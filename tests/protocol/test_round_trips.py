@@ -49,7 +49,7 @@ TENSORS = st.builds(
     st.lists(st.integers(1, 4), max_size=6),
     st.integers(0, 255),
 )
-ADVANCES = st.builds(Advance, STAGES, PEERS, st.sampled_from(["accepted", "forwarded", "finished"]), UINTS)
+ADVANCES = st.builds(Advance, STAGES, PEERS, st.sampled_from(["accepted", "finished"]), UINTS)
 PROCESSES = st.builds(
     Process,
     st.binary(min_size=16, max_size=16),
