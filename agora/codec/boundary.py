@@ -76,8 +76,9 @@ class BoundaryCodec:
             return self._decode(leg, wire, shape, key, device)
         kept, data = columns.read(wire.data, self._codec.columns, shape[2])
         some = self._codec.crossing(shape)
+        values = self._decode(leg, WireTensor(*leg.wire(some), data), some, key, device)
         whole = torch.zeros(shape, dtype=torch.float32, device=device)
-        whole[..., kept.to(device)] = self._decode(leg, WireTensor(*leg.wire(some), data), some, key, device)
+        whole[..., kept.to(device)] = values
         return whole
 
     def _encode(self, leg: Leg, tensor: Tensor, key: str | None) -> WireTensor:

@@ -19,7 +19,8 @@ COLUMN: np.dtype[np.uint16] = np.dtype("<u2")
 def strongest(tensor: Tensor, count: int) -> Tensor:
     """The `count` columns of [b, s, k] with the largest sums of squares, int64 [count], ascending.
 
-    Of a boundary that came as `count` columns, which has zeros elsewhere, they are those that came.
+    Of a boundary that came as `count` columns, which has zeros elsewhere, they are those that came: no level stands for
+    zero, and where a dense leg sent a column of zeros, another such column is as good.
     """
     energies = tensor.detach().to(torch.float32).flatten(0, 1).square().sum(dim=0)
     return energies.topk(count).indices.sort().values

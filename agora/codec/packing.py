@@ -22,7 +22,7 @@ EACH_BYTE: Final = 0x0101010101010101
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
-    """Levels below 2^bits, uint8 [n], as uint8 [packed_bytes(n, bits)]."""
+    """Levels below 2^bits, uint8 [n], alone in their storage, as uint8 [packed_bytes(n, bits)]."""
     if bits == 8:
         return levels
     packed = torch.empty(packed_bytes(len(levels), bits), dtype=torch.uint8, device=levels.device)

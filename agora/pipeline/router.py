@@ -29,8 +29,8 @@ from agora.swarm.view import PeerView, View
 
 MOST_REASONS = 8
 NEWS_PER_STAGE = 8
-"""Of each kind of news an attempt brings one for every stage that it passes, more where calls were repeated; beyond so
-many it is dropped, since every caller before us would have to pass it on.
+"""An attempt brings word of a seat for every stage that it passes, more where calls were repeated; beyond so many it is
+dropped, since every caller before us would have to pass it on.
 """
 UNAVAILABLE_FAILURES = 3
 """A peer that could not get further downstream is left alone for a second at most: it may not be its fault."""
@@ -48,6 +48,7 @@ class Trip:
     on_progress: Progress
     payload_bytes: int
     path: dict[int, PeerId] = field(default_factory=dict)
+    told: dict[int, PeerId] = field(default_factory=dict)
     finished: set[PeerId] = field(default_factory=set)
     reasons: dict[PeerId, str] = field(default_factory=dict)
 
@@ -59,15 +60,15 @@ class Trip:
     def heard(self, news: Advance, callee: PeerId) -> bool:
         """The newest peer seen to hold a stage is the one that a retry should reach; its own stage is the callee's.
 
-        Whether who asked us should hear of it: it does not know this peer of the stage, by us or by its own hint.
+        Whether it is news to those who asked us, all of whom hear the same.
         """
         own = news.stage == self.process.stage
         if not (news.peer == callee if own else news.stage > self.process.stage):
             return False
         if own and news.what == "finished":
             self.finished.add(callee)
-        known = self.path.get(news.stage) == news.peer
-        self.path[news.stage] = news.peer
+        known = self.told.get(news.stage) == news.peer
+        self.path[news.stage] = self.told[news.stage] = news.peer
         return not known
 
     def failed(self, peer: PeerId, reason: str) -> None:

@@ -24,7 +24,7 @@ BITS: Final = range(2, 9)
 LEGS: Final = (*DENSE_BYTES, *(f"int{bits}{turned}" for bits in reversed(BITS) for turned in ("", "h")))
 """The name of one direction; a codec is one of them for both, or two as FORWARD/BACKWARD."""
 SPARSE: Final = re.compile(r"top([1-9][0-9]{0,4}):")
-"""Before them, where only so many columns cross."""
+"""Before those that are not rotated, where only so many columns cross."""
 COLUMN_BYTES: Final = 2
 """Of a column's number, which is below 65,536 as a model's width is."""
 
@@ -102,7 +102,7 @@ def parse_codec(name: str) -> CodecName:
     forward, slash, backward = name[sparse.end() if sparse else 0 :].partition("/")
     backward = backward if slash else forward
     for leg in (forward, backward):
-        if leg not in LEGS:
+        if leg not in LEGS or (sparse and leg.endswith("h")):
             raise ManifestError(f"[boundary] codec {shown(name)} is unknown; {_remedy(leg)}")
     return CodecName(name, _leg(forward), _leg(backward), int(sparse[1]) if sparse else 0)
 
@@ -115,5 +115,6 @@ def _remedy(leg: str) -> str:
     close = difflib.get_close_matches(leg[:64], LEGS, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""
     return (
-        f"{meant}use one of {', '.join(LEGS)}, or two of them as FORWARD/BACKWARD; with topN: before, N columns cross."
+        f"{meant}use one of {', '.join(LEGS)}, or two of them as FORWARD/BACKWARD; with topN: before, "
+        "but for those that end with h, N columns cross."
     )

@@ -107,7 +107,7 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
         each(whole(0, MAX_STAGES - 1), peer_id()),
         MAX_HINTS,
         default=(),
-        doc="peers that finished this microbatch for a stage in an earlier attempt",
+        doc="peers that took this microbatch for a stage in an earlier attempt",
     )
     step: int = whole(
         0,

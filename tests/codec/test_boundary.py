@@ -164,7 +164,7 @@ def test_what_is_not_finite_is_refused_by_the_receiver(name: str, bad: float) ->
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from([*QUANTISED, "top1:int6", "top1:int3h"]), SHAPES, st.data(), st.booleans())
+@given(st.sampled_from([*QUANTISED, "top1:int6", "top1:int3"]), SHAPES, st.data(), st.booleans())
 def test_mutated_bytes_give_finite_values_or_the_protocols_word(
     name: str, shape: tuple[int, int, int], data: st.DataObject, dithered: bool
 ) -> None:
@@ -225,6 +225,8 @@ def test_another_dtype_shape_or_leg_is_refused_before_it_is_decoded() -> None:
         "top8",
         "int8/top8:int8",
         "top8:top8:int8",
+        "top8:int8h",
+        "top8:int8/int8h",
     ],
 )
 def test_unknown_names_are_refused_alike_by_codec_and_manifest(name: str) -> None:
@@ -245,7 +247,7 @@ def test_any_layout_and_dtype_can_be_encoded() -> None:
     assert codec.encode(tensor.bfloat16(), "forward").dtype == "uint8"
 
 
-@pytest.mark.parametrize("legs", ["float32", "bf16", "int6/int3", "int4h"])
+@pytest.mark.parametrize("legs", ["float32", "bf16", "int6/int3", "int2"])
 def test_the_strongest_columns_cross_and_the_gradient_comes_back_for_them(legs: str) -> None:
     codec, plain = codec_by_name(f"top3:{legs}", SEED), codec_by_name(legs, SEED)
     tensor, gradient, strong = normal((2, 8, 40)), normal((2, 8, 40), 1), [4, 17, 39]

@@ -206,6 +206,20 @@ def test_a_repeat_joins_the_work_under_way() -> None:
     run(work())
 
 
+def test_a_repeat_without_a_hint_hears_what_the_first_caller_hinted() -> None:
+    async def work() -> None:
+        world, heard = World(3), []
+        node, _ = world.add("first", "0"), world.add("middle", "1")
+        last = world.add("last", "2", service_s=5.0)
+        hinted, deadline = replace(process(0, MB), hint=((2, last.peer),)), asyncio.get_running_loop().time() + 60.0
+        one = asyncio.create_task(node.hop.process(hinted, [tokens_of(7)], deadline, lambda a: None))
+        await asyncio.sleep(1.0)
+        await asyncio.gather(one, enter(node, progress=heard.append))
+        assert [(a.stage, a.what) for a in heard] == [(stage, "accepted") for stage in range(3)] + [(0, "finished")]
+
+    run(work())
+
+
 def test_when_one_of_two_callers_leaves_the_other_still_gets_its_answer() -> None:
     async def work() -> None:
         world = World(2)

@@ -286,22 +286,6 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
     run(work())
 
 
-def test_a_caller_is_not_told_what_its_own_hint_says() -> None:
-    async def work() -> None:
-        for hinted in (False, True):
-            world, passed = World(4), []
-            nodes = [world.add(f"peer{i}", str(i)) for i in range(4)]
-            hint = ((3, nodes[3].peer),) if hinted else ()
-            process = Process(MB, peer_id("origin"), 1, "train", 60_000, hint)
-            deadline = asyncio.get_running_loop().time() + 60.0
-            await nodes[0].router.send(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append)
-            assert [(news.stage, news.what) for news in passed] == [
-                (stage, "accepted") for stage in (1, 2, 3)[: 3 - hinted]
-            ]
-
-    run(work())
-
-
 def test_a_peer_that_cannot_get_further_is_left_for_one_that_can() -> None:
     async def work() -> None:
         world = World(3)
