@@ -40,7 +40,10 @@ RoundTrip = Callable[[PeerId], "float | None"]
 
 @dataclass(slots=True)
 class Trip:
-    """One microbatch on its way through `send`: what it carries, and what its attempts have taught."""
+    """One microbatch on its way through `send`: what it carries, and what its attempts have taught.
+
+    path: who was seen to hold a stage, at first by the caller's hint; told: whom of them those who asked us heard of.
+    """
 
     process: Process
     tensors: Sequence[WireTensor]
@@ -223,11 +226,11 @@ class Router:
 
     async def _call(self, trip: Trip, attempt: _Attempt) -> Answer:
         stage, peer = trip.process.stage, attempt.peer
-        most, told = NEWS_PER_STAGE * (self._stage_count - stage), Counter[str]()
+        most, counts = NEWS_PER_STAGE * (self._stage_count - stage), Counter[str]()
 
         def heard(news: Advance) -> None:
-            told[news.what] += 1
-            if told[news.what] > most:
+            counts[news.what] += 1
+            if counts[news.what] > most:
                 return
             new = trip.heard(news, peer)
             if news.peer == peer and news.stage == stage and news.what == "accepted":
