@@ -35,8 +35,9 @@ from agora.averaging.terms import (
     SizeOf,
 )
 from agora.averaging.wire import PartCodec
+from agora.calls import Caller, Reply
 from agora.codec import all_finite
-from agora.pipeline.seams import Caller, Fault, Reply
+from agora.pipeline.seams import Fault
 
 MAX_OPEN: Final = 4096
 """Parts that may be gathered at once."""

@@ -28,9 +28,10 @@ from agora.averaging.owner import Owner
 from agora.averaging.ownership import owners
 from agora.averaging.slices import parts
 from agora.averaging.terms import FIRST_PATIENCE, Average, AveragingTerms, Part
+from agora.calls import Caller
 from agora.observe import events
 from agora.observe.events import Report
-from agora.pipeline.seams import Caller, Fault
+from agora.pipeline.seams import Fault
 
 PARTS_AT_ONCE: Final = 8
 LEAST_S: Final = 0.05

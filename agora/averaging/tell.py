@@ -18,7 +18,8 @@ from agora_protocol.messages import Tallied, Tally
 
 from agora.averaging import agreement
 from agora.averaging.agreement import Tallies
-from agora.pipeline.seams import Caller
+from agora.calls import Caller
+from agora.clock import loop_time
 
 TELL_S: Final = 0.25
 SOON_S: Final = 0.02
@@ -112,7 +113,7 @@ class Teller:
     def present(self, stage: int) -> set[PeerId]:
         """The stage's replicas in the view, this one included, without those that have fallen silent."""
         members = set(self._members(stage)) | {self._me}
-        return members - agreement.absent(self._stages[stage].known, members, _now())
+        return members - agreement.absent(self._stages[stage].known, members, loop_time())
 
     def judge_again(self, stage: int) -> None:
         """`act` hears the present judgement once more: what it asked for could not be done, or is done."""
@@ -120,7 +121,7 @@ class Teller:
 
     def tell(self) -> None:
         """Tells what is new to whom it concerns, and judges."""
-        now, counts = _now(), self._counts()
+        now, counts = loop_time(), self._counts()
         for stage, it in self._stages.items():
             own = counts[stage]
             if it.told != own or now - it.told_at > HEARTBEAT_S:
@@ -136,7 +137,7 @@ class Teller:
         own = self._counts()[message.stage]
         self._take(message.stage, message.tallies, peer)
         known = self._stages[message.stage].known
-        return Tallied(agreement.tale(known, (self._me, *own), self._members(message.stage), _now()))
+        return Tallied(agreement.tale(known, (self._me, *own), self._members(message.stage), loop_time()))
 
     # --- calls
 
@@ -155,17 +156,17 @@ class Teller:
 
     async def _exchange(self, stage: int, peer: PeerId, message: Tally) -> None:
         try:
-            reply = await self._caller.call(peer, message, (), deadline=_now() + CALL_S)
+            reply = await self._caller.call(peer, message, (), deadline=loop_time() + CALL_S)
         except AgoraError:
             it = self._stages[stage]
-            it.known = agreement.lost(it.known, peer, _now())
+            it.known = agreement.lost(it.known, peer, loop_time())
             return
         if isinstance(reply.message, Tallied):
             self._take(stage, reply.message.tallies, peer)
 
     def _take(self, stage: int, news: Collection[agreement.News], sender: PeerId) -> None:
         """Strangers speak for themselves alone, and nothing is kept of those who have left the view and are silent."""
-        it, members, now = self._stages[stage], set(self._members(stage)), _now()
+        it, members, now = self._stages[stage], set(self._members(stage)), loop_time()
         news = [about for about in news if about[0] == sender or {about[0], sender} <= members]
         known = agreement.heard(it.known, news, sender, self._me, now)
         it.known = {peer: last for peer, last in known.items() if peer in members or last.present(now)}
@@ -174,7 +175,7 @@ class Teller:
     # --- judging
 
     def _others(self, stage: int) -> Tallies:
-        return agreement.fresh(self._stages[stage].known, self._members(stage), _now())
+        return agreement.fresh(self._stages[stage].known, self._members(stage), loop_time())
 
     def _judge(self, stage: int, own: tuple[int, int]) -> None:
         (step, tokens), others = own, self._others(stage)
@@ -187,7 +188,3 @@ class Teller:
         if (complete or reached > step) and judgement != self._stages[stage].judged:
             self._stages[stage].judged = judgement
             self.act(judgement)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

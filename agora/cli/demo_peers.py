@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agora.cli.console import Failure
-from agora.node import asking, paths
+from agora.node import control_client, paths
 from agora.observe.journal import Follower
 
 STOP_SECONDS = 10.0
@@ -50,8 +50,8 @@ class Daemon:
     def ask(self, question: str, *, timeout_s: float = 5.0, **arguments: Any) -> dict[str, Any] | None:
         """The daemon's answer; None while it does not answer, or is not ready to."""
         try:
-            return asking.ask(self.socket, question, timeout_s=timeout_s, **arguments)
-        except (asking.DaemonUnreachable, asking.DaemonRefused):
+            return control_client.ask(self.socket, question, timeout_s=timeout_s, **arguments)
+        except (control_client.DaemonUnreachable, control_client.DaemonRefused):
             return None
 
     def signal(self, number: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from agora.cli.console import STALLED, Failure, say
 from agora.cli.progress import Bar
-from agora.node import asking, paths
+from agora.node import control_client, paths
 
 if TYPE_CHECKING:
     from agora_protocol.manifest import SignedManifest
@@ -50,7 +50,7 @@ def find(run: str, directories: Sequence[Path]) -> Sources:
     for entry in machine.daemons:
         try:
             files = _collected(entry, count)
-        except (asking.DaemonUnreachable, asking.DaemonRefused) as error:
+        except (control_client.DaemonUnreachable, control_client.DaemonRefused) as error:
             reasons.append(f"the daemon in {entry.root} could not collect the stages: {error}")
             say(f"{reasons[-1]}; looking for checkpoints")
             continue
@@ -113,7 +113,7 @@ def _manifest(machine: _Machine) -> SignedManifest:
 def _collected(entry: paths.Entry, count: int) -> tuple[StageFile, ...]:
     """What a daemon has fetched from the replicas of every stage."""
     with Bar(f"the daemon in {entry.root} collects {count} stages from the swarm"):
-        answer = asking.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS)
+        answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS)
     return tuple(_file_of(stage, answer) for stage in range(count))
 
 
@@ -123,7 +123,7 @@ def _file_of(stage: int, answer: Mapping[str, Any]) -> StageFile:
     try:
         return StageFile(stage, int(answer["steps"][str(stage)]), Path(answer["files"][str(stage)]))
     except (KeyError, TypeError, ValueError):
-        raise asking.DaemonRefused("bad-answer", f"its answer says nothing of stage {stage}") from None
+        raise control_client.DaemonRefused("bad-answer", f"its answer says nothing of stage {stage}") from None
 
 
 def _checkpoints(signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str]) -> tuple[StageFile, ...]:

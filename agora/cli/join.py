@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agora.cli.console import Failure, say
-from agora.node import asking, paths
+from agora.node import control_client, paths
 
 LEAVE_SECONDS = 12.0
 
@@ -27,10 +27,10 @@ def tell(what: str, run: str | None, directory: Path | None) -> None:
     """Asks the daemon that is meant for leave, pause or resume, and says what it answered."""
     entry = the_daemon(run, directory)
     try:
-        answer = asking.ask(Path(entry.socket), what, timeout_s=LEAVE_SECONDS)
-    except asking.DaemonRefused as error:
+        answer = control_client.ask(Path(entry.socket), what, timeout_s=LEAVE_SECONDS)
+    except control_client.DaemonRefused as error:
         raise Failure(str(error)) from None
-    except asking.DaemonUnreachable as error:
+    except control_client.DaemonUnreachable as error:
         raise Failure(
             f"the daemon with pid {entry.pid} does not answer ({error}); stop it with `kill {entry.pid}`"
         ) from None

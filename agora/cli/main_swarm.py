@@ -158,26 +158,6 @@ def export(
     raise typer.Exit(command.run(wish, as_json=as_json))
 
 
-@app.command()
-def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which comparison, for example pipeline.")],
-    quick: Annotated[bool, typer.Option("--quick", help="At most 5 minutes on 2 cores; same ratio names.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="Renew its section of docs/benchmarks.md.")] = False,
-    as_json: JSON = False,
-) -> None:
-    """Run a comparison live on this machine and print its table and ratios.
-
-    Both sides run in one go on the same machine, so the ratios mean something where absolute figures do not.
-
-    \b
-    Example:
-      swarm bench pipeline --quick --json
-    """
-    from agora.bench import cli as command
-
-    raise typer.Exit(command.run(name, quick, as_json, write))
-
-
 def main() -> None:
     """The console script."""
     console.run(app)

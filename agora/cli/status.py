@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agora.cli import console
-from agora.node import asking, paths
+from agora.node import control_client, paths
 
 WATCH_SECONDS = 2.0
 EXIT_CODES = {"OK": console.DONE, "PAUSED": console.DONE, "DEGRADED": console.DEGRADED}
@@ -60,8 +60,8 @@ def fetch(run: str, home: paths.Home) -> Status:
     for entry in paths.daemons():
         if reference.is_of(entry):
             try:
-                return asking.ask(Path(entry.socket), "status")
-            except (asking.DaemonUnreachable, asking.DaemonRefused):
+                return control_client.ask(Path(entry.socket), "status")
+            except (control_client.DaemonUnreachable, control_client.DaemonRefused):
                 continue
     if not reference.addresses:
         why = "no daemon of this run answers on this machine, and no address of a peer is known"

@@ -21,12 +21,13 @@ from agora_protocol.limits import PROTOCOL_NAME
 from agora_protocol.messages import Hello, Message, refusal_to_wire
 from agora_protocol.tensors import WireTensor
 
+from agora.calls import OnProgress, Reply
 from agora.net.connection import Connection
 from agora.net.errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from agora.net.host import Host
 from agora.net.peers import AddressBook, Strikes, Struck
 from agora.net.streams import FrameStream
-from agora.net.terms import HeldBytes, IncomingCall, NetLimits, OnProgress, Reply
+from agora.net.terms import HeldBytes, IncomingCall, NetLimits
 
 __all__ = [
     "ConnectionBroken",

@@ -34,10 +34,11 @@ from agora_protocol.messages import (
 )
 from agora_protocol.tensors import WireTensor
 
+from agora.calls import OnProgress, Reply
 from agora.net.errors import ConnectionBroken
 from agora.net.pulse import Pulse, Verdict
 from agora.net.streams import Frame, FrameStream, Intake
-from agora.net.terms import HeldBytes, IncomingCall, NetLimits, OnProgress, Reply
+from agora.net.terms import HeldBytes, IncomingCall, NetLimits
 
 GUARANTEED_BYTES: Final = 65_536  # payloads every connection may always have in hand, however full everything is
 LAST_CALL: Final = 2**32 - 1

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from agora_protocol.frames import FrameLimits
@@ -20,10 +19,10 @@ from agora_protocol.limits import (
     PING_AFTER_SILENCE_S,
     PING_ANSWER_S,
 )
-from agora_protocol.messages import Advance, Message
+from agora_protocol.messages import Message
 from agora_protocol.tensors import WireTensor
 
-OnProgress = Callable[[Advance], None]
+from agora.calls import OnProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +47,6 @@ class NetLimits:
     def frames(self) -> FrameLimits:
         """What a prefix may announce."""
         return FrameLimits(max_payload_bytes=self.max_payload_bytes)
-
-
-@dataclass(slots=True)
-class Reply:
-    """A handler's answer, or what came of a call."""
-
-    message: Message
-    tensors: list[WireTensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)

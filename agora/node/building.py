@@ -26,7 +26,6 @@ from agora.net.calls import HandlerFailed, NetEvent, NetLimits, Network
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.node import doctor, joining, paths, runs
-from agora.node.aside import aside
 from agora.node.batches import OriginBatches
 from agora.node.collecting import Collector
 from agora.node.joining import Unreachable
@@ -35,6 +34,7 @@ from agora.node.parts import Early, Parts, Where
 from agora.node.replicas import Replicas
 from agora.node.serving import Meter, MeteredCaller, Service
 from agora.node.steps import Steps
+from agora.node.threads import run_in_thread
 from agora.observe import events, faults
 from agora.observe.events import Report
 from agora.pipeline.admission import Admission
@@ -279,7 +279,7 @@ class Builder:
             return sampler, len(corpus.tokens)
 
         with self._steps.step("corpus") as note:
-            sampler, count = await aside(load)
+            sampler, count = await run_in_thread(load)
             note.text = f"{count:,} tokens"
         reserved = where.home.manifest(signed.run_id).with_name("drawn.txt")
         return OriginBatches(sampler, where.peer, manifest.schedule.microbatch, reserved, self._report)

@@ -19,9 +19,9 @@ from agora_protocol.errors import Busy, DiskError, LocalError, Unavailable
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest, SignedManifest
 
+from agora.calls import Caller
 from agora.model import parameter_shapes
-from agora.node.aside import aside
-from agora.pipeline.seams import Caller
+from agora.node.threads import run_in_thread
 from agora.state.export import SOURCE_BYTES, StageFile
 from agora.state.files import remove_folder, sync_folder
 from agora.state.layout import Layout, StageState
@@ -89,17 +89,17 @@ class Collector:
 
     async def _collect(self) -> list[StageFile]:
         deadline = asyncio.get_running_loop().time() + COLLECT_SECONDS
-        layouts = await aside(lambda: _layouts(self._signed.manifest))
+        layouts = await run_in_thread(lambda: _layouts(self._signed.manifest))
         for stage in range(len(layouts)):
             if stage not in self._held.span and not self._sources(stage):
                 raise _nobody(stage, [])
         fresh = self._folder.with_name(f".{self._folder.name}-{secrets.token_hex(8)}")
         try:
-            await aside(lambda: self._make(fresh, sum(SOURCE_BYTES * layout.numel for layout in layouts)))
+            await run_in_thread(lambda: self._make(fresh, sum(SOURCE_BYTES * layout.numel for layout in layouts)))
             steps = [await self._write(fresh, stage, layout, deadline) for stage, layout in enumerate(layouts)]
-            await aside(lambda: self._put_in_place(fresh))
+            await run_in_thread(lambda: self._put_in_place(fresh))
         finally:
-            await aside(lambda: remove_folder(fresh))
+            await run_in_thread(lambda: remove_folder(fresh))
         return [StageFile(stage, step, _file(self._folder, stage)) for stage, step in enumerate(steps)]
 
     async def _write(self, folder: Path, stage: int, layout: Layout, deadline: float) -> int:
@@ -109,7 +109,7 @@ class Collector:
         else:
             state = await self._fetch(stage, layout.numel, deadline)
         about = {"run": self._signed.run_id, "stage": str(stage), "step": str(state.step)}
-        await aside(lambda: write_weights(_file(folder, stage), layout.named(state.weights), about))
+        await run_in_thread(lambda: write_weights(_file(folder, stage), layout.named(state.weights), about))
         return state.step
 
     async def _fetch(self, stage: int, numel: int, deadline: float) -> StageState:

@@ -20,7 +20,7 @@ from agora_protocol.messages import GetManifest, Hello, ManifestAnswer
 
 from agora.net.calls import IncomingCall, Network, Reply
 from agora.net.host import Host
-from agora.node import asking, paths, runs
+from agora.node import control_client, paths, runs
 
 FETCH_SECONDS = 15.0
 NEIGHBOUR_SECONDS = 60.0
@@ -97,10 +97,10 @@ async def neighbours(run: str, own_pid: int) -> tuple[str, ...]:
     for entry in paths.daemons():
         while entry.run == run and entry.pid != own_pid and entry.alive:
             try:
-                answer = await asyncio.to_thread(asking.ask, Path(entry.socket), "addresses", timeout_s=2.0)
+                answer = await asyncio.to_thread(control_client.ask, Path(entry.socket), "addresses", timeout_s=2.0)
                 found.extend(str(address) for address in answer["addresses"])
                 break
-            except (asking.DaemonUnreachable, asking.DaemonRefused):
+            except (control_client.DaemonUnreachable, control_client.DaemonRefused):
                 if asyncio.get_running_loop().time() > deadline:
                     break
                 await asyncio.sleep(0.2)

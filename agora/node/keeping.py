@@ -20,10 +20,10 @@ from agora_protocol.messages import GetChunk, GetSlice, GetState
 from agora_protocol.records import Cut
 
 from agora.averaging.slices import Slices
-from agora.node.aside import aside
+from agora.calls import Caller
+from agora.node.threads import run_in_thread
 from agora.observe import events
 from agora.observe.events import Report
-from agora.pipeline.seams import Caller
 from agora.state.checkpoint import Checkpoint, CheckpointError, newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import ELEMENT_BYTES, Flat, StageState
 from agora.state.missed import chunk_blocks, fetch_slices, give_slice
@@ -108,7 +108,7 @@ class Keeper:
                     found[stage] = checkpoint
             return found
 
-        self._found = await aside(look)
+        self._found = await run_in_thread(look)
         return tuple(self._found[stage].step if stage in self._found else 0 for stage in self.span.stages)
 
     def _damaged(self, error: CheckpointError) -> None:
@@ -138,7 +138,7 @@ class Keeper:
 
     async def _load_own(self, own: Checkpoint) -> None:
         layout = self._compute.layout(own.stage)
-        await self._compute.load_state(await aside(lambda: read_checkpoint(own, layout)))
+        await self._compute.load_state(await run_in_thread(lambda: read_checkpoint(own, layout)))
         self._last[own.stage] = own.step
 
     def _offers(self, stage: int) -> Mapping[PeerId, int]:
@@ -267,7 +267,7 @@ class Keeper:
         if own is None:
             return None
         layout = self._compute.layout(stage)
-        return await aside(lambda: read_checkpoint(own, layout))
+        return await run_in_thread(lambda: read_checkpoint(own, layout))
 
     # --- writing
 
@@ -298,7 +298,9 @@ class Keeper:
         try:
             async with self._writing:
                 state = await self._compute.export_state(stage)
-                written = await aside(lambda: write_checkpoint(config.folder, config.run, state, layout, keep=keep))
+                written = await run_in_thread(
+                    lambda: write_checkpoint(config.folder, config.run, state, layout, keep=keep)
+                )
         except DiskError as error:
             self._report(events.DiskTrouble(str(config.folder), str(error)))
             return

@@ -30,10 +30,10 @@ from agora.averaging.rounds import Rounds
 from agora.averaging.slices import Slices, parts
 from agora.averaging.tell import Judgement, Teller
 from agora.averaging.terms import AveragingTerms, Part
+from agora.calls import Caller
 from agora.node.keeping import Keeper
 from agora.observe import events, faults
 from agora.observe.events import Report
-from agora.pipeline.seams import Caller
 from agora.state.rules import leading_step
 from agora.swarm.membership import Membership
 from agora.train.compute import Compute

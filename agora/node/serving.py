@@ -32,8 +32,8 @@ from agora_protocol.messages import (
 )
 from agora_protocol.tensors import WireTensor
 
+from agora.calls import OnProgress
 from agora.net.calls import IncomingCall, Network, Reply
-from agora.net.terms import OnProgress
 from agora.node.keeping import Keeper
 from agora.node.replicas import Replicas
 from agora.observe import faults

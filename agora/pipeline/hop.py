@@ -11,7 +11,6 @@ runs to its end and keeps the result. A caller that vanishes without a word chan
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,13 +24,15 @@ from agora_protocol.limits import MAX_DEADLINE_MS
 from agora_protocol.messages import Advance, Process, Processed
 from agora_protocol.tensors import WireTensor
 
+from agora.calls import OnProgress
+from agora.clock import loop_time
 from agora.observe import events
 from agora.pipeline.admission import Admission
 from agora.pipeline.deadline import downstream_deadline, is_hopeless
 from agora.pipeline.gate import StepGate
 from agora.pipeline.inflight import InProgress, Work
 from agora.pipeline.results import ResultCache, WorkKey
-from agora.pipeline.seams import Answer, Backward, Compute, Fault, LossSum, Progress, Report, WireShapes
+from agora.pipeline.seams import Answer, Backward, Compute, Fault, LossSum, Report, WireShapes
 
 if TYPE_CHECKING:
     from agora.pipeline.router import Router
@@ -112,7 +113,7 @@ class Hop:
         return self._compute.span
 
     async def process(
-        self, message: Process, tensors: Sequence[WireTensor], deadline: float, progress: Progress
+        self, message: Process, tensors: Sequence[WireTensor], deadline: float, progress: OnProgress
     ) -> Answer:
         """One hop: compute this peer's span, await the gradient from downstream, return the gradient upstream.
 
@@ -123,11 +124,11 @@ class Hop:
         """
         try:
             job = self._understood(message, tensors, deadline)
-            kept = self._results.get(job.key, _now())
+            kept = self._results.get(job.key, loop_time())
             if kept is None:
                 self._refuse_another_entry(job)
                 if self._gate is not None and message.step:
-                    await self._gate.passed(message.stage, message.step - MOST_AHEAD, _now())
+                    await self._gate.passed(message.stage, message.step - MOST_AHEAD, loop_time())
                     await self._gate.passed(message.stage, message.step, deadline)
                 answer = await self._joined_or_begun(job, progress)
             else:
@@ -138,23 +139,23 @@ class Hop:
         await self._fault("hop.before-answer")
         return answer
 
-    async def _joined_or_begun(self, job: Job, progress: Progress) -> Answer:
+    async def _joined_or_begun(self, job: Job, progress: OnProgress) -> Answer:
         if self._running.has(job.key):
             self._report(events.RepeatServed(job.message.microbatch.hex(), job.message.stage))
-        elif is_hopeless(_now(), job.deadline, self._busy_s):
-            raise Unavailable(job.message.stage, [f"{job.deadline - _now():.3f} s are too short for this hop"])
+        elif is_hopeless(loop_time(), job.deadline, self._busy_s):
+            raise Unavailable(job.message.stage, [f"{job.deadline - loop_time():.3f} s are too short for this hop"])
         return await self._running.run(job.key, job.deadline, progress, lambda work: self._hop(job, work))
 
     async def _hop(self, job: Job, work: Work) -> Answer:
         """The hop itself, from seat to answer."""
-        started = _now()
+        started = loop_time()
         with self._admission.enter(started):
             work.advance(self._news(job, "accepted"))
             await self._fault("hop.accepted")
             answer = await (self._finish(job, work) if self._is_last else self._pass_on(job, work))
-            self._results.put(job.key, answer, _now())
+            self._results.put(job.key, answer, loop_time())
             work.advance(self._news(job, "finished"))
-            self._admission.held(_now() - started)
+            self._admission.held(loop_time() - started)
             return answer
 
     async def _finish(self, job: Job, work: Work) -> Answer:
@@ -189,7 +190,7 @@ class Hop:
     async def _onward(self, job: Job, output: WireTensor, work: Work) -> Answer:
         """The rest of the pipeline, done early enough that our own backward still makes our deadline."""
         onward = replace(job.message, stage=self.span.last + 1)
-        until = downstream_deadline(_now(), job.deadline, self._backward_s)
+        until = downstream_deadline(loop_time(), job.deadline, self._backward_s)
         return await self._router.send(onward, [output, job.tokens], until, work.advance)
 
     async def _backward(self, below: Answer, job: Job, work: Work) -> Backward | None:
@@ -197,7 +198,7 @@ class Hop:
         if below.gradient is None or below.peer is None:
             raise PeerFailed("no gradient came back from downstream")
         work.commit()
-        started = _now()
+        started = loop_time()
         try:
             with self._in_hands():
                 done = await self._compute.backward(job.message.microbatch, below.gradient)
@@ -205,7 +206,7 @@ class Hop:
             work.uncommit()
             self._router.blame(self.span.last + 1, below.peer, error)
             return None
-        self._backward_s += 0.1 * (_now() - started - self._backward_s)
+        self._backward_s += 0.1 * (loop_time() - started - self._backward_s)
         return done
 
     def _answer(
@@ -241,11 +242,11 @@ class Hop:
             return
         stage = self._running.entered_elsewhere(job.key)
         if stage is None:
-            stage = self._results.entered_elsewhere(job.key, _now())
+            stage = self._results.entered_elsewhere(job.key, loop_time())
         if stage is not None:
             raise Busy(f"this microbatch entered this peer at stage {stage} before", ELSEWHERE_RETRY_MS)
 
-    def _repeated(self, job: Job, kept: Answer, progress: Progress) -> Answer:
+    def _repeated(self, job: Job, kept: Answer, progress: OnProgress) -> Answer:
         self._report(events.RepeatServed(job.message.microbatch.hex(), job.message.stage))
         progress(self._news(job, "finished"))
         return kept
@@ -290,7 +291,7 @@ class Hop:
     async def leave(self, within_s: float) -> bool:
         """Refuses newcomers, waits for those inside for at most `within_s`, then cancels; whether all were finished."""
         self._admission.close("leaving")
-        drained = await self._admission.drained(_now() + within_s)
+        drained = await self._admission.drained(loop_time() + within_s)
         await self._running.close()
         return drained
 
@@ -302,7 +303,3 @@ def _split(message: Process, tensors: Sequence[WireTensor]) -> tuple[WireTensor 
     if len(tensors) != 2:
         raise ProtocolError("bad-message", f"process needs a boundary and tokens; {len(tensors)} tensors came")
     return (None if message.stage == 0 else tensors[0]), tensors[1]
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable
 from agora_protocol.errors import AgoraError, Busy
 from agora_protocol.messages import Advance
 
+from agora.calls import OnProgress
 from agora.pipeline.results import WorkKey
-from agora.pipeline.seams import Answer, Progress
+from agora.pipeline.seams import Answer
 
 
 class Work:
@@ -25,7 +26,7 @@ class Work:
 
     def __init__(self, key: WorkKey) -> None:
         self.key = key
-        self.listeners: list[Progress] = []
+        self.listeners: list[OnProgress] = []
         self.news: dict[int, Advance] = {}
         self.committed = False
 
@@ -71,7 +72,7 @@ class InProgress:
         return key in self._running
 
     async def run(
-        self, key: WorkKey, deadline: float, listener: Progress, start: Callable[[Work], Awaitable[Answer]]
+        self, key: WorkKey, deadline: float, listener: OnProgress, start: Callable[[Work], Awaitable[Answer]]
     ) -> Answer:
         """The answer of the work named `key`, started unless it runs already.
 
@@ -104,7 +105,7 @@ class InProgress:
         work.task = asyncio.create_task(perform(), name=f"hop {key.microbatch.hex()} at stage {key.stage}")
         return work
 
-    async def _wait(self, work: Work, listener: Progress) -> Answer:
+    async def _wait(self, work: Work, listener: OnProgress) -> Answer:
         work.listeners.append(listener)
         try:
             return await asyncio.shield(work.task)

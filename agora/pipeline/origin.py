@@ -18,6 +18,7 @@ from agora_protocol.limits import MAX_DEADLINE_MS, MAX_HINTS
 from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
+from agora.clock import loop_time
 from agora.observe import events
 from agora.pipeline.credit import PER_STAGE, Credit, Pace, in_flight, step_share
 from agora.pipeline.seams import Answer, Batches, Entrance, Report
@@ -161,8 +162,8 @@ class Origin:
         """Opens nothing more, waits at most `within_s` for what is open, then gives it up; how many were dropped."""
         self._leaving = True
         self._changed.notify()
-        until = _now() + within_s
-        while self._open and _now() < until:
+        until = loop_time() + within_s
+        while self._open and loop_time() < until:
             await self._changed.wait(until)
         dropped = [task for task in self._open if task.cancel()]
         if dropped:
@@ -184,7 +185,7 @@ class Origin:
 
         Raises Unavailable when they are not back in `within_s`, or when nothing is held out.
         """
-        started, sums = _now(), [0.0, 0]
+        started, sums = loop_time(), [0.0, 0]
         seats = asyncio.Semaphore(max(2, self.credit.limit // 2))
 
         async def one(tokens: WireTensor) -> None:
@@ -202,7 +203,7 @@ class Origin:
         if not sums[1]:
             raise Unavailable(0, ["no held-out text; raise data.heldout in the manifest of the next run"])
         result = Evaluation(sums[0] / sums[1], int(sums[1]))
-        self._report(events.EvaluationDone(result.loss, result.tokens, _now() - started))
+        self._report(events.EvaluationDone(result.loss, result.tokens, loop_time() - started))
         return result
 
     # --- opening
@@ -214,7 +215,7 @@ class Origin:
             if ready and not self._paused and self._has_room():
                 return True
             patient = ready and not self._config.synchronous
-            await self._changed.wait(None if patient else _now() + LOOK_S)
+            await self._changed.wait(None if patient else loop_time() + LOOK_S)
         return False
 
     def _has_room(self) -> bool:
@@ -239,8 +240,8 @@ class Origin:
             self._step, self._stuck_since = step, None
             return step_share(config.target_tokens, config.tokens_per_microbatch, share.rank, share.origins)
         if self._stuck_since is None:
-            self._stuck_since = _now()
-        if _now() - self._stuck_since < GRACE_S:
+            self._stuck_since = loop_time()
+        if loop_time() - self._stuck_since < GRACE_S:
             return 0
         self._stuck_since = None
         lacking = -(-self._stage.missing_tokens() // config.tokens_per_microbatch) if self._stage else 0
@@ -267,7 +268,7 @@ class Origin:
     def _parcel(self, tokens: WireTensor, purpose: str, step: int = 0) -> _Parcel:
         microbatch = microbatch_id(self._session, self._ids)
         self._ids += 1
-        return _Parcel(microbatch, tokens, purpose, _now(), step)
+        return _Parcel(microbatch, tokens, purpose, loop_time(), step)
 
     # --- carrying
 
@@ -286,7 +287,7 @@ class Origin:
         if message.tokens:
             loss = message.loss_sum / message.tokens
             statistics.loss = loss if statistics.loss is None else statistics.loss + 0.05 * (loss - statistics.loss)
-        self._pace = self._pace.completed(_now())
+        self._pace = self._pace.completed(loop_time())
         self._most = min(self._most + 1, 2 * self.credit.limit)
 
     async def _deliver(self, parcel: _Parcel) -> Answer:
@@ -302,23 +303,23 @@ class Origin:
             if answer is None:
                 self._report(events.MicrobatchDropped(name, "this peer is leaving"))
         message = answer.message
-        seconds = _now() - parcel.started
+        seconds = loop_time() - parcel.started
         self._report(events.MicrobatchCompleted(name, message.loss_sum, message.tokens, seconds, parcel.purpose))
         return answer
 
     async def _attempt(self, parcel: _Parcel, attempt: int) -> Answer | None:
         """One attempt through the whole pipeline; None when it failed and the next may begin."""
         patience = self._patience(attempt)
-        deadline, wait = _now() + patience, RETRY_S * 2.0 ** min(attempt, 16)
+        deadline, wait = loop_time() + patience, RETRY_S * 2.0 ** min(attempt, 16)
         hint = tuple(sorted(parcel.path.items())[:MAX_HINTS])
         message = Process(
             parcel.microbatch, self._config.me, 0, parcel.purpose, max(1, int(1000.0 * patience)), hint, parcel.step
         )
-        started = _now()
+        started = loop_time()
         try:
             async with asyncio.timeout_at(deadline):
                 answer = await self._entrance.process(message, [parcel.tokens], deadline, parcel.heard)
-            self._trip_s += 0.1 * (_now() - started - self._trip_s) if self._trip_s else _now() - started
+            self._trip_s += 0.1 * (loop_time() - started - self._trip_s) if self._trip_s else loop_time() - started
             return answer
         except Busy as refusal:
             wait = max(wait, refusal.retry_after_ms / 1000.0)
@@ -341,7 +342,3 @@ class Origin:
     def _closed(self, task: asyncio.Task[None]) -> None:
         self._open.discard(task)
         self._changed.notify()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -6,7 +6,6 @@ nor how tensors are computed or sent.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,12 +17,14 @@ from agora_protocol.limits import MAX_DEADLINE_MS, MAX_HINTS
 from agora_protocol.messages import Advance, Process, Processed
 from agora_protocol.tensors import WireTensor
 
+from agora.calls import Caller, OnProgress, Reply
+from agora.clock import loop_time
 from agora.observe import events
 from agora.pipeline import routing
 from agora.pipeline.credit import Pace
 from agora.pipeline.deadline import LEAST_S, attempt_deadline, deadline_to_send
 from agora.pipeline.routing import Choice, Link, PathHint, PeerCost
-from agora.pipeline.seams import Answer, Caller, Progress, Reply, Report, WireShapes
+from agora.pipeline.seams import Answer, Report, WireShapes
 from agora.pipeline.signal import Signal
 from agora.swarm.view import PeerView, View
 
@@ -48,7 +49,7 @@ class Trip:
     process: Process
     tensors: Sequence[WireTensor]
     deadline: float
-    on_progress: Progress
+    on_progress: OnProgress
     payload_bytes: int
     path: dict[int, PeerId] = field(default_factory=dict)
     told: dict[int, PeerId] = field(default_factory=dict)
@@ -132,7 +133,7 @@ class Router:
         self._changed.notify()
 
     async def send(
-        self, process: Process, tensors: Sequence[WireTensor], deadline: float, on_progress: Progress
+        self, process: Process, tensors: Sequence[WireTensor], deadline: float, on_progress: OnProgress
     ) -> Answer:
         """The answer of some peer of `process.stage`: `tensors` are [boundary, tokens], `deadline` on the loop's clock.
 
@@ -150,7 +151,7 @@ class Router:
     async def _next(self, trip: Trip) -> _Attempt:
         """The next peer to try, charged; waits while nobody can be asked. Raises Unavailable at the deadline."""
         while True:
-            now = _now()
+            now = loop_time()
             choice = self._choose(now, trip)
             if trip.deadline - now < LEAST_S:
                 raise Unavailable(trip.process.stage, self._why(trip, choice))
@@ -212,7 +213,9 @@ class Router:
             learnt = True
             return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
         except Busy as refusal:
-            self._learn(stage, attempt, routing.was_busy, _now(), attempt.charge_s, refusal.retry_after_ms / 1000.0)
+            self._learn(
+                stage, attempt, routing.was_busy, loop_time(), attempt.charge_s, refusal.retry_after_ms / 1000.0
+            )
             learnt = True
             trip.reasons[attempt.peer] = "busy"
         except AgoraError as error:
@@ -235,8 +238,8 @@ class Router:
             new = trip.heard(news, peer)
             if news.peer == peer and news.stage == stage and news.what == "accepted":
                 link = Link(trip.payload_bytes, self._round_trip_s(peer))
-                waited = _now() - attempt.started
-                self._learn(stage, attempt, routing.accepted, _now(), min(news.queue, 1 << 20), waited, link)
+                waited = loop_time() - attempt.started
+                self._learn(stage, attempt, routing.accepted, loop_time(), min(news.queue, 1 << 20), waited, link)
             if new:
                 trip.on_progress(news)
 
@@ -267,19 +270,19 @@ class Router:
 
     def _learn_answer(self, trip: Trip, attempt: _Attempt, answer: Answer) -> float:
         """What the answer teaches; returns the seconds that it would have taken to come if nothing had waited."""
-        stage, took = trip.process.stage, _now() - attempt.started
+        stage, took = trip.process.stage, loop_time() - attempt.started
         self._learn(stage, attempt, routing.answered, answer.message.busy_ms / 1000.0, took)
-        self._pace = self._pace.completed(_now())
+        self._pace = self._pace.completed(loop_time())
         cost = self._costs[stage].get(attempt.peer, PeerCost())
         crossing = cost.crossing_s(trip.payload_bytes, answer.nbytes, self._pace.period_s or math.inf)
         return min(answer.message.path_ms / 1000.0 + crossing, took)
 
     def _learn_failure(self, trip: Trip, attempt: _Attempt, error: AgoraError) -> None:
         process, reason = trip.process, f"{error.code}: {error}"
-        most, wasted_s = 64, _now() - attempt.started
+        most, wasted_s = 64, loop_time() - attempt.started
         if isinstance(error, Unavailable):
             most, wasted_s = UNAVAILABLE_FAILURES, 0.0
-        self._learn(process.stage, attempt, routing.failed, _now(), attempt.charge_s, most, wasted_s)
+        self._learn(process.stage, attempt, routing.failed, loop_time(), attempt.charge_s, most, wasted_s)
         trip.failed(attempt.peer, reason)
         self.rerouted += 1
         self._report(events.MicrobatchRerouted(process.microbatch.hex(), process.stage, attempt.peer, reason))
@@ -294,7 +297,7 @@ class Router:
         self._report(events.PeerStruck(peer, error.code, str(error)))
         costs = self._costs.get(stage, {})
         if peer in costs:
-            costs[peer] = routing.failed(replace(costs[peer], calls=costs[peer].calls + 1), _now(), 0.0)
+            costs[peer] = routing.failed(replace(costs[peer], calls=costs[peer].calls + 1), loop_time(), 0.0)
 
     def _why(self, trip: Trip, choice: Choice) -> list[str]:
         reasons = [f"{peer[-8:]} {reason}" for peer, reason in trip.reasons.items()][-MOST_REASONS:]
@@ -303,7 +306,3 @@ class Router:
     def costs(self, stage: int) -> dict[PeerId, PeerCost]:
         """What is known of each peer of `stage` (for status and tests)."""
         return dict(self._costs.get(stage, {}))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -11,47 +11,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from agora_protocol.ids import MicrobatchId, PeerId, Span
-from agora_protocol.messages import Advance, Message, Process, Processed
+from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
+from agora.calls import OnProgress
 from agora.observe.events import Event
-
-Progress = Callable[[Advance], None]
-"""Takes news of a call; never blocks, never raises."""
 
 Report = Callable[[Event], None]
 Fault = Callable[[str], Awaitable[None]]
-
-
-class Reply(Protocol):
-    """What a call brings back."""
-
-    @property
-    def message(self) -> Message:
-        """The answer itself."""
-
-    @property
-    def tensors(self) -> Sequence[WireTensor]:
-        """What came with it."""
-
-
-class Caller(Protocol):
-    """Calls peers (net.calls.Network, or memory in tests)."""
-
-    async def call(
-        self,
-        peer: PeerId,
-        request: Message,
-        tensors: Sequence[WireTensor],
-        *,
-        deadline: float,
-        on_progress: Progress | None = None,
-    ) -> Reply:
-        """The peer's answer. `deadline` is on the loop's clock.
-
-        Raises what the peer refused with, or an AgoraError at once when the connection breaks or cannot be opened,
-        and at the deadline. Leaving early, by the deadline or by cancellation, cancels the work at the peer.
-        """
 
 
 class LossSum(Protocol):
@@ -154,7 +121,7 @@ class Entrance(Protocol):
     """The way into the pipeline at this peer (hop.Hop)."""
 
     async def process(
-        self, message: Process, tensors: Sequence[WireTensor], deadline: float, progress: Progress
+        self, message: Process, tensors: Sequence[WireTensor], deadline: float, progress: OnProgress
     ) -> Answer:
         """One hop, and everything after it."""
 

@@ -19,7 +19,8 @@ from agora_protocol.messages import GetSlice, Slice
 from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 
-from agora.pipeline.seams import Caller, Reply
+from agora.calls import Caller, Reply
+from agora.clock import loop_time
 from agora.state.layout import Flat
 from agora.state.snapshot import Given
 from agora.state.transfer import Lied, Untrue, milliseconds_to
@@ -122,15 +123,15 @@ class _CatchingUp:
             self.missing.remove(round_)
 
     async def _fetch(self, request: GetSlice, size: int) -> tuple[Flat, int] | None:
-        while self._usable and _now() < self.deadline:
+        while self._usable and loop_time() < self.deadline:
             self._turn += 1
             peer = self._usable[self._turn % len(self._usable)]
-            ends = min(self.deadline, _now() + CALL_S)
+            ends = min(self.deadline, loop_time() + CALL_S)
             asked = GetSlice(request.stage, request.round, request.chunk, milliseconds_to(ends))
             try:
                 return check_slice(await self.caller.call(peer, asked, (), deadline=ends), size)
             except Busy as error:
-                await asyncio.sleep(min(max(error.retry_after_ms / 1000, PAUSE_S), max(self.deadline - _now(), 0)))
+                await asyncio.sleep(min(max(error.retry_after_ms / 1000, PAUSE_S), max(self.deadline - loop_time(), 0)))
             except AgoraError as error:
                 self._remove(peer, error)
         return None
@@ -153,7 +154,3 @@ def check_slice(reply: Reply, size: int) -> tuple[Flat, int]:
     if not np.isfinite(values).all():
         raise Untrue("bad-tensor", "A slice holds values that are not finite.")
     return values, reply.message.step
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -19,7 +19,8 @@ from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
 from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
-from agora.pipeline.seams import Caller, Reply
+from agora.calls import Caller, Reply
+from agora.clock import loop_time
 from agora.state.board import Board
 from agora.state.layout import (
     CHUNK_ELEMENTS,
@@ -178,7 +179,7 @@ class StateFetch:
     # --- one round: hand out what can be handed out, wait until something happens
 
     async def _one_round(self) -> None:
-        now = _now()
+        now = loop_time()
         here = f"{len(self.board.here)} of {self.board.count} chunks"
         if now >= self._deadline:
             raise self._unavailable(f"{here} came before the deadline")
@@ -256,13 +257,13 @@ class StateFetch:
                 self._give_up(source, f"offers step {result.index.step}, where no other replica can be")
             elif isinstance(result, Offer):
                 source.offer = result
-                self._first_offer = self._first_offer or _now()
+                self._first_offer = self._first_offer or loop_time()
             else:
                 source.failures = 0
                 self._arrived(source, call, result)
 
     def _arrived(self, source: _Source, call: _Call, arrays: Arrays) -> None:
-        now = _now()
+        now = loop_time()
         source.took_s = now - call.began
         needless = self.board.arrived(call.chunk, source.peer, now)
         for other in self._sources:
@@ -284,7 +285,7 @@ class StateFetch:
             self._lied(source.peer, error)
             self._give_up(source, str(error))
         elif isinstance(error, Busy):
-            source.not_before = _now() + min(max(error.retry_after_ms / 1000, self._terms.pause_s), MAX_PAUSE_S)
+            source.not_before = loop_time() + min(max(error.retry_after_ms / 1000, self._terms.pause_s), MAX_PAUSE_S)
         elif isinstance(error, ProtocolError) or (isinstance(error, Refused) and call.offer is None):
             self._give_up(source, str(error))
         else:
@@ -293,7 +294,7 @@ class StateFetch:
                 source.offer = None  # before it is given chunks again, it says whether its snapshot is still there
 
     def _pause(self, source: _Source) -> None:
-        now = _now()
+        now = loop_time()
         if now < source.not_before:  # its other calls broke with the same stream: one failure, not several
             return
         source.failures += 1
@@ -320,14 +321,14 @@ class StateFetch:
     # --- calls
 
     async def _fetch_offer(self, peer: PeerId) -> Offer:
-        ends = min(self._deadline, _now() + self._terms.offer_s)
+        ends = min(self._deadline, loop_time() + self._terms.offer_s)
         reply = await self._caller.call(
             peer, GetState(self._stage, self._floor, milliseconds_to(ends)), (), deadline=ends
         )
         return check_offer(reply, self._numel)
 
     async def _fetch_chunk(self, peer: PeerId, offer: Offer, chunk: int) -> Arrays:
-        ends = min(self._deadline, _now() + self._terms.chunk_s)
+        ends = min(self._deadline, loop_time() + self._terms.chunk_s)
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_to(ends))
         reply = await self._caller.call(peer, request, (), deadline=ends)
         return await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), chunk_bytes(chunk, self._numel))
@@ -381,10 +382,6 @@ def _empty(numel: int) -> Flat:
     return np.empty(numel, np.float32)
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 def milliseconds_to(moment: float) -> int:
     """What to say as a request's deadline."""
-    return min(max(int((moment - _now()) * 1000), 1), MAX_DEADLINE_MS)
+    return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 import torch
 from agora_protocol.manifest import Manifest
-
-from agora.averaging.slices import Slices
-from agora.averaging.wire import PartCodec
-from agora.bench import agreement
-from agora.bench.agreement_replicas import Averaging, Exact, Replica, agree, judge, train
-from agora.bench.agreement_settings import (
+from benchmarks import agreement
+from benchmarks.agreement_replicas import Averaging, Exact, Replica, agree, judge, train
+from benchmarks.agreement_settings import (
     DEFAULT,
     FULL,
     MORE,
@@ -27,9 +24,12 @@ from agora.bench.agreement_settings import (
     Effort,
     Setting,
 )
-from agora.bench.children import Nursery, deal
-from agora.bench.report import columns
-from agora.bench.task import prepare_corpus, spec
+from benchmarks.children import Nursery, deal
+from benchmarks.report import columns
+from benchmarks.task import prepare_corpus, spec
+
+from agora.averaging.slices import Slices
+from agora.averaging.wire import PartCodec
 from agora.data.corpus import Corpus, open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer

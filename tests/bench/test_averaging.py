@@ -9,13 +9,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-
-from agora.bench import averaging, averaging_slowdown
-from agora.bench.averaging_groups import Group, Held, HivemindGroup, Incomplete, OurGroup, Round, offsets
-from agora.bench.averaging_values import SPREAD, Holding
-from agora.bench.children import BenchFailed, Nursery
-from agora.bench.report import columns
-from agora.bench.turns import Readings
+from benchmarks import averaging, averaging_slowdown
+from benchmarks.averaging_groups import Group, Held, HivemindGroup, Incomplete, OurGroup, Round, offsets
+from benchmarks.averaging_values import SPREAD, Holding
+from benchmarks.children import BenchFailed, Nursery
+from benchmarks.report import columns
+from benchmarks.turns import Readings
 
 SMALL = 300_000
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from agora.bench.children import Child, Nursery
-from agora.bench.contenders import start_moe_stage
-from agora.bench.task import manifest_for, prepare_corpus, spec
+from benchmarks.children import Child, Nursery
+from benchmarks.contenders import start_moe_stage
+from benchmarks.task import manifest_for, prepare_corpus, spec
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from agora.bench.children import BenchFailed, Child, Nursery, end_children
+from benchmarks.children import BenchFailed, Child, Nursery, end_children
 
 pytestmark = pytest.mark.process
 
@@ -72,7 +71,7 @@ def test_a_death_is_told_at_once_with_its_reason(children: list[Child], tmp_path
 def test_many_stubborn_children_end_together(
     children: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agora.bench.children.STOP_S", 0.5)
+    monkeypatch.setattr("benchmarks.children.STOP_S", 0.5)
     stubborn = [start(children, tmp_path, FORKING) for _ in range(4)]
     for child in stubborn:
         child.hear(30)
@@ -83,7 +82,7 @@ def test_many_stubborn_children_end_together(
 def test_what_a_child_forked_ends_with_it(
     children: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agora.bench.children.STOP_S", 0.1)
+    monkeypatch.setattr("benchmarks.children.STOP_S", 0.1)
     child = start(children, tmp_path, FORKING)
     grandchild = child.hear(30)["pid"]
     child.close()
@@ -99,4 +98,4 @@ def test_a_nursery_ends_everything_also_when_the_bench_fails(tmp_path: Path) -> 
         nursery.adopt(lambda: ended.append("told"), lambda: ended.append("ended"))
         nursery.start("nonsense", "no-such-role", {}).hear(60)
     assert ended == ["told", "ended"]
-    assert "usage: python -m agora.bench.worker" in (tmp_path / "nonsense.log").read_text()
+    assert "usage: python -m benchmarks.worker" in (tmp_path / "nonsense.log").read_text()

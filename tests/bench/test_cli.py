@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from agora.bench import cli
-from agora.bench.children import BenchFailed
-from agora.bench.report import Ratio, Report
+from benchmarks import cli
+from benchmarks.children import BenchFailed
+from benchmarks.report import Ratio, Report
 
 FOLDERS: list[Path] = []
 
@@ -66,7 +65,7 @@ def test_write_renews_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def cli_machine() -> dict[str, object]:
-    from agora.bench.machine import describe
+    from benchmarks.machine import describe
 
     return describe()
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from agora_protocol.ids import MicrobatchId
 from agora_protocol.manifest import Manifest
+from benchmarks import codecs
+from benchmarks.codec_samples import Stages, boundary_samples
+from benchmarks.codecs import _error_of_mean, _relative, crossing, naive
 from torch import Tensor
 
-from agora.bench import codecs
-from agora.bench.codec_samples import Stages, boundary_samples
-from agora.bench.codecs import _error_of_mean, _relative, crossing, naive
 from agora.codec import codec_by_name
 
 MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 16, "subspace": 16}

@@ -10,14 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-
-from agora.bench.freezer import Freezer
+from benchmarks.freezer import Freezer
 
 pytestmark = pytest.mark.process
 
 KILLED = """
 import os, subprocess, sys, time
-from agora.bench.freezer import Freezer
+from benchmarks.freezer import Freezer
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 freezer = Freezer()
 freezer.freeze([child.pid])

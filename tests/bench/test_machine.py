@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-
-from agora.bench.machine import Watch, describe
+from benchmarks.machine import Watch, describe
 
 BURN = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from agora.bench import pipeline, task
-from agora.bench.turns import Readings
+from benchmarks import pipeline, task
+from benchmarks.turns import Readings
 
 
 def test_ratios_have_the_names_of_the_contract() -> None:

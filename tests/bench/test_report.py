@@ -8,9 +8,8 @@ import math
 from pathlib import Path
 
 import pytest
-
-from agora.bench import machine
-from agora.bench.report import Ratio, Report, paired_ratio, print_tables, renew, section, show, write_section
+from benchmarks import machine
+from benchmarks.report import Ratio, Report, paired_ratio, print_tables, renew, section, show, write_section
 
 COMMAND = "swarm bench pipeline --quick --write"
 

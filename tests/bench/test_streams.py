@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from agora.bench import stream_rates
-from agora.bench.children import Nursery
-from agora.bench.stream_rates import FLOW_BYTES, FLOW_COUNT, TRIPS, Streams, measure_streams
+from benchmarks import stream_rates
+from benchmarks.children import Nursery
+from benchmarks.stream_rates import FLOW_BYTES, FLOW_COUNT, TRIPS, Streams, measure_streams
 
 
 def test_the_ratio_is_ours_over_the_bare_streams() -> None:

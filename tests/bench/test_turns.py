@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-
-from agora.bench.children import BenchFailed
-from agora.bench.freezer import Freezer
-from agora.bench.turns import Readings, alternating, calmness, start, take_turns
-from agora.bench.window import Window
+from benchmarks.children import BenchFailed
+from benchmarks.freezer import Freezer
+from benchmarks.turns import Readings, alternating, calmness, start, take_turns
+from benchmarks.window import Window
 
 
 class Fake:

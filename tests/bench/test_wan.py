@@ -11,15 +11,14 @@ from typing import cast
 
 import pytest
 from agora_protocol.manifest import LINK_CODEC, PRESETS, Manifest, link_subspace, preset
-
-from agora.bench import wan
-from agora.bench.children import BenchFailed, Nursery
-from agora.bench.report import Report, columns
-from agora.bench.task import prepare_corpus
-from agora.bench.wan_curves import Curve, Length, final, smooth, steps_to, until
-from agora.bench.wan_loss import train
-from agora.bench.wan_plots import Axes, Line, draw
-from agora.bench.wan_results import (
+from benchmarks import wan
+from benchmarks.children import BenchFailed, Nursery
+from benchmarks.report import Report, columns
+from benchmarks.task import prepare_corpus
+from benchmarks.wan_curves import Curve, Length, final, smooth, steps_to, until
+from benchmarks.wan_loss import train
+from benchmarks.wan_plots import Axes, Line, draw
+from benchmarks.wan_results import (
     Results,
     Speeds,
     figures,
@@ -31,7 +30,7 @@ from agora.bench.wan_results import (
     throughput_lines,
     utilisation_rows,
 )
-from agora.bench.wan_settings import (
+from benchmarks.wan_settings import (
     CHOSEN,
     DENSE,
     DENSE_LEARNT,
@@ -44,7 +43,8 @@ from agora.bench.wan_settings import (
     Job,
     Setting,
 )
-from agora.bench.window import Window
+from benchmarks.window import Window
+
 from agora.net.link import LinkSpec
 
 TINY = Effort((16,), NEEDED, (), (0, 1), 2, 4, (8,), 2, 1, 1.0, 1, (), context=16, sequences=2)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from agora_protocol.manifest import Manifest
-
-from agora.bench.children import Nursery
-from agora.bench.swarm import SwarmContender
-from agora.bench.wan_swarm import credit_of, is_settled
+from benchmarks.children import Nursery
+from benchmarks.swarm import SwarmContender
+from benchmarks.wan_swarm import credit_of, is_settled
 
 
 def test_the_credit_has_settled_when_six_looks_say_the_same() -> None:

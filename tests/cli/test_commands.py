@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from agora.cli import console, main_node, main_swarm, status
 from agora.cli.console import Failure, explain
-from agora.node import asking, paths
+from agora.node import control_client, paths
 
 Completed = subprocess.CompletedProcess[str]
 COMMANDS = [("node", name) for name in ("join", "leave", "pause", "resume")]
-COMMANDS += [("swarm", name) for name in ("new", "status", "demo", "export", "bench")]
+COMMANDS += [("swarm", name) for name in ("new", "status", "demo", "export")]
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_watch_and_one_json_object_exclude_each_other(run: Callable[..., Complet
 def test_a_daemon_of_the_run_is_asked_before_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     entry = paths.Entry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
     monkeypatch.setattr(paths, "daemons", lambda: [entry])
-    monkeypatch.setattr(asking, "ask", lambda path, question: example("OK") | {"asked": [str(path), question]})
+    monkeypatch.setattr(control_client, "ask", lambda path, question: example("OK") | {"asked": [str(path), question]})
     found = status.fetch("ab" * 32, paths.Home(tmp_path))
     assert found["asked"] == ["/nowhere.sock", "status"]
 

@@ -12,9 +12,10 @@ from agora_protocol.ids import PeerId
 from agora_protocol.limits import PREFIX_BYTES
 from agora_protocol.messages import Advance, Hello, Message, Processed
 
+from agora.calls import Reply
 from agora.net.connection import GUARANTEED_BYTES, Connection
 from agora.net.streams import HEAD_BYTES, NEWS_BYTES, FrameStream
-from agora.net.terms import HeldBytes, IncomingCall, NetLimits, Reply
+from agora.net.terms import HeldBytes, IncomingCall, NetLimits
 from tests.net.helpers import RUN, boundary, process
 from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
 from tests.pipeline.virtual_time import run

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 from agora_protocol.errors import AgoraError, LocalError
 
-from agora.node import asking, control, paths
+from agora.node import control, control_client, paths
 from agora.node.control import Ask, ControlSocket
 
 
@@ -67,8 +67,8 @@ def test_only_this_user_can_open_it(tmp_path: Path) -> None:
 
 def test_questions_are_answered_line_by_line(tmp_path: Path) -> None:
     async def scenario(path: Path) -> None:
-        assert await asyncio.to_thread(asking.ask, path, "status") == {"state": "serving"}
-        assert await asyncio.to_thread(lambda: asking.ask(path, "evaluate", batches=4)) == {"batches": 4}
+        assert await asyncio.to_thread(control_client.ask, path, "status") == {"state": "serving"}
+        assert await asyncio.to_thread(lambda: control_client.ask(path, "evaluate", batches=4)) == {"batches": 4}
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(b'{"ask":"status"}\n{"ask":"evaluate","batches":2}\n')
         assert json.loads(await reader.readline()) == {"answer": {"state": "serving"}}
@@ -115,7 +115,7 @@ def test_an_endless_line_ends_the_connection_and_costs_little(tmp_path: Path) ->
         assert b"too-large" in await reader.readline()
         assert await reader.read() == b""
         writer.close()
-        assert await asyncio.to_thread(asking.ask, path, "status") == {"state": "serving"}
+        assert await asyncio.to_thread(control_client.ask, path, "status") == {"state": "serving"}
 
     served(tmp_path, scenario)
 
@@ -147,14 +147,14 @@ def test_a_second_close_and_a_client_that_left_are_no_trouble(tmp_path: Path) ->
 
 
 def test_nobody_there_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(asking.DaemonUnreachable):
-        asking.ask(tmp_path / "none.sock", "status", timeout_s=1.0)
+    with pytest.raises(control_client.DaemonUnreachable):
+        control_client.ask(tmp_path / "none.sock", "status", timeout_s=1.0)
 
 
 def test_refusals_reach_the_asker_with_their_code(tmp_path: Path) -> None:
     async def scenario(path: Path) -> None:
-        with pytest.raises(asking.DaemonRefused) as caught:
-            await asyncio.to_thread(lambda: asking.ask(path, "evaluate", batches=10))
+        with pytest.raises(control_client.DaemonRefused) as caught:
+            await asyncio.to_thread(lambda: control_client.ask(path, "evaluate", batches=10))
         assert caught.value.code == "local"
 
     served(tmp_path, scenario)

@@ -18,7 +18,7 @@ from typing import Any
 
 from agora_protocol.manifest import Manifest
 
-from agora.node import asking, paths
+from agora.node import control_client, paths
 from agora.observe.journal import Follower
 from tests.process.forked import Forked
 
@@ -49,13 +49,13 @@ class Daemon:
 
     def ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
         """What the daemon answers on its control socket."""
-        return asking.ask(paths.socket_of(paths.Home(self.root)), question, timeout_s=timeout_s, **arguments)
+        return control_client.ask(paths.socket_of(paths.Home(self.root)), question, timeout_s=timeout_s, **arguments)
 
     def asked(self, question: str, **arguments: Any) -> dict[str, Any] | None:
         """Its answer, or None while it cannot answer."""
         try:
             return self.ask(question, **arguments)
-        except (asking.DaemonUnreachable, asking.DaemonRefused):
+        except (control_client.DaemonUnreachable, control_client.DaemonRefused):
             return None
 
     @property

@@ -14,7 +14,7 @@ from agora_protocol.manifest import Manifest
 from transformers import AutoModelForCausalLM
 
 from agora.data import Sampler, open_corpus, open_tokenizer
-from agora.node import asking
+from agora.node import control_client
 from tests.process.harness import Daemon, swarm
 from tests.process.test_faults import tiny
 
@@ -85,11 +85,13 @@ def test_training_goes_on_meanwhile_and_a_stage_that_nobody_holds_any_more_is_na
         made.until(lambda: made.completed(first) > before + 10, "microbatches after it")
         assert not first.of("MicrobatchDropped")
         last.kill()
-        with pytest.raises(asking.DaemonRefused, match=r"stage 1 is unavailable: .*--stages 1`") as refused:
+        with pytest.raises(control_client.DaemonRefused, match=r"stage 1 is unavailable: .*--stages 1`") as refused:
             collected(first)  # while the dead peer may still be believed in
         assert refused.value.code == "unavailable"
         made.until(lambda: len(first.ask("status")["peers"]) == 1, "the other peer to be forgotten")
-        with pytest.raises(asking.DaemonRefused, match="stage 1 is unavailable: no peer of the swarm serves it; start"):
+        with pytest.raises(
+            control_client.DaemonRefused, match="stage 1 is unavailable: no peer of the swarm serves it; start"
+        ):
             collected(first)
         done = export(first, tmp_path / "out")
         assert done.returncode == 4 and "no peer of the swarm serves it" in done.stderr, done.stderr

@@ -1,0 +1,45 @@
+"""A call to another peer, as every room that makes one sees it: a request, progress while it is open, a reply.
+
+Knows: the form of a call. Must not know: who carries it (net.calls.Network, or memory in tests) or what it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agora_protocol.ids import PeerId
+from agora_protocol.messages import Advance, Message
+from agora_protocol.tensors import WireTensor
+
+OnProgress = Callable[[Advance], None]
+"""Takes one progress frame of a call that is still open. Must not block and must not raise."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """The message that ended a call, and the tensors that came with it."""
+
+    message: Message
+    tensors: list[WireTensor] = field(default_factory=list)
+
+
+class Caller(Protocol):
+    """Makes calls to peers."""
+
+    async def call(
+        self,
+        peer: PeerId,
+        request: Message,
+        tensors: Sequence[WireTensor] = (),
+        *,
+        deadline: float,
+        on_progress: OnProgress | None = None,
+    ) -> Reply:
+        """Sends `request` with `tensors` to `peer` and returns its reply. deadline: time of the event loop's clock.
+
+        Raises the peer's refusal as the error that it names. Raises an AgoraError at once when the connection breaks or
+        cannot be opened, and at the deadline. A caller that stops waiting (deadline, cancellation) cancels the work at
+        the peer.
+        """

@@ -1,0 +1,27 @@
+"""The exponential moving average that every measurement of the daemon uses. Pure.
+
+Knows: numbers. Must not know: what they measure, or when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MovingAverage:
+    """Exponential moving average with weight `weight` for each new sample; `value` is None before the first sample.
+
+    The first 1 / weight samples count equally, so that the average starts as a plain mean and not at the first sample.
+    """
+
+    weight: float
+    value: float | None = None
+    samples: int = 0
+
+    def updated(self, sample: float) -> MovingAverage:
+        """The average after one more sample."""
+        if self.value is None:
+            return MovingAverage(self.weight, sample, 1)
+        weight = max(self.weight, 1.0 / (self.samples + 1))
+        return MovingAverage(self.weight, self.value + weight * (sample - self.value), self.samples + 1)

@@ -1,0 +1,127 @@
+"""`swarm bench agreement`: what loss replicas reach that agree by sparse averaging, beside synchronous ones, and none.
+
+Knows: settings, how child processes share the work, the ratios of the contract. Must not know: torch (only children
+import it). Every setting trains on the same samples from the same weights; a ratio is the median over seeds of the
+ratios within a seed. Nothing is timed, so the machine need not be calm.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.agreement_settings import (
+    DEFAULT,
+    DEFAULTS,
+    FULL,
+    NONE,
+    PUBLISHED,
+    QUICK,
+    REPLICAS,
+    SCALED,
+    SYNCHRONOUS,
+    Effort,
+    Setting,
+)
+from benchmarks.children import Nursery, deal
+from benchmarks.machine import describe, usable_cores
+from benchmarks.report import Cell, Ratio, Report, paired_ratio
+from benchmarks.task import prepare_corpus, spec
+from benchmarks.window import tell
+
+PATIENCE_S = 7200.0
+
+Found = Mapping[str, float]
+"""What a child answers, see agreement_replicas.train."""
+
+RATIOS: Mapping[str, tuple[Setting, str, str]] = {
+    "default_vs_synchronous": (DEFAULT, "<= 1.02", "held-out loss of a replica, the manifest's defaults"),
+    "scaled_vs_synchronous": (SCALED, "<= 1.02", "the same, a quarter of the default interval"),
+    "none_vs_synchronous": (NONE, "> default", "the same, replicas that never average"),
+}
+
+
+def run(quick: bool, folder: Path) -> Report:
+    """The whole comparison. Raises BenchFailed when a part of it cannot be had."""
+    effort = QUICK if quick else FULL
+    report = Report("agreement", "Agreement: the loss of replicas that average slices", describe())
+    found = train_all(effort, folder)
+    report.rows = [row(setting, found) for setting in found]
+    report.rows += [{"name": f"published: {name}", "bytes": cost} for name, cost in PUBLISHED.items()]
+    report.ratios = {
+        name: Ratio(paired_ratio(losses(found[setting]), losses(found[SYNCHRONOUS])), target, meaning)
+        for name, (setting, target, meaning) in RATIOS.items()
+    }
+    report.notes = notes(effort)
+    return report
+
+
+def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
+    """What every setting found, a seed after the other; the children train side by side, a thread each."""
+    manifest = effort.manifest()
+    prepare_corpus(folder, manifest)
+    told = spec(manifest, folder, 1, steps=effort.steps, heldout=effort.heldout_batches)
+    answers: dict[tuple[Setting, int], Found] = {}
+    orders = [(job, {"setting": asdict(job[0]), "seed": job[1]}) for job in effort.jobs]
+    with Nursery(folder) as nursery:
+        count = min(usable_cores(), len(effort.jobs))
+        children = [nursery.start(f"replicas-{number}", "agreement", told) for number in range(count)]
+        for (setting, seed), answer in deal(children, orders, PATIENCE_S):
+            answers[setting, seed] = answer
+            tell(f"{setting.name}, seed {seed}: loss {answer['loss_of_replica']:.4f}, {answer['bytes']:.3g} bytes")
+    found: dict[Setting, list[Found]] = {}
+    for setting, seed in effort.jobs:
+        found.setdefault(setting, []).append(answers[setting, seed])
+    return found
+
+
+def losses(found: Sequence[Found]) -> list[float]:
+    """The held-out loss of a replica, the mean over the replicas, by seed."""
+    return [answer["loss_of_replica"] for answer in found]
+
+
+def row(setting: Setting, found: Mapping[Setting, Sequence[Found]]) -> dict[str, Cell]:
+    """One line of the table; percentages are of the synchronous loss of the same seed."""
+    these, synchronous = found[setting], losses(found[SYNCHRONOUS])
+    lost = [100 * (ours / theirs - 1) for ours, theirs in zip(losses(these), synchronous, strict=False)]
+    by_mean = [100 * (own["loss_of_mean"] / theirs - 1) for own, theirs in zip(these, synchronous, strict=False)]
+    return {
+        "name": f"{setting.name} (the default)" if setting == DEFAULT else setting.name,
+        "seeds": len(these),
+        "loss_of_replica": round(statistics.fmean(losses(these)), 4),
+        "lost_%": round(statistics.fmean(lost), 2),
+        "low": round(min(lost), 2),
+        "high": round(max(lost), 2),
+        "lost_by_mean_%": round(statistics.fmean(by_mean), 2),
+        "apart_%": round(100 * statistics.fmean(answer["apart"] for answer in these), 2),
+        "bytes": statistics.fmean(answer["bytes"] for answer in these),
+    }
+
+
+def notes(effort: Effort) -> list[str]:
+    """What makes the comparison fair, in the words of the published page."""
+    model, schedule = effort.manifest().model, effort.manifest().schedule
+    own = schedule.microbatch * model.context
+    cover = DEFAULTS.every / DEFAULTS.fraction
+    return [
+        f"{REPLICAS} replicas of a Llama-style decoder (width {model.width}, {model.layers} layers, 256 byte tokens, "
+        f"context {model.context}, float32) on the source of Python's standard library. Each of {effort.steps} steps "
+        f"has {REPLICAS} times {own} tokens, the same for every setting, {effort.steps * REPLICAS * own / 1e6:.1f} M "
+        f"in all; AdamW as a manifest has it, the learning rate's decay ending with the run.",
+        "`synchronous`: every step takes the mean gradient of all, in float32. `none`: every replica trains alone, on "
+        "a quarter of the tokens. Else a share of the weights every so many steps, by the code that the daemons run: "
+        "slices, int8 with the common dither, aggregation, the delta rule. `exact steps`: the first ones are along "
+        "the mean gradient of all, which travels as int8 as well. All in one process, without a network; an average "
+        "is taken in `delay` steps after its snapshot, 1 unless told.",
+        f"The default takes {cover:.0f} steps to average every weight once, so that a run has "
+        f"{(effort.steps - DEFAULT.exact) / cover:.0f} such covers after its exact steps.",
+        "loss_of_replica: held-out nats per token, the mean over the replicas: what a peer holds. lost: that against "
+        "synchronous of the same seed, the mean over seeds, the lowest and the highest; lost_by_mean: the same of the "
+        "model whose weights are the replicas' mean. apart: root mean square distance of the replicas to that mean, "
+        "against its own root mean square. Every seed has its weights, samples and held-out text.",
+        "bytes: what a replica puts in, per parameter and optimizer step, payload alone, exact steps included. What "
+        "comes back is as much again, here and with butterfly all-reduce. `published`: what others' settings come to "
+        "by the same count, from their papers' numbers, not measured here.",
+    ]

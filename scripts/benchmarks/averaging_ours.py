@@ -1,0 +1,119 @@
+"""A member of the swarm's rounds, as a child process: its own libp2p host, its own owner, rounds over real streams.
+
+Knows: the network and the averaging rooms, wired as a daemon wires them. Must not know: other contenders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import uvloop
+from agora_protocol.errors import PeerFailed, ProtocolError
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.manifest import AveragingSection
+from agora_protocol.messages import Contribute, Message, Recall
+
+from agora.averaging.owner import Owner
+from agora.averaging.rounds import Rounds
+from agora.averaging.slices import parts
+from agora.averaging.terms import AveragingTerms, Part
+from agora.net.calls import IncomingCall, Network, Reply
+from agora.train.memory import keep_freed_memory
+from benchmarks.averaging_values import Holding
+from benchmarks.streams import join
+from benchmarks.worker import Channel
+
+RUN: Final = RunId("0" * 64)
+MEET_S: Final = 30.0
+WEIGHT: Final = 1.0
+
+
+class Member:
+    """One replica of stage 0, which has nothing but the values that are averaged."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        """spec: numel, offset, true_mean, wire (None: the manifest's default), folder, index."""
+        self._spec = spec
+        self._sizes: list[int] = [cut.stop - cut.start for cut in parts(int(spec["numel"]))]
+        self._holding = Holding(int(spec["numel"]), spec["offset"], spec["true_mean"])
+        self._values = torch.empty(int(spec["numel"]))
+        self._holding.put(self._values)
+        self._members: dict[PeerId, float] = {}
+        self._owner: Owner | None = None
+
+    async def serve(self, channel: Channel) -> None:
+        """{"meet": [[peer, addresses], ...]} makes acquaintance, {"round": r} takes part in round r."""
+        key = Path(self._spec["folder"]) / f"member-{self._spec['name']}.key"
+        host, network = await join(key, self._answer)
+        rounds = self._rounds(host.peer, network)
+        channel.say({"peer": host.peer, "addresses": list(await host.addresses())})
+        orders = channel.orders()
+        while (order := await asyncio.to_thread(next, orders, None)) is not None:
+            if "meet" in order:
+                await self._meet(host.peer, network, order["meet"])
+                channel.say({"met": len(self._members)})
+            else:
+                channel.say(await self._round(rounds, int(order["round"])))
+        await network.close()
+        await host.close()
+
+    def _rounds(self, me: PeerId, network: Network) -> Rounds:
+        defaults = AveragingSection()
+        wire = self._spec["wire"] or defaults.wire
+        terms = AveragingTerms(me, RUN, defaults.aggregation, wire, defaults.round_s, max_weight=WEIGHT)
+        self._round_s = defaults.round_s
+        self._owner = Owner(terms, network, lambda stage: self._members, self._size_of)
+        return Rounds(terms, network, self._owner, lambda event: None)
+
+    def _size_of(self, part: Part) -> int:
+        if part.part >= len(self._sizes):
+            raise ProtocolError("bad-message", "no such part")
+        return self._sizes[part.part]
+
+    async def _answer(self, call: IncomingCall) -> Reply:
+        assert self._owner is not None
+        message: Message
+        if isinstance(call.message, Recall):
+            message, tensors = self._owner.recall(call.message)
+        elif isinstance(call.message, Contribute):
+            try:
+                message, tensors = await self._owner.contribute(call.peer, call.message, call.tensors, call.deadline)
+            except TimeoutError:
+                raise PeerFailed("the part was not averaged before its deadline") from None
+        else:
+            raise ProtocolError("bad-message", "only rounds are answered here")
+        return Reply(message, tensors)
+
+    async def _meet(self, me: PeerId, network: Network, members: list[tuple[str, list[str]]]) -> None:
+        """Learns who takes part, and opens a stream to each, as replicas that tell each other their counts have."""
+        self._members = {PeerId(peer): 0.0 for peer, _ in members}
+        deadline = asyncio.get_running_loop().time() + MEET_S
+        for peer, addresses in members:
+            network.learn(PeerId(peer), addresses)
+        for peer in self._members:
+            if peer > me:
+                nothing = Recall(stage=0, what="weights", round=0, part=0)
+                await network.call(peer, nothing, deadline=deadline)
+
+    async def _round(self, rounds: Rounds, number: int) -> dict[str, Any]:
+        """One round: when it began and ended here, on the machine's monotonic clock, and what it left."""
+        begin = time.monotonic()
+        deadline = asyncio.get_running_loop().time() + self._round_s
+        result = await rounds.run(0, "weights", number, self._values, WEIGHT, self._members, deadline)
+        held = result.answer.add_(self._values)
+        end = time.monotonic()
+        found = self._holding.found(held)
+        self._values = torch.empty_like(held)
+        self._holding.put(self._values)
+        return {"begin": begin, "end": end, "returned": True, **found}
+
+
+def serve(spec: dict[str, Any], channel: Channel) -> None:
+    """See Member."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    uvloop.run(Member(spec).serve(channel))

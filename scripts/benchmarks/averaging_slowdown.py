@@ -1,0 +1,94 @@
+"""What training loses to averaging: three local swarms that differ in nothing but what they average.
+
+Knows: swarms as contenders. Must not know: torch, rounds as such.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agora_protocol.manifest import Manifest
+
+from benchmarks.children import Nursery
+from benchmarks.report import Cell, Ratio, paired_ratio
+from benchmarks.swarm import SwarmContender
+from benchmarks.task import manifest_for, prepare_corpus
+from benchmarks.turns import Readings, row, start, take_turns
+from benchmarks.window import Window
+
+STAGES, REPLICAS = 2, 2
+MICROBATCHES = 2
+"""Per optimizer step: few, so that rounds come often."""
+NEVER = 10**6
+
+ON, EXACT, OFF = "swarm_averaging", "swarm_exact", "swarm_never"
+
+
+@dataclass(slots=True)
+class Slowdown:
+    """What was found: rows, the ratio of the contract, and how to read it."""
+
+    ratio: Ratio
+    rows: list[dict[str, Cell]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class AveragingSwarm(SwarmContender):
+    """A swarm that keeps what its rounds did over all its windows."""
+
+    def __init__(self, name: str, manifest: Manifest, nursery: Nursery, folder: Path) -> None:
+        super().__init__(manifest, nursery, folder, name, REPLICAS)
+        self.done: list[float] = []
+        """Of every round and stage replica: the share of the replicas that were in it."""
+
+    def measure(self, seconds: float) -> Window:
+        """See Contender."""
+        window = super().measure(seconds)
+        self.done += [float(done["members"]) / float(done["expected"]) for done in self.rounds]
+        return window
+
+
+def measure_slowdown(folder: Path, windows: int, window_s: float) -> Slowdown:
+    """All three in turning order, at rest while another is measured."""
+    manifest = training_manifest()
+    prepare_corpus(folder, manifest)
+    kinds = {ON: {"exact_steps": 0}, EXACT: {"exact_steps": NEVER}, OFF: {"exact_steps": 0, "every": NEVER}}
+    with Nursery(folder) as nursery:
+        swarms = [AveragingSwarm(name, manifest.replaced(averaging=kinds[name]), nursery, folder) for name in kinds]
+        start(swarms)
+        found = take_turns(swarms, windows, window_s)
+    return summary(swarms, found, manifest)
+
+
+def training_manifest() -> Manifest:
+    """The pipeline benchmark's model in STAGES stages, small steps, averaging by the manifest's defaults."""
+    manifest = manifest_for(STAGES)
+    return manifest.replaced(optimizer={"target_tokens": MICROBATCHES * manifest.tokens_per_microbatch})
+
+
+def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: Manifest) -> Slowdown:
+    """Rows and ratio; the ratio is not a number where the swarm that should average did not."""
+    averaging = swarms[0]
+    lost = 1.0 - paired_ratio(found[ON].rates, found[OFF].rates) if averaging.done else float("nan")
+    slowdown = Slowdown(Ratio(lost, "< 0.03", "share of tokens/s that training loses to averaging"))
+    for swarm in swarms:
+        cells = row(swarm, found[swarm.name])
+        told = {key: cells[key] for key in ("name", "unit", "median", "low", "high", "rounds", "others")}
+        slowdown.rows.append({**told, "averaged": statistics.fmean(swarm.done) if swarm.done else None})
+    section = manifest.averaging
+    exact = 1 - paired_ratio(found[EXACT].rates, found[OFF].rates)
+    slowdown.notes = [
+        f"`swarm_`: {STAGES} stages of {REPLICAS} agora-node daemons each, the pipeline benchmark's model, "
+        f"{MICROBATCHES} microbatches per step so that rounds come often. One averages slices by the defaults "
+        f"({section.fraction:.0%} every {section.every} steps, {section.wire}), as after its exact steps; one takes "
+        f"exact steps only, each of {manifest.optimizer.target_tokens:,} tokens; one never averages. They take turns. "
+        f"Exact steps so small cost {exact:.1%} of the throughput. "
+        f"averaged: the share of replicas in a round, over {len(averaging.done)} rounds seen by a replica."
+    ]
+    if not averaging.done:
+        slowdown.notes.insert(
+            0, "NO ROUND TOOK PLACE in the swarm that should average: training_slowdown is not known."
+        )
+    return slowdown

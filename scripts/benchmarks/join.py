@@ -1,0 +1,146 @@
+"""`swarm bench join`: how long a newcomer needs until it counts, on loopback and over a shaped link.
+
+Knows: the demo's way to start daemons, their journals. Must not know: how state travels, torch. A swarm of two stages
+trains; then one more daemon joins, and its journal says when it served, what it fetched, and when its values first
+had a weight in an average.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agora_protocol.manifest import Manifest
+
+from agora.cli import demo_peers
+from agora.cli.demo_peers import Daemon
+from benchmarks.children import BenchFailed, Nursery, tail
+from benchmarks.machine import describe
+from benchmarks.report import Cell, Ratio, Report
+from benchmarks.task import prepare_corpus
+from benchmarks.window import tell
+
+LINK, LINK_BYTES_PER_S = "200Mbit,50ms", 200e6 / 8
+START_S, JOIN_S, POLL_S = 180.0, 300.0, 0.05
+WARM_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Seconds from the newcomer's process to its serving and to its first weight, and of the transfer; its bytes."""
+
+    serving_s: float
+    weight_s: float
+    transfer_s: float
+    size: int
+
+
+def manifest() -> Manifest:
+    """Two stages of some 26 M parameters each, 100 MB; steps of few tokens, so that rounds come within seconds."""
+    model = {"width": 1024, "layers": 4, "heads": 8, "key_value_heads": 4, "feed_forward": 3072, "context": 32}
+    values = {
+        "name": "join",
+        "model": model,
+        "stages": {"count": 2},
+        "schedule": {"kind": "asynchronous", "microbatch": 1, "max_in_flight": 2},
+        "optimizer": {"target_tokens": 64, "warmup_steps": 10},
+        "averaging": {"every": 2, "exact_steps": 0},
+        "checkpoint": {"every": 10**6},
+    }
+    return Manifest.from_values(values, "benchmark")
+
+
+def run(quick: bool, folder: Path) -> Report:
+    """Joins over each link. Raises BenchFailed when a newcomer never counts."""
+    wanted = manifest()
+    prepare_corpus(folder, wanted)
+    repeats = 1 if quick else 3
+    report = Report("join", "Join: from `agora-node join` to a weight in an average", describe())
+    found = {link: [_join(folder, wanted, link, number) for number in range(repeats)] for link in ("", LINK)}
+    report.rows = [_row(link or "loopback", joined, link == LINK) for link, joined in found.items()]
+    report.ratios = {
+        "join_loopback_s": Ratio(
+            _median(found[""], "weight_s"), "< 30", "seconds from the process to its first weight"
+        ),
+        "transfer_vs_wire": Ratio(
+            _median(found[LINK], "transfer_s") * LINK_BYTES_PER_S / found[LINK][0].size,
+            "<= 1.3",
+            f"seconds of the transfer over {LINK} against its bytes at the link's rate",
+        ),
+    }
+    report.notes = [
+        f"A swarm of two daemons trains two stages of {_megabytes(found[''][0]):.0f} MB of state each (weights and two "
+        "moments, float32; a third of it are weights); a third daemon joins, places itself, and fetches the state "
+        "while the others train on. to_weight_s ends with the first round in which its values count; before that it "
+        f"takes one round at weight 0, and rounds come every {wanted.averaging.every} steps. The link ({LINK}) shapes "
+        f"the newcomer, in its process. Medians of {repeats} joins.",
+    ]
+    return report
+
+
+def _row(name: str, joined: list[Joined], shaped: bool) -> dict[str, Cell]:
+    return {
+        "name": name,
+        "state_mb": _megabytes(joined[0]),
+        "to_serving_s": _median(joined, "serving_s"),
+        "to_weight_s": _median(joined, "weight_s"),
+        "transfer_s": _median(joined, "transfer_s"),
+        "wire_s": joined[0].size / LINK_BYTES_PER_S if shaped else None,
+    }
+
+
+def _megabytes(joined: Joined) -> float:
+    return joined.size / 1e6
+
+
+def _median(joined: list[Joined], what: str) -> float:
+    return statistics.median(float(getattr(it, what)) for it in joined)
+
+
+def _join(folder: Path, wanted: Manifest, link: str, number: int) -> Joined:
+    """One swarm, and one newcomer to it."""
+    place = folder / f"join-{link or 'loopback'}-{number}"
+    place.mkdir()
+    file = place / "run.toml"
+    file.write_text(wanted.to_toml(), encoding="utf-8")
+    (place / "corpus").symlink_to(folder / "corpus")
+    daemons: list[Daemon] = []
+    with Nursery(place) as nursery:
+        nursery.adopt(lambda: None, lambda: demo_peers.stop(daemons))
+        daemons.append(demo_peers.start(0, place, str(file), 1))
+        invite = _until(daemons, "give an invite", START_S, lambda: daemons[0].ask("invite"))["invite"]
+        daemons.append(demo_peers.start(1, place, str(invite), 1))
+        journals: list[list[dict[str, Any]]] = [[], [], []]
+
+        def of(index: int, event: str) -> list[dict[str, Any]]:
+            journals[index] += daemons[index].follower.news()
+            return [it for it in journals[index] if it["event"] == event]
+
+        _until(daemons, "train", START_S, lambda: min(len(of(k, "StepTaken")) for k in range(2)) >= WARM_STEPS)
+        tell(f"joining over {link or 'loopback'}")
+        began = time.time()
+        daemons.append(demo_peers.start(2, place, str(invite), 1, ["--link", link] if link else []))
+        counted = _until(
+            daemons, "count in a round", JOIN_S, lambda: [it for it in of(2, "RoundDone") if it["weight"] > 0]
+        )
+        fetched = of(2, "StateFetched")[0]
+        serving = next(it for it in of(2, "StateChanged") if it["state"] == "serving")
+        return Joined(
+            serving["at_unix"] - began, counted[0]["at_unix"] - began, float(fetched["seconds"]), int(fetched["bytes"])
+        )
+
+
+def _until(daemons: list[Daemon], what: str, seconds: float, ready: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := ready()):
+        for daemon in daemons:
+            if not daemon.alive:
+                raise BenchFailed(f"peer {daemon.index} ended by itself: {tail(daemon.root / 'log.txt')}")
+        if time.monotonic() > deadline:
+            raise BenchFailed(f"the swarm did not {what} within {seconds:.0f} s: {tail(daemons[-1].root / 'log.txt')}")
+        time.sleep(POLL_S)
+    return value

@@ -1,0 +1,209 @@
+"""(e) Boundaries on a stream: calls of agora.net beside a bare hivemind `P2P` stream, in the same two processes.
+
+Knows: the network room, hivemind's binary streams. Must not know: torch, the other contenders. Both go through the same
+two libp2p daemons on the same uvloop loops. A `trip` carries the payload there and back, as a boundary and its gradient
+travel; a `flow` sends payloads one way, several on their way at once, each answered by a few bytes.
+The bare stream is written the natural way: eight bytes of length, then the payload, `readexactly` at the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvloop
+from agora_protocol.identity import Identity
+from agora_protocol.ids import MicrobatchId, PeerId
+from agora_protocol.limits import PROTOCOL_VERSION
+from agora_protocol.messages import Hello, Process, Processed
+from agora_protocol.tensors import WireTensor
+from hivemind.p2p import PeerID
+
+from agora.net.calls import Handler, IncomingCall, Network, Reply
+from agora.net.host import Host
+from benchmarks.worker import Channel
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+ECHO, SINK = "/agora-bench/echo", "/agora-bench/sink"
+IN_FLIGHT = 4
+DEADLINE_MS = 60_000
+LENGTH = struct.Struct("<Q")
+
+
+class Carrier(Protocol):
+    """One way to carry payloads to the echo process."""
+
+    async def trip(self, payload: memoryview) -> None:
+        """The payload there and back."""
+
+    async def flow(self, payload: memoryview, count: int) -> None:
+        """The payload there `count` times, IN_FLIGHT at once, a short answer back for each."""
+
+
+class AgoraCalls:
+    """Requests and answers of the data plane."""
+
+    def __init__(self, network: Network, ours: PeerId, echo: PeerId) -> None:
+        self._network, self._ours, self._echo = network, ours, echo
+        self._tokens = WireTensor("int32", (1,), memoryview(bytes(4)))
+
+    async def trip(self, payload: memoryview) -> None:
+        """See Carrier."""
+        reply = await self._call(payload, "train")
+        assert reply.tensors[0].nbytes == len(payload)
+
+    async def flow(self, payload: memoryview, count: int) -> None:
+        """See Carrier."""
+        seats = asyncio.Semaphore(IN_FLIGHT)
+
+        async def one() -> None:
+            async with seats:
+                await self._call(payload, "evaluate")
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(one())
+
+    async def _call(self, payload: memoryview, purpose: str) -> Reply:
+        boundary = WireTensor("uint8", (len(payload),), payload)
+        request = Process(
+            microbatch=MicrobatchId(os.urandom(16)),
+            origin=self._ours,
+            stage=1,
+            purpose=purpose,
+            deadline_ms=DEADLINE_MS,
+        )
+        deadline = asyncio.get_running_loop().time() + DEADLINE_MS / 1000
+        return await self._network.call(self._echo, request, [boundary, self._tokens], deadline=deadline)
+
+
+class BareStreams:
+    """Two hivemind binary streams, one that echoes and one that only acknowledges."""
+
+    def __init__(self, host: Host, echo: PeerId) -> None:
+        self._p2p, self._echo = host.p2p, PeerID.from_base58(echo)
+        self._streams: dict[str, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+
+    async def trip(self, payload: memoryview) -> None:
+        """See Carrier."""
+        reader, writer = await self._stream(ECHO)
+        await send(writer, payload)
+        assert len(await receive(reader)) == len(payload)
+
+    async def flow(self, payload: memoryview, count: int) -> None:
+        """See Carrier."""
+        reader, writer = await self._stream(SINK)
+        seats = asyncio.Semaphore(IN_FLIGHT)
+
+        async def acknowledged() -> None:
+            for _ in range(count):
+                await receive(reader)
+                seats.release()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(acknowledged())
+            for _ in range(count):
+                await seats.acquire()
+                await send(writer, payload)
+
+    async def _stream(self, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if name not in self._streams:
+            _, reader, writer = await self._p2p.call_binary_stream_handler(self._echo, name)
+            self._streams[name] = reader, writer
+        return self._streams[name]
+
+
+async def send(writer: asyncio.StreamWriter, payload: bytes | memoryview) -> None:
+    """A payload behind its length."""
+    writer.write(LENGTH.pack(len(payload)))
+    writer.write(payload)
+    await writer.drain()
+
+
+async def receive(reader: asyncio.StreamReader) -> bytes:
+    """The payload that `send` sent."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return await reader.readexactly(length)
+
+
+def serve_echo(spec: dict[str, Any], channel: Channel) -> None:
+    """The process at the other end: says its peer id and addresses, then serves until the parent closes the pipe."""
+    uvloop.run(_echo(Path(spec["folder"]), channel))
+
+
+def serve_caller(spec: dict[str, Any], channel: Channel) -> None:
+    """Answers {"carrier", "shape": "trip" or "flow", "bytes", "count"} with the seconds of each trip or of the flow."""
+    uvloop.run(_caller(spec, channel))
+
+
+async def _echo(folder: Path, channel: Channel) -> None:
+    host, network = await join(folder / "echo.key", _answer)
+    await host.p2p.add_binary_stream_handler(ECHO, _bare_echo)
+    await host.p2p.add_binary_stream_handler(SINK, _bare_sink)
+    channel.say({"peer": host.peer, "addresses": list(await host.addresses())})
+    await asyncio.to_thread(lambda: list(channel.orders()))
+    await network.close()
+    await host.close()
+
+
+async def _caller(spec: dict[str, Any], channel: Channel) -> None:
+    host, network = await join(Path(spec["folder"]) / "caller.key", _answer)
+    await host.connect(spec["addresses"])
+    carriers: dict[str, Carrier] = {
+        "agora": AgoraCalls(network, host.peer, PeerId(spec["peer"])),
+        "bare": BareStreams(host, PeerId(spec["peer"])),
+    }
+    channel.say({"ready": True})
+    orders = channel.orders()
+    while (order := await asyncio.to_thread(next, orders, None)) is not None:
+        payload = memoryview(os.urandom(int(order["bytes"])))
+        seconds = await _measure(carriers[order["carrier"]], order["shape"], payload, int(order["count"]))
+        channel.say({"seconds": seconds})
+    await network.close()
+    await host.close()
+
+
+async def _measure(carrier: Carrier, shape: str, payload: memoryview, count: int) -> list[float]:
+    if shape == "flow":
+        begin = time.perf_counter()
+        await carrier.flow(payload, count)
+        return [time.perf_counter() - begin]
+    seconds = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        await carrier.trip(payload)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+async def join(key: Path, handler: Handler) -> tuple[Host, Network]:
+    """A host on loopback with a fresh identity, kept at `key`, and a network that answers by `handler`."""
+    Identity.create(key)
+    host = await Host.create(identity_path=key, listen=LOOPBACK)
+    addresses = await host.addresses()
+    hello = Hello(version=PROTOCOL_VERSION, run=bytes(32), software="agora-bench", addresses=addresses)
+    network = Network(host, lambda: hello, handler)
+    await network.start()
+    return host, network
+
+
+async def _answer(call: IncomingCall) -> Reply:
+    """Echoes the boundary as its gradient, or only counts it."""
+    assert isinstance(call.message, Process)
+    answer = Processed(loss_sum=0.0, tokens=1, busy_ms=0.0)
+    return Reply(answer, [call.tensors[0]] if call.message.purpose == "train" else [])
+
+
+async def _bare_echo(_info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while not reader.at_eof():
+        await send(writer, await receive(reader))
+
+
+async def _bare_sink(_info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while not reader.at_eof():
+        await receive(reader)
+        await send(writer, b"got it")

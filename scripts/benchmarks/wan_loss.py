@@ -1,0 +1,46 @@
+"""A loss run: all stages of a small model in one process, boundaries crossing by the daemons' codecs, both ways.
+
+Knows: the trainer, the codecs, the corpus. Must not know: other settings, networks, clocks. A microbatch is
+finished before the next begins: a swarm's delay between forward and backward is the same for all settings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from agora_protocol.manifest import Manifest
+
+from agora.codec import codec_by_name
+from agora.train.held import NonFinite
+from agora.train.memory import keep_freed_memory
+from benchmarks.codec_samples import Stages
+from benchmarks.codecs import crossing
+from benchmarks.wan_curves import Length
+from benchmarks.worker import Channel
+
+
+def train(manifest: Manifest, cache: Path, length: Length, heldout: int) -> list[tuple[int, float]]:
+    """(step, loss over `heldout` held-out batches) at each evaluation; ends early where numbers overflow."""
+    stages = Stages(manifest, cache, crossing(codec_by_name(manifest.boundary.codec, manifest.seed)))
+    curve: list[tuple[int, float]] = []
+    try:
+        for step in range(length.most):
+            stages.learn(step)
+            if (step + 1) % length.every == 0:
+                curve.append((step + 1, stages.loss(heldout)))
+                if length.ends(curve):
+                    break
+    except NonFinite:
+        pass
+    return curve
+
+
+def serve(spec: dict[str, Any], channel: Channel) -> None:
+    """{"manifest": its file, "length": {...}} trains and answers {"curve": [[step, loss], ...]}."""
+    torch.set_num_threads(int(spec["threads"]))
+    keep_freed_memory()
+    for order in channel.orders():
+        manifest = Manifest.from_toml(Path(order["manifest"]).read_text(encoding="utf-8"), order["manifest"])
+        channel.say({"curve": train(manifest, Path(spec["cache"]), Length(**order["length"]), int(spec["heldout"]))})

@@ -1,0 +1,307 @@
+"""What came of the benchmark of slow links: times to a target loss, rows, ratios, figures.
+
+Knows: curves, speeds, how a target is chosen. Must not know: torch, processes, how anything was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from benchmarks.report import Cell, Figure, Ratio
+from benchmarks.wan_curves import Curve, final, smooth, steps_to, until
+from benchmarks.wan_plots import Axes, Line, draw
+from benchmarks.wan_settings import (
+    CHOSEN,
+    DENSE,
+    DENSE_LEARNT,
+    LEARNING_RATE,
+    PUBLISHED,
+    RTT_MS,
+    SWARM_MICROBATCHES,
+    SWARM_SEQUENCES,
+    Effort,
+    Setting,
+)
+
+SAME_SPEED: Final[Mapping[Setting, Setting]] = {DENSE_LEARNT: DENSE}
+"""Settings that send the same bytes and compute the same: measured once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens per second of a swarm at one width.
+
+    `unshaped`: of dense bf16 without a link. `link`: what was computed from it. `shaped`: over that link, by setting.
+    `chosen_unshaped`: of the chosen setting without a link. `others`: the most cores that the rest of the machine used.
+    """
+
+    unshaped: float
+    link: str
+    shaped: Mapping[Setting, float]
+    chosen_unshaped: float
+    others: float
+
+    def of(self, setting: Setting) -> float | None:
+        """Over the link; None where it was not measured."""
+        return self.shaped.get(SAME_SPEED.get(setting, setting))
+
+    @property
+    def kept(self) -> float:
+        """Throughput of the chosen setting over the link, against itself without one."""
+        return (self.of(CHOSEN) or math.nan) / self.chosen_unshaped
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Of one width: held-out losses of each setting's runs, in the order of the seeds, and the speeds."""
+
+    effort: Effort
+    width: int
+    curves: Mapping[Setting, Sequence[Curve]]
+    speeds: Speeds
+
+    def target(self, number: int, after: int | None = None) -> float:
+        """What the published recipe has reached with the numbered seed, at its end or `after` so many steps, or NaN."""
+        curve = self.curves[PUBLISHED][number]
+        return final(curve if after is None else until(curve, after))
+
+    def steps(self, setting: Setting, after: int | None = None) -> list[float]:
+        """To the target, for each seed; infinite where it was not reached."""
+        found = [steps_to(curve, self.target(number, after)) for number, curve in enumerate(self.curves[setting])]
+        return [math.inf if steps is None else steps for steps in found]
+
+    def dense_steps(self, after: int | None = None) -> list[float]:
+        """The same of dense bf16, with the embedding that is better at each seed."""
+        return list(map(min, self.steps(DENSE, after), self.steps(DENSE_LEARNT, after)))
+
+    def step_s(self, setting: Setting) -> float | None:
+        """Seconds of a step over the link."""
+        rate = self.speeds.of(setting)
+        return None if rate is None else self.effort.tokens_per_step / rate
+
+    def times(self, setting: Setting, after: int | None = None) -> list[float]:
+        """Seconds to the target, for each seed."""
+        each = self.step_s(setting)
+        return [math.inf if each is None else steps * each for steps in self.steps(setting, after)]
+
+    def equal_loss(self, setting: Setting) -> float:
+        """After the steps that all settings have; the mean over the seeds, NaN where one has no finite loss."""
+        return statistics.fmean(final(until(curve, self.effort.steps)) for curve in self.curves[setting])
+
+    def against_published(self, after: int | None = None) -> float:
+        """Time to loss of the chosen setting against the published recipe's; NaN where one has none."""
+        return _median_ratio(self.times(CHOSEN, after), self.times(PUBLISHED, after))
+
+    def against_dense(self, after: int | None = None) -> float:
+        """The same against dense bf16."""
+        each = self.step_s(DENSE) or math.nan
+        return _median_ratio(self.times(CHOSEN, after), [steps * each for steps in self.dense_steps(after)])
+
+    def bound(self, after: int | None = None) -> float:
+        """What `against_published` would be of a boundary that loses nothing and costs no time."""
+        without_link = self.effort.tokens_per_step / self.speeds.unshaped
+        steps = [count * without_link for count in self.dense_steps(after)]
+        return _median_ratio(steps, self.times(PUBLISHED, after))
+
+
+def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median over seeds; NaN where one has no finite time."""
+    if not all(map(math.isfinite, (*ours, *theirs))):
+        return math.nan
+    return statistics.median(own / their for own, their in zip(ours, theirs, strict=True))
+
+
+def row(results: Results, setting: Setting) -> dict[str, Cell]:
+    """One line of the table."""
+    steps, times, rate = results.steps(setting), results.times(setting), results.speeds.of(setting)
+    forward, backward = setting.bytes_per_token(results.width)
+    reached = [value for value in steps if math.isfinite(value)]
+    return {
+        "width": results.width,
+        "boundary": setting.name + (" (chosen)" if setting == CHOSEN else ""),
+        "k": setting.subspace(results.width),
+        "bytes_forward": forward,
+        "bytes_backward": backward,
+        "seeds": len(steps),
+        "equal_loss": round(results.equal_loss(setting), 4),
+        "steps": _whole(statistics.median(steps)),
+        "low": _whole(min(steps)),
+        "high": _whole(max(steps)) if len(reached) == len(steps) else None,
+        "tokens_per_s": rate,
+        "step_s": results.step_s(setting),
+        "T_s": _whole(statistics.median(times)),
+    }
+
+
+def ratios(found: Sequence[Results]) -> dict[str, Ratio]:
+    """Those of the contract: the worse of the widths."""
+    subspace = worst([results.against_published() for results in found], max)
+    dense = worst([results.against_dense() for results in found], max)
+    kept = worst([results.speeds.kept for results in found], min)
+    what = f"time to the target loss, {CHOSEN.name}, against"
+    return {
+        "time_to_loss_vs_subspace_reference": Ratio(subspace, "<= 0.5", f"{what} {PUBLISHED.name}"),
+        "time_to_loss_vs_dense_bf16": Ratio(dense, "<= 0.2", f"{what} dense bf16, the better embedding"),
+        "throughput_kept_50ms": Ratio(kept, ">= 0.95", f"tokens/s of {CHOSEN.name}, over the link against without it"),
+    }
+
+
+def worst(values: Sequence[float], which: Callable[[Sequence[float]], float]) -> float:
+    """NaN if any is, or there is none."""
+    return math.nan if not values or any(map(math.isnan, values)) else which(values)
+
+
+def figures(found: Sequence[Results], utilisation: Mapping[tuple[float, int], float]) -> list[Figure]:
+    """What the page shows, at the largest width where one must be chosen."""
+    largest = found[-1]
+    targets = [largest.target(number) for number in range(len(largest.curves[PUBLISHED]))]
+    reached = [target for target in targets if math.isfinite(target)]
+    level = statistics.median(reached) if reached else None
+    where = f"width {largest.width}, {largest.speeds.link}"
+    over_time = Axes(f"seconds over the link ({where})", "held-out loss, nats per token", x_log=True, level=level)
+    frontier = Axes("bytes per token and boundary, both directions", "held-out loss at equal tokens", x_log=True)
+    made = [
+        Figure(
+            "wan-loss.svg",
+            f"Held-out loss over wall-clock time, {where}, the first seed; dotted: the target.",
+            partial(draw, loss_lines(largest), over_time),
+        ),
+        Figure(
+            "wan-frontier.svg",
+            f"Held-out loss after {largest.effort.steps} steps over what a token costs at a boundary.",
+            partial(draw, frontier_points(found), frontier),
+        ),
+    ]
+    if utilisation:
+        kept = Axes("round trip, ms", "tokens/s against no link")
+        caption = f"Throughput of {CHOSEN.name} over latency, width {found[0].width}."
+        made.append(Figure("wan-throughput.svg", caption, partial(draw, throughput_lines(utilisation), kept)))
+    return made
+
+
+def loss_lines(results: Results) -> list[Line]:
+    """Smoothed loss over time of all settings whose speed is known, the first seed."""
+    lines = []
+    for setting, curves in results.curves.items():
+        each = results.step_s(setting)
+        if each is not None:
+            lines.append(Line(setting.name, [(step * each, loss) for step, loss in smooth(curves[0])]))
+    return lines
+
+
+def frontier_points(found: Sequence[Results]) -> list[Line]:
+    """Loss at equal tokens over bytes, a set for each width, of the settings that have one."""
+    return [
+        Line(
+            f"width {results.width}",
+            [(sum(setting.bytes_per_token(results.width)), results.equal_loss(setting)) for setting in shown],
+            marks=True,
+            labels=[setting.name for setting in shown],
+        )
+        for results in found
+        for shown in [[setting for setting in results.curves if math.isfinite(results.equal_loss(setting))]]
+    ]
+
+
+def throughput_lines(utilisation: Mapping[tuple[float, int], float]) -> list[Line]:
+    """A line over the latencies for each rate."""
+    rates = dict.fromkeys(rate for rate, _ in utilisation)
+    return [
+        Line(rate_name(rate), [(float(ms), kept) for (own, ms), kept in sorted(utilisation.items()) if own == rate])
+        for rate in rates
+    ]
+
+
+def target_rows(results: Results) -> list[dict[str, Cell]]:
+    """One line for each target, from what the published recipe has early to what it has at its end."""
+    marks = [results.effort.steps]
+    while marks[-1] < results.effort.most_at(results.width):
+        marks.append(min(2 * marks[-1], results.effort.most_at(results.width)))
+    return [
+        {
+            "width": results.width,
+            "target_after": after,
+            "dense_steps": _whole(statistics.median(results.dense_steps(after))),
+            "chosen_steps": _whole(statistics.median(results.steps(CHOSEN, after))),
+            "against_published": _known(results.against_published(after)),
+            "at_best": _known(results.bound(after)),
+            "against_dense": _known(results.against_dense(after)),
+        }
+        for after in marks
+    ]
+
+
+def utilisation_rows(utilisation: Mapping[tuple[float, int], float]) -> list[dict[str, Cell]]:
+    """One line for each rate, one column for each latency."""
+    columns = sorted({ms for _, ms in utilisation})
+    rows: dict[float, dict[str, Cell]] = {}
+    for (rate, ms), kept in utilisation.items():
+        rows.setdefault(rate, {"rate": rate_name(rate), **dict.fromkeys((f"{ms} ms" for ms in columns), None)})
+        rows[rate][f"{ms} ms"] = round(kept, 3)
+    return list(rows.values())
+
+
+def rate_name(rate: float) -> str:
+    """A multiple of the link's rate."""
+    return "the link's rate" if rate == 1 else f"{rate:g} times"
+
+
+def notes(found: Sequence[Results]) -> list[str]:
+    """What makes the comparison fair, and what came out beside the ratios."""
+    return [*_speeds(found), *_rules(found[0].effort)]
+
+
+def _speeds(found: Sequence[Results]) -> list[str]:
+    return [
+        f"Width {results.width}: {results.speeds.unshaped:,.0f} tokens/s without a link in dense bf16, from which the "
+        f"link is {results.speeds.link}; dense bf16 takes {_slower(results):.2f} times as long over it, the "
+        f"chosen boundary keeps {results.speeds.kept:.3f} of its {results.speeds.chosen_unshaped:,.0f} tokens/s. "
+        f"Others used up to {results.speeds.others:.2f} cores, the swarm that was at rest among them."
+        for results in found
+    ]
+
+
+def _slower(results: Results) -> float:
+    return results.speeds.unshaped / (results.speeds.of(DENSE) or math.nan)
+
+
+def _rules(effort: Effort) -> list[str]:
+    most = " and ".join(f"{effort.most_at(width):,} steps at width {width}" for width in effort.widths)
+    return [
+        "T = steps to the target x seconds of a step, as the public record of Protocol NanoGPT defines it. The target, "
+        f"for each seed, is the loss of the published recipe ({PUBLISHED.name}) after "
+        f"{most}, which all others may have as well. Loss is on held-out text, the mean of up to "
+        "five evaluations in a row; between two a straight line. A ratio is the median over seeds of the ratios "
+        "within a seed, and the worse of the widths; steps, low and high are the median, the least and the most of the "
+        "seeds; - was not reached, or not measured. equal_loss: after the steps that all have.",
+        "The second table has the chosen boundary's time for earlier targets, too: what the published recipe has after "
+        "fewer steps. at_best: no boundary can be better against it than one that loses nothing and takes no time, the "
+        "steps of dense (the better embedding) at its speed without a link.",
+        f"Loss runs: {effort.stages} stages of one layer each, boundaries crossing by the daemons' codecs within one "
+        f"process, {effort.tokens_per_step} bytes of the source of Python's standard library in each step, float32, "
+        f"AdamW. The learning rate ({LEARNING_RATE:g}) is the same for all, and constant after its warm-up: so one "
+        "curve has the steps to every target. The asynchronous pipeline's delay is left out, as if it were the same "
+        "for all.",
+        f"Speeds: {effort.stages} daemons, one for each stage, each behind a link of its own with a round trip of "
+        f"{RTT_MS} ms, and {SWARM_MICROBATCHES} microbatches of {SWARM_SEQUENCES} sequences (loss runs: one of "
+        f"{effort.sequences}) in an optimizer step. A machine's speed drifts, so each "
+        f"swarm takes {effort.turns} turns with the pace, a swarm of the chosen boundary without a link (twice as many "
+        "where it is the chosen boundary over the link, or dense without it); tokens_per_s is the median of its shares "
+        "of the pace, times the median of all windows of the pace. A link's rate is such that the bytes of dense bf16 "
+        "alone, forward and backward sharing a peer's uplink, take 1 / 0.15 of a step without a link, by its share of "
+        "the pace and by the latest turns of the pace: 85 % of the step is then the wire's "
+        "doing. Dense with a learnt embedding sends the same bytes, and is taken to be as fast.",
+    ]
+
+
+def _whole(value: float) -> Cell:
+    return round(value) if math.isfinite(value) else None
+
+
+def _known(ratio: float) -> Cell:
+    return round(ratio, 3) if math.isfinite(ratio) else None

@@ -1,0 +1,38 @@
+"""What contenders of the pipeline benchmark have in common: a measured window, patience, the sharing of cores.
+
+Knows: numbers. Must not know: any contender.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from benchmarks.machine import usable_cores
+
+START_S = 120.0
+PATIENCE_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What a contender did in one measured window; `trained` counts also what filled and drained its pipeline."""
+
+    tokens: int
+    seconds: float
+    trained: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+def stage_threads(stages: int) -> int:
+    """Threads per stage process such that all stages together use the machine's cores, and each has one."""
+    return max(1, usable_cores() // stages)
+
+
+def tell(text: str) -> None:
+    """Progress, one plain line on standard error."""
+    print(text, file=sys.stderr, flush=True)

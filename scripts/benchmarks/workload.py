@@ -1,0 +1,96 @@
+"""The work that every contender of the pipeline benchmark does: one model, one corpus, one optimizer, one cadence.
+
+Knows: the manifest and the rooms that give it meaning (model, data, train.schedule). Must not know: processes,
+networks, clocks. Imports torch: only child processes import this module; `manifest_for` lives apart, in `task.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from agora_protocol.manifest import Manifest
+from torch import Tensor, nn
+
+from agora.data.corpus import open_corpus
+from agora.data.sampling import Sampler
+from agora.data.tokenizer import ByteTokenizer
+from agora.model import build_stage, stage_loss
+from agora.train.schedule import learning_rate
+from benchmarks.task import MICROBATCHES_PER_STEP
+
+
+class Work:
+    """The task as a child process needs it; made from the JSON spec that the parent sends (see `task.spec`)."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.manifest = Manifest.from_toml(spec["manifest"], "the benchmark's manifest")
+        self.sequences = self.manifest.schedule.microbatch
+        self.context = self.manifest.model.context
+        self.tokens_per_microbatch = self.manifest.tokens_per_microbatch
+        self.tokens_per_step = self.tokens_per_microbatch * MICROBATCHES_PER_STEP
+        corpus = open_corpus(self.manifest.data.corpus, ByteTokenizer(), Path(spec["cache"]))
+        self._sampler = Sampler(corpus, self.context, self.manifest.data.heldout, self.manifest.seed)
+        torch.set_num_threads(int(spec["threads"]))
+
+    def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
+        """The tokens and the targets of the numbered microbatch, both int64 [b, s]; the same for every contender."""
+        first = index * self.sequences
+        tokens_bs = torch.from_numpy(self._sampler.batch(range(first, first + self.sequences))).long()
+        return tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
+
+    def step_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """All microbatches of a step, stacked: int64 [16 * b, s] twice."""
+        first = step * MICROBATCHES_PER_STEP
+        pairs = [self.microbatch(index) for index in range(first, first + MICROBATCHES_PER_STEP)]
+        return torch.cat([tokens for tokens, _ in pairs]), torch.cat([targets for _, targets in pairs])
+
+    def stage(self, stage: int) -> nn.Module:
+        """The numbered stage with its seeded initial weights, taking [b, s] tokens or [b, s, width] hidden states."""
+        count = self.manifest.stage_count
+        layers = self.manifest.layers_of(stage)
+        return Plain(build_stage(self.manifest.model, layers, stage, count, self.manifest.seed))
+
+    def optimizer(self, module: nn.Module) -> torch.optim.AdamW:
+        """AdamW as the manifest says (weight decay on matrices only), fused: the fastest that torch has."""
+        section = self.manifest.optimizer
+        matrices = [p for p in module.parameters() if p.dim() > 1]
+        others = [p for p in module.parameters() if p.dim() <= 1]
+        decays = [(matrices, section.weight_decay), (others, 0.0)]
+        return torch.optim.AdamW(
+            [{"params": group, "weight_decay": decay} for group, decay in decays if group],
+            lr=section.learning_rate,
+            betas=(section.beta1, section.beta2),
+            eps=section.epsilon,
+            fused=True,
+        )
+
+    def take_step(self, step: int, module: nn.Module, optimizer: torch.optim.AdamW) -> None:
+        """One optimizer step with the manifest's schedule and clipping; gradients are already means over the step."""
+        section = self.manifest.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, section)
+        if section.clip > 0:
+            bound = section.clip / self.manifest.stage_count**0.5
+            nn.utils.clip_grad_norm_(module.parameters(), bound, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+class Plain(nn.Module):
+    """A stage as a module of one argument, which is what the other systems expect."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, entering: Tensor) -> Tensor:
+        """[b, s] tokens or [b, s, width] hidden states to hidden states, or logits at the last stage."""
+        result: Tensor = self.stage(entering)
+        return result
+
+
+def loss_sum(leaving: Tensor, targets_bs: Tensor) -> Tensor:
+    """The sum of the token losses, float32 scalar."""
+    return stage_loss(leaving, targets_bs)
