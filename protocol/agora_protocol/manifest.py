@@ -280,7 +280,7 @@ LINK_CODEC: Final = "int6/int3"
 def link_subspace(width: int) -> int:
     """The rank that reaches a loss soonest over links as people have them, crossing as LINK_CODEC: 7/16 of the width.
 
-    Why both: docs/codecs.md, with the figures of `swarm bench wan`.
+    Why both: docs/codecs.md, with the figures of `./scripts/bench wan`.
     """
     return max(2, 7 * width // 16)
 

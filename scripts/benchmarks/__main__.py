@@ -1,14 +1,70 @@
 """`./scripts/bench NAME [--quick] [--json] [--write]`: the command line of the benchmarks.
 
-Knows: the flags. Must not know: which benchmarks there are (cli.py), or how anything is measured.
+Knows: the names of the benchmarks, the flags, where docs/benchmarks.md is. Must not know: how anything is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import difflib
+import importlib
+import json
 import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
 
-from benchmarks import cli
+from benchmarks.children import BenchFailed, terminable
+from benchmarks.report import Report, print_tables, write_section
+from benchmarks.wan_plots import require_matplotlib
+
+DONE, FAILED, BAD_ARGUMENTS = 0, 1, 2
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+
+Benchmark = Callable[[bool, Path], Report]
+"""Measures, given whether to be quick and a temporary folder, and returns the report."""
+
+BENCHES: Final[Mapping[str, str]] = {
+    name: f"benchmarks.{name}:run" for name in ("pipeline", "averaging", "join", "agreement", "codecs", "wan")
+}
+"""Name to `module:function`; a module is imported only when its benchmark runs."""
+
+WITH_FIGURES: Final = frozenset({"wan"})
+"""The benchmarks that draw figures: --write refuses to measure for them where nothing could be drawn."""
+
+
+def run(
+    name: str, quick: bool, as_json: bool, write: bool, *, benches: Mapping[str, str] = BENCHES, page: Path = PAGE
+) -> int:
+    """Runs one benchmark and returns the exit code.
+
+    Prints the table, or the one JSON object, on standard output and everything else on standard error.
+    benches: name to `module:function` of each benchmark. page: the file whose section `write` renews.
+    """
+    if name not in benches:
+        close = difflib.get_close_matches(name, benches, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"the benchmarks are {', '.join(benches)}"
+        _print_line(f"error: there is no benchmark {name!r}; {hint}")
+        return BAD_ARGUMENTS
+    try:
+        if write and name in WITH_FIGURES:
+            require_matplotlib()
+        with terminable(), tempfile.TemporaryDirectory(prefix="agora-bench-") as folder:
+            report = _imported(benches[name])(quick, Path(folder))
+        if as_json:
+            print(json.dumps(report.to_json(), allow_nan=False), flush=True)
+        else:
+            print_tables(report, sys.stdout)
+        if write:
+            command = f"./scripts/bench {name}{' --quick' if quick else ''} --write"
+            write_section(page, report, command, datetime.date.today().isoformat())
+            _print_line(f"renewed the section {name} of {page}")
+    except (BenchFailed, ValueError, OSError) as error:
+        _print_line(f"error: {error}")
+        return FAILED
+    return DONE
 
 
 def main() -> int:
@@ -19,14 +75,24 @@ def main() -> int:
         "machine in one go, so the ratios mean something where absolute figures do not.",
         epilog="Example: ./scripts/bench pipeline --quick --json",
     )
-    parser.add_argument("name", metavar="NAME", help=f"which comparison: {cli.known()}")
+    parser.add_argument("name", metavar="NAME", help=f"which comparison: {', '.join(BENCHES)}")
     parser.add_argument("--quick", action="store_true", help="end within 5 minutes on 2 cores; same ratio names")
     parser.add_argument(
         "--json", action="store_true", help="exactly one JSON object on standard output, all else on stderr"
     )
     parser.add_argument("--write", action="store_true", help="renew its section of docs/benchmarks.md")
     given = parser.parse_args()
-    return cli.run(given.name, given.quick, given.json, given.write)
+    return run(given.name, given.quick, given.json, given.write)
+
+
+def _imported(function: str) -> Benchmark:
+    module, _, name = function.partition(":")
+    benchmark: Benchmark = getattr(importlib.import_module(module), name)
+    return benchmark
+
+
+def _print_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

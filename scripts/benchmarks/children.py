@@ -23,6 +23,8 @@ from typing import Any, Self, TypeVar
 
 STOP_S = 3.0
 TAIL_LINES = 12
+SCRIPTS = Path(__file__).resolve().parents[1]
+"""The folder that holds the package `benchmarks`, for children that must import it, too."""
 Name = TypeVar("Name")
 
 
@@ -183,8 +185,9 @@ class Nursery:
     ) -> Child:
         """Starts `benchmarks.worker ROLE` with its spec; `threads` is what its numeric libraries may use."""
         command = [sys.executable, "-m", "benchmarks.worker", role, json.dumps(spec)]
-        inherited = thread_environment(threads) | dict(environment or {})
-        child = Child(name, command, self.folder / f"{name}.log", inherited)
+        paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        needed = thread_environment(threads) | {"PYTHONPATH": os.pathsep.join(paths)} | dict(environment or {})
+        child = Child(name, command, self.folder / f"{name}.log", needed)
         self._children.append(child)
         return child
 

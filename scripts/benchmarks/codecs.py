@@ -1,4 +1,4 @@
-"""`swarm bench codecs`: bytes, error and speed of every boundary codec on real boundaries, and the loss.
+"""`./scripts/bench codecs`: bytes, error and speed of every boundary codec on real boundaries, and the loss.
 
 Knows: the codecs, and the quantiser that most would write first, for comparison. Must not know: networks, peers.
 """

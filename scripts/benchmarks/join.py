@@ -1,4 +1,4 @@
-"""`swarm bench join`: how long a newcomer needs until it counts, on loopback and over a shaped link.
+"""`./scripts/bench join`: how long a newcomer needs until it counts, on loopback and over a shaped link.
 
 Knows: the demo's way to start daemons, their journals. Must not know: how state travels, torch. A swarm of two stages
 trains; then one more daemon joins, and its journal says when it served, what it fetched, and when its values first

@@ -128,7 +128,7 @@ def renew(text: str, bench: str, body: str) -> str:
     Raises ValueError when one marker stands without the other or before it.
     """
     begin, end = (
-        f"<!-- bench {bench}: begin, written by `swarm bench {bench} --write` -->",
+        f"<!-- bench {bench}: begin, written by `./scripts/bench {bench} --write` -->",
         f"<!-- bench {bench}: end -->",
     )
     block = f"{begin}\n{body.strip()}\n{end}"

@@ -1,4 +1,4 @@
-"""`swarm bench wan`: the time to a target loss over slow links, of what may cross a boundary.
+"""`./scripts/bench wan`: the time to a target loss over slow links, of what may cross a boundary.
 
 Knows: the order of things: speeds of real swarms behind shaped links, then loss runs. Must not know: torch (only
 children import it), how a target is chosen, what a swarm is made of.

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import machine
 from benchmarks.report import Ratio, Report, paired_ratio, print_tables, renew, section, show, write_section
 
-COMMAND = "swarm bench pipeline --quick --write"
+COMMAND = "./scripts/bench pipeline --quick --write"
 
 
 def a_report() -> Report:
