@@ -1,4 +1,4 @@
-"""`./scripts/bench agreement`: what loss replicas reach that agree by sparse averaging, beside synchronous ones, and none.
+"""`./scripts/bench agreement`: the loss that replicas reach by sparse averaging, by synchronous steps, and alone.
 
 Knows: settings, how child processes share the work, the ratios of the contract. Must not know: torch (only children
 import it). Every setting trains on the same samples from the same weights; a ratio is the median over seeds of the

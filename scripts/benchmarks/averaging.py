@@ -1,4 +1,4 @@
-"""`./scripts/bench averaging`: a round of the swarm's averaging beside hivemind's, and what training loses to averaging.
+"""`./scripts/bench averaging`: a round of averaging beside hivemind's, and what training loses to averaging.
 
 Knows: the groups, the ratios of the contract. Must not know: torch (only children import
 it). For each number of members both sides' groups are started, and take turns round by round; a ratio is the median
