@@ -37,7 +37,7 @@ from agora.averaging.terms import (
 from agora.averaging.wire import PartCodec
 from agora.calls import Caller, Reply
 from agora.codec import all_finite
-from agora.pipeline.seams import Fault
+from agora.observe.faults import ReachFault
 
 MAX_OPEN: Final = 4096
 """Parts that may be gathered at once."""
@@ -64,7 +64,7 @@ class Owner:
     """All parts that this peer averages, and the averages that it got from others, which it can be asked to recall."""
 
     def __init__(
-        self, terms: AveragingTerms, caller: Caller, members: Members, size_of: SizeOf, fault: Fault | None = None
+        self, terms: AveragingTerms, caller: Caller, members: Members, size_of: SizeOf, fault: ReachFault | None = None
     ) -> None:
         self._terms = terms
         self._caller = caller

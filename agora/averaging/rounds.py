@@ -31,7 +31,7 @@ from agora.averaging.terms import FIRST_PATIENCE, Average, AveragingTerms, Part
 from agora.calls import Caller
 from agora.observe import events
 from agora.observe.events import Report
-from agora.pipeline.seams import Fault
+from agora.observe.faults import ReachFault
 
 PARTS_AT_ONCE: Final = 8
 LEAST_S: Final = 0.05
@@ -106,7 +106,7 @@ class Rounds:
     """Takes part in rounds; one instance for each daemon."""
 
     def __init__(
-        self, terms: AveragingTerms, caller: Caller, owner: Owner, report: Report, fault: Fault | None = None
+        self, terms: AveragingTerms, caller: Caller, owner: Owner, report: Report, fault: ReachFault | None = None
     ) -> None:
         self._terms = terms
         self._caller = caller

@@ -40,10 +40,10 @@ from agora.observe.events import Report
 from agora.pipeline.admission import Admission
 from agora.pipeline.gate import StepGate
 from agora.pipeline.hop import Hop, HopConfig
+from agora.pipeline.interfaces import WireShapes
 from agora.pipeline.origin import Origin, OriginConfig, OwnStage, Share
 from agora.pipeline.results import ResultCache
 from agora.pipeline.router import Router
-from agora.pipeline.seams import WireShapes
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.placement import Placement
 from agora.train.compute import Compute

@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 POINTS = (
@@ -33,6 +34,9 @@ thread; state.giving: a joiner's request for state is understood, nothing answer
 sends a part; averaging.received: an owner has a member's part and has not averaged it; averaging.gathered: an owner has
 averaged a part and not answered this member; averaging.answered: its answer to one member is ready to leave."""
 ACTIONS = ("kill", "hang", "stop", "sleep")
+
+ReachFault = Callable[[str], Awaitable[None]]
+"""Called with a point's name when the program reaches it; `reach` outside of tests."""
 
 
 class FaultSpecError(ValueError):

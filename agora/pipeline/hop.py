@@ -1,7 +1,7 @@
 """One peer's work on one microbatch: the nested call of which the whole pipeline is the recursion.
 
 Knows the order of things: seat, forward, onward, backward, answer. Must not know how tensors are computed
-(seams.Compute), which peer comes next (router) or who draws microbatches (origin).
+(interfaces.SpanCompute), which peer comes next (router) or who draws microbatches (origin).
 
 What a caller may rely on. Refused (Busy, NotMyStage, ProtocolError) means that no work was done. A repeat of a
 microbatch is answered from the cache or joins the running work. A caller that leaves (CANCEL, or its deadline) frees
@@ -26,13 +26,15 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress
 from agora.clock import loop_time
-from agora.observe import events
+from agora.observe import events, faults
+from agora.observe.events import Report
+from agora.observe.faults import ReachFault
 from agora.pipeline.admission import Admission
 from agora.pipeline.deadline import downstream_deadline, is_hopeless
 from agora.pipeline.gate import StepGate
 from agora.pipeline.inflight import InProgress, Work
+from agora.pipeline.interfaces import BackwardResult, HopAnswer, LossSum, SpanCompute, WireShapes
 from agora.pipeline.results import ResultCache, WorkKey
-from agora.pipeline.seams import Answer, Backward, Compute, Fault, LossSum, Report, WireShapes
 
 if TYPE_CHECKING:
     from agora.pipeline.router import Router
@@ -43,10 +45,6 @@ MOST_AHEAD = 1
 every stage, by replicas that had taken all before it: one that is further behind is no help before it has new state.
 """
 PATHS = 33
-
-
-async def no_fault(point: str) -> None:
-    """The fault points of a daemon that nobody tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +82,14 @@ class Hop:
     def __init__(
         self,
         config: HopConfig,
-        compute: Compute,
+        compute: SpanCompute,
         router: Router,
         admission: Admission,
         *,
         results: ResultCache,
         report: Report,
         gate: StepGate | None = None,
-        fault: Fault = no_fault,
+        fault: ReachFault = faults.reach,
     ) -> None:
         self._config = config
         self._compute = compute
@@ -114,7 +112,7 @@ class Hop:
 
     async def process(
         self, message: Process, tensors: Sequence[WireTensor], deadline: float, progress: OnProgress
-    ) -> Answer:
+    ) -> HopAnswer:
         """One hop: compute this peer's span, await the gradient from downstream, return the gradient upstream.
 
         tensors: [boundary, tokens]; the boundary is missing or ignored at stage 0. deadline: on the loop's clock. The
@@ -139,14 +137,14 @@ class Hop:
         await self._fault("hop.before-answer")
         return answer
 
-    async def _joined_or_begun(self, job: Job, progress: OnProgress) -> Answer:
+    async def _joined_or_begun(self, job: Job, progress: OnProgress) -> HopAnswer:
         if self._running.has(job.key):
             self._report(events.RepeatServed(job.message.microbatch.hex(), job.message.stage))
         elif is_hopeless(loop_time(), job.deadline, self._busy_s):
             raise Unavailable(job.message.stage, [f"{job.deadline - loop_time():.3f} s are too short for this hop"])
         return await self._running.run(job.key, job.deadline, progress, lambda work: self._hop(job, work))
 
-    async def _hop(self, job: Job, work: Work) -> Answer:
+    async def _hop(self, job: Job, work: Work) -> HopAnswer:
         """The hop itself, from seat to answer."""
         started = loop_time()
         with self._admission.enter(started):
@@ -158,7 +156,7 @@ class Hop:
             self._admission.held(loop_time() - started)
             return answer
 
-    async def _finish(self, job: Job, work: Work) -> Answer:
+    async def _finish(self, job: Job, work: Work) -> HopAnswer:
         """The last hop: loss and gradient in one go."""
         if job.train:
             work.commit()
@@ -168,7 +166,7 @@ class Hop:
             )
         return self._answer(job, done, done.busy_s, done.gradient)
 
-    async def _pass_on(self, job: Job, work: Work) -> Answer:
+    async def _pass_on(self, job: Job, work: Work) -> HopAnswer:
         """Any other hop: forward, the rest of the pipeline, backward."""
         microbatch, held = job.message.microbatch, job.train
         try:
@@ -187,13 +185,13 @@ class Hop:
             if held:
                 self._compute.forget(microbatch)
 
-    async def _onward(self, job: Job, output: WireTensor, work: Work) -> Answer:
+    async def _onward(self, job: Job, output: WireTensor, work: Work) -> HopAnswer:
         """The rest of the pipeline, done early enough that our own backward still makes our deadline."""
         onward = replace(job.message, stage=self.span.last + 1)
         until = downstream_deadline(loop_time(), job.deadline, self._backward_s)
         return await self._router.send(onward, [output, job.tokens], until, work.advance)
 
-    async def _backward(self, below: Answer, job: Job, work: Work) -> Backward | None:
+    async def _backward(self, below: HopAnswer, job: Job, work: Work) -> BackwardResult | None:
         """Our backward; None when the peer below sent values that no gradient has: then the forward is still held."""
         if below.gradient is None or below.peer is None:
             raise PeerFailed("no gradient came back from downstream")
@@ -211,25 +209,22 @@ class Hop:
 
     def _answer(
         self, job: Job, sums: LossSum, busy_s: float, gradient: WireTensor | None, below_ms: float = 0.0
-    ) -> Answer:
+    ) -> HopAnswer:
         """What goes upstream; when training, the microbatch has been counted by now. below_ms: the way after ours."""
         path_s = busy_s + below_ms / 1000.0
         if job.train:
             self._busy_s += 0.1 * (busy_s - self._busy_s) if self._busy_s else busy_s
             self._paths_s.append(path_s)
         busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (busy_s, path_s))
-        return Answer(Processed(sums.loss_sum, sums.tokens, busy_ms, path_ms), [] if gradient is None else [gradient])
+        return HopAnswer(
+            Processed(sums.loss_sum, sums.tokens, busy_ms, path_ms), [] if gradient is None else [gradient]
+        )
 
     def _understood(self, message: Process, tensors: Sequence[WireTensor], deadline: float) -> Job:
         """Everything that can be refused before a seat is taken."""
         if message.stage not in self.span:
             raise NotMyStage(f"this peer holds stages {self.span}, not {message.stage}; read the directory again")
-        boundary, tokens = _split(message, tensors)
-        shapes = self._config.shapes
-        if boundary is not None and not shapes.fits_boundary(boundary):
-            raise ProtocolError("bad-tensor", f"the boundary is {boundary.dtype} {boundary.shape}, not of this run")
-        if not shapes.fits_tokens(tokens):
-            raise ProtocolError("bad-tensor", f"the tokens are {tokens.dtype} {tokens.shape}, not of this run")
+        boundary, tokens = self._config.shapes.boundary_and_tokens(message, tensors)
         return Job(message, boundary, tokens, deadline)
 
     def _refuse_another_entry(self, job: Job) -> None:
@@ -246,7 +241,7 @@ class Hop:
         if stage is not None:
             raise Busy(f"this microbatch entered this peer at stage {stage} before", ELSEWHERE_RETRY_MS)
 
-    def _repeated(self, job: Job, kept: Answer, progress: OnProgress) -> Answer:
+    def _repeated(self, job: Job, kept: HopAnswer, progress: OnProgress) -> HopAnswer:
         self._report(events.RepeatServed(job.message.microbatch.hex(), job.message.stage))
         progress(self._news(job, "finished"))
         return kept
@@ -294,12 +289,3 @@ class Hop:
         drained = await self._admission.drained(loop_time() + within_s)
         await self._running.close()
         return drained
-
-
-def _split(message: Process, tensors: Sequence[WireTensor]) -> tuple[WireTensor | None, WireTensor]:
-    """Boundary and tokens. Stage 0 has no boundary: what a caller sends in its place is not looked at."""
-    if message.stage == 0 and len(tensors) == 1:
-        return None, tensors[0]
-    if len(tensors) != 2:
-        raise ProtocolError("bad-message", f"process needs a boundary and tokens; {len(tensors)} tensors came")
-    return (None if message.stage == 0 else tensors[0]), tensors[1]

@@ -15,14 +15,14 @@ from agora_protocol.errors import AgoraError, Busy
 from agora_protocol.messages import Advance
 
 from agora.calls import OnProgress
+from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.results import WorkKey
-from agora.pipeline.seams import Answer
 
 
 class Work:
     """One piece of running work."""
 
-    task: asyncio.Task[Answer]
+    task: asyncio.Task[HopAnswer]
 
     def __init__(self, key: WorkKey) -> None:
         self.key = key
@@ -57,7 +57,7 @@ class InProgress:
 
     def __init__(self) -> None:
         self._running: dict[WorkKey, Work] = {}
-        self._ending: dict[WorkKey, asyncio.Task[Answer]] = {}
+        self._ending: dict[WorkKey, asyncio.Task[HopAnswer]] = {}
 
     def __len__(self) -> int:
         return len(self._running)
@@ -72,8 +72,8 @@ class InProgress:
         return key in self._running
 
     async def run(
-        self, key: WorkKey, deadline: float, listener: OnProgress, start: Callable[[Work], Awaitable[Answer]]
-    ) -> Answer:
+        self, key: WorkKey, deadline: float, listener: OnProgress, start: Callable[[Work], Awaitable[HopAnswer]]
+    ) -> HopAnswer:
         """The answer of the work named `key`, started unless it runs already.
 
         A joined work that fails by its own, earlier deadline is started again for us. Raises what the work raises, Busy
@@ -92,10 +92,10 @@ class InProgress:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
 
-    def _start(self, key: WorkKey, start: Callable[[Work], Awaitable[Answer]]) -> Work:
+    def _start(self, key: WorkKey, start: Callable[[Work], Awaitable[HopAnswer]]) -> Work:
         work = self._running[key] = Work(key)
 
-        async def perform() -> Answer:
+        async def perform() -> HopAnswer:
             try:
                 return await start(work)
             finally:
@@ -105,7 +105,7 @@ class InProgress:
         work.task = asyncio.create_task(perform(), name=f"hop {key.microbatch.hex()} at stage {key.stage}")
         return work
 
-    async def _wait(self, work: Work, listener: OnProgress) -> Answer:
+    async def _wait(self, work: Work, listener: OnProgress) -> HopAnswer:
         work.listeners.append(listener)
         try:
             return await asyncio.shield(work.task)
@@ -124,7 +124,7 @@ class InProgress:
         work.task.add_done_callback(lambda task: self._over(work.key, task))
         work.task.cancel()
 
-    def _over(self, key: WorkKey, task: asyncio.Task[Answer]) -> None:
+    def _over(self, key: WorkKey, task: asyncio.Task[HopAnswer]) -> None:
         if self._ending.get(key) is task:
             del self._ending[key]
 
@@ -146,7 +146,7 @@ class InProgress:
             await asyncio.wait(tasks, timeout=timeout_s)
 
 
-def _read(task: asyncio.Task[Answer]) -> None:
+def _read(task: asyncio.Task[HopAnswer]) -> None:
     """Takes the outcome of a task that nobody awaits any more, so that asyncio does not complain about it."""
     if not task.cancelled():
         task.exception()

@@ -20,8 +20,9 @@ from agora_protocol.tensors import WireTensor
 
 from agora.clock import loop_time
 from agora.observe import events
+from agora.observe.events import Report
 from agora.pipeline.credit import PER_STAGE, Credit, Pace, in_flight, step_share
-from agora.pipeline.seams import Answer, Batches, Entrance, Report
+from agora.pipeline.interfaces import BatchSource, HopAnswer, HopEntrance
 from agora.pipeline.signal import Signal
 
 LEAST_PATIENCE_S = 20.0
@@ -112,8 +113,8 @@ class Origin:
     def __init__(
         self,
         config: OriginConfig,
-        entrance: Entrance,
-        batches: Batches,
+        entrance: HopEntrance,
+        batches: BatchSource,
         report: Report,
         *,
         share: Callable[[], Share] = Share,
@@ -290,7 +291,7 @@ class Origin:
         self._pace = self._pace.completed(loop_time())
         self._most = min(self._most + 1, 2 * self.credit.limit)
 
-    async def _deliver(self, parcel: _Parcel) -> Answer:
+    async def _deliver(self, parcel: _Parcel) -> HopAnswer:
         """The answer to a microbatch: attempts follow each other until one succeeds."""
         name = parcel.microbatch.hex()
         self._report(events.MicrobatchStarted(name, parcel.purpose))
@@ -307,7 +308,7 @@ class Origin:
         self._report(events.MicrobatchCompleted(name, message.loss_sum, message.tokens, seconds, parcel.purpose))
         return answer
 
-    async def _attempt(self, parcel: _Parcel, attempt: int) -> Answer | None:
+    async def _attempt(self, parcel: _Parcel, attempt: int) -> HopAnswer | None:
         """One attempt through the whole pipeline; None when it failed and the next may begin."""
         patience = self._patience(attempt)
         deadline, wait = loop_time() + patience, RETRY_S * 2.0 ** min(attempt, 16)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from agora_protocol.ids import MicrobatchId
 
-from agora.pipeline.seams import Answer
+from agora.pipeline.interfaces import HopAnswer
 
 DEFAULT_BYTES = 256 << 20
 DEFAULT_AGE_S = 900.0
@@ -34,14 +34,14 @@ class ResultCache:
     def __init__(self, max_bytes: int = DEFAULT_BYTES, max_age_s: float = DEFAULT_AGE_S) -> None:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
-        self._entries: OrderedDict[WorkKey, tuple[float, Answer]] = OrderedDict()
+        self._entries: OrderedDict[WorkKey, tuple[float, HopAnswer]] = OrderedDict()
         self._stages: dict[MicrobatchId, int] = {}
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: WorkKey, now: float) -> Answer | None:
+    def get(self, key: WorkKey, now: float) -> HopAnswer | None:
         """The answer given to this work, if it is still kept."""
         self._expire(now)
         entry = self._entries.get(key)
@@ -53,7 +53,7 @@ class ResultCache:
         stage = self._stages.get(key.microbatch)
         return None if stage in (None, key.stage) else stage
 
-    def put(self, key: WorkKey, answer: Answer, now: float) -> None:
+    def put(self, key: WorkKey, answer: HopAnswer, now: float) -> None:
         """Keeps an answer; the oldest make room. One that alone exceeds the bound is kept until the next comes."""
         self._drop(key)
         self._entries[key] = (now, answer)

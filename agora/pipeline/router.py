@@ -20,11 +20,12 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import Caller, OnProgress, Reply
 from agora.clock import loop_time
 from agora.observe import events
+from agora.observe.events import Report
 from agora.pipeline import routing
 from agora.pipeline.credit import Pace
 from agora.pipeline.deadline import LEAST_S, attempt_deadline, deadline_to_send
+from agora.pipeline.interfaces import HopAnswer, WireShapes
 from agora.pipeline.routing import Choice, Link, PathHint, PeerCost
-from agora.pipeline.seams import Answer, Report, WireShapes
 from agora.pipeline.signal import Signal
 from agora.swarm.view import PeerView, View
 
@@ -134,7 +135,7 @@ class Router:
 
     async def send(
         self, process: Process, tensors: Sequence[WireTensor], deadline: float, on_progress: OnProgress
-    ) -> Answer:
+    ) -> HopAnswer:
         """The answer of some peer of `process.stage`: `tensors` are [boundary, tokens], `deadline` on the loop's clock.
 
         Tries siblings until the deadline, and waits for one when the view knows none. In the answer, `path_ms` begins
@@ -204,7 +205,7 @@ class Router:
         depth = self._stage_count - stage
         return _Attempt(peer, now, attempt_deadline(now, trip.deadline, cost.call_s, others, depth), charge)
 
-    async def _try(self, trip: Trip, attempt: _Attempt) -> Answer | None:
+    async def _try(self, trip: Trip, attempt: _Attempt) -> HopAnswer | None:
         """One call. None when it failed and another peer, or the same one later, should be tried."""
         stage, learnt = trip.process.stage, False
         try:
@@ -227,7 +228,7 @@ class Router:
             self._changed.notify()
         return None
 
-    async def _call(self, trip: Trip, attempt: _Attempt) -> Answer:
+    async def _call(self, trip: Trip, attempt: _Attempt) -> HopAnswer:
         stage, peer = trip.process.stage, attempt.peer
         most, counts = NEWS_PER_STAGE * (self._stage_count - stage), Counter[str]()
 
@@ -250,7 +251,7 @@ class Router:
         )
         return self._checked(trip, peer, reply)
 
-    def _checked(self, trip: Trip, peer: PeerId, reply: Reply) -> Answer:
+    def _checked(self, trip: Trip, peer: PeerId, reply: Reply) -> HopAnswer:
         """The reply as an answer to what was asked. Raises ProtocolError, and strikes the peer, when it is none."""
         message, tensors = reply.message, list(reply.tensors)
         wanted = 1 if trip.process.purpose == "train" else 0
@@ -264,11 +265,11 @@ class Router:
         elif not math.isfinite(message.loss_sum) or message.tokens > math.prod(self._shapes.tokens_shape):
             problem = ProtocolError("bad-message", f"sent the loss {message.loss_sum} over {message.tokens} tokens")
         else:
-            return Answer(message, tensors, peer)
+            return HopAnswer(message, tensors, peer)
         self._report(events.PeerStruck(peer, problem.code, str(problem)))
         raise problem
 
-    def _learn_answer(self, trip: Trip, attempt: _Attempt, answer: Answer) -> float:
+    def _learn_answer(self, trip: Trip, attempt: _Attempt, answer: HopAnswer) -> float:
         """What the answer teaches; returns the seconds that it would have taken to come if nothing had waited."""
         stage, took = trip.process.stage, loop_time() - attempt.started
         self._learn(stage, attempt, routing.answered, answer.message.busy_ms / 1000.0, took)

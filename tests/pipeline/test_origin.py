@@ -11,8 +11,8 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import EvaluationDone, MicrobatchDropped
+from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.origin import Origin, OriginConfig, Share
-from agora.pipeline.seams import Answer
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
     TOKENS,
@@ -35,7 +35,7 @@ class Entrance:
         self.seconds, self.answers = seconds, list(answers)
         self.open, self.most, self.seen = 0, 0, []
 
-    async def process(self, message: Process, tensors: list[WireTensor], deadline: float, progress) -> Answer:
+    async def process(self, message: Process, tensors: list[WireTensor], deadline: float, progress) -> HopAnswer:
         loop = asyncio.get_running_loop()
         self.seen.append((message, bytes(tensors[0].data), deadline - loop.time(), loop.time()))
         self.open += 1
@@ -45,7 +45,7 @@ class Entrance:
             if isinstance(told, AgoraError):
                 raise told
             await asyncio.sleep(told)
-            return Answer(Processed(loss_of(tensors[0]), TOKENS, 1.0))
+            return HopAnswer(Processed(loss_of(tensors[0]), TOKENS, 1.0))
         finally:
             self.open -= 1
 

@@ -12,8 +12,8 @@ from agora_protocol.messages import Advance, Pong, Process, Processed
 
 from agora.net.errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, PeerStruck, RouteChanged
+from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.router import NEWS_PER_STAGE, Trip
-from agora.pipeline.seams import Answer
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
     Faults,
@@ -30,7 +30,7 @@ from tests.pipeline.world import (
 MB = microbatch_id(b"session0", 1)
 
 
-async def send(node: Node, microbatch=MB, *, within_s: float = 60.0, hint=(), purpose="train") -> Answer:
+async def send(node: Node, microbatch=MB, *, within_s: float = 60.0, hint=(), purpose="train") -> HopAnswer:
     stage = node.span.last + 1
     process = Process(microbatch, peer_id("origin"), stage, purpose, 60_000, tuple(hint))
     deadline = asyncio.get_running_loop().time() + within_s
@@ -230,18 +230,18 @@ def test_a_lost_answer_is_fetched_from_the_peer_that_has_it() -> None:
 @pytest.mark.parametrize(
     ("answer", "code"),
     [
-        (Answer(Processed(1.0, 2, 1.0), []), "bad-message"),
-        (Answer(Processed(1.0, 2, 1.0), [tokens_of(1)]), "bad-tensor"),
-        (Answer(Processed(1.0, 99, 1.0), [gradient_of(MB, 1)]), "bad-message"),
-        (Answer(Pong(), []), "bad-message"),
+        (HopAnswer(Processed(1.0, 2, 1.0), []), "bad-message"),
+        (HopAnswer(Processed(1.0, 2, 1.0), [tokens_of(1)]), "bad-tensor"),
+        (HopAnswer(Processed(1.0, 99, 1.0), [gradient_of(MB, 1)]), "bad-message"),
+        (HopAnswer(Pong(), []), "bad-message"),
     ],
 )
-def test_an_answer_that_is_none_is_a_strike_and_the_next_peer_is_asked(answer: Answer, code: str) -> None:
+def test_an_answer_that_is_none_is_a_strike_and_the_next_peer_is_asked(answer: HopAnswer, code: str) -> None:
     async def work() -> None:
         world = World(2)
         node, liar = world.add("first", "0"), world.add("liar", "1")
 
-        async def lie(*args) -> Answer:
+        async def lie(*args) -> HopAnswer:
             return answer
 
         liar.hop.process = lie
@@ -268,7 +268,7 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
             trips.append(trip)
             return choose(now, trip)
 
-        async def talk(message, tensors, deadline, progress) -> Answer:
+        async def talk(message, tensors, deadline, progress) -> HopAnswer:
             for number in range(flood):
                 for what in ("accepted", "finished"):
                     progress(Advance(number % stages, peer_id(f"stranger {number}"), what, 0))
@@ -314,7 +314,7 @@ def test_unavailable_names_the_stage_and_why_each_peer_failed() -> None:
         for name in ("x", "y"):
             peer = world.add(name, "1")
 
-            async def broken(*args) -> Answer:
+            async def broken(*args) -> HopAnswer:
                 raise PeerFailed("the peer could not finish (device)")
 
             peer.hop.process = broken

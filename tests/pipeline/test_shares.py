@@ -10,8 +10,8 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.pipeline.credit import step_share
+from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.origin import GRACE_S, LOOK_S, Origin, OriginConfig, OwnStage, Share
-from agora.pipeline.seams import Answer
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import TOKENS, FakeBatches, peer_id
 
@@ -65,13 +65,13 @@ class _Entrance:
     def __init__(self, stage: Stage, index: int) -> None:
         self.stage, self.index = stage, index
 
-    async def process(self, message: Process, tensors: list[WireTensor], deadline: float, progress) -> Answer:
+    async def process(self, message: Process, tensors: list[WireTensor], deadline: float, progress) -> HopAnswer:
         stage = self.stage
         stage.opened[message.step] += 1
         stage.by_origin[message.step, self.index] += 1
         await asyncio.sleep(stage.seconds)
         stage.count()
-        return Answer(Processed(1.0, TOKENS, 1.0))
+        return HopAnswer(Processed(1.0, TOKENS, 1.0))
 
 
 def test_shares_are_whole_numbers_that_sum_to_the_step() -> None:

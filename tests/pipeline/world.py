@@ -22,11 +22,11 @@ from agora.net.errors import ConnectionBroken, DeadlinePassed
 from agora.net.link import DelayLine, LinkSpec, TokenBucket
 from agora.observe.events import Event, MicrobatchCompleted, MicrobatchCounted, MicrobatchDropped, MicrobatchStarted
 from agora.pipeline.admission import Admission
-from agora.pipeline.hop import Hop, HopConfig, no_fault
+from agora.pipeline.hop import Hop, HopConfig
+from agora.pipeline.interfaces import HopAnswer, WireShapes
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.results import ResultCache
 from agora.pipeline.router import Router
-from agora.pipeline.seams import Answer, WireShapes
 from agora.swarm.view import PeerView, View
 
 SHAPES = WireShapes("float32", (1, 2, 4), "float32", (1, 2, 4), (1, 3))
@@ -144,6 +144,10 @@ class FakeCompute:
         self.node.events.append(MicrobatchCounted(microbatch.hex(), stages, TOKENS))
 
 
+async def no_fault(point: str) -> None:
+    """Nothing goes wrong."""
+
+
 @dataclass
 class Faults:
     """Probabilities per call, and what has fired."""
@@ -226,7 +230,7 @@ class Node:
 
     # --- Caller
 
-    async def call(self, peer, request, tensors, *, deadline, on_progress=None) -> Answer:
+    async def call(self, peer, request, tensors, *, deadline, on_progress=None) -> HopAnswer:
         await self.gate()
         try:
             answer = await self.world.carry(self, peer, request, tensors, deadline, on_progress)
@@ -293,7 +297,7 @@ class World:
 
     # --- the network
 
-    async def carry(self, caller: Node, peer, request: Process, tensors, deadline, on_progress) -> Answer:
+    async def carry(self, caller: Node, peer, request: Process, tensors, deadline, on_progress) -> HopAnswer:
         loop = asyncio.get_running_loop()
         target = self.nodes.get(peer)
         self.carried[caller.peer, peer] += 1
@@ -317,7 +321,7 @@ class World:
                 loop = asyncio.get_running_loop()
                 loop.call_at(target.uplink.arrival(caller.peer, 0, loop.time()), on_progress, advance)
 
-        async def handle() -> Answer:
+        async def handle() -> HopAnswer:
             await target.gate()
             target.calls_in += 1
             return await target.hop.process(request, list(tensors), now + request.deadline_ms / 1000.0, news)
@@ -332,7 +336,7 @@ class World:
         if not task.cancelled():
             task.exception()
 
-    async def _reply(self, caller: Node, target: Node, handler: asyncio.Task, deadline: float) -> Answer:
+    async def _reply(self, caller: Node, target: Node, handler: asyncio.Task, deadline: float) -> HopAnswer:
         loop = asyncio.get_running_loop()
         breaks = self.rng.random() < self.faults.break_call
         until = min(deadline, loop.time() + self.rng.uniform(0.0, 0.3)) if breaks else deadline

@@ -1,0 +1,153 @@
+"""What the pipeline needs from other rooms, as protocols: a device for this peer's span, and a source of batches.
+
+Knows: the form of these calls, and which tensors the manifest allows. Must not know: who implements them. The daemon
+passes in train.compute and node.batches; tests pass in arithmetic. Calls to other peers are agora.calls.Caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agora_protocol.errors import ProtocolError
+from agora_protocol.ids import MicrobatchId, PeerId, Span
+from agora_protocol.messages import Process, Processed
+from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
+
+from agora.calls import OnProgress
+
+
+class LossSum(Protocol):
+    """A sum of token losses, and the number of tokens in it."""
+
+    @property
+    def loss_sum(self) -> float:
+        """Sum of the token losses, in nats."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of supervised tokens in the sum."""
+
+
+class BackwardResult(Protocol):
+    """What the backward of a span returns."""
+
+    @property
+    def gradient(self) -> WireTensor | None:
+        """Gradient of the boundary that entered the span; None when the microbatch entered at stage 0."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the device spent on this microbatch, its forward included."""
+
+
+class LastStageResult(LossSum, BackwardResult, Protocol):
+    """What a span that holds the last stage returns for a microbatch; no gradient when it was only evaluated."""
+
+
+class SpanCompute(Protocol):
+    """The device that computes this peer's span. Implemented by train.compute.
+
+    Every failure is an AgoraError, and a cancelled job leaves nothing behind. `finish` (when training) and `backward`
+    count the microbatch: after they returned, its gradient is in the sums; when they raise, it is not. The device
+    itself reports the event MicrobatchCounted at that moment.
+    """
+
+    @property
+    def span(self) -> Span:
+        """The stages held."""
+
+    async def forward(
+        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
+    ) -> WireTensor:
+        """Runs stages `first` to the span's last and returns the boundary that leaves them.
+
+        boundary: None at stage 0. train: keeps what the backward needs, until `backward` or `forget`.
+        """
+
+    async def finish(
+        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
+    ) -> LastStageResult:
+        """Runs stages `first` to the model's last, the loss and, when `train`, the backward, as one job."""
+
+    async def backward(self, microbatch: MicrobatchId, gradient: WireTensor) -> BackwardResult:
+        """Runs the backward of an earlier `forward`.
+
+        After a ProtocolError (an unusable gradient) the forward is still kept; after any other error it is dropped.
+        """
+
+    def forget(self, microbatch: MicrobatchId) -> None:
+        """Drops the forward of a microbatch that gets no backward; does nothing when there is none."""
+
+
+class BatchSource(Protocol):
+    """Where an origin gets its text from, as token tensors [b, s + 1]."""
+
+    def draw(self, counter: int) -> WireTensor:
+        """Returns the `counter`-th training microbatch of this origin. The same counter gives the same tokens."""
+
+    def heldout(self, count: int) -> Iterable[WireTensor]:
+        """Yields at most `count` microbatches that are never trained on, the same ones at every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class HopAnswer:
+    """A hop's answer: the Processed message with the gradient of the boundary that entered, if there is one.
+
+    peer: who answered, None for this peer itself.
+    """
+
+    message: Processed
+    tensors: list[WireTensor] = field(default_factory=list)
+    peer: PeerId | None = None
+
+    @property
+    def gradient(self) -> WireTensor | None:
+        """Gradient of the boundary that entered; None at stage 0 and when evaluating."""
+        return self.tensors[0] if self.tensors else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class HopEntrance(Protocol):
+    """Where microbatches enter this peer's hop. Implemented by hop.Hop."""
+
+    async def process(
+        self, message: Process, tensors: Sequence[WireTensor], deadline: float, on_progress: OnProgress
+    ) -> HopAnswer:
+        """Sends one microbatch through this peer and everything after it, and returns the gradient of its boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireShapes:
+    """The dtypes and shapes that the manifest implies for the tensors of a microbatch."""
+
+    boundary_dtype: str
+    boundary_shape: tuple[int, ...]
+    gradient_dtype: str
+    gradient_shape: tuple[int, ...]
+    tokens_shape: tuple[int, ...]
+
+    def boundary_and_tokens(
+        self, message: Process, tensors: Sequence[WireTensor]
+    ) -> tuple[WireTensor | None, WireTensor]:
+        """Returns the tensors of a Process request, checked. The boundary is None at stage 0, whatever was sent for it.
+
+        Raises ProtocolError when a tensor is missing, is too many, or has another dtype or shape than the run's.
+        """
+        if len(tensors) != 2 and not (message.stage == 0 and len(tensors) == 1):
+            raise ProtocolError("bad-message", f"process needs a boundary and tokens; {len(tensors)} tensors came")
+        boundary, tokens = (None if message.stage == 0 else tensors[0]), tensors[-1]
+        if boundary is not None and (boundary.dtype, boundary.shape) != (self.boundary_dtype, self.boundary_shape):
+            raise ProtocolError("bad-tensor", f"the boundary is {boundary.dtype} {boundary.shape}, not of this run")
+        if tokens.dtype not in TOKEN_DTYPES or tokens.shape != self.tokens_shape:
+            raise ProtocolError("bad-tensor", f"the tokens are {tokens.dtype} {tokens.shape}, not of this run")
+        return boundary, tokens
+
+    def fits_gradient(self, tensor: WireTensor) -> bool:
+        """Whether `tensor` has the dtype and shape of a boundary's gradient."""
+        return tensor.dtype == self.gradient_dtype and tensor.shape == self.gradient_shape
