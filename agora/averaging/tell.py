@@ -80,6 +80,8 @@ class Teller:
         self._to_go = dict.fromkeys(span.stages, (-1, target_tokens))
         self._asking: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
         self.act: Callable[[Judgement], None] = lambda judgement: None
+        self.changed: Callable[[int, int], None] = lambda stage, step: None
+        """Is called with a stage and its step after each look at what its replicas have counted."""
 
     async def run(self) -> None:
         """Tells and judges until cancelled."""
@@ -93,7 +95,7 @@ class Teller:
             await asyncio.gather(*self._asking.values(), return_exceptions=True)
 
     def tokens_to_go(self, stage: int, step: int) -> int:
-        """What this peer must have counted since `step` for the stage to step. From any thread."""
+        """What this peer must have counted since `step` for the stage to step."""
         at, tokens = self._to_go[stage]
         return tokens if at == step else self._target
 
@@ -181,6 +183,7 @@ class Teller:
         (step, tokens), others = own, self._others(stage)
         to_go = agreement.tokens_to_go(others, step, self._target)
         self._to_go[stage] = (step, to_go)
+        self.changed(stage, step)
         live = len(self.present(stage)) - 1
         reached = agreement.step_to_follow(others, live, step, tokens, self._target)
         complete = tokens + agreement.counted_by(others, step) >= self._target

@@ -6,7 +6,6 @@ closed in the opposite order by the exit stack, also when a later step fails.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -330,21 +329,18 @@ class Builder:
     def _follow_steps(
         self, compute: Compute, keeper: Keeper, replicas: Replicas, gate: StepGate | None, origin: Origin | None
     ) -> None:
-        """Tells everyone whom it concerns, on the loop, of each step that the device thread takes."""
-        loop = asyncio.get_running_loop()
+        """Passes each step that the device thread takes on to everyone whom it concerns."""
 
-        def told(stage: int, step: int, tokens: int) -> None:
-            replicas.stepped(stage, step, tokens)
-            keeper.stepped(stage, step)
-            if gate is not None:
-                gate.stepped()
-            if origin is not None:
-                origin.stepped()
+        async def follow() -> None:
+            async for event in compute.step_events():
+                replicas.stepped(event.stage, event.step, event.own_tokens)
+                keeper.stepped(event.stage, event.step)
+                if gate is not None:
+                    gate.stepped()
+                if origin is not None:
+                    origin.stepped()
 
-        def stepped(stage: int, step: int, tokens: int) -> None:
-            loop.call_soon_threadsafe(told, stage, step, tokens)
-
-        compute.set_stepped(stepped)
+        self._spawn("step events", follow())
         self._spawn("keeper", keeper.run())
         self._spawn("replicas", replicas.run())
 

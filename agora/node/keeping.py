@@ -224,7 +224,7 @@ class Keeper:
         return len(sizes) - len(left)
 
     async def _put(self, stage: int, number: int, values: Flat, step: int) -> None:
-        await self._compute.put_slice(stage, self._slices[stage].blocks(number), values)
+        await self._compute.replace_blocks(stage, self._slices[stage].blocks(number), values)
 
     # --- giving
 
@@ -252,7 +252,7 @@ class Keeper:
         if request.stage not in self._started:
             raise Busy("this peer is still joining; ask another", RETRY_MS)
         blocks = chunk_blocks(self._slices[request.stage].blocks(request.round), request.chunk)
-        values, step = await self._compute.slice_values(request.stage, blocks)
+        values, step = await self._compute.snapshot_blocks(request.stage, blocks)
         return give_slice(values.numpy(), step)
 
     def _refuse_doubted(self, stage: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
@@ -35,6 +35,7 @@ from agora.node.keeping import Keeper
 from agora.observe import events, faults
 from agora.observe.events import Report
 from agora.state.rules import leading_step
+from agora.stepping import EVERY_STEP, StepPolicy
 from agora.swarm.membership import Membership
 from agora.train.compute import Compute
 
@@ -114,8 +115,11 @@ class Replicas:
         self._teller.act = self._act
         self._stages = {stage: self._new_stage(stage, stage in keeper.fetched) for stage in compute.span.stages}
         self._resting = False
-        compute.set_step_tokens(lambda stage: self._teller.tokens_to_go(stage, compute.step_of(stage)))
-        compute.set_hold_steps(lambda stage: self._is_exact(compute.step_of(stage)) and not self._teller.alone(stage))
+        self._teller.changed = self._publish_policy
+        exact = EVERY_STEP if self.synchronous else self._averaging.exact_steps
+        self._policy = StepPolicy(target, exact)
+        for stage in compute.span.stages:
+            compute.publish_policy(stage, self._policy)
 
     def _new_stage(self, stage: int, fetched: bool) -> _Stage:
         """In synchronous runs a newcomer's gradient counts at once, and its weights are those of the others."""
@@ -211,6 +215,11 @@ class Replicas:
 
     # --- stepping
 
+    def _publish_policy(self, stage: int, step: int) -> None:
+        """Tells the device thread when to take step number `step` of a stage, by what its other replicas have said."""
+        to_go, alone = self._teller.tokens_to_go(stage, step), self._teller.alone(stage)
+        self._compute.publish_policy(stage, replace(self._policy, step=step, tokens_to_go=to_go, alone=alone))
+
     def stepped(self, stage: int, step: int, tokens: int) -> None:
         """A stage has taken `step`, `tokens` of this peer's in it: tell the others, and average when it is time."""
         it = self._stages[stage]
@@ -282,21 +291,21 @@ class Replicas:
         """One slice, in the background."""
         it.begun, blocks = number, it.slices.blocks(number)
         weight, it.tokens = float(it.tokens if it.newcomer.counts else 0), 0
-        values, _ = await self._compute.slice_values(stage, blocks)
+        values, _ = await self._compute.snapshot_blocks(stage, blocks)
         result = await self._rounds.run(
             stage, "weights", number, values, weight, self._members(stage), self._deadline()
         )
         took = result.averaged_blocks()
         if len(took):
             delta, snapshot = (flat.view(-1, SLICE_BLOCK)[took].flatten() for flat in (result.answer, values))
-            await self._compute.add_to_slice(stage, blocks[took], delta, snapshot, self._averaging.rule)
+            await self._compute.apply_average(stage, blocks[took], delta, snapshot, self._averaging.rule)
         if not result.failed_parts:
             near = result.distance, result.distance_others, result.members
             it.newcomer = it.newcomer.seen(*near, cover=it.slices.count)
 
     async def _exact_step(self, stage: int, it: _Stage, step: int) -> None:
         """The mean gradient over all replicas' tokens; that of a newcomer, who is elsewhere, does not count."""
-        own = await self._compute.mean_gradient(stage)
+        own = await self._compute.take_mean_gradient(stage)
         if own.step != step:
             return
         weight = float(own.tokens if it.newcomer.counts else 0)
@@ -307,11 +316,13 @@ class Replicas:
         if unsure := bool(result.failed_parts) and self.synchronous:
             self._keeper.doubt(stage)
         try:
-            await self._compute.step_with(stage, step, result.answer, tokens)
+            await self._compute.step_with_gradient(stage, step, result.answer, tokens)
         except ProtocolError:
             if self.synchronous:
                 raise
-            await self._compute.step_with(stage, step, own.values, tokens=0)  # the step is over, without a part in it
+            await self._compute.step_with_gradient(
+                stage, step, own.values, tokens=0
+            )  # the step is over, without a part in it
         if unsure:
             await self._mend(stage, step + 1)
 

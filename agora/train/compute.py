@@ -6,7 +6,7 @@ Knows: the device queue, the codec, what the manifest says of shapes. Must not k
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
@@ -22,12 +22,13 @@ from torch import Tensor
 from agora.codec import all_finite, codec_by_name, decode_tokens, gradient_key
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Flat, Layout, StageState
+from agora.stepping import StageStepped, StepEvents, StepPolicy
 from agora.train.device import DeviceQueue, DeviceStatistics, Priority, choose_device, has_native_bf16
 from agora.train.held import LIMIT_PER_SEAT, Held
 from agora.train.memory import keep_freed_memory
 from agora.train.replicas import Blocks, SliceRule, StageReplica
 from agora.train.span import SpanTrainer
-from agora.train.stage import MeanGradient, StageProgress, Stepped
+from agora.train.stage import MeanGradient, StageProgress
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -62,13 +63,20 @@ class Compute:
     """
 
     def __init__(
-        self, manifest: Manifest, span: Span, device: torch.device, trainer: SpanTrainer, queue: DeviceQueue
+        self,
+        manifest: Manifest,
+        span: Span,
+        device: torch.device,
+        trainer: SpanTrainer,
+        queue: DeviceQueue,
+        events: StepEvents,
     ) -> None:
         self.span = span
         self.device = str(device)
         self._device = device
         self._trainer = trainer
         self._queue = queue
+        self._events = events
         self._replicas = {n: StageReplica(trainer.stage(n), manifest.optimizer) for n in span.stages}
         self._codec = codec_by_name(manifest.boundary.codec, manifest.seed)
         self._boundary_shape = manifest.boundary_shape()
@@ -101,14 +109,18 @@ class Compute:
         limit = LIMIT_PER_SEAT * in_flight
         queue = DeviceQueue(limit=limit, fault=fault, failed=lambda error: report(TaskFailed("device", repr(error))))
 
+        events = StepEvents()
+
         def build() -> SpanTrainer:
             precision = has_native_bf16(where) if bf16 is None else bf16
             with _device_errors():
-                return SpanTrainer(manifest, span, where, report=report, bf16=precision, in_flight=in_flight)
+                return SpanTrainer(
+                    manifest, span, where, report=report, bf16=precision, in_flight=in_flight, on_step=events.put
+                )
 
         async with AsyncExitStack() as undo:
             undo.push_async_callback(queue.close)
-            compute = cls(manifest, span, where, await queue.run(Priority.FORWARD, build), queue)
+            compute = cls(manifest, span, where, await queue.run(Priority.FORWARD, build), queue, events)
             undo.pop_all()
         return compute
 
@@ -168,20 +180,17 @@ class Compute:
         """Optimizer steps that a stage of the span has taken. From any thread."""
         return self._trainer.stage(stage).progress.step
 
-    def set_step_tokens(self, step_tokens: Callable[[int], int]) -> None:
-        """step_tokens(stage): tokens this peer must see before the stage steps. Called on the device thread, often."""
-        self._trainer.step_tokens = step_tokens
+    def publish_policy(self, stage: int, policy: StepPolicy) -> None:
+        """Replaces what decides when `stage` takes a step by itself. From any thread. Raises NotMyStage.
 
-    def set_hold_steps(self, hold_steps: Callable[[int], bool]) -> None:
-        """hold_steps(stage): whether a stage that is due shall wait for `step_with`. Called on the device thread.
-
-        It is asked after every microbatch, until `mean_gradient` took what was summed or the answer is False.
+        The device thread reads the policy after every microbatch. Before the first call: a step whenever this peer
+        alone has counted the manifest's `target_tokens`.
         """
-        self._trainer.hold_steps = hold_steps
+        self._trainer.publish_policy(stage, policy)
 
-    def set_stepped(self, stepped: Stepped) -> None:
-        """stepped(stage, step, tokens): told after each step, and this replica's tokens in it; on the device thread."""
-        self._trainer.stepped = stepped
+    def step_events(self) -> AsyncIterator[StageStepped]:
+        """Yields every optimizer step of the span's stages, in order, to one reader; ends only when it is cancelled."""
+        return aiter(self._events)
 
     def statistics(self) -> DeviceStatistics:
         """How busy the device thread is."""
@@ -199,40 +208,40 @@ class Compute:
         weights = self._trainer.stage(stage).weights
         return Layout(weights.numel, weights.slots)
 
-    async def slice_values(self, stage: int, blocks: Blocks) -> tuple[Tensor, int]:
+    async def snapshot_blocks(self, stage: int, blocks: Blocks) -> tuple[Tensor, int]:
         """A copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and the step they are of."""
-        return await self._change(self._replica(stage).slice_values, blocks)
+        return await self._change(self._replica(stage).snapshot_blocks, blocks)
 
-    async def add_to_slice(self, stage: int, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
+    async def apply_average(self, stage: int, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
         """Takes in an average that lies `delta` from `snapshot`, both [blocks * SLICE_BLOCK]: see StageReplica."""
-        await self._change(self._replica(stage).add_to_slice, blocks, delta, snapshot, rule)
+        await self._change(self._replica(stage).apply_average, blocks, delta, snapshot, rule)
 
-    async def put_slice(self, stage: int, blocks: Blocks, values: Flat) -> None:
+    async def replace_blocks(self, stage: int, blocks: Blocks, values: Flat) -> None:
         """Replaces the weights in `blocks` by another replica's, float32 [blocks * SLICE_BLOCK]."""
-        await self._change(self._replica(stage).put_slice, blocks, values)
+        await self._change(self._replica(stage).replace_blocks, blocks, values)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """The stage has taken `step` steps elsewhere: follows, with what was counted here if only one is missing.
 
         Further behind, what was counted is dropped (event StepsSkipped). Nothing happens when this replica is not
-        behind, or waits for `step_with`.
+        behind, or waits for `step_with_gradient`.
         """
         await self._change(self._trainer.stage(stage).catch_up, step)
 
-    async def mean_gradient(self, stage: int) -> MeanGradient:
-        """This replica's share of the stage's next step; from now on only `step_with` takes that step.
+    async def take_mean_gradient(self, stage: int) -> MeanGradient:
+        """This replica's share of the stage's next step; from now on only `step_with_gradient` takes that step.
 
         The same again if asked again. A gradient that still arrives goes into the step after; in a synchronous run
         it is late, which is reported (GradientLate).
         """
-        return await self._change(self._trainer.stage(stage).give_mean)
+        return await self._change(self._trainer.stage(stage).take_mean_gradient)
 
-    async def step_with(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
+    async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
         """Takes step `number`, whose share was given, along the mean [numel] over the `tokens` of all replicas.
 
         Raises LocalError when the stage does not wait for it; after a ProtocolError it still does.
         """
-        await self._change(self._replica(stage).step_with, number, mean_gradient, tokens)
+        await self._change(self._replica(stage).step_with_gradient, number, mean_gradient, tokens)
 
     async def export_state(self, stage: int) -> StageState:
         """A copy of weights and moments, consistent, as of the last step."""

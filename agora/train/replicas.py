@@ -58,12 +58,12 @@ class StageReplica:
         self._optimizer = optimizer
         self._drift: DriftAverage | None = None
 
-    def slice_values(self, blocks: Blocks) -> tuple[Tensor, int]:
+    def snapshot_blocks(self, blocks: Blocks) -> tuple[Tensor, int]:
         """A copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and the step they are of."""
         rows = self._rows(self._stage.weights.current.flat)
         return rows.index_select(0, self._numbers(blocks)).flatten().cpu(), self._stage.step
 
-    def add_to_slice(self, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
+    def apply_average(self, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
         """Takes in an average: `delta` is how far it lies from `snapshot`, both float32 [blocks * SLICE_BLOCK].
 
         With weights w and snapshot s, delta: w + (average - s). ema: average + m, where m is the running average of the
@@ -84,17 +84,17 @@ class StageReplica:
         if self._drift is not None and mean is not None:
             self._drift.keep(numbers, mean)
 
-    def put_slice(self, blocks: Blocks, values: Flat) -> None:
+    def replace_blocks(self, blocks: Blocks, values: Flat) -> None:
         """Replaces the weights in `blocks` by `values`, float32 [blocks * SLICE_BLOCK]. Raises ProtocolError."""
         numbers = self._numbers(blocks)
         self._write(numbers, self._checked(torch.tensor(values), len(numbers)))
 
-    def step_with(self, number: int, mean_gradient: Tensor, tokens: int) -> None:
-        """Step `number` of the stage, see TrainedStage.step_with; the given tensor is left as it is."""
+    def step_with_gradient(self, number: int, mean_gradient: Tensor, tokens: int) -> None:
+        """Step `number` of the stage, see TrainedStage.step_with_gradient; the given tensor is left as it is."""
         gradient = self._stage.weights.gradient
         if mean_gradient.shape != gradient.shape or mean_gradient.dtype != gradient.dtype:
             raise ProtocolError("bad-tensor", f"{mean_gradient.dtype} {tuple(mean_gradient.shape)} is no gradient here")
-        self._stage.step_with(number, mean_gradient.to(gradient.device, copy=True), tokens)
+        self._stage.step_with_gradient(number, mean_gradient.to(gradient.device, copy=True), tokens)
 
     def export_state(self) -> StageState:
         """A copy of weights and moments as they are after the last step; the gradient sum is not part of it."""

@@ -18,11 +18,12 @@ from torch.nn.utils import get_total_norm
 
 from agora.model import Context, build_stage, stage_loss
 from agora.observe.events import GradientRefused, MicrobatchCounted, Report, name_of
+from agora.stepping import StageStepped, StepPolicy
 from agora.train.device import autocast
 from agora.train.held import LIMIT_PER_SEAT, Held, HeldForwards, NonFinite
 from agora.train.memory import AvailableMemory, graphs_fit, measure_saved_bytes
 from agora.train.optimizer import StageOptimizer
-from agora.train.stage import StageProgress, Stepped, TrainedStage
+from agora.train.stage import StageProgress, TrainedStage
 from agora.train.weights import Bank, StageWeights
 
 
@@ -39,9 +40,19 @@ class SpanTrainer:
     """
 
     def __init__(
-        self, manifest: Manifest, span: Span, device: torch.device, *, report: Report, bf16: bool, in_flight: int
+        self,
+        manifest: Manifest,
+        span: Span,
+        device: torch.device,
+        *,
+        report: Report,
+        bf16: bool,
+        in_flight: int,
+        on_step: Callable[[StageStepped], None] = lambda event: None,
     ) -> None:
-        """in_flight: how many microbatches will be between forward and backward at most; four times that is refused."""
+        """in_flight: how many microbatches will be between forward and backward at most; four times that is refused.
+        on_step: is called after each step of a stage.
+        """
         self._span = span
         self._device = device
         self._report = report
@@ -51,10 +62,8 @@ class SpanTrainer:
         self._available = AvailableMemory(device)
         self._activation_bytes: dict[int, int] = {}
         self.held = HeldForwards(LIMIT_PER_SEAT * in_flight)
-        self._stages = {stage: self._make_stage(manifest, stage) for stage in span.stages}
-        self.step_tokens: Callable[[int], int] = lambda stage: manifest.optimizer.target_tokens
-        self.hold_steps: Callable[[int], bool] = lambda stage: False
-        self.stepped: Stepped = lambda stage, step, tokens: None
+        self._stages = {stage: self._make_stage(manifest, stage, on_step) for stage in span.stages}
+        self._policies = dict.fromkeys(span.stages, StepPolicy(manifest.optimizer.target_tokens))
 
     # --- a microbatch's way through the span
 
@@ -126,10 +135,15 @@ class SpanTrainer:
         return result, held
 
     def take_due_steps(self) -> None:
-        """The optimizer step of every stage that has seen its tokens, but those that shall wait for their replicas."""
+        """Takes the optimizer step of every stage whose policy allows it by now."""
         for stage in self._stages.values():
-            if stage.is_due(self.step_tokens(stage.number)) and not self.hold_steps(stage.number):
+            policy = self._policies[stage.number]
+            if stage.is_due(policy.tokens_needed(stage.step)) and not policy.waits_for_mean(stage.step):
                 stage.take_step()
+
+    def publish_policy(self, stage: int, policy: StepPolicy) -> None:
+        """Replaces what decides when `stage` steps; read from now on. From any thread. Raises NotMyStage."""
+        self._policies[self.stage(stage).number] = policy
 
     def refuse(self, stage: int, microbatch: MicrobatchId, reason: str) -> None:
         """Counts and reports a microbatch whose numbers are not finite."""
@@ -236,7 +250,7 @@ class SpanTrainer:
             self._stages[number].count(name, supervised, loss_sum, step_at_forward)
         self._report(MicrobatchCounted(name, tuple(stages), supervised))
 
-    def _make_stage(self, manifest: Manifest, number: int) -> TrainedStage:
+    def _make_stage(self, manifest: Manifest, number: int, on_step: Callable[[StageStepped], None]) -> TrainedStage:
         module = build_stage(manifest.model, manifest.layers_of(number), number, manifest.stage_count, manifest.seed)
         weights = StageWeights(module, self._device)
         return TrainedStage(
@@ -245,7 +259,7 @@ class SpanTrainer:
             StageOptimizer(manifest.optimizer, manifest.stage_count, weights.decayed, weights.gradient),
             self.held,
             report=self._report,
-            stepped=lambda stage, step, tokens: self.stepped(stage, step, tokens),
+            on_step=on_step,
             knows_loss=number == manifest.stage_count - 1,
             flowing=manifest.schedule.kind == "asynchronous",
         )

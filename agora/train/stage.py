@@ -13,16 +13,13 @@ from agora_protocol.errors import LocalError, ProtocolError
 from torch import Tensor
 
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
+from agora.stepping import StageStepped
 from agora.train.held import HeldForwards
 from agora.train.optimizer import StageOptimizer, StepDone
 from agora.train.weights import StageWeights
 
 STALENESS_BINS = 33
 """Staleness 0, 1, ... 31, and one bin for all that is older."""
-
-Stepped = Callable[[int, int, int], None]
-"""Takes a stage, the number of steps it has taken now, and this replica's tokens in the last one; on the device
-thread, soon after the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +71,12 @@ class TrainedStage:
         held: HeldForwards,
         *,
         report: Report,
-        stepped: Stepped,
+        on_step: Callable[[StageStepped], None],
         knows_loss: bool,
         flowing: bool,
     ) -> None:
-        """knows_loss: whether this stage is the model's last, whose microbatches have a loss here. flowing: whether
-        microbatches come while a step is taken, as asynchronous pipelines have it.
+        """on_step: is called after each step, on the device thread. knows_loss: this stage is the model's last, whose
+        microbatches have a loss here. flowing: microbatches may come while a step is taken (asynchronous runs).
         """
         self.number = number
         self.weights = weights
@@ -89,7 +86,7 @@ class TrainedStage:
         self.refused = 0
         self._held = held
         self._report = report
-        self._stepped = stepped
+        self._on_step = on_step
         self._knows_loss = knows_loss
         self._flowing = flowing
         self._given: tuple[MeanGradient, Counted] | None = None
@@ -155,7 +152,7 @@ class TrainedStage:
 
         One behind, what was counted here goes into the step, as it does at the others. Further behind, it was computed
         on weights too old for any step to come, and is dropped (StepsSkipped). Nothing happens when it is not behind,
-        and while its own share is given away: `step_with` comes first.
+        and while its own share is given away: `step_with_gradient` comes first.
         """
         if step <= self.step or self._given is not None:
             return
@@ -164,7 +161,7 @@ class TrainedStage:
         if self.step < step:
             self._skip_to(step)
 
-    def give_mean(self) -> MeanGradient:
+    def take_mean_gradient(self) -> MeanGradient:
         """This replica's share of the step, for the replicas to average; its sum is empty from now on.
 
         The same again until the step is taken, so that a caller that failed may ask once more. What is counted
@@ -177,7 +174,7 @@ class TrainedStage:
             self.publish()
         return self._given[0]
 
-    def step_with(self, number: int, gradient: Tensor, tokens: int) -> None:
+    def step_with_gradient(self, number: int, gradient: Tensor, tokens: int) -> None:
         """Step `number`, whose share was given, along `gradient` [numel], the mean over the `tokens` of all replicas.
 
         `gradient` is overwritten. Without tokens the step's number is taken and nothing else. Raises LocalError when
@@ -252,4 +249,4 @@ class TrainedStage:
             )
         )
         self._stepped_at = now
-        self._stepped(self.number, self.step, counted.tokens)
+        self._on_step(StageStepped(self.number, self.step, counted.tokens))

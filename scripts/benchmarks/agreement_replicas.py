@@ -27,6 +27,7 @@ from agora.averaging.wire import Name
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
+from agora.stepping import EVERY_STEP, StepPolicy
 from agora.train.replicas import Blocks, StageReplica
 from agora.train.span import SpanTrainer
 from benchmarks.agreement_settings import REPLICAS, Setting
@@ -46,7 +47,7 @@ class Replica:
         self.stage = self.trainer.stage(0)
         self.shared = StageReplica(self.stage, manifest.optimizer)
         self.tokens = manifest.tokens_per_microbatch
-        self.trainer.step_tokens = lambda stage: self.tokens
+        self.step_alone()
         self._sequences = manifest.schedule.microbatch
         self._sampler, self._name = sampler, PeerId(name)
 
@@ -54,6 +55,14 @@ class Replica:
     def flat(self) -> Tensor:
         """All weights, float32 [numel]."""
         return self.stage.weights.current.flat
+
+    def step_alone(self) -> None:
+        """From now on it steps after each of its own microbatches."""
+        self.trainer.publish_policy(0, StepPolicy(self.tokens))
+
+    def step_together(self) -> None:
+        """From now on it waits for the mean gradient of all replicas."""
+        self.trainer.publish_policy(0, StepPolicy(self.tokens, exact_steps=EVERY_STEP))
 
     def draw(self, step: int) -> Tensor:
         """This replica's samples of a step, token ids [b, s + 1]."""
@@ -104,20 +113,20 @@ class Exact:
         self._replicas = replicas
         self._terms = terms_of(wire)
         for replica in replicas:
-            replica.trainer.hold_steps = lambda stage: True
+            replica.step_together()
 
     def end(self) -> None:
         """From now on every replica takes its own steps."""
         for replica in self._replicas:
-            replica.trainer.hold_steps = lambda stage: False
+            replica.step_alone()
 
     def after(self, step: int) -> None:
         """See Agreement."""
-        means = [replica.stage.give_mean() for replica in self._replicas]
+        means = [replica.stage.take_mean_gradient() for replica in self._replicas]
         weights = [float(mean.tokens) for mean in means]
         found, sent = exchange([mean.values for mean in means], weights, self._terms, step, "gradient")
         for replica, mean in zip(self._replicas, found, strict=True):
-            replica.shared.step_with(step - 1, mean, int(sum(weights)))
+            replica.shared.step_with_gradient(step - 1, mean, int(sum(weights)))
         self.bytes_each += sent
         self.rounds += 1
 
@@ -176,7 +185,7 @@ class Averaging:
     def _take_off(self, step: int) -> Flight:
         number = step // self._setting.every
         blocks = self._slices.blocks(number)
-        snapshots = [replica.shared.slice_values(blocks)[0] for replica in self._replicas]
+        snapshots = [replica.shared.snapshot_blocks(blocks)[0] for replica in self._replicas]
         weights = [float(replica.tokens) for replica in self._replicas]
         deltas, sent = exchange(snapshots, weights, self._terms, number, "weights")
         self.bytes_each += sent
@@ -188,7 +197,7 @@ class Averaging:
         if flight is None or step < flight.lands:
             return
         for replica, snapshot, delta in zip(self._replicas, flight.snapshots, flight.deltas, strict=True):
-            replica.shared.add_to_slice(flight.blocks, delta, snapshot, self._setting.rule)
+            replica.shared.apply_average(flight.blocks, delta, snapshot, self._setting.rule)
         self._flight = None
 
 

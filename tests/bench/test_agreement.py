@@ -33,6 +33,7 @@ from agora.averaging.wire import PartCodec
 from agora.data.corpus import Corpus, open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer
+from agora.stepping import StepPolicy
 
 TINY = Effort((), (0,), 6, 32, 1, 16, 2, heldout_batches=2)
 
@@ -62,7 +63,7 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
     replicas = replicas_of(manifest, sampler)
     together = Exact(replicas, "float32")
     (alone,) = [Replica(manifest, sampler, "alone")]
-    alone.trainer.step_tokens = lambda stage: REPLICAS * alone.tokens
+    alone.trainer.publish_policy(0, StepPolicy(REPLICAS * alone.tokens))
     for step in range(5):
         drawn = [replica.draw(step) for replica in replicas]
         for replica, tokens in zip(replicas, drawn, strict=True):

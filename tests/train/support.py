@@ -14,6 +14,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
 from agora.observe.events import Event
+from agora.stepping import StepPolicy
 from agora.train.compute import Compute
 
 torch.set_num_threads(1)
@@ -76,6 +77,19 @@ async def pipeline_of(manifest: Manifest, spans: Sequence[str], **options: Any) 
             stack.push_async_callback(compute.close)
             computes.append(compute)
         yield computes
+
+
+def never_step(compute: Compute) -> None:
+    """From now on no stage of `compute` takes a step by itself."""
+    for stage in compute.span.stages:
+        compute.publish_policy(stage, StepPolicy(target_tokens=1 << 40))
+
+
+async def read_steps(compute: Compute, count: int) -> list[tuple[int, int, int]]:
+    """The next `count` step events: stage, steps taken, own tokens."""
+    events = compute.step_events()
+    read = [await anext(events) for _ in range(count)]
+    return [(event.stage, event.step, event.own_tokens) for event in read]
 
 
 class Events(list[Event]):

@@ -15,12 +15,14 @@ from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
 from agora.observe.events import GradientRefused, MicrobatchCounted, StepTaken, TaskFailed
+from agora.stepping import StepPolicy
 from agora.train.compute import Compute
 from agora.train.held import NonFinite
 from tests.train.support import (
     Events,
     batches_for,
     microbatch_id,
+    never_step,
     pipeline_of,
     small_manifest,
     tokens_of,
@@ -30,7 +32,6 @@ from tests.train.support import (
 )
 
 M = microbatch_id(0)
-NEVER = 1 << 40
 
 
 def with_compute(span: str, test: Callable[[Compute], Awaitable[None]], stages: int = 2, **options: Any) -> Events:
@@ -155,7 +156,7 @@ def test_a_gradient_that_overflows_here_is_refused_and_nothing_of_it_is_added() 
 
 def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() -> None:
     async def test(compute: Compute) -> None:
-        compute.set_step_tokens(lambda stage: 64)
+        compute.publish_policy(1, StepPolicy(64))
         untouched = await compute.weights(1)
         await compute.finish(M, 1, a_boundary(), a_batch(), True)
         compute._trainer._stages[1].weights.gradient[5] = float("inf")
@@ -183,7 +184,7 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
 
 def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
     async def test(compute: Compute) -> None:
-        compute.set_step_tokens(lambda stage: 32)
+        compute.publish_policy(1, StepPolicy(32))
         for number in range(3):
             await compute.finish(microbatch_id(number), 1, a_boundary(), a_batch(), True)
         await compute.weights(1)
@@ -212,7 +213,7 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
     async def whole() -> None:
         async with pipeline_of(manifest, ["0-2", "1", "2"], report=Events()) as (span, one, two):
             for compute in (span, one, two):
-                compute.set_step_tokens(lambda stage: NEVER)
+                never_step(compute)
             out = await span.forward(M, 1, a_boundary(), a_batch(), True)
             middle = await one.forward(M, 1, a_boundary(), a_batch(), True)
             np.testing.assert_array_equal(values_of(out), values_of(await two.forward(M, 2, middle, a_batch(), True)))
@@ -230,7 +231,7 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
 
 def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
     async def test(compute: Compute) -> None:
-        compute.set_step_tokens(lambda stage: NEVER)
+        never_step(compute)
         done = await compute.finish(M, 2, a_boundary(), a_batch(), True)
         assert done.gradient is not None and done.gradient.shape == small_manifest().boundary_shape()
         assert [p.tokens_in_step for p in compute.progress()] == [0, 32, 32]
@@ -355,7 +356,7 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
         def broken(*arguments: object) -> None:
             raise RuntimeError("no memory for the moments")
 
-        compute.set_step_tokens(lambda stage: 32)
+        compute.publish_policy(1, StepPolicy(32))
         monkeypatch.setattr(compute._trainer._stages[1].optimizer, "step", broken)
         done = await compute.finish(M, 1, a_boundary(), a_batch(), True)
         assert done.tokens == 32

@@ -31,7 +31,7 @@ class SliceBench(Bench):
         return scale * torch.randn(len(self.blocks) * SLICE_BLOCK, generator=self.generator)
 
     def slice(self) -> Tensor:
-        return self.replica.slice_values(self.blocks)[0]
+        return self.replica.snapshot_blocks(self.blocks)[0]
 
     def without_gaps(self, values: Tensor) -> Tensor:
         """The slice of a stage whose weights would be `values` there: what lies between tensors is zero."""
@@ -58,7 +58,7 @@ def test_a_delta_keeps_what_was_learnt_since_the_snapshot() -> None:
     bench.step_with(0)
     moved, rest = bench.slice(), bench.stage.weights.current.flat.clone()
     assert not torch.equal(moved, snapshot)
-    bench.replica.add_to_slice(bench.blocks, delta, snapshot, "delta")
+    bench.replica.apply_average(bench.blocks, delta, snapshot, "delta")
     assert torch.equal(bench.slice(), bench.without_gaps(moved + delta))
     others = np.setdiff1d(np.arange(bench.stage.weights.numel // SLICE_BLOCK), bench.blocks)
     now = bench.stage.weights.current.flat
@@ -81,7 +81,7 @@ def test_the_ema_rule_is_asyncmeshs_equations() -> None:
             drift = w_c - s_c
             m[block] = (1 - share) * m[block] + share * drift if block in m else drift
             expected.append(a_c + m[block])
-        bench.replica.add_to_slice(blocks, a - s, s, "ema")
+        bench.replica.apply_average(blocks, a - s, s, "ema")
         torch.testing.assert_close(bench.slice(), bench.without_gaps(torch.cat(expected)), rtol=1e-5, atol=1e-7)
 
 
@@ -96,7 +96,7 @@ def test_a_slice_added_under_live_graphs_leaves_them_the_weights_they_saw(rule: 
     bench = SliceBench("keep")
     old = bench.weights()
     bench.forward(0)
-    bench.replica.add_to_slice(bench.blocks, bench.noise(0.1), bench.slice(), rule)
+    bench.replica.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), rule)
     new = bench.weights()
     assert bench.alive() == 2
     bench.backward(0)
@@ -111,7 +111,7 @@ def test_a_slice_between_steps_makes_no_third_version() -> None:
     bench.step_with(1)
     bench.forward(2)
     second = bench.weights()
-    bench.replica.add_to_slice(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
+    bench.replica.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
     assert (bench.alive(), bench.trainer.held.live_graphs()) == (2, 1)
     bench.backward(2)
     before = bench.sums()
@@ -125,7 +125,7 @@ def test_with_recompute_the_backward_sees_the_slice() -> None:
     bench = SliceBench("recompute")
     old = bench.weights()
     bench.forward(0)
-    bench.replica.add_to_slice(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
+    bench.replica.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
     bench.backward(0)
     assert same(bench.sums(), bench.by_hand(0, bench.weights()))
     assert not same(bench.sums(), bench.by_hand(0, old))
@@ -144,20 +144,20 @@ def test_a_slice_that_would_not_be_finite_changes_nothing(rule: SliceRule, value
             value
         )
     with pytest.raises(ProtocolError, match="not finite"):
-        bench.replica.add_to_slice(bench.blocks, delta, snapshot, rule)
+        bench.replica.apply_average(bench.blocks, delta, snapshot, rule)
     assert torch.equal(bench.stage.weights.current.flat, before)
     for bad in (delta[:-1], delta.double()):
         with pytest.raises(ProtocolError, match="no slice"):
-            bench.replica.add_to_slice(bench.blocks, bad, snapshot, rule)
+            bench.replica.apply_average(bench.blocks, bad, snapshot, rule)
 
 
 def test_a_slice_put_in_place_replaces_what_was_there() -> None:
     bench = SliceBench()
     bench.forward(0)
     old, values = bench.weights(), bench.noise()
-    bench.replica.put_slice(bench.blocks, values.numpy())
+    bench.replica.replace_blocks(bench.blocks, values.numpy())
     assert torch.equal(bench.slice(), bench.without_gaps(values))
     bench.backward(0)
     assert same(bench.sums(), bench.by_hand(0, old))
     with pytest.raises(ProtocolError):
-        bench.replica.put_slice(bench.blocks, values.numpy()[1:])
+        bench.replica.replace_blocks(bench.blocks, values.numpy()[1:])

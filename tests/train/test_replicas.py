@@ -16,17 +16,27 @@ from agora_protocol.manifest import Manifest
 
 from agora.observe.events import GradientLate, GradientRefused, StepsSkipped, StepTaken
 from agora.state.layout import StageState
+from agora.stepping import EVERY_STEP, StepPolicy
 from agora.train.compute import Compute
 from agora.train.optimizer import momentum_product
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
-from tests.train.support import Events, batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
+from tests.train.support import (
+    Events,
+    batches_for,
+    microbatch_id,
+    never_step,
+    pipeline_of,
+    read_steps,
+    small_manifest,
+    tokens_of,
+    train_step,
+)
 from tests.train.test_replica_slices import SliceBench
 from tests.train.test_versions import same
 
 STEPS = 20
 MICROBATCHES = 5
 TOLERANCE = 1e-4
-NEVER = 1 << 40
 
 
 def uneven_batches(manifest: Manifest) -> list[list[np.ndarray]]:
@@ -42,11 +52,11 @@ def uneven_batches(manifest: Manifest) -> list[list[np.ndarray]]:
 
 async def exchange(stage: Sequence[Compute], number: int) -> None:
     """One step of a stage's replicas along the exact mean of their gradients."""
-    shares = [await compute.mean_gradient(number) for compute in stage]
+    shares = [await compute.take_mean_gradient(number) for compute in stage]
     tokens = sum(share.tokens for share in shares)
     mean = sum((share.values.double() * share.tokens for share in shares), torch.zeros(1)) / tokens
     for compute, share in zip(stage, shares, strict=True):
-        await compute.step_with(number, share.step, mean.float(), tokens)
+        await compute.step_with_gradient(number, share.step, mean.float(), tokens)
 
 
 async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], replicas: int = 3) -> PlainRun:
@@ -55,8 +65,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
     async with pipeline_of(manifest, ["0"] * replicas + ["1"] * replicas, report=Events()) as computes:
         stages = computes[:replicas], computes[replicas:]
         for compute in computes:
-            compute.set_hold_steps(lambda stage: True)
-            compute.set_step_tokens(lambda stage: 1)
+            compute.publish_policy(compute.span.first, StepPolicy(1, exact_steps=EVERY_STEP))
         for number, step in enumerate(batches):
             loss, tokens = 0.0, 0
             for i, ids in enumerate(step):
@@ -92,11 +101,11 @@ def test_replicas_without_a_single_microbatch_take_part_with_nothing_and_take_th
     async def whole() -> None:
         async with pipeline_of(small_manifest(), ["0", "0"]) as (worker, idle):
             await one_microbatch(worker, 0)
-            mine, nothing = await worker.mean_gradient(0), await idle.mean_gradient(0)
+            mine, nothing = await worker.take_mean_gradient(0), await idle.take_mean_gradient(0)
             assert (mine.tokens, nothing.tokens) == (32, 0)
             assert not nothing.values.any()
             for compute in (worker, idle):
-                await compute.step_with(0, 0, mine.values, 32)
+                await compute.step_with_gradient(0, 0, mine.values, 32)
             first, second = await worker.export_state(0), await idle.export_state(0)
             assert np.array_equal(first.weights, second.weights) and np.array_equal(first.square, second.square)
             assert (second.step, second.updates, second.tokens_total) == (1, 1, 0)
@@ -117,7 +126,7 @@ def with_stage_0(test: Any, **overrides: Any) -> Events:
 
     async def whole() -> None:
         async with pipeline_of(small_manifest(**overrides), ["0"], report=events) as (compute,):
-            compute.set_step_tokens(lambda stage: NEVER)
+            never_step(compute)
             await asyncio.wait_for(test(compute), 60)
 
     asyncio.run(whole())
@@ -128,16 +137,16 @@ def with_stage_0(test: Any, **overrides: Any) -> Events:
 def test_a_gradient_that_comes_after_the_share_was_given_goes_into_the_next_step(kind: str) -> None:
     async def test(compute: Compute) -> None:
         await one_microbatch(compute, 0)
-        share = await compute.mean_gradient(0)
+        share = await compute.take_mean_gradient(0)
         await one_microbatch(compute, 1)
         (progress,) = compute.progress()
         assert (progress.step, progress.tokens_in_step, progress.tokens_total) == (0, 32, 64)  # told as one step's
-        again = await compute.mean_gradient(0)
+        again = await compute.take_mean_gradient(0)
         assert torch.equal(again.values, share.values) and again.tokens == 32
-        await compute.step_with(0, 0, share.values, 32)
+        await compute.step_with_gradient(0, 0, share.values, 32)
         (progress,) = compute.progress()
         assert (progress.step, progress.tokens_in_step, progress.tokens_total) == (1, 32, 64)
-        late = await compute.mean_gradient(0)
+        late = await compute.take_mean_gradient(0)
         assert (late.step, late.tokens, bool(late.values.any())) == (1, 32, True)
 
     told = [
@@ -151,17 +160,17 @@ def test_a_step_with_a_mean_takes_only_the_step_whose_share_was_given() -> None:
     async def test(compute: Compute) -> None:
         numel = compute.layout(0).numel
         with pytest.raises(LocalError, match="does not wait"):
-            await compute.step_with(0, 0, torch.zeros(numel), 1)
+            await compute.step_with_gradient(0, 0, torch.zeros(numel), 1)
         await one_microbatch(compute, 0)
         await compute.catch_up(0, 1)
-        share = await compute.mean_gradient(0)
+        share = await compute.take_mean_gradient(0)
         with pytest.raises(LocalError, match="does not wait"):
-            await compute.step_with(0, 0, share.values, 32)
+            await compute.step_with_gradient(0, 0, share.values, 32)
         for bad in (torch.full((numel,), float("nan")), torch.zeros(numel - 1), torch.zeros(numel).double()):
             with pytest.raises(ProtocolError):
-                await compute.step_with(0, 1, bad, 32)
+                await compute.step_with_gradient(0, 1, bad, 32)
         before = await compute.export_state(0)
-        await compute.step_with(0, 1, torch.zeros(numel), 0)
+        await compute.step_with_gradient(0, 1, torch.zeros(numel), 0)
         after = await compute.export_state(0)
         assert (after.step, after.updates) == (2, before.updates)
         assert np.array_equal(before.weights, after.weights)
@@ -173,29 +182,24 @@ def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
     async def test(compute: Compute) -> None:
         await one_microbatch(compute, 0)
         compute._trainer._stages[0].weights.gradient[7] = float("inf")
-        share = await compute.mean_gradient(0)
+        share = await compute.take_mean_gradient(0)
         assert (share.tokens, bool(share.values.any())) == (0, False)
 
     assert len(with_stage_0(test).of(GradientRefused)) == 1
 
 
-def test_a_stage_that_is_held_asks_again_until_its_share_is_taken() -> None:
+def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken() -> None:
     async def test(compute: Compute) -> None:
-        asked: list[int] = []
-        stepped: list[tuple[int, int, int]] = []
-        compute.set_step_tokens(lambda stage: 32)
-        compute.set_hold_steps(lambda stage: not asked.append(stage))
-        compute.set_stepped(lambda *step: stepped.append(step))
+        compute.publish_policy(0, StepPolicy(32, exact_steps=1))
         await one_microbatch(compute, 0)
         await one_microbatch(compute, 1)
-        share = await compute.mean_gradient(0)
-        assert (share.tokens, asked) == (64, [0, 0])
+        share = await compute.take_mean_gradient(0)
+        assert share.tokens == 64
         await one_microbatch(compute, 2)
-        assert asked == [0, 0]
-        compute.set_hold_steps(lambda stage: False)
-        await compute.step_with(0, 0, share.values, 64)
-        await compute.weights(0)
-        assert stepped == [(0, 1, 64), (0, 2, 32)]
+        assert compute.step_of(0) == 0
+        await compute.step_with_gradient(0, 0, share.values, 64)
+        steps = await read_steps(compute, 2)
+        assert steps == [(0, 1, 64), (0, 2, 32)], "the second step is not exact, and its tokens were there"
 
     with_stage_0(test)
 
@@ -205,8 +209,6 @@ def test_a_stage_that_is_held_asks_again_until_its_share_is_taken() -> None:
 
 def test_one_step_behind_what_was_counted_goes_into_the_step() -> None:
     async def test(compute: Compute) -> None:
-        stepped: list[tuple[int, int, int]] = []
-        compute.set_stepped(lambda *step: stepped.append(step))
         before = await compute.export_state(0)
         await one_microbatch(compute, 0)
         await compute.catch_up(0, 1)
@@ -215,7 +217,7 @@ def test_one_step_behind_what_was_counted_goes_into_the_step() -> None:
         after = await compute.export_state(0)
         assert (after.step, after.updates, after.tokens_total) == (2, 1, 32)
         assert not np.array_equal(before.weights, after.weights)
-        assert stepped == [(0, 1, 32), (0, 2, 0)]
+        assert await read_steps(compute, 2) == [(0, 1, 32), (0, 2, 0)]
 
     events = with_stage_0(test)
     assert not events.of(StepsSkipped)
@@ -256,10 +258,10 @@ def test_one_behind_with_a_sum_that_is_not_finite_the_step_is_taken_without_it()
 def test_a_stage_whose_share_is_given_does_not_catch_up_before_it() -> None:
     async def test(compute: Compute) -> None:
         await one_microbatch(compute, 0)
-        share = await compute.mean_gradient(0)
+        share = await compute.take_mean_gradient(0)
         await compute.catch_up(0, 3)
         assert compute.progress()[0].step == 0
-        await compute.step_with(0, 0, share.values, 32)
+        await compute.step_with_gradient(0, 0, share.values, 32)
         await compute.catch_up(0, 3)
         assert compute.progress()[0].step == 3
 
@@ -307,7 +309,7 @@ def test_updates_and_steps_are_two_numbers_and_both_travel() -> None:
         state = await compute.export_state(0)
         assert (state.stage, state.step, state.updates) == (0, 7, 1)
         async with pipeline_of(small_manifest(optimizer={"name": "nadam"}), ["0"]) as (other,):
-            other.set_step_tokens(lambda stage: NEVER)
+            never_step(other)
             await other.load_state(state)
             for one in (compute, other):
                 await one_microbatch(one, 1)
@@ -379,7 +381,11 @@ def test_nadams_product_is_recomputed_to_the_last_bit(beta1: float) -> None:
 
 def test_a_stage_that_is_not_held_is_refused() -> None:
     async def test(compute: Compute) -> None:
-        for refused in (compute.mean_gradient(1), compute.catch_up(1, 3), compute.slice_values(1, np.arange(2))):
+        for refused in (
+            compute.take_mean_gradient(1),
+            compute.catch_up(1, 3),
+            compute.snapshot_blocks(1, np.arange(2)),
+        ):
             with pytest.raises(NotMyStage):
                 await refused
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from agora.model import Context, build_stage
+from agora.stepping import StepPolicy
 from agora.train import memory
 from agora.train.memory import graphs_fit
 from agora.train.span import SpanTrainer
@@ -37,7 +38,7 @@ class Bench:
         self.events = Events()
         self.span = Span.parse(span)
         self.trainer = SpanTrainer(self.manifest, self.span, CPU, report=self.events, bf16=False, in_flight=in_flight)
-        self.trainer.step_tokens = lambda stage: NEVER
+        self.step_after(NEVER)
         self.batches = [torch.from_numpy(step[0]) for step in batches_for(self.manifest, 60, 1)]
         shape = (60, *self.manifest.boundary_shape())
         self.gradients = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -51,9 +52,13 @@ class Bench:
 
     def step(self) -> None:
         """An optimizer step now, with whatever was summed."""
-        self.trainer.step_tokens = lambda stage: 1
+        self.step_after(1)
         self.trainer.take_due_steps()
-        self.trainer.step_tokens = lambda stage: NEVER
+        self.step_after(NEVER)
+
+    def step_after(self, tokens: int) -> None:
+        for stage in self.span.stages:
+            self.trainer.publish_policy(stage, StepPolicy(tokens))
 
     def step_with(self, number: int) -> None:
         self.forward(number)

@@ -1,0 +1,86 @@
+"""What the event loop and the device thread tell each other about optimizer steps: a policy one way, step events back.
+
+Knows: tokens and step numbers of one stage. Must not know: torch, gradients, replicas, how tokens are agreed on.
+
+The loop publishes a new immutable StepPolicy whenever what it knows of the other replicas changes; the device thread
+only reads the newest one. For every step the device thread puts a StageStepped on a queue, which one task of the loop
+reads. Neither calls into objects of the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final
+
+EVERY_STEP: Final = sys.maxsize
+"""As `exact_steps`: all steps of the run are exact."""
+MOST_EVENTS: Final = 4096
+"""Step events that wait for their reader at most; the oldest are dropped beyond that."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """When one stage takes an optimizer step by itself, and when it waits for its replicas.
+
+    `tokens_to_go` and `alone` hold for optimizer step number `step` only (0 is the first step), because the stage may
+    have stepped since the policy was made. Of any other step nothing is known, so the safe answer holds:
+
+    | question               | step `step`                                 | any other step       |
+    |------------------------|---------------------------------------------|----------------------|
+    | own tokens needed      | tokens_to_go                                | target_tokens        |
+    | waits for mean gradient| number < exact_steps, unless `alone`        | number < exact_steps |
+
+    tokens_to_go: tokens that this replica has to count, what it has counted already included, so that all replicas
+    together reach `target_tokens`. alone: no other replica holds the stage.
+    """
+
+    target_tokens: int
+    exact_steps: int = 0
+    step: int = -1
+    tokens_to_go: int = 0
+    alone: bool = False
+
+    def tokens_needed(self, step: int) -> int:
+        """Returns how many tokens this replica must have counted before the stage takes step number `step`."""
+        return self.tokens_to_go if step == self.step else self.target_tokens
+
+    def waits_for_mean(self, step: int) -> bool:
+        """Returns whether step number `step` is taken only along the mean gradient of all replicas."""
+        return step < self.exact_steps and not (self.alone and step == self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class StageStepped:
+    """A stage has taken an optimizer step. `step`: steps taken so far; `own_tokens`: this replica's tokens in it."""
+
+    stage: int
+    step: int
+    own_tokens: int
+
+
+class StepEvents:
+    """A queue of StageStepped from any thread to one reader on the event loop on which it was made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[StageStepped] = deque(maxlen=MOST_EVENTS)
+        self._arrived = asyncio.Event()
+
+    def put(self, event: StageStepped) -> None:
+        """Appends an event and wakes the reader. From any thread; never blocks."""
+        self._events.append(event)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            self._loop.call_soon_threadsafe(self._arrived.set)
+
+    async def __aiter__(self) -> AsyncIterator[StageStepped]:
+        """Yields the events in order, and waits for more; ends only when its task is cancelled."""
+        while True:
+            while self._events:
+                yield self._events.popleft()
+            await self._arrived.wait()
+            self._arrived.clear()

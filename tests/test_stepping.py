@@ -1,0 +1,79 @@
+"""The step policy's rules, and the queue of step events, without a device or a swarm."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from agora.stepping import EVERY_STEP, MOST_EVENTS, StageStepped, StepEvents, StepPolicy
+
+KNOWN = StepPolicy(target_tokens=1000, exact_steps=10, step=7, tokens_to_go=400, alone=True)
+
+
+def test_what_the_replicas_have_counted_lowers_the_tokens_needed_for_that_step_only() -> None:
+    assert [KNOWN.tokens_needed(step) for step in (6, 7, 8)] == [1000, 400, 1000]
+
+
+@pytest.mark.parametrize(
+    ("exact_steps", "alone", "step", "waits"),
+    [
+        (0, False, 7, False),
+        (7, False, 7, False),
+        (8, False, 7, True),
+        (8, True, 7, False),
+        (9, True, 8, True),
+        (9, True, 6, True),
+        (9, True, 9, False),
+        (EVERY_STEP, False, 1 << 40, True),
+    ],
+)
+def test_an_exact_step_waits_unless_this_replica_is_known_to_be_alone_at_it(
+    exact_steps: int, alone: bool, step: int, waits: bool
+) -> None:
+    assert replace(KNOWN, exact_steps=exact_steps, alone=alone).waits_for_mean(step) == waits
+
+
+def test_a_policy_that_knows_nothing_of_others_asks_for_the_whole_target_and_waits_where_steps_are_exact() -> None:
+    first = StepPolicy(target_tokens=1000, exact_steps=2)
+    assert [(first.tokens_needed(step), first.waits_for_mean(step)) for step in (0, 1, 2)] == [
+        (1000, True),
+        (1000, True),
+        (1000, False),
+    ]
+
+
+def test_step_events_of_another_thread_reach_their_one_reader_in_order() -> None:
+    sent = [StageStepped(stage=0, step=step, own_tokens=32) for step in range(1, 200)]
+
+    async def whole() -> list[StageStepped]:
+        events, received = StepEvents(), []
+        thread = threading.Thread(target=lambda: [events.put(event) for event in sent])
+        thread.start()
+        async for event in events:
+            received.append(event)
+            if len(received) == len(sent):
+                break
+        thread.join()
+        return received
+
+    assert asyncio.run(asyncio.wait_for(whole(), 30)) == sent
+
+
+def test_step_events_that_nobody_reads_are_bounded_and_the_newest_are_kept() -> None:
+    async def whole() -> StageStepped:
+        events = StepEvents()
+        for step in range(MOST_EVENTS + 10):
+            events.put(StageStepped(0, step, 0))
+        return await anext(aiter(events))
+
+    assert asyncio.run(whole()).step == 10
+
+
+def test_a_step_after_the_loop_has_closed_is_nobodys_concern() -> None:
+    async def whole() -> StepEvents:
+        return StepEvents()
+
+    asyncio.run(whole()).put(StageStepped(0, 1, 0))
