@@ -1,14 +1,13 @@
-"""Boundary tensor <-> wire tensor. Knows torch and the wire's tensor type; must not know models, peers or streams."""
+"""Converts boundary tensors to wire tensors and back. Knows torch and wire tensors; must not know models or streams."""
 
-from agora.codec.boundary import BoundaryCodec, codec_by_name, gradient_key
-from agora.codec.dense import DenseCodec, all_finite, decode_tokens, encode_tokens
+from agora.codec.boundary_codec import BoundaryCodec, gradient_dither_key
+from agora.codec.uncompressed import UncompressedCodec, all_finite, decode_tokens, encode_tokens
 
 __all__ = [
     "BoundaryCodec",
-    "DenseCodec",
+    "UncompressedCodec",
     "all_finite",
-    "codec_by_name",
     "decode_tokens",
     "encode_tokens",
-    "gradient_key",
+    "gradient_dither_key",
 ]

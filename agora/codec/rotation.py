@@ -1,7 +1,7 @@
-"""The rotation before a low-bit quantiser: random signs, then a Hadamard matrix, within each block of a token.
+"""Rotates each block of a token's values before quantisation: random signs, then a Hadamard matrix.
 
-It spreads an outlier over its whole block, so that it no longer sets the block's scale alone (QuaRot, arXiv
-2404.00456). Knows matrices and the run's seed. Must not know levels, scales or the wire.
+The rotation spreads an outlier over its block, so that it no longer sets the block's scale alone (QuaRot, arXiv
+2404.00456). Knows: matrices and the run's seed. Must not know: levels, scales, the wire.
 """
 
 from __future__ import annotations
@@ -13,45 +13,51 @@ import torch
 from agora_protocol.limits import BOUNDARY_BLOCK
 from torch import Tensor
 
-from agora.codec.words import words
+from agora.codec.seeded_random import random_words
 
 
-def rotate(rows: Tensor, seed: int, *, back: bool = False) -> Tensor:
-    """float32 [rows, k], every block of BOUNDARY_BLOCK columns turned (the last, shorter, by its own matrix)."""
+def rotate_blocks(rows: Tensor, seed: int, *, inverse: bool = False) -> Tensor:
+    """Returns float32 [rows, k] with every block of BOUNDARY_BLOCK columns rotated; `inverse` undoes the rotation.
+
+    A shorter last block is rotated by a matrix of its own size.
+    """
     k = rows.shape[1]
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:
-        return (rows.reshape(-1, BOUNDARY_BLOCK) @ _matrix(BOUNDARY_BLOCK, seed, back, rows.device)).view(rows.shape)
-    turned = torch.empty_like(rows)
+        return (rows.reshape(-1, BOUNDARY_BLOCK) @ _matrix(BOUNDARY_BLOCK, seed, inverse, rows.device)).view(rows.shape)
+    rotated = torch.empty_like(rows)
     if whole:
-        turned[:, :whole] = rotate(rows[:, :whole], seed, back=back)
-    turned[:, whole:] = rows[:, whole:] @ _matrix(k - whole, seed, back, rows.device)
-    return turned
+        rotated[:, :whole] = rotate_blocks(rows[:, :whole], seed, inverse=inverse)
+    rotated[:, whole:] = rows[:, whole:] @ _matrix(k - whole, seed, inverse, rows.device)
+    return rotated
 
 
 def rotation_matrix(size: int, seed: int) -> Tensor:
-    """R, float32 [size, size], orthogonal; a row of values x becomes x R. Row i has its sign from the seed.
+    """Returns the orthogonal R, float32 [size, size]; a row of values x becomes x R. The seed decides each row's sign.
 
-    Sylvester's Hadamard matrix / sqrt(size) where size is a power of two, else the DCT-II's.
+    R is Sylvester's Hadamard matrix / sqrt(size) where size is a power of two, else the DCT-II's.
     """
-    signs = 1.0 - 2.0 * torch.from_numpy((words("rotation", seed, size) & 1).astype("float64"))
-    return (signs[:, None] * (_cosines(size) if size & (size - 1) else _hadamard(size))).float()
+    signs = 1.0 - 2.0 * torch.from_numpy((random_words("rotation", seed, size) & 1).astype("float64"))
+    return (signs[:, None] * (_cosine_matrix(size) if size & (size - 1) else _hadamard_matrix(size))).float()
 
 
 @functools.lru_cache(maxsize=64)
-def _matrix(size: int, seed: int, back: bool, device: torch.device) -> Tensor:
+def _matrix(size: int, seed: int, inverse: bool, device: torch.device) -> Tensor:
+    """Returns the rotation matrix or its inverse on `device`, from a cache."""
     matrix = rotation_matrix(size, seed)
-    return (matrix.T if back else matrix).contiguous().to(device)
+    return (matrix.T if inverse else matrix).contiguous().to(device)
 
 
-def _hadamard(size: int) -> Tensor:
+def _hadamard_matrix(size: int) -> Tensor:
+    """Returns Sylvester's Hadamard matrix of a power of two / sqrt(size), float64, orthogonal."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return matrix / math.sqrt(size)
 
 
-def _cosines(size: int) -> Tensor:
+def _cosine_matrix(size: int) -> Tensor:
+    """Returns the DCT-II's matrix, float64 [size, size], orthogonal."""
     index = torch.arange(size, dtype=torch.float64)
     matrix = torch.cos(torch.outer(2 * index + 1, index) * (math.pi / (2 * size))) * math.sqrt(2 / size)
     matrix[:, 0] = 1 / math.sqrt(size)

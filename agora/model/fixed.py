@@ -1,7 +1,7 @@
 """What the seed of a run fixes for ever in the subspace family: the basis, and the signs of the fixed embedding.
 
 Knows: integers. Must not know: torch, layers, peers. Nothing here is rounded before the end, so that every machine and
-every library gives the same bits: the random words are those that the run's seed decides (agora.codec.words), and the
+every library gives the same bits: the random words are those that the run's seed decides (SPEC.md), and the
 basis is a product of permutations, sign changes and Hadamard matrices, whose entries are integers.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from agora_protocol.errors import LocalError
 from numpy.typing import NDArray
 
-from agora.codec.words import words
+from agora.codec.seeded_random import random_words
 
 KNOWN = "b6dd8460cd61ee1dfc1d8c770288a0ecf2f41e3f58c29979a61989144b69a38a"
 """SHA-256 of what the seed 7 fixes for 1000 tokens, width 24 and rank 5; see check_derivation."""
@@ -40,7 +40,7 @@ def basis(seed: int, width: int, rank: int) -> NDArray[np.float32]:
     while block**rounds < width:
         rounds += 1
     matrix = np.eye(width, rank, dtype=np.int64)
-    for drawn in words(f"basis {width}", seed, 2 * rounds * width).reshape(2 * rounds, width):
+    for drawn in random_words(f"basis {width}", seed, 2 * rounds * width).reshape(2 * rounds, width):
         signs = 1 - 2 * (drawn & np.uint64(1)).astype(np.int64)
         matrix = _hadamard(matrix[np.argsort(drawn, kind="stable")] * signs[:, None], block)
     columns: NDArray[np.float32] = (matrix / block**rounds).astype(np.float32)
@@ -54,7 +54,7 @@ def embedding_signs(seed: int, vocabulary: int, width: int) -> NDArray[np.uint8]
     A row is the first `width` bits of the words that are its own, ceil(width / 64) little-endian words for each token.
     """
     own = -(-width // 64)
-    drawn = words(f"fixed embedding {width}", seed, vocabulary * own)
+    drawn = random_words(f"fixed embedding {width}", seed, vocabulary * own)
     return np.ascontiguousarray(drawn.view(np.uint8).reshape(vocabulary, 8 * own)[:, : -(-width // 8)])
 
 

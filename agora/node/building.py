@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agora_protocol.boundary import parse_codec
+from agora_protocol.codec_names import parse_codec
 from agora_protocol.errors import AgoraError, InputError, LocalError, NotAdmitted
 from agora_protocol.ids import RunId, Span
 from agora_protocol.manifest import Manifest, SignedManifest
@@ -440,4 +440,6 @@ def seats(manifest: Manifest, free_bytes: int) -> int:
 def shapes(manifest: Manifest) -> WireShapes:
     """What the manifest implies for a microbatch's tensors."""
     codec, shape = parse_codec(manifest.boundary.codec), manifest.boundary_shape()
-    return WireShapes(*codec.wire(shape, "forward"), *codec.wire(shape, "backward"), (shape[0], shape[1] + 1))
+    return WireShapes(
+        *codec.wire_format(shape, "forward"), *codec.wire_format(shape, "backward"), (shape[0], shape[1] + 1)
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from agora_protocol.boundary import parse_codec
+from agora_protocol.codec_names import parse_codec
 from agora_protocol.manifest import Manifest
 
 BYTES: Final = "bytes"

@@ -19,7 +19,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
-from agora.codec import all_finite, codec_by_name, decode_tokens, gradient_key
+from agora.codec import BoundaryCodec, all_finite, decode_tokens, gradient_dither_key
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Flat, Layout, StageState
 from agora.stepping import StageStepped, StepEvents, StepPolicy
@@ -78,7 +78,7 @@ class Compute:
         self._queue = queue
         self._events = events
         self._replicas = {n: StageReplica(trainer.stage(n), manifest.optimizer) for n in span.stages}
-        self._codec = codec_by_name(manifest.boundary.codec, manifest.seed)
+        self._codec = BoundaryCodec(manifest.boundary.codec, manifest.seed)
         self._boundary_shape = manifest.boundary_shape()
         self._tokens_shape = (self._boundary_shape[0], self._boundary_shape[1] + 1)
         self._vocabulary = manifest.model.vocabulary
@@ -291,7 +291,7 @@ class Compute:
     def _backward(self, microbatch: MicrobatchId, gradient: WireTensor, first: int | None) -> Backward:
         begun = time.perf_counter()
         with _device_errors():
-            key = gradient_key(microbatch, self.span.last + 1)
+            key = gradient_dither_key(microbatch, self.span.last + 1)
             received = self._codec.decode(gradient, self._boundary_shape, "backward", key, self._device)
             decoded = self._finite(microbatch, self.span.last, received, "gradient")
             result, held = self._trainer.backward(microbatch, decoded, first)
@@ -312,7 +312,7 @@ class Compute:
 
     def _encode_gradient(self, microbatch: MicrobatchId, first: int, gradient: Tensor, entry: Tensor) -> WireTensor:
         """first: the stage whose `entry` it belongs to."""
-        return self._codec.encode(gradient, "backward", gradient_key(microbatch, first), entry)
+        return self._codec.encode(gradient, "backward", gradient_dither_key(microbatch, first), entry)
 
     def _finite(self, microbatch: MicrobatchId, stage: int, tensor: Tensor, what: str) -> Tensor:
         if not all_finite(tensor):

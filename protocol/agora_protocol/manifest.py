@@ -14,7 +14,7 @@ from typing import Any, Final, Self, cast
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from agora_protocol import manifest_toml
-from agora_protocol.boundary import DIRECTIONS, parse_codec
+from agora_protocol.codec_names import DIRECTIONS, parse_codec
 from agora_protocol.errors import ManifestError, ProtocolError
 from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, RunId

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from agora_protocol.boundary import parse_codec
+from agora_protocol.codec_names import parse_codec
 from agora_protocol.errors import ManifestError
 from agora_protocol.fields import shown
 from agora_protocol.ids import is_peer_id

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from agora_protocol.boundary import Direction
+from agora_protocol.codec_names import Direction
 from agora_protocol.ids import MicrobatchId, PeerId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from agora_protocol.boundary import LEGS, Direction
+from agora_protocol.codec_names import DIRECTION_CODEC_NAMES, Direction, parse_codec
 from agora_protocol.ids import MicrobatchId
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.codec import BoundaryCodec, codec_by_name, gradient_key
+from agora.codec import BoundaryCodec, gradient_dither_key
 from agora.train.memory import keep_freed_memory
 from benchmarks.codec_samples import Crossing, Samples, Stages, boundary_samples
 from benchmarks.machine import describe
@@ -68,7 +68,7 @@ def run(quick: bool, folder: Path) -> Report:
 def _report(size: Size, folder: Path) -> Report:
     manifest = _manifest(size.steps)
     samples = boundary_samples(manifest, size.steps, size.keep, folder)
-    rows = [_row(leg, samples, size) for leg in LEGS]
+    rows = [_row(leg, samples, size) for leg in DIRECTION_CODEC_NAMES]
     rows += [_naive_row(4, stochastic, samples) for stochastic in (False, True)]
     if size.losses:
         add_losses(rows, manifest, size.steps, folder)
@@ -87,7 +87,7 @@ def _manifest(steps: int) -> Manifest:
 
 
 def _row(name: str, samples: Samples, size: Size) -> dict[str, Cell]:
-    codec = codec_by_name(name, 7)
+    codec = BoundaryCodec(name, 7)
     forward, backward = torch.cat(samples.forward), torch.cat(samples.backward)
     speed = torch.randn(SPEED_SHAPE, generator=torch.Generator().manual_seed(1))
     key = _key(0)
@@ -101,7 +101,7 @@ def _row(name: str, samples: Samples, size: Size) -> dict[str, Cell]:
     encode, encode_back, decode, decode_back = (_gigabytes_per_s(speed, f, size.repeats) for f in timed)
     return {
         "codec": name,
-        "bytes_per_value": codec.bytes_per_token(SUBSPACE, "forward") / SUBSPACE,
+        "bytes_per_value": parse_codec(name).bytes_per_token(SUBSPACE, "forward") / SUBSPACE,
         "error_forward": _relative(_cross(codec, forward, "forward", None), forward),
         "error_gradient": _relative(_cross(codec, backward, "backward", key), backward),
         f"error_of_{DRAWS}": _error_of_mean(lambda n: _cross(codec, backward, "backward", _key(n)), backward),
@@ -142,13 +142,13 @@ def add_losses(rows: list[dict[str, Cell]], manifest: Manifest, steps: int, fold
 
     Last come models whose boundaries have the whole width: all of it crosses, or as many columns as the subspace has.
     """
-    found: dict[str, Crossing] = {name: crossing(codec_by_name(name, manifest.seed)) for name in LOSS_CODECS}
+    found: dict[str, Crossing] = {name: crossing(BoundaryCodec(name, manifest.seed)) for name in LOSS_CODECS}
     found |= {f"naive {name}, nearest": _naive_crossing(name) for name in NAIVE}
     for name, cross in found.items():
         _add_loss(rows, name, Stages(manifest, folder, cross), steps)
     whole = manifest.replaced(model={"subspace": manifest.model.width})
     for name in (*WHOLE, *(f"top{manifest.model.subspace}:{name}" for name in WHOLE)):
-        _add_loss(rows, f"k = d, {name}", Stages(whole, folder, crossing(codec_by_name(name, manifest.seed))), steps)
+        _add_loss(rows, f"k = d, {name}", Stages(whole, folder, crossing(BoundaryCodec(name, manifest.seed))), steps)
 
 
 def _add_loss(rows: list[dict[str, Cell]], name: str, stages: Stages, steps: int) -> None:
@@ -167,7 +167,9 @@ def crossing(codec: BoundaryCodec) -> Crossing:
 
     def cross(tensor: Tensor, direction: Direction, microbatch: MicrobatchId, stage: int) -> Tensor:
         if direction == "backward":
-            return _cross(codec, tensor, direction, gradient_key(microbatch, stage), entries.pop((microbatch, stage)))
+            return _cross(
+                codec, tensor, direction, gradient_dither_key(microbatch, stage), entries.pop((microbatch, stage))
+            )
         entries[microbatch, stage] = arrived = _cross(codec, tensor, direction, None)
         return arrived
 
@@ -188,7 +190,7 @@ def _cross(
 
 
 def _key(number: int) -> str:
-    return gradient_key(number.to_bytes(16, "big"), 1)
+    return gradient_dither_key(number.to_bytes(16, "big"), 1)
 
 
 def _relative(found: Tensor, true: Tensor) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from agora_protocol.manifest import Manifest
 
-from agora.codec import codec_by_name
+from agora.codec import BoundaryCodec
 from agora.train.held import NonFinite
 from agora.train.memory import keep_freed_memory
 from benchmarks.codec_samples import Stages
@@ -23,7 +23,7 @@ from benchmarks.worker import Channel
 
 def train(manifest: Manifest, cache: Path, length: Length, heldout: int) -> list[tuple[int, float]]:
     """(step, loss over `heldout` held-out batches) at each evaluation; ends early where numbers overflow."""
-    stages = Stages(manifest, cache, crossing(codec_by_name(manifest.boundary.codec, manifest.seed)))
+    stages = Stages(manifest, cache, crossing(BoundaryCodec(manifest.boundary.codec, manifest.seed)))
     curve: list[tuple[int, float]] = []
     try:
         for step in range(length.most):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from agora_protocol.boundary import parse_codec
+from agora_protocol.codec_names import parse_codec
 from agora_protocol.manifest import LINK_CODEC, Manifest
 
 RTT_MS: Final = 50

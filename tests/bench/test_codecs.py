@@ -13,7 +13,7 @@ from benchmarks.codec_samples import Stages, boundary_samples
 from benchmarks.codecs import _error_of_mean, _relative, crossing, naive
 from torch import Tensor
 
-from agora.codec import codec_by_name
+from agora.codec import BoundaryCodec
 
 MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 16, "subspace": 16}
 
@@ -42,7 +42,7 @@ def test_the_last_boundaries_and_their_gradients_are_kept(manifest: Manifest, tm
 def test_boundaries_cross_by_the_codec(manifest: Manifest, tmp_path: Path) -> None:
     losses = {}
     for name in ("float32", "int8", "int2"):
-        stages = Stages(manifest, tmp_path, crossing(codec_by_name(name)))
+        stages = Stages(manifest, tmp_path, crossing(BoundaryCodec(name)))
         for step in range(8):
             stages.learn(step)
         losses[name] = stages.loss()
@@ -51,7 +51,7 @@ def test_boundaries_cross_by_the_codec(manifest: Manifest, tmp_path: Path) -> No
 
 
 def test_of_a_column_sparse_boundary_the_strongest_columns_cross_and_their_gradients() -> None:
-    cross = crossing(codec_by_name("top2:float32"))
+    cross = crossing(BoundaryCodec("top2:float32"))
     tensor, name = torch.tensor([[[1.0, -5.0, 0.0, 4.0], [1.0, 0.0, 2.0, 4.0]]]), MicrobatchId(bytes(16))
     assert cross(tensor, "forward", name, 1).tolist() == [[[0.0, -5.0, 0.0, 4.0], [0.0, 0.0, 0.0, 4.0]]]
     assert cross(torch.ones(1, 2, 4), "backward", name, 1).tolist() == [[[0.0, 1.0, 0.0, 1.0]] * 2]

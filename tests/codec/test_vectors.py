@@ -13,7 +13,7 @@ import pytest
 import torch
 from agora_protocol.tensors import WireTensor
 
-from agora.codec import codec_by_name, gradient_key
+from agora.codec import BoundaryCodec, gradient_dither_key
 
 PINNED = json.loads((Path(__file__).parent / "vectors" / "boundaries.json").read_text(encoding="ascii"))
 BLOCK = 64
@@ -82,8 +82,8 @@ def values_of(vector: dict[str, Any], leg: str, shape: list[int], data: bytes) -
 
 @pytest.mark.parametrize("vector", PINNED["boundaries"], ids=lambda v: f"{v['leg']}-{v['direction']}-{v['shape']}")
 def test_the_bytes_mean_the_same_to_both_decoders(vector: dict[str, Any]) -> None:
-    codec, direction, shape = codec_by_name(vector["leg"], PINNED["seed"]), vector["direction"], tuple(vector["shape"])
-    key = gradient_key(bytes.fromhex(PINNED["microbatch"]), PINNED["stage"]) if direction == "backward" else None
+    codec, direction, shape = BoundaryCodec(vector["leg"], PINNED["seed"]), vector["direction"], tuple(vector["shape"])
+    key = gradient_dither_key(bytes.fromhex(PINNED["microbatch"]), PINNED["stage"]) if direction == "backward" else None
     data, pinned = bytes.fromhex(vector["wire"]), floats(vector["decoded"], vector["shape"])
     ours = codec.decode(WireTensor("uint8", (len(data),), memoryview(data)), shape, direction, key).numpy()
     bound = 1e-6 * float(np.abs(pinned).max())

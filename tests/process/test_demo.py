@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agora_protocol.boundary import parse_codec
+from agora_protocol.codec_names import parse_codec
 from agora_protocol.manifest import preset
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]

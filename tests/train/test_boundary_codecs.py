@@ -9,7 +9,7 @@ import pytest
 from agora_protocol.errors import ProtocolError
 from agora_protocol.tensors import WireTensor
 
-from agora.codec import codec_by_name
+from agora.codec import BoundaryCodec
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
 
 STEPS = 40
@@ -52,7 +52,7 @@ def test_a_gradient_comes_back_for_the_columns_that_crossed_and_learns(activatio
     manifest = small_manifest(
         stages={"count": 3}, boundary={"codec": "top20:float32"}, schedule={"activations": activations}
     )
-    codec, shape = codec_by_name("top20:float32"), manifest.boundary_shape()
+    codec, shape = BoundaryCodec("top20:float32"), manifest.boundary_shape()
     tokens = tokens_of(batches_for(manifest, 1)[0][0])
 
     async def whole() -> None:

@@ -13,15 +13,27 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from agora_protocol.boundary import Direction
+from agora_protocol.codec_names import Direction
 
-from agora.codec import codec_by_name, gradient_key
+from agora.codec import BoundaryCodec, gradient_dither_key
 
 HERE: Final = Path(__file__).parent
 SEED: Final = 7
 MICROBATCH: Final = bytes(range(16))
 STAGE: Final = 3
-LEGS: Final = ("int8", "int7", "int6", "int5", "int4", "int3", "int2", "int8h", "int4h", "top3:int8", "top4:int3")
+DIRECTION_CODEC_NAMES: Final = (
+    "int8",
+    "int7",
+    "int6",
+    "int5",
+    "int4",
+    "int3",
+    "int2",
+    "int8h",
+    "int4h",
+    "top3:int8",
+    "top4:int3",
+)
 SHAPES: Final = ((1, 2, 5), (1, 2, 64), (1, 1, 70))
 
 
@@ -34,9 +46,9 @@ def values_of(shape: tuple[int, int, int]) -> np.ndarray:
 
 def vector(leg: str, shape: tuple[int, int, int], backward: bool) -> dict[str, Any]:
     """One boundary, or gradient, and its bytes."""
-    codec, values = codec_by_name(leg, SEED), torch.from_numpy(values_of(shape))
+    codec, values = BoundaryCodec(leg, SEED), torch.from_numpy(values_of(shape))
     direction: Direction = "backward" if backward else "forward"
-    key = gradient_key(MICROBATCH, STAGE) if backward else None
+    key = gradient_dither_key(MICROBATCH, STAGE) if backward else None
     wire = codec.encode(values, direction, key)
     decoded = codec.decode(wire, shape, direction, key)
     return {
@@ -51,7 +63,9 @@ def vector(leg: str, shape: tuple[int, int, int], backward: bool) -> dict[str, A
 
 def build() -> str:
     """The file's text."""
-    made = [vector(leg, shape, backward) for leg in LEGS for shape in SHAPES for backward in (False, True)]
+    made = [
+        vector(leg, shape, backward) for leg in DIRECTION_CODEC_NAMES for shape in SHAPES for backward in (False, True)
+    ]
     return (
         json.dumps({"seed": SEED, "microbatch": MICROBATCH.hex(), "stage": STAGE, "boundaries": made}, indent=1) + "\n"
     )

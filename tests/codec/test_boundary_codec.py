@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from agora_protocol.boundary import LEGS, parse_codec
+from agora_protocol.codec_names import DIRECTION_CODEC_NAMES, parse_codec
 from agora_protocol.errors import ManifestError, ProtocolError
 from agora_protocol.manifest import preset
 from agora_protocol.tensors import WireTensor
@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agora.codec import BoundaryCodec, codec_by_name, gradient_key
-from agora.codec.packing import pack, unpack
+from agora.codec import BoundaryCodec, gradient_dither_key
+from agora.codec.bit_packing import pack, unpack
 from agora.codec.rotation import rotation_matrix
 
-QUANTISED = [leg for leg in LEGS if leg.startswith("int")]
+QUANTISED = [leg for leg in DIRECTION_CODEC_NAMES if leg.startswith("int")]
 PLAIN = [leg for leg in QUANTISED if not leg.endswith("h")]
-KEY = gradient_key(b"a microbatch 16b", 3)
+KEY = gradient_dither_key(b"a microbatch 16b", 3)
 SEED = 11
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 200))
 
@@ -51,7 +51,7 @@ def test_no_value_is_further_off_than_its_level_is_wide(
     name: str, shape: tuple[int, int, int], dithered: bool, seed: int, size: float
 ) -> None:
     tensor = normal(shape, seed) * 10**size
-    codec = codec_by_name(name, SEED)
+    codec = BoundaryCodec(name, SEED)
     decoded = there_and_back(codec, tensor, KEY if dithered else None)
     levels = 2 ** parse_codec(name).forward.bits - dithered
     allowed = peaks(tensor) * 1.01 / levels
@@ -62,10 +62,10 @@ def test_no_value_is_further_off_than_its_level_is_wide(
 @pytest.mark.parametrize("k", [1, 7, 32, 63, 64, 65, 96, 128, 130])
 def test_the_wire_has_the_bytes_that_the_name_implies(name: str, k: int) -> None:
     leg, tensor = parse_codec(name).forward, normal((2, 3, k))
-    wire = codec_by_name(name).encode(tensor, "forward")
-    assert (wire.dtype, wire.shape) == leg.wire((2, 3, k))
-    assert codec_by_name(name).bytes_per_token(k, "forward") == 2 * math.ceil(k / 64) + k * leg.bits / 8
-    assert there_and_back(codec_by_name(name), tensor).shape == tensor.shape
+    wire = BoundaryCodec(name).encode(tensor, "forward")
+    assert (wire.dtype, wire.shape) == leg.wire_format((2, 3, k))
+    assert parse_codec(name).bytes_per_token(k, "forward") == 2 * math.ceil(k / 64) + k * leg.bits / 8
+    assert there_and_back(BoundaryCodec(name), tensor).shape == tensor.shape
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -80,7 +80,7 @@ def test_packing_loses_nothing(bits: int, count: int) -> None:
 @pytest.mark.parametrize("turned", ["", "h"])
 def test_the_error_of_normal_values_is_what_so_many_bits_give(name: str, turned: str, bound: float) -> None:
     tensor = normal((4, 64, 128))
-    codec = codec_by_name(name + turned, SEED)
+    codec = BoundaryCodec(name + turned, SEED)
     assert relative(there_and_back(codec, tensor), tensor) < bound
     assert relative(there_and_back(codec, tensor, KEY), tensor) < 1.15 * bound
 
@@ -89,7 +89,7 @@ def test_a_rotation_takes_the_harm_from_outliers() -> None:
     tensor = normal((4, 64, 128))
     tensor[..., 5] *= 50
     plain, turned = (
-        relative(there_and_back(codec_by_name(n, SEED), tensor)[..., :5], tensor[..., :5]) for n in ("int4", "int4h")
+        relative(there_and_back(BoundaryCodec(n, SEED), tensor)[..., :5], tensor[..., :5]) for n in ("int4", "int4h")
     )
     assert turned < 0.5 * plain
 
@@ -103,11 +103,11 @@ def test_the_rotation_is_orthogonal_and_the_runs_own(size: int) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4h", "int3", "int2"])
 def test_gradients_are_right_in_the_mean(name: str) -> None:
-    tensor, codec = normal((2, 8, 96)), codec_by_name(name, SEED)
+    tensor, codec = normal((2, 8, 96)), BoundaryCodec(name, SEED)
     draws = 400
     total = torch.zeros_like(tensor)
     for number in range(draws):
-        total += there_and_back(codec, tensor, gradient_key(number.to_bytes(16, "big"), 1))
+        total += there_and_back(codec, tensor, gradient_dither_key(number.to_bytes(16, "big"), 1))
     error = there_and_back(codec, tensor, KEY) - tensor
     noise = float(error.square().mean().sqrt())
     remaining = total / draws - tensor
@@ -116,19 +116,20 @@ def test_gradients_are_right_in_the_mean(name: str) -> None:
 
 
 def test_a_gradient_is_reproducible_and_its_dither_its_own() -> None:
-    tensor, codec = normal((2, 4, 64)), codec_by_name("bf16/int4", SEED)
+    tensor, codec = normal((2, 4, 64)), BoundaryCodec("bf16/int4", SEED)
     once, again = (bytes(codec.encode(tensor, "backward", KEY).data) for _ in range(2))
     assert once == again
-    for key in (gradient_key(b"a microbatch 16b", 4), gradient_key(b"b microbatch 16b", 3)):
+    for key in (gradient_dither_key(b"a microbatch 16b", 4), gradient_dither_key(b"b microbatch 16b", 3)):
         assert bytes(codec.encode(tensor, "backward", key).data) != once
-    assert bytes(codec_by_name("int4", SEED + 1).encode(tensor, "backward", KEY).data) != once
+    assert bytes(BoundaryCodec("int4", SEED + 1).encode(tensor, "backward", KEY).data) != once
 
 
 def test_each_direction_has_its_own_leg() -> None:
-    codec, tensor = codec_by_name("int6/int8", SEED), normal((2, 4, 64))
-    assert (codec.bytes_per_token(64, "forward"), codec.bytes_per_token(64, "backward")) == (50, 66)
+    codec, tensor = BoundaryCodec("int6/int8", SEED), normal((2, 4, 64))
+    spec = parse_codec(codec.name)
+    assert (spec.bytes_per_token(64, "forward"), spec.bytes_per_token(64, "backward")) == (50, 66)
     assert codec.encode(tensor, "forward").nbytes == 8 * 50 and codec.encode(tensor, "backward", KEY).nbytes == 8 * 66
-    mixed = codec_by_name("float32/bf16")
+    mixed = BoundaryCodec("float32/bf16")
     assert torch.equal(there_and_back(mixed, tensor), tensor)
     assert torch.equal(there_and_back(mixed, tensor, KEY), tensor.bfloat16().float())
 
@@ -138,7 +139,7 @@ def test_each_direction_has_its_own_leg() -> None:
 @pytest.mark.parametrize("fill", [0.0, 1e-45, 1e-38, -1e-25, 1e30, 3e37, -3e37])
 def test_extreme_values_stay_finite_and_zeros_stay_zeros(name: str, key: str | None, fill: float) -> None:
     for tensor in (torch.full((1, 3, 70), fill), normal((1, 3, 70)).clamp(-1, 1) * fill):
-        decoded = there_and_back(codec_by_name(name, SEED), tensor, key)
+        decoded = there_and_back(BoundaryCodec(name, SEED), tensor, key)
         assert bool(decoded.isfinite().all())
         if abs(fill) < 1e-37:
             assert not decoded.any()
@@ -149,7 +150,7 @@ def test_extreme_values_stay_finite_and_zeros_stay_zeros(name: str, key: str | N
 def test_a_tiny_block_beside_a_large_one_keeps_its_values() -> None:
     tensor = normal((1, 2, 128))
     tensor[..., 64:] *= 1e-12
-    decoded = there_and_back(codec_by_name("int8"), tensor)
+    decoded = there_and_back(BoundaryCodec("int8"), tensor)
     assert relative(decoded[..., 64:], tensor[..., 64:]) < 0.01
 
 
@@ -159,7 +160,7 @@ def test_what_is_not_finite_is_refused_by_the_receiver(name: str, bad: float) ->
     tensor = normal((1, 2, 70))
     tensor[0, 1, 3] = bad
     with pytest.raises(ProtocolError, match="scale") as refusal:
-        there_and_back(codec_by_name(name), tensor)
+        there_and_back(BoundaryCodec(name), tensor)
     assert refusal.value.code == "bad-tensor"
 
 
@@ -168,7 +169,7 @@ def test_what_is_not_finite_is_refused_by_the_receiver(name: str, bad: float) ->
 def test_mutated_bytes_give_finite_values_or_the_protocols_word(
     name: str, shape: tuple[int, int, int], data: st.DataObject, dithered: bool
 ) -> None:
-    codec, key = codec_by_name(name, SEED), KEY if dithered else None
+    codec, key = BoundaryCodec(name, SEED), KEY if dithered else None
     wire = codec.encode(normal(shape), "forward", key)
     mutated = bytearray(wire.data)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -183,7 +184,7 @@ def test_mutated_bytes_give_finite_values_or_the_protocols_word(
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -1.0, 2.0**101])
 def test_absurd_scales_are_refused(scale: float) -> None:
-    codec = codec_by_name("int4")
+    codec = BoundaryCodec("int4")
     wire = codec.encode(normal((1, 2, 64)), "forward")
     data = bytearray(wire.data)
     data[:2] = torch.tensor([scale]).bfloat16().view(torch.uint8).numpy().tobytes()
@@ -193,14 +194,14 @@ def test_absurd_scales_are_refused(scale: float) -> None:
 
 
 def test_another_dtype_shape_or_leg_is_refused_before_it_is_decoded() -> None:
-    codec, shape = codec_by_name("int6/int8"), (2, 3, 64)
+    codec, shape = BoundaryCodec("int6/int8"), (2, 3, 64)
     good = codec.encode(normal(shape), "forward")
     for wire in (
         codec.encode(normal(shape), "backward", KEY),
         codec.encode(normal((2, 4, 64)), "forward"),
         WireTensor("uint8", (1, len(good.data)), good.data),
         WireTensor("int8", good.shape, good.data),
-        codec_by_name("float32").encode(normal(shape), "forward"),
+        BoundaryCodec("float32").encode(normal(shape), "forward"),
     ):
         with pytest.raises(ProtocolError, match=r"int6 makes uint8 \(300,\) of \(2, 3, 64\)") as refusal:
             codec.decode(wire, shape, "forward")
@@ -230,18 +231,18 @@ def test_another_dtype_shape_or_leg_is_refused_before_it_is_decoded() -> None:
     ],
 )
 def test_unknown_names_are_refused_alike_by_codec_and_manifest(name: str) -> None:
-    for attempt in (lambda: codec_by_name(name), lambda: preset("tiny", boundary={"codec": name})):
+    for attempt in (lambda: BoundaryCodec(name), lambda: preset("tiny", boundary={"codec": name})):
         with pytest.raises(ManifestError, match="is unknown; .*use one of bf16, float32, int8"):
             attempt()
 
 
-@pytest.mark.parametrize("name", [*LEGS, "int6/int8", "bf16/int4h", "top7:int8", "top20:int6/int3"])
+@pytest.mark.parametrize("name", [*DIRECTION_CODEC_NAMES, "int6/int8", "bf16/int4h", "top7:int8", "top20:int6/int3"])
 def test_known_names_are_known_to_both(name: str) -> None:
-    assert preset("tiny", boundary={"codec": name}).boundary.codec == codec_by_name(name).name == name
+    assert preset("tiny", boundary={"codec": name}).boundary.codec == BoundaryCodec(name).name == name
 
 
 def test_any_layout_and_dtype_can_be_encoded() -> None:
-    codec, tensor = codec_by_name("int8"), normal((64, 3, 2)).requires_grad_()
+    codec, tensor = BoundaryCodec("int8"), normal((64, 3, 2)).requires_grad_()
     strided = tensor.permute(2, 1, 0)
     assert bytes(codec.encode(strided, "forward").data) == bytes(codec.encode(strided.contiguous(), "forward").data)
     assert codec.encode(tensor.bfloat16(), "forward").dtype == "uint8"
@@ -249,7 +250,7 @@ def test_any_layout_and_dtype_can_be_encoded() -> None:
 
 @pytest.mark.parametrize("legs", ["float32", "bf16", "int6/int3", "int2"])
 def test_the_strongest_columns_cross_and_the_gradient_comes_back_for_them(legs: str) -> None:
-    codec, plain = codec_by_name(f"top3:{legs}", SEED), codec_by_name(legs, SEED)
+    codec, plain = BoundaryCodec(f"top3:{legs}", SEED), BoundaryCodec(legs, SEED)
     tensor, gradient, strong = normal((2, 8, 40)), normal((2, 8, 40), 1), [4, 17, 39]
     tensor[..., strong] *= 10
     entry = there_and_back(codec, tensor)
@@ -263,7 +264,7 @@ def test_the_strongest_columns_cross_and_the_gradient_comes_back_for_them(legs: 
 
 
 def test_columns_of_zeros_change_nothing_for_the_others() -> None:
-    codec, tensor, gradient = codec_by_name("top3:float32/bf16"), torch.zeros(1, 4, 8), torch.ones(1, 4, 8)
+    codec, tensor, gradient = BoundaryCodec("top3:float32/bf16"), torch.zeros(1, 4, 8), torch.ones(1, 4, 8)
     tensor[..., 5] = normal((1, 4))
     entry = there_and_back(codec, tensor)
     assert set(entry.nonzero()[:, 2].tolist()) == {5}
@@ -273,7 +274,7 @@ def test_columns_of_zeros_change_nothing_for_the_others() -> None:
 
 @pytest.mark.parametrize("numbers", [(3, 2), (2, 2), (1, 8), (65535, 0)])
 def test_columns_that_do_not_ascend_or_do_not_exist_are_refused(numbers: tuple[int, int]) -> None:
-    codec = codec_by_name("top2:bf16")
+    codec = BoundaryCodec("top2:bf16")
     wire = codec.encode(normal((1, 2, 8)), "forward")
     data = np.array(numbers, "<u2").tobytes() + bytes(wire.data[4:])
     with pytest.raises(ProtocolError, match="do not ascend, or reach 8") as refusal:
@@ -282,9 +283,11 @@ def test_columns_that_do_not_ascend_or_do_not_exist_are_refused(numbers: tuple[i
 
 
 def test_a_sparse_boundary_of_another_size_is_refused_by_its_name() -> None:
-    codec = codec_by_name("top2:int6/bf16")
+    codec = BoundaryCodec("top2:int6/bf16")
     wire = codec.encode(normal((1, 2, 8)), "backward")
-    assert (wire.dtype, wire.shape) == parse_codec("top2:int6/bf16").wire((1, 2, 8), "backward") == ("uint8", (12,))
+    assert (
+        (wire.dtype, wire.shape) == parse_codec("top2:int6/bf16").wire_format((1, 2, 8), "backward") == ("uint8", (12,))
+    )
     with pytest.raises(ProtocolError, match=r"top2:int6 makes uint8 \(11,\) of \(1, 2, 8\)"):
         codec.decode(wire, (1, 2, 8), "forward")
 

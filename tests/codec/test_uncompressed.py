@@ -10,7 +10,7 @@ import torch
 from agora_protocol.errors import ManifestError, ProtocolError
 from agora_protocol.tensors import WireTensor
 
-from agora.codec import DenseCodec, all_finite, codec_by_name, decode_tokens, encode_tokens
+from agora.codec import BoundaryCodec, UncompressedCodec, all_finite, decode_tokens, encode_tokens
 
 
 def received(wire: WireTensor, *, shift: int = 0, readonly: bool = False) -> WireTensor:
@@ -21,7 +21,7 @@ def received(wire: WireTensor, *, shift: int = 0, readonly: bool = False) -> Wir
 
 
 def test_float32_is_exact_and_shares_memory_both_ways() -> None:
-    codec = DenseCodec("float32")
+    codec = UncompressedCodec("float32")
     tensor = torch.randn(2, 3, 5)
     wire = codec.encode(tensor)
     assert (wire.dtype, wire.shape, wire.nbytes) == ("float32", (2, 3, 5), 120)
@@ -31,7 +31,7 @@ def test_float32_is_exact_and_shares_memory_both_ways() -> None:
 
 
 def test_bf16_is_the_nearest_even_and_costs_two_bytes() -> None:
-    codec = DenseCodec("bf16")
+    codec = UncompressedCodec("bf16")
     tensor = torch.randn(4, 7)
     wire = codec.encode(tensor)
     assert wire.nbytes == 56
@@ -43,20 +43,22 @@ def test_bf16_is_the_nearest_even_and_costs_two_bytes() -> None:
 
 def test_a_bf16_tensor_is_not_copied_to_be_encoded() -> None:
     tensor = torch.randn(8).bfloat16()
-    wire = DenseCodec("bf16").encode(tensor)
+    wire = UncompressedCodec("bf16").encode(tensor)
     assert np.frombuffer(wire.data, np.uint8).ctypes.data == tensor.data_ptr()
 
 
 def test_any_layout_and_a_tensor_that_requires_gradients_can_be_encoded() -> None:
     tensor = torch.randn(3, 4, requires_grad=True).transpose(0, 1)
-    assert torch.equal(DenseCodec("float32").decode(DenseCodec("float32").encode(tensor)), tensor.detach())
+    assert torch.equal(
+        UncompressedCodec("float32").decode(UncompressedCodec("float32").encode(tensor)), tensor.detach()
+    )
 
 
 @pytest.mark.parametrize("name", ["bf16", "float32"])
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
 @pytest.mark.parametrize("readonly", [False, True])
 def test_read_only_and_unaligned_buffers_decode_without_a_warning(name: str, shift: int, readonly: bool) -> None:
-    codec = DenseCodec(name)
+    codec = UncompressedCodec(name)
     tensor = torch.randn(2, 9)
     wire = received(codec.encode(tensor), shift=shift, readonly=readonly)
     with warnings.catch_warnings():
@@ -69,7 +71,7 @@ def test_read_only_and_unaligned_buffers_decode_without_a_warning(name: str, shi
 
 
 def test_the_bytes_are_little_endian_and_row_major() -> None:
-    wire = DenseCodec("float32").encode(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    wire = UncompressedCodec("float32").encode(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert bytes(wire.data) == np.array([1, 2, 3, 4], "<f4").tobytes()
     assert bytes(encode_tokens(torch.tensor([[258]])).data) == b"\x02\x01"
     assert bytes(encode_tokens(torch.tensor([[65538]])).data) == b"\x02\x00\x01\x00"
@@ -77,16 +79,16 @@ def test_the_bytes_are_little_endian_and_row_major() -> None:
 
 def test_an_unknown_codec_is_named_with_those_there_are() -> None:
     with pytest.raises(ManifestError, match="'fp4' is unknown; use one of bf16, float32, int8, int8h"):
-        codec_by_name("fp4")
+        BoundaryCodec("fp4")
 
 
 def test_another_dtype_or_shape_than_the_manifest_implies_is_refused() -> None:
-    wire = DenseCodec("bf16").encode(torch.zeros(2, 3))
+    wire = UncompressedCodec("bf16").encode(torch.zeros(2, 3))
     with pytest.raises(ProtocolError, match="is bf16; this run sends float32") as refusal:
-        DenseCodec("float32").decode(wire)
+        UncompressedCodec("float32").decode(wire)
     assert refusal.value.code == "bad-tensor"
     with pytest.raises(ProtocolError, match=r"\(2, 3\); the manifest implies \(3, 2\)") as refusal:
-        DenseCodec("bf16").decode(wire, shape=(3, 2))
+        UncompressedCodec("bf16").decode(wire, shape=(3, 2))
     assert refusal.value.code == "bad-tensor"
 
 

@@ -1,7 +1,7 @@
-"""The plain codecs: a boundary as raw bf16 or float32, token ids as the narrowest integers that hold them.
+"""Converts tensors to raw bytes and back: boundaries as bf16 or float32, token ids as the narrowest integers that fit.
 
-Knows dtypes, shapes and who owns the bytes. Copies only where dtype, device or layout demand it. Must not know what a
-tensor means. Values are little-endian on the wire, as in the memory of every machine that torch supports.
+Copies only where dtype, device or layout demand it. Values are little-endian on the wire, as in the memory of every
+machine that torch supports. Knows: dtypes, shapes and who owns the bytes. Must not know: what a tensor means.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ IGNORED = -1
 CPU = torch.device("cpu")
 
 
-class DenseCodec:
-    """Every value of the boundary, in the wire dtype `name` ("bf16" rounds to nearest even, "float32" is exact)."""
+class UncompressedCodec:
+    """Sends every value in the wire dtype `name`: "bf16" rounds to nearest even, "float32" is exact."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def encode(self, tensor: Tensor) -> WireTensor:
-        """tensor, of any float dtype, layout and device, as bytes.
+        """Returns a tensor of any float dtype, layout and device as a wire tensor.
 
-        Does not copy a contiguous CPU tensor of the wire dtype: change such a tensor only after its bytes are sent.
+        Shares the memory of a contiguous CPU tensor of the wire dtype: change such a tensor only after sending.
         """
         return _to_wire(tensor, self.name)
 
     def decode(
         self, wire: WireTensor, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
     ) -> Tensor:
-        """float32 tensor on `device`. float32 bytes that may be written and stay on the CPU are shared, not copied.
+        """Returns the tensor as float32 on `device`; shares writable float32 bytes that stay on the CPU.
 
-        Raises ProtocolError "bad-tensor" when the dtype is not this codec's or the shape is not `shape`. Says
-        nothing about the values: see all_finite.
+        Raises ProtocolError "bad-tensor" for another dtype, and for another shape than `shape` where one is given. The
+        values may be NaN or infinite: see all_finite.
         """
         return _from_wire(wire, self.name, shape).to(device, torch.float32)
 
 
 def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
-    """Token ids [b, s + 1], any integer dtype, none below -1 or above 2^31 - 1, in the narrowest of TOKEN_DTYPES."""
+    """Returns token ids [b, s + 1], integers from -1 to 2^31 - 1, as a wire tensor of the narrowest of TOKEN_DTYPES."""
     ids = torch.as_tensor(tokens)
     low, high = (int(bound) for bound in torch.aminmax(ids))
-    holds = (
+    fitting = (
         name for name in TOKEN_DTYPES if torch.iinfo(DTYPES[name]).min <= low and high <= torch.iinfo(DTYPES[name]).max
     )
-    return _to_wire(ids, next(holds, "int32"))
+    return _to_wire(ids, next(fitting, "int32"))
 
 
 def decode_tokens(
@@ -68,9 +68,10 @@ def decode_tokens(
     *,
     shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Token ids as an int32 tensor on `device`; an id of -1 marks a target that is not supervised.
+    """Returns token ids as int32 on `device`; the id -1 marks a target that is not supervised.
 
-    Raises ProtocolError "bad-tensor" as DenseCodec.decode does, and for an id outside -1 .. vocabulary - 1.
+    Raises ProtocolError "bad-tensor" for a dtype that is none of TOKEN_DTYPES, for another shape than `shape` where one
+    is given, and for an id outside -1 .. vocabulary - 1.
     """
     if wire.dtype not in TOKEN_DTYPES:
         raise ProtocolError("bad-tensor", f"Token ids are {wire.dtype}; they travel as {', '.join(TOKEN_DTYPES)}.")
@@ -80,13 +81,13 @@ def decode_tokens(
         if low < IGNORED or high >= vocabulary:
             raise ProtocolError(
                 "bad-tensor",
-                f"Token ids {low} to {high} are outside {IGNORED} to {vocabulary - 1}, what the run's model has.",
+                f"Token ids {low} to {high} are outside {IGNORED} to {vocabulary - 1}, the ids of the run's model.",
             )
     return tokens.to(device, torch.int32)
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. One pass without a temporary: NaN and infinity both reach the extremes."""
+    """Returns whether no value is NaN or infinite, in one pass without a temporary: aminmax propagates both."""
     if not tensor.numel():
         return True
     low, high = torch.aminmax(tensor.detach())
@@ -94,12 +95,13 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _to_wire(tensor: Tensor, name: str) -> WireTensor:
-    plain = tensor.detach().to(CPU, DTYPES[name]).contiguous()
-    return WireTensor(name, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy().data)
+    """Returns the tensor as a wire tensor of dtype `name`, sharing its memory if it is one already."""
+    converted = tensor.detach().to(CPU, DTYPES[name]).contiguous()
+    return WireTensor(name, tuple(converted.shape), converted.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tensor:
-    """The wire's bytes as a CPU tensor of the wire dtype, sharing them where torch can."""
+    """Returns a CPU tensor of the wire dtype `name`, sharing the bytes where torch can. Raises ProtocolError."""
     if wire.dtype != name:
         raise ProtocolError("bad-tensor", f"The tensor is {wire.dtype}; this run sends {name}.")
     if shape is not None and wire.shape != tuple(shape):
@@ -108,7 +110,7 @@ def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tens
 
 
 def _shared_or_copied(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """torch cannot express read-only memory (it warns), and wants its elements aligned: such bytes are copied."""
+    """Returns the bytes as a flat tensor; copies them if they are read-only or unaligned, which torch does not support."""
     if not data.readonly:
         shared = torch.frombuffer(data, dtype=dtype)
         if shared.data_ptr() % dtype.itemsize == 0:

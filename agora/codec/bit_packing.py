@@ -1,0 +1,79 @@
+"""Packs levels of 2 to 8 bits into bytes without gaps, and unpacks them.
+
+A level of 6 bits is cut into its lowest 4 bits and the next 2 (part_widths); the parts of one width lie together, as
+many to a byte as fit. Parts that share a byte come from levels that are far apart, so that a few shifts of whole
+vectors make all bytes. Eight bytes are shifted as one int64 word: no part is wider than its byte, so none reaches into
+the next.
+Knows: bits. Must not know: what a level means.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from agora_protocol.codec_names import packed_bytes, part_widths
+from torch import Tensor
+
+WORD_BYTES: Final = 8
+EACH_BYTE: Final = 0x0101010101010101
+
+
+def pack(levels: Tensor, bits: int) -> Tensor:
+    """Returns levels below 2^bits, uint8 [n] alone in their storage, as uint8 [packed_bytes(n, bits)]."""
+    if bits == 8:
+        return levels
+    packed = torch.empty(packed_bytes(len(levels), bits), dtype=torch.uint8, device=levels.device)
+    for lowest_bit, width, place in _parts(len(levels), bits):
+        target = packed[place]
+        rows = _words(_padded(levels, len(target) * 8 // width).view(-1, len(target)))
+        parts = (rows >> lowest_bit).bitwise_and_(_mask(width)).bitwise_left_shift_(_shifts(width, levels.device))
+        target.copy_(parts.sum(dim=0).view(torch.uint8)[: len(target)])
+    return packed
+
+
+def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
+    """Returns the `count` levels that `pack` was given, as uint8 [count]."""
+    if bits == 8:
+        return packed
+    levels = torch.zeros((), dtype=torch.uint8, device=packed.device)
+    for lowest_bit, width, place in _parts(count, bits):
+        source = packed[place]
+        parts = (_words(source.clone()) >> _shifts(width, packed.device)).bitwise_and_(_mask(width))
+        rows = parts.bitwise_left_shift_(lowest_bit).view(torch.uint8)
+        levels = levels | rows[:, : len(source)].reshape(-1)[:count]
+    return levels
+
+
+def _parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
+    """Yields, for each part of a level, its lowest bit, its width, and the slice of the packed bytes that holds it."""
+    lowest_bit, begin = 0, 0
+    for width in part_widths(bits):
+        size = packed_bytes(count, width)
+        yield lowest_bit, width, slice(begin, begin + size)
+        lowest_bit, begin = lowest_bit + width, begin + size
+
+
+def _words(rows: Tensor) -> Tensor:
+    """Returns bytes [..., n] as int64 [..., ceil(n / 8)], each row padded with zeros."""
+    return _padded(rows, -(-rows.shape[-1] // WORD_BYTES) * WORD_BYTES).view(torch.int64)
+
+
+def _padded(rows: Tensor, size: int) -> Tensor:
+    """Returns the rows padded with zeros to `size` columns."""
+    missing = size - rows.shape[-1]
+    return F.pad(rows, (0, missing)) if missing else rows
+
+
+def _mask(width: int) -> int:
+    """Returns a word with the lowest `width` bits of each byte set."""
+    return EACH_BYTE * ((1 << width) - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _shifts(width: int, device: torch.device) -> Tensor:
+    """Returns the lowest bit of each part within a byte, [8 / width, 1]."""
+    return torch.arange(0, 8, width, device=device).unsqueeze(1)

@@ -1,0 +1,123 @@
+"""Encodes and decodes boundaries: activations forward and their gradients backward, each by its direction's codec.
+
+Activations are rounded to the nearest level. Gradients are rounded with a dither that sender and receiver both derive
+from the seed, the microbatch and the stage: rounded to nearest, small gradients would vanish in every microbatch alike,
+and their sum too. Knows: directions, shapes, the run's seed. Must not know: models, peers, streams.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from agora_protocol.codec_names import Direction, DirectionCodec, Shape, parse_codec
+from agora_protocol.errors import ProtocolError
+from agora_protocol.tensors import WireTensor
+from torch import Tensor
+
+from agora.codec.column_selection import pack_columns, strongest_columns, unpack_columns
+from agora.codec.quantisation import check_scales, dequantise, quantise
+from agora.codec.rotation import rotate_blocks
+from agora.codec.seeded_random import random_bytes
+from agora.codec.uncompressed import CPU, UncompressedCodec
+
+
+def gradient_dither_key(microbatch: bytes, stage: int) -> str:
+    """Returns the dither key of one gradient: that of the boundary which enters `stage`, for one microbatch."""
+    return f"gradient {stage} {microbatch.hex()}"
+
+
+class BoundaryCodec:
+    """Encodes and decodes boundaries as the manifest's boundary.codec says. Any thread may use it.
+
+    name: such as "int8", "int6/int4h" or "top64:bf16"; seed: the run's, which decides rotation and dither. Raises
+    ManifestError, which lists the known names, for an unknown name.
+    """
+
+    def __init__(self, name: str, seed: int = 0) -> None:
+        self.name = name
+        self._spec = parse_codec(name)
+        self._seed = seed
+
+    def encode(
+        self, tensor: Tensor, direction: Direction, key: str | None = None, boundary: Tensor | None = None
+    ) -> WireTensor:
+        """Returns a boundary or gradient [b, s, k], of any float dtype, layout and device, as a wire tensor.
+
+        key: of the dither (see gradient_dither_key), the same as for `decode`; None rounds to nearest. float32 and bf16
+        ignore it, and share the memory of a contiguous CPU tensor of their dtype: change that only after sending.
+        boundary: the decoded boundary whose gradient `tensor` is; a codec that sends some columns sends the gradients
+        of the columns that were sent of it. None: the columns with the largest energy in `tensor`.
+        """
+        codec = self._spec.of_direction(direction)
+        if not self._spec.columns:
+            return self._encode_values(codec, tensor, key)
+        columns = strongest_columns(tensor if boundary is None else boundary, self._spec.columns)
+        packed = pack_columns(columns, self._encode_values(codec, tensor[..., columns], key).data)
+        return WireTensor("uint8", packed.shape, packed.data)
+
+    def decode(
+        self,
+        wire: WireTensor,
+        shape: Shape,
+        direction: Direction,
+        key: str | None = None,
+        device: torch.device | str = CPU,
+    ) -> Tensor:
+        """Returns the boundary as float32 [b, s, k] = `shape` on `device`; columns that were not sent are zeros.
+
+        Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape`, before anything is
+        allocated; for a scale that is negative, NaN or above 2^100; and for column numbers that a boundary does not
+        have. Quantised values are always finite; for float32 and bf16 use all_finite.
+        """
+        self._check_format(wire, shape, direction)
+        codec = self._spec.of_direction(direction)
+        if not self._spec.columns:
+            return self._decode_values(codec, wire, shape, key, device)
+        columns, data = unpack_columns(wire.data, self._spec.columns, shape[2])
+        sent_shape = self._spec.sent_shape(shape)
+        sent = self._decode_values(codec, WireTensor(*codec.wire_format(sent_shape), data), sent_shape, key, device)
+        tensor = torch.zeros(shape, dtype=torch.float32, device=device)
+        tensor[..., columns.to(device)] = sent
+        return tensor
+
+    def _encode_values(self, codec: DirectionCodec, tensor: Tensor, key: str | None) -> WireTensor:
+        """Encodes all columns of `tensor` [b, s, columns]."""
+        if not codec.bits:
+            return UncompressedCodec(codec.name).encode(tensor)
+        b, s, k = tensor.shape
+        rows = tensor.detach().to(torch.float32).reshape(b * s, k).contiguous()
+        if codec.rotated:
+            rows = rotate_blocks(rows, self._seed)
+        wire = quantise(rows, codec.bits, self._dither(b * s, k, key, rows.device)).to(CPU)
+        return WireTensor("uint8", tuple(wire.shape), wire.numpy().data)
+
+    def _decode_values(
+        self, codec: DirectionCodec, wire: WireTensor, shape: Shape, key: str | None, device: torch.device | str
+    ) -> Tensor:
+        """Decodes what `_encode_values` made of a tensor of this shape."""
+        if not codec.bits:
+            return UncompressedCodec(codec.name).decode(wire, device, shape=shape)
+        b, s, k = shape
+        data = np.frombuffer(wire.data, np.uint8)
+        quantised = torch.from_numpy(data if data.flags.writeable else data.copy())
+        check_scales(quantised, b * s, k)
+        quantised = quantised.to(device)
+        rows = dequantise(quantised, b * s, k, codec.bits, self._dither(b * s, k, key, quantised.device))
+        return (rotate_blocks(rows, self._seed, inverse=True) if codec.rotated else rows).view(shape)
+
+    def _dither(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
+        """Returns int8 [rows, k], in 1/256 of a level, that the seed and `key` decide. None without a key."""
+        if key is None:
+            return None
+        return torch.from_numpy(random_bytes(key, self._seed, rows * k)).view(rows, k).to(device)
+
+    def _check_format(self, wire: WireTensor, shape: Shape, direction: Direction) -> None:
+        """Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape`."""
+        expected = self._spec.wire_format(shape, direction)
+        if (wire.dtype, wire.shape) != expected:
+            prefix = f"top{self._spec.columns}:" if self._spec.columns else ""
+            name = prefix + self._spec.of_direction(direction).name
+            raise ProtocolError(
+                "bad-tensor",
+                f"The tensor is {wire.dtype} {wire.shape}; {name} makes {expected[0]} {expected[1]} of {shape}.",
+            )

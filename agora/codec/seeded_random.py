@@ -1,0 +1,23 @@
+"""Derives random integers from the run's seed and a purpose, the same on every machine.
+
+Knows SHA-256 and Philox4x64-10 (Salmon et al., SC 2011), whose raw output numpy keeps stable. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def random_words(purpose: str, seed: int, count: int) -> NDArray[np.uint64]:
+    """Returns the first `count` random 64-bit words of a purpose, "words(purpose)" in SPEC.md, section 3."""
+    digest = hashlib.sha256(f"agora {purpose} 1\0{seed}".encode()).digest()
+    key = np.frombuffer(digest[:16], "<u8").astype(np.uint64)
+    return np.random.Philox(key=key).random_raw(count).astype("<u8", copy=False)
+
+
+def random_bytes(purpose: str, seed: int, count: int) -> NDArray[np.int8]:
+    """Returns the first `count` bytes, signed, of the purpose's random words."""
+    return random_words(purpose, seed, -(-count // 8)).view(np.int8)[:count]
