@@ -110,7 +110,7 @@ def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tens
 
 
 def _shared_or_copied(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """Returns the bytes as a flat tensor; copies them if they are read-only or unaligned, which torch does not support."""
+    """Returns the bytes as a flat tensor; copies what is read-only or unaligned, which torch does not support."""
     if not data.readonly:
         shared = torch.frombuffer(data, dtype=dtype)
         if shared.data_ptr() % dtype.itemsize == 0:

@@ -76,7 +76,7 @@ class CodecSpec:
         return COLUMN_BYTES * self.columns + self.of_direction(direction).bytes_of(self.sent_shape(shape))
 
     def bytes_per_token(self, k: int, direction: Direction) -> float:
-        """Returns the bytes on the wire of a token's `k` values; the columns' numbers, shared by all tokens, are not counted."""
+        """Returns the bytes on the wire of a token's `k` values, not counting the columns' numbers."""
         return self.of_direction(direction).bytes_of(self.sent_shape((8, 1, k))) / 8
 
     def wire_format(self, shape: Shape, direction: Direction) -> tuple[str, tuple[int, ...]]:
