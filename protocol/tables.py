@@ -49,7 +49,7 @@ LIMITS: Final = {
     "MAX_STAGES": "stages of a run",
     "MAX_SPAN_STAGES": "stages of one span",
     "BOUNDARY_BLOCK": "values of a token in a quantised boundary that share one scale",
-    "MAX_TALLIES": "replicas in a Tally or Tallied",
+    "MAX_GOSSIPED_REPLICAS": "replicas in a GossipSteps or GossipedSteps",
     "SLICE_BLOCK": "elements of a stage's weights that fall into one slice together",
     "PART_ELEMENTS": "elements of a slice that one owner averages in one call",
     "QUANTISER_BLOCK": "elements of an int8 part that share one exponent",

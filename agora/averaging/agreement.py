@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from agora_protocol.ids import PeerId
-from agora_protocol.limits import MAX_TALLIES
+from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
 
 STALE_S: Final = 6.0
 """A replica that was not heard for so long is not counted on, and may come back with lower numbers."""
@@ -25,7 +25,7 @@ FEW: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Tallied:
+class ReplicaProgress:
     """A replica: optimizer steps taken, tokens counted since, the tokens it had counted when it took the last one (0
     when that was not heard), when it last spoke to anybody, as far as is known, and when it last failed to answer here.
 
@@ -44,12 +44,14 @@ class Tallied:
         return now - self.heard <= STALE_S and self.heard > self.lost
 
 
-Tallies = Mapping[PeerId, Tallied]
+KnownReplicas = Mapping[PeerId, ReplicaProgress]
 News = tuple[PeerId, int, int, int]
 """A replica, its step, its tokens, and how many milliseconds ago it spoke."""
 
 
-def heard(known: Tallies, news: Iterable[News], sender: PeerId, me: PeerId, now: float) -> dict[PeerId, Tallied]:
+def heard(
+    known: KnownReplicas, news: Iterable[News], sender: PeerId, me: PeerId, now: float
+) -> dict[PeerId, ReplicaProgress]:
     """What is known after `sender` told `news`, of itself and of others.
 
     Lower numbers are believed when a replica says them itself, or was not there before: it has started again. Of
@@ -62,7 +64,7 @@ def heard(known: Tallies, news: Iterable[News], sender: PeerId, me: PeerId, now:
             continue
         before = merged.get(peer)
         if before is None:
-            merged[peer] = Tallied(step, tokens, 0, at)
+            merged[peer] = ReplicaProgress(step, tokens, 0, at)
         elif peer == sender or (step, tokens) >= (before.step, before.tokens) or not before.present(now):
             merged[peer] = _after(before, step, tokens, max(at, before.heard))
         if peer == sender:
@@ -70,7 +72,7 @@ def heard(known: Tallies, news: Iterable[News], sender: PeerId, me: PeerId, now:
     return merged
 
 
-def _after(before: Tallied, step: int, tokens: int, at: float) -> Tallied:
+def _after(before: ReplicaProgress, step: int, tokens: int, at: float) -> ReplicaProgress:
     if step == before.step:
         kept = before.before if tokens >= before.tokens else 0
     else:
@@ -78,32 +80,32 @@ def _after(before: Tallied, step: int, tokens: int, at: float) -> Tallied:
     return replace(before, step=step, tokens=tokens, before=kept, heard=at)
 
 
-def lost(known: Tallies, peer: PeerId, now: float) -> dict[PeerId, Tallied]:
+def lost(known: KnownReplicas, peer: PeerId, now: float) -> dict[PeerId, ReplicaProgress]:
     """What is known after `peer` did not answer: it is not there until it has spoken again."""
-    return dict(known) | {peer: replace(known.get(peer) or Tallied(0, 0, 0, -math.inf), lost=now)}
+    return dict(known) | {peer: replace(known.get(peer) or ReplicaProgress(0, 0, 0, -math.inf), lost=now)}
 
 
-def absent(known: Tallies, members: Collection[PeerId], now: float) -> set[PeerId]:
+def absent(known: KnownReplicas, members: Collection[PeerId], now: float) -> set[PeerId]:
     """The members that have not been heard lately, or did not answer; of who is new here nothing is known yet."""
     return {peer for peer in members if peer in known and not known[peer].present(now)}
 
 
-def fresh(known: Tallies, members: Collection[PeerId], now: float) -> dict[PeerId, Tallied]:
+def fresh(known: KnownReplicas, members: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
     """The other replicas that are in the view and were heard lately."""
     return {peer: it for peer, it in known.items() if peer in members and it.present(now)}
 
 
-def counted_by(others: Tallies, step: int) -> int:
+def counted_by(others: KnownReplicas, step: int) -> int:
     """Tokens that the others have counted for the step after `step`; who has taken it already took its own with it."""
     return sum(it.tokens if it.step == step else it.before if it.step == step + 1 else 0 for it in others.values())
 
 
-def tokens_to_go(others: Tallies, step: int, target: int) -> int:
+def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
     """The tokens that this replica must have counted since `step` for the stage to step; at least 1."""
     return max(1, target - counted_by(others, step))
 
 
-def step_to_follow(others: Tallies, live: int, step: int, own_tokens: int, target: int) -> int:
+def step_to_follow(others: KnownReplicas, live: int, step: int, own_tokens: int, target: int) -> int:
     """The step that the stage has reached, `step` itself when this replica is not behind.
 
     live: how many others are there, those included of whom nothing is known yet, so that nobody who is heard first is a
@@ -126,7 +128,9 @@ def whom_to_tell(members: Collection[PeerId], me: PeerId, rng: random.Random) ->
     return others if len(others) <= TELL_ALL else rng.sample(others, FEW)
 
 
-def tale(known: Tallies, own: tuple[PeerId, int, int], members: Collection[PeerId], now: float) -> tuple[News, ...]:
-    """What to tell: the own numbers first, then the freshest of the others', at most MAX_TALLIES in all."""
-    others = sorted(fresh(known, members, now).items(), key=lambda item: -item[1].heard)[: MAX_TALLIES - 1]
+def tale(
+    known: KnownReplicas, own: tuple[PeerId, int, int], members: Collection[PeerId], now: float
+) -> tuple[News, ...]:
+    """What to tell: the own numbers first, then the freshest of the others', at most MAX_GOSSIPED_REPLICAS in all."""
+    others = sorted(fresh(known, members, now).items(), key=lambda item: -item[1].heard)[: MAX_GOSSIPED_REPLICAS - 1]
     return ((*own, 0), *((peer, it.step, it.tokens, round(1000 * (now - it.heard))) for peer, it in others))

@@ -1,6 +1,6 @@
 """Keeps this peer's stages together with the other replicas of them: when to step, and what to average.
 
-Knows: the teller, the rounds, the compute, and which calls which. Must not know: how any of them works.
+Knows: the gossip, the rounds, the compute, and which calls which. Must not know: how any of them works.
 
 After every `averaging.every`-th step of a stage a round on one slice of its weights runs in the background, and what it
 changes is added to the weights when it is back; one such round of a stage at a time. An exact step is one for which the
@@ -21,14 +21,14 @@ from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailabl
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import Averaged, Contribute, Recall, Recalled, Tallied, Tally
+from agora_protocol.messages import Averaged, Contribute, GossipedSteps, GossipSteps, Recall, Recalled
 from agora_protocol.tensors import WireTensor
 
 from agora.averaging.drift import Newcomer
+from agora.averaging.gossip import Judgement, StepGossip
 from agora.averaging.owner import Owner
 from agora.averaging.rounds import Rounds
 from agora.averaging.slices import Slices, parts
-from agora.averaging.tell import Judgement, Teller
 from agora.averaging.terms import AveragingTerms, Part
 from agora.calls import Caller
 from agora.node.keeping import Keeper
@@ -111,11 +111,11 @@ class Replicas:
         )
         self.owner = Owner(terms, caller, self._members, self._size_of, faults.reach)
         self._rounds = Rounds(terms, caller, self.owner, report, faults.reach)
-        self._teller = Teller(me, compute.span, target, caller, self._peers, self._counts, soon=self.synchronous)
-        self._teller.act = self._act
+        self._gossip = StepGossip(me, compute.span, target, caller, self._peers, self._counts, soon=self.synchronous)
+        self._gossip.act = self._act
         self._stages = {stage: self._new_stage(stage, stage in keeper.fetched) for stage in compute.span.stages}
         self._resting = False
-        self._teller.changed = self._publish_policy
+        self._gossip.changed = self._publish_policy
         exact = EVERY_STEP if self.synchronous else self._averaging.exact_steps
         self._policy = StepPolicy(target, exact)
         for stage in compute.span.stages:
@@ -130,7 +130,7 @@ class Replicas:
         """Tells and hears how far the replicas are, until cancelled."""
         resuming = asyncio.get_running_loop().create_task(self._reported(None, self._resume_together()))
         try:
-            await self._teller.run()
+            await self._gossip.run()
         finally:
             works = [
                 resuming,
@@ -151,9 +151,9 @@ class Replicas:
 
     # --- what others ask
 
-    def tally(self, peer: PeerId, message: Tally) -> Tallied:
+    def gossip(self, peer: PeerId, message: GossipSteps) -> GossipedSteps:
         """A replica says how far it is."""
-        return self._teller.answer(peer, message)
+        return self._gossip.answer(peer, message)
 
     async def contribute(
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
@@ -184,7 +184,7 @@ class Replicas:
 
     def missing_tokens(self, stage: int) -> int:
         """What the stage's step still lacks, as far as was heard."""
-        return self._teller.missing(stage)
+        return self._gossip.missing(stage)
 
     # --- what they are asked of
 
@@ -194,7 +194,7 @@ class Replicas:
     def _members(self, stage: int) -> Mapping[PeerId, float]:
         """A stage's replicas that are there, and their bandwidths."""
         bandwidths = {seen.peer: seen.bandwidth for seen in self._membership.view.replicas(stage)}
-        return {peer: bandwidths.get(peer, 0.0) for peer in self._teller.present(stage)}
+        return {peer: bandwidths.get(peer, 0.0) for peer in self._gossip.present(stage)}
 
     def _counts(self) -> Mapping[int, tuple[int, int]]:
         return {it.stage: (it.step, it.tokens_in_step) for it in self._compute.progress()}
@@ -217,15 +217,15 @@ class Replicas:
 
     def _publish_policy(self, stage: int, step: int) -> None:
         """Tells the device thread when to take step number `step` of a stage, by what its other replicas have said."""
-        to_go, alone = self._teller.tokens_to_go(stage, step), self._teller.alone(stage)
+        to_go, alone = self._gossip.tokens_to_go(stage, step), self._gossip.alone(stage)
         self._compute.publish_policy(stage, replace(self._policy, step=step, tokens_to_go=to_go, alone=alone))
 
     def stepped(self, stage: int, step: int, tokens: int) -> None:
         """A stage has taken `step`, `tokens` of this peer's in it: tell the others, and average when it is time."""
         it = self._stages[stage]
         it.tokens = min(it.tokens + tokens, self._most_tokens)
-        self._teller.tell()
-        if step % self._averaging.every or len(self._teller.present(stage)) < 2:
+        self._gossip.tell()
+        if step % self._averaging.every or len(self._gossip.present(stage)) < 2:
             return
         number = step // self._averaging.every
         if number <= it.begun:
@@ -245,7 +245,7 @@ class Replicas:
             it.work = self._start(stage, self._recover(stage, it, judgement))
         elif behind > 1 or not self._is_exact(judgement.step):
             self._follow(stage, max(judgement.reached, judgement.step))
-        elif self._teller.alone(stage):
+        elif self._gossip.alone(stage):
             self._follow(stage, judgement.step)  # whoever was to take it along has left
         else:
             it.work = self._start(stage, self._exact_step(stage, it, judgement.step))
@@ -273,7 +273,7 @@ class Replicas:
             self._report(events.TaskFailed("averaging", f"{error.code}: {error}"))
         finally:
             if stage is not None:
-                self._teller.judge_again(stage)
+                self._gossip.judge_again(stage)
 
     # --- rounds
 
@@ -334,7 +334,7 @@ class Replicas:
         times: who is sure may be about to take the step.
         """
         tries = 0
-        while others := sorted(self._teller.heard(stage)):
+        while others := sorted(self._gossip.heard(stage)):
             tries += 1
             try:
                 await self._keeper.fetch(stage, others, step)

@@ -21,6 +21,7 @@ from agora_protocol.messages import (
     GetSlice,
     GetState,
     GetStatus,
+    GossipSteps,
     ManifestAnswer,
     Message,
     Ping,
@@ -28,7 +29,6 @@ from agora_protocol.messages import (
     Process,
     Recall,
     StatusAnswer,
-    Tally,
 )
 from agora_protocol.tensors import WireTensor
 
@@ -101,7 +101,7 @@ class Service:
                 return Reply(ManifestAnswer(self._manifest_bytes))
             case Ping():
                 return Reply(Pong())
-            case Tally() | Contribute() | Recall():
+            case GossipSteps() | Contribute() | Recall():
                 return await self._agree(call, call.message)
             case GetState() | GetChunk() | GetSlice():
                 return await self._give(call, call.message)
@@ -116,12 +116,12 @@ class Service:
         self._meter.boundary_bytes += sum(tensor.nbytes for tensor in answer.tensors)
         return Reply(answer.message, list(answer.tensors))
 
-    async def _agree(self, call: IncomingCall, message: Tally | Contribute | Recall) -> Reply:
+    async def _agree(self, call: IncomingCall, message: GossipSteps | Contribute | Recall) -> Reply:
         self._check_member(call)
         if self.replicas is None:
             raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
-        if isinstance(message, Tally):
-            return Reply(self.replicas.tally(call.peer, message), [])
+        if isinstance(message, GossipSteps):
+            return Reply(self.replicas.gossip(call.peer, message), [])
         if isinstance(message, Recall):
             answer: tuple[Message, list[WireTensor]] = self.replicas.recall(message)
         else:

@@ -49,7 +49,7 @@ MAX_SPAN_STAGES: Final = 256
 BOUNDARY_BLOCK: Final = 64  # values of a token in a quantised boundary that share one scale
 
 # Averaging and state
-MAX_TALLIES: Final = 64
+MAX_GOSSIPED_REPLICAS: Final = 64
 SLICE_BLOCK: Final = 1024  # elements of a stage's weights that belong to one slice together
 PART_ELEMENTS: Final = 131_072  # elements of a slice that are averaged by one owner in one call
 QUANTISER_BLOCK: Final = 64  # elements of an int8 part that share one exponent

@@ -29,12 +29,12 @@ from agora_protocol.ids import MICROBATCH_BYTES, MicrobatchId, PeerId
 from agora_protocol.limits import (
     MAX_ANSWER_HEADER_BYTES,
     MAX_DEADLINE_MS,
+    MAX_GOSSIPED_REPLICAS,
     MAX_HINTS,
     MAX_MANIFEST_BYTES,
     MAX_NAME_BYTES,
     MAX_STAGES,
     MAX_STATUS_BYTES,
-    MAX_TALLIES,
     MAX_TEXT_BYTES,
 )
 from agora_protocol.packing import pack, unpack
@@ -178,26 +178,31 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
     status: bytes = raw(most=MAX_STATUS_BYTES, doc="UTF-8 JSON, one object, as `swarm status --json` prints it")
 
 
-def _tallies(doc: str) -> Any:
+def _replica_steps(doc: str) -> Any:
     return many(
-        each(peer_id(), whole(0, MAX_UINT), whole(0, MAX_UINT), whole(0, MAX_DEADLINE_MS)), MAX_TALLIES, doc=doc
+        each(peer_id(), whole(0, MAX_UINT), whole(0, MAX_UINT), whole(0, MAX_DEADLINE_MS)),
+        MAX_GOSSIPED_REPLICAS,
+        doc=doc,
     )
 
 
-class Tally(Message, kind=12, frames=(FrameType.REQUEST,)):
-    """How far I know this stage's replicas to be; answered by Tallied, how far you do. Both then know the further."""
+class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
+    """Tells a replica how far I know the stage's replicas to be; GossipedSteps answers how far it knows them to be.
+
+    Both sides keep, of each replica, the report that is further.
+    """
 
     stage: int = whole(0, MAX_STAGES - 1, doc="the stage spoken of")
-    tallies: tuple[tuple[PeerId, int, int, int], ...] = _tallies(
-        "replica, optimizer steps it has taken, tokens counted since, milliseconds since it spoke; the own first"
+    replicas: tuple[tuple[PeerId, int, int, int], ...] = _replica_steps(
+        "replica, optimizer steps it has taken, tokens counted since, milliseconds since it last spoke; the sender first"
     )
     deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
 
-class Tallied(Message, kind=13, frames=(FrameType.ANSWER,)):
-    """The answer to Tally."""
+class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
+    """The answer to GossipSteps."""
 
-    tallies: tuple[tuple[PeerId, int, int, int], ...] = _tallies("as in Tally")
+    replicas: tuple[tuple[PeerId, int, int, int], ...] = _replica_steps("as in GossipSteps")
 
 
 _WHAT: Final = ("weights", "gradient")
@@ -298,13 +303,13 @@ class Slice(Message, kind=23, frames=(FrameType.ANSWER,), tensors=(1, 1)):
     step: int = whole(0, MAX_UINT, doc="optimizer steps that the stage had taken")
 
 
-Request = Ping | GetManifest | GetStatus | Process | Tally | Contribute | Recall | GetState | GetChunk | GetSlice
+Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | GetState | GetChunk | GetSlice
 ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Ping: Pong,
     GetManifest: ManifestAnswer,
     GetStatus: StatusAnswer,
     Process: Processed,
-    Tally: Tallied,
+    GossipSteps: GossipedSteps,
     Contribute: Averaged,
     Recall: Recalled,
     GetState: StateIndex,

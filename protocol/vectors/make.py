@@ -29,6 +29,8 @@ from agora_protocol.messages import (
     GetSlice,
     GetState,
     GetStatus,
+    GossipedSteps,
+    GossipSteps,
     Hello,
     ManifestAnswer,
     Message,
@@ -42,8 +44,6 @@ from agora_protocol.messages import (
     Slice,
     StateIndex,
     StatusAnswer,
-    Tallied,
-    Tally,
 )
 from agora_protocol.records import RECORD_TAG, Claim, Cut, Progress, Record, record_key, seal
 from agora_protocol.tensors import WireTensor
@@ -156,8 +156,8 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
     levels = WireTensor("int8", (3,), memoryview(struct.pack("<3b", 21, -53, 127)))
     exponents = WireTensor("int8", (1,), memoryview(struct.pack("<1b", 2)))
     return [
-        (kind.REQUEST, 7, Tally(1, ((FIRST.peer, 40, 8192, 0), (SECOND.peer, 40, 0, 1500)), 5_000), []),
-        (kind.ANSWER, 7, Tallied(((SECOND.peer, 40, 1024, 0),)), []),
+        (kind.REQUEST, 7, GossipSteps(1, ((FIRST.peer, 40, 8192, 0), (SECOND.peer, 40, 0, 1500)), 5_000), []),
+        (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 1024, 0),)), []),
         (kind.REQUEST, 9, Contribute(1, "weights", 12, 3, 65536.0, False, 10_000), [levels, exponents]),
         (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 0.0, True, 10_000), [values]),
         (kind.ANSWER, 9, Averaged(3, 4, 196608.0, 0.001953125), [levels, exponents]),

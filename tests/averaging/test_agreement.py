@@ -9,7 +9,7 @@ import pytest
 from agora.averaging.agreement import (
     FEW,
     STALE_S,
-    Tallied,
+    ReplicaProgress,
     absent,
     counted_by,
     fresh,
@@ -27,7 +27,7 @@ ME, A, B, C = identities(4)
 
 def known(*numbers: tuple[str, int, int, int], at: float = 0.0) -> dict:
     """As each said itself."""
-    return {peer: Tallied(step, tokens, before, at, said=step) for peer, step, tokens, before in numbers}
+    return {peer: ReplicaProgress(step, tokens, before, at, said=step) for peer, step, tokens, before in numbers}
 
 
 def test_what_the_others_have_counted_need_not_be_counted_here() -> None:

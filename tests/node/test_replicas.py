@@ -14,7 +14,7 @@ from agora_protocol.errors import ProtocolError, Refused, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import Averaged, Contribute, Message, Tallied, Tally
+from agora_protocol.messages import Averaged, Contribute, GossipedSteps, GossipSteps, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.averaging.terms import Part
@@ -36,8 +36,8 @@ class Liar:
 
     async def call(self, peer: PeerId, request: Message, tensors: Sequence[WireTensor], **_: Any) -> SimpleNamespace:
         """Answers with a part of equal numbers."""
-        if isinstance(request, Tally):
-            return SimpleNamespace(message=Tallied(((OTHER, 0, self.tokens, 0),)), tensors=[])
+        if isinstance(request, GossipSteps):
+            return SimpleNamespace(message=GossipedSteps(((OTHER, 0, self.tokens, 0),)), tensors=[])
         assert isinstance(request, Contribute)
         answer = Averaged(members=2, present=2, weight=64.0, distance=0.0)
         return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
@@ -183,7 +183,7 @@ def test_of_replicas_that_are_all_in_doubt_the_least_trusts_its_state_after_thre
             before, after = Identity(bytes(32)).peer, OTHER
             other = max(before, after) if least else min(before, after)
             replicas._me = min(before, after) if least else max(before, after)
-            monkeypatch.setattr(replicas._teller, "heard", lambda stage: {other: 0})
+            monkeypatch.setattr(replicas._gossip, "heard", lambda stage: {other: 0})
             await replicas._mend(0, 7)
 
     asyncio.run(asyncio.wait_for(whole(), 30))

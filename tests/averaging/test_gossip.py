@@ -12,10 +12,10 @@ import pytest
 from agora_protocol.errors import NotMyStage, PeerFailed, ProtocolError
 from agora_protocol.fields import MAX_UINT
 from agora_protocol.ids import PeerId, Span
-from agora_protocol.messages import Pong, Tallied, Tally
+from agora_protocol.messages import GossipedSteps, GossipSteps, Pong
 
 from agora.averaging.agreement import FEW, STALE_S, TELL_ALL
-from agora.averaging.tell import CALL_S, HEARTBEAT_S, Judgement, Teller
+from agora.averaging.gossip import CALL_S, HEARTBEAT_S, Judgement, StepGossip
 from tests.averaging.world import Reply, identities
 from tests.pipeline.virtual_time import run
 
@@ -34,7 +34,7 @@ class Replica:
         self.step, self.tokens, self.spent = 0, 0, 0
         self.sees: list[PeerId] | None = None
         self.judgements: list[Judgement] = []
-        self.teller = Teller(
+        self.gossip = StepGossip(
             peer,
             Span(STAGE, STAGE),
             world.target,
@@ -44,11 +44,11 @@ class Replica:
             soon=world.soon,
             rng=random.Random(len(world.replicas)),
         )
-        self.teller.act = self.act
+        self.gossip.act = self.act
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self.tasks = [asyncio.create_task(self.teller.run()), asyncio.create_task(self._count())]
+        self.tasks = [asyncio.create_task(self.gossip.run()), asyncio.create_task(self._count())]
 
     async def stop(self) -> None:
         for task in self.tasks:
@@ -65,13 +65,13 @@ class Replica:
     def take(self, step: int) -> None:
         self.world.spent[self.step] += self.tokens
         self.step, self.tokens = step, 0
-        self.teller.tell()
+        self.gossip.tell()
 
     async def _count(self) -> None:
         while True:
             await asyncio.sleep(0.05)
             self.tokens += int(self.rate * 0.05)
-            if self.tokens >= self.teller.tokens_to_go(STAGE, self.step):
+            if self.tokens >= self.gossip.tokens_to_go(STAGE, self.step):
                 self.take(self.step + 1)
 
     # --- Caller
@@ -87,7 +87,7 @@ class Replica:
                 raise PeerFailed("no answer before its deadline")
             if {peer, self.peer} & world.dead:
                 raise PeerFailed("the stream broke")
-            answer = world.answers.get(peer) or world.replicas[peer].teller.answer
+            answer = world.answers.get(peer) or world.replicas[peer].gossip.answer
             return Reply(answer(self.peer, request), ())
         finally:
             world.open[self.peer, peer] -= 1
@@ -100,7 +100,7 @@ class World:
         self.target, self.soon = target, soon
         self.dead: set[PeerId] = set()
         self.hung: set[PeerId] = set()
-        self.answers: dict[PeerId, Callable[[PeerId, Tally], Any]] = {}
+        self.answers: dict[PeerId, Callable[[PeerId, GossipSteps], Any]] = {}
         self.calls: list[tuple[float, PeerId, PeerId]] = []
         self.open: Counter[tuple[PeerId, PeerId]] = Counter()
         self.spent: Counter[int] = Counter()
@@ -132,8 +132,8 @@ def in_world(rates: list[float], work: Callable[[World], Coroutine[Any, Any, Non
     run(main())
 
 
-def told(step: int, tokens: int, *others: tuple[PeerId, int, int, int], by: PeerId) -> Tally:
-    return Tally(STAGE, ((by, step, tokens, 0), *others))
+def told(step: int, tokens: int, *others: tuple[PeerId, int, int, int], by: PeerId) -> GossipSteps:
+    return GossipSteps(STAGE, ((by, step, tokens, 0), *others))
 
 
 # --- together
@@ -183,10 +183,10 @@ def test_a_replica_that_falls_silent_is_not_counted_on_and_blocks_nobody(how: st
         getattr(world, how).add(silent.peer)
         await asyncio.sleep(STALE_S + CALL_S)
         for replica in world.all[:2]:
-            assert silent.peer not in replica.teller.heard(STAGE)
-            assert silent.peer not in replica.teller.present(STAGE)
-            assert replica.teller.present(STAGE) == {it.peer for it in world.all[:2]}
-            assert not replica.teller.alone(STAGE), "in the view it still is"
+            assert silent.peer not in replica.gossip.heard(STAGE)
+            assert silent.peer not in replica.gossip.present(STAGE)
+            assert replica.gossip.present(STAGE) == {it.peer for it in world.all[:2]}
+            assert not replica.gossip.alone(STAGE), "in the view it still is"
         before, world.spent = world.all[0].step, Counter()
         await asyncio.sleep(10.0)
         steps = [it.step for it in world.all[:2]]
@@ -203,35 +203,35 @@ def test_one_that_was_lost_is_there_again_when_it_speaks() -> None:
         first, second = world.all
         world.dead.add(second.peer)
         await asyncio.sleep(2.0)
-        assert first.teller.present(STAGE) == {first.peer}
+        assert first.gossip.present(STAGE) == {first.peer}
         world.dead.clear()
         await asyncio.sleep(2.0)
-        assert first.teller.present(STAGE) == {first.peer, second.peer} == second.teller.present(STAGE)
+        assert first.gossip.present(STAGE) == {first.peer, second.peer} == second.gossip.present(STAGE)
         assert abs(first.step - second.step) <= 1
 
     in_world([400.0] * 2, work)
 
 
-# --- what others ask of a teller
+# --- what others ask of a gossip
 
 
 def test_tokens_to_go_is_what_the_others_have_not_counted_and_belongs_to_one_step() -> None:
     async def work(world: World) -> None:
         first, second, third = world.all
-        teller = first.teller
-        assert teller.tokens_to_go(STAGE, 0) == 1000
-        teller.answer(second.peer, told(0, 300, by=second.peer))
-        assert teller.tokens_to_go(STAGE, 0) == 700 == teller.missing(STAGE)
-        teller.answer(third.peer, told(0, 650, by=third.peer))
+        gossip = first.gossip
+        assert gossip.tokens_to_go(STAGE, 0) == 1000
+        gossip.answer(second.peer, told(0, 300, by=second.peer))
+        assert gossip.tokens_to_go(STAGE, 0) == 700 == gossip.missing(STAGE)
+        gossip.answer(third.peer, told(0, 650, by=third.peer))
         first.tokens = 20
-        assert teller.tokens_to_go(STAGE, 0) == 50 and teller.missing(STAGE) == 30
-        assert teller.tokens_to_go(STAGE, 1) == 1000, "of the next step nothing is known yet"
-        teller.answer(third.peer, told(0, 5000, by=third.peer))
-        assert teller.tokens_to_go(STAGE, 0) == 1 and teller.missing(STAGE) == 0
+        assert gossip.tokens_to_go(STAGE, 0) == 50 and gossip.missing(STAGE) == 30
+        assert gossip.tokens_to_go(STAGE, 1) == 1000, "of the next step nothing is known yet"
+        gossip.answer(third.peer, told(0, 5000, by=third.peer))
+        assert gossip.tokens_to_go(STAGE, 0) == 1 and gossip.missing(STAGE) == 0
         assert first.judgements == [Judgement(STAGE, 0, 0, True)]
         await asyncio.sleep(STALE_S + 1.0)
-        teller.tell()
-        assert teller.tokens_to_go(STAGE, 0) == 1000, "what they counted went with them"
+        gossip.tell()
+        assert gossip.tokens_to_go(STAGE, 0) == 1000, "what they counted went with them"
         await asyncio.sleep(CALL_S)
 
     in_world([0.0] * 3, work)
@@ -241,13 +241,13 @@ def test_what_asks_for_work_is_said_once_and_again_when_asked_for() -> None:
     async def work(world: World) -> None:
         first, second = world.all
         for _ in range(3):
-            first.teller.answer(second.peer, told(0, 2000, by=second.peer))
-            first.teller.tell()
+            first.gossip.answer(second.peer, told(0, 2000, by=second.peer))
+            first.gossip.tell()
         assert first.judgements == [Judgement(STAGE, 0, 0, True)]
-        first.teller.judge_again(STAGE)
-        first.teller.tell()
+        first.gossip.judge_again(STAGE)
+        first.gossip.tell()
         assert first.judgements == [Judgement(STAGE, 0, 0, True)] * 2
-        first.teller.answer(second.peer, told(1, 0, by=second.peer))
+        first.gossip.answer(second.peer, told(1, 0, by=second.peer))
         assert first.judgements[-1] == Judgement(STAGE, 0, 1, True)
 
     in_world([0.0] * 2, work)
@@ -257,13 +257,13 @@ def test_one_that_is_alone_calls_nobody_and_steps_by_its_own_tokens() -> None:
     async def work(world: World) -> None:
         only = world.all[0]
         only.start()
-        assert only.teller.alone(STAGE)
+        assert only.gossip.alone(STAGE)
         await asyncio.sleep(10.2)
         assert only.step == 4 and not world.calls
         only.sees = []
-        assert only.teller.alone(STAGE), "also before the view has itself in it"
+        assert only.gossip.alone(STAGE), "also before the view has itself in it"
         only.sees = [only.peer, identities(2)[1]]
-        assert not only.teller.alone(STAGE)
+        assert not only.gossip.alone(STAGE)
         only.sees = None
 
     in_world([400.0], work)
@@ -273,10 +273,10 @@ def test_an_answer_has_the_own_numbers_first_and_how_old_the_others_are() -> Non
     async def work(world: World) -> None:
         first, second, third = world.all
         first.step, first.tokens = 4, 77
-        first.teller.answer(second.peer, told(4, 10, by=second.peer))
+        first.gossip.answer(second.peer, told(4, 10, by=second.peer))
         await asyncio.sleep(2.0)
-        answer = first.teller.answer(third.peer, told(4, 20, by=third.peer))
-        assert answer.tallies == ((first.peer, 4, 77, 0), (third.peer, 4, 20, 0), (second.peer, 4, 10, 2000))
+        answer = first.gossip.answer(third.peer, told(4, 20, by=third.peer))
+        assert answer.replicas == ((first.peer, 4, 77, 0), (third.peer, 4, 20, 0), (second.peer, 4, 10, 2000))
 
     in_world([0.0] * 3, work)
 
@@ -286,8 +286,8 @@ def test_a_stage_that_is_not_held_is_refused() -> None:
         first, second = world.all
         for stage in (STAGE - 1, STAGE + 1):
             with pytest.raises(NotMyStage):
-                first.teller.answer(second.peer, Tally(stage, ((second.peer, 9, 9, 0),)))
-        assert not first.teller.heard(STAGE) and not first.judgements
+                first.gossip.answer(second.peer, GossipSteps(stage, ((second.peer, 9, 9, 0),)))
+        assert not first.gossip.heard(STAGE) and not first.judgements
 
     in_world([0.0] * 2, work)
 
@@ -303,15 +303,15 @@ def test_few_are_told_at_once_and_nobody_twice_at_the_same_time(replicas: int) -
         for _ in range(20):
             before = len(world.calls)
             first.tokens += 1
-            first.teller.tell()
-            first.teller.tell()
+            first.gossip.tell()
+            first.gossip.tell()
             await asyncio.sleep(0.2)
             asked = [peer for _, _, peer in world.calls[before:]]
             assert len(asked) == most == len(set(asked)) and first.peer not in asked
         world.hung |= set(world.replicas) - {first.peer}
         for _ in range(100):
             first.tokens += 1
-            first.teller.tell()
+            first.gossip.tell()
             assert max(world.open.values()) <= 1
             await asyncio.sleep(0.01)
         await asyncio.sleep(CALL_S)
@@ -338,7 +338,7 @@ def test_without_news_only_heartbeats_are_told() -> None:
         world.start()
         await asyncio.sleep(60.0)
         assert 0.8 * 60.0 / HEARTBEAT_S <= len(world.calls) / 2 <= 60.0 / HEARTBEAT_S + 2
-        assert all(len(it.teller.heard(STAGE)) == 1 for it in world.all), "which keep them alive for each other"
+        assert all(len(it.gossip.heard(STAGE)) == 1 for it in world.all), "which keep them alive for each other"
 
     in_world([0.0] * 2, work)
 
@@ -349,13 +349,13 @@ def test_without_news_only_heartbeats_are_told() -> None:
 def test_one_of_three_that_is_far_ahead_carries_nobody() -> None:
     async def work(world: World) -> None:
         hostile = world.all[3]
-        world.answers[hostile.peer] = lambda peer, message: Tallied(((hostile.peer, MAX_UINT, 0, 0),))
+        world.answers[hostile.peer] = lambda peer, message: GossipedSteps(((hostile.peer, MAX_UINT, 0, 0),))
         for replica in world.all[:3]:
             replica.start()
         for _ in range(40):
             await asyncio.sleep(0.25)
             for replica in world.all[:3]:
-                replica.teller.answer(hostile.peer, told(MAX_UINT, 0, by=hostile.peer))
+                replica.gossip.answer(hostile.peer, told(MAX_UINT, 0, by=hostile.peer))
         steps = [it.step for it in world.all[:3]]
         assert 6 <= min(steps) and max(steps) <= 13, "12 at the pace of three"
         assert all(it >= 0.95 * world.target for it in [world.spent[step] for step in range(min(steps))])
@@ -367,13 +367,13 @@ def test_lies_about_others_last_until_those_speak() -> None:
     async def work(world: World) -> None:
         first, second, third, hostile = world.all
         for honest in (second, third):
-            first.teller.answer(honest.peer, told(0, 100, by=honest.peer))
-        first.teller.answer(hostile.peer, told(0, 0, (second.peer, 0, 400, 0), by=hostile.peer))
-        assert first.teller.tokens_to_go(STAGE, 0) == 500
-        first.teller.answer(second.peer, told(0, 101, by=second.peer))
-        assert first.teller.tokens_to_go(STAGE, 0) == 1000 - 201
-        first.teller.answer(hostile.peer, told(0, 0, (second.peer, 0, 1, 0), (first.peer, 9, 9, 0), by=hostile.peer))
-        assert first.teller.tokens_to_go(STAGE, 0) == 1000 - 201, "and nobody is made less, or told of itself"
+            first.gossip.answer(honest.peer, told(0, 100, by=honest.peer))
+        first.gossip.answer(hostile.peer, told(0, 0, (second.peer, 0, 400, 0), by=hostile.peer))
+        assert first.gossip.tokens_to_go(STAGE, 0) == 500
+        first.gossip.answer(second.peer, told(0, 101, by=second.peer))
+        assert first.gossip.tokens_to_go(STAGE, 0) == 1000 - 201
+        first.gossip.answer(hostile.peer, told(0, 0, (second.peer, 0, 1, 0), (first.peer, 9, 9, 0), by=hostile.peer))
+        assert first.gossip.tokens_to_go(STAGE, 0) == 1000 - 201, "and nobody is made less, or told of itself"
         assert not first.judgements
 
     in_world([0.0] * 4, work)
@@ -383,16 +383,16 @@ def test_strangers_move_nobody_and_are_not_remembered() -> None:
     async def work(world: World) -> None:
         first, second = world.all
         strangers = identities(60)[2:]
-        first.teller.answer(second.peer, told(0, 100, by=second.peer))
+        first.gossip.answer(second.peer, told(0, 100, by=second.peer))
         for stranger in strangers:
             about = [(peer, 7, 10**6, 0) for peer in (second.peer, *strangers[:40]) if peer != stranger]
-            answer = first.teller.answer(stranger, told(10**6, 10**6, *about, by=stranger))
-            assert {peer for peer, *_ in answer.tallies} == {first.peer, second.peer}
-        assert first.teller.tokens_to_go(STAGE, 0) == 900 and not first.judgements
-        assert set(first.teller.heard(STAGE)) == {second.peer}
+            answer = first.gossip.answer(stranger, told(10**6, 10**6, *about, by=stranger))
+            assert {peer for peer, *_ in answer.replicas} == {first.peer, second.peer}
+        assert first.gossip.tokens_to_go(STAGE, 0) == 900 and not first.judgements
+        assert set(first.gossip.heard(STAGE)) == {second.peer}
         await asyncio.sleep(STALE_S + 1.0)
-        first.teller.answer(second.peer, told(0, 110, *((it, 7, 7, 0) for it in strangers[:40]), by=second.peer))
-        assert set(first.teller._stages[STAGE].known) == {second.peer}
+        first.gossip.answer(second.peer, told(0, 110, *((it, 7, 7, 0) for it in strangers[:40]), by=second.peer))
+        assert set(first.gossip._stages[STAGE].known) == {second.peer}
 
     in_world([0.0] * 2, work)
 
@@ -402,9 +402,9 @@ def test_an_answer_of_another_kind_changes_nothing() -> None:
         first, second = world.all
         for answer in (told(0, 500, by=second.peer), Pong()):
             world.answers[second.peer] = lambda peer, message: answer
-            first.teller.tell()
+            first.gossip.tell()
             await asyncio.sleep(HEARTBEAT_S + 0.5)
-            assert not first.teller.heard(STAGE) and first.teller.tokens_to_go(STAGE, 0) == 1000
+            assert not first.gossip.heard(STAGE) and first.gossip.tokens_to_go(STAGE, 0) == 1000
 
     in_world([0.0] * 2, work)
 
@@ -412,4 +412,4 @@ def test_an_answer_of_another_kind_changes_nothing() -> None:
 @pytest.mark.parametrize("bad", [(-1, 0, 0), (0, -1, 0), (0, 0, -1), (MAX_UINT + 1, 0, 0), (0.5, 0, 0), (True, 0, 0)])
 def test_numbers_that_no_replica_can_have_are_no_message(bad: tuple[Any, ...]) -> None:
     with pytest.raises(ProtocolError):
-        Tally(STAGE, ((identities(1)[0], *bad),))
+        GossipSteps(STAGE, ((identities(1)[0], *bad),))

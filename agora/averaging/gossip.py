@@ -1,6 +1,6 @@
 """Replicas tell each other how far they are, over the streams they have, and each learns when its stages are due.
 
-Knows: Tally and Tallied, when to tell whom, the agreement's rules. Must not know: how a step is taken.
+Knows: GossipSteps and GossipedSteps, when to tell whom, the agreement's rules. Must not know: how a step is taken.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Final
 
 from agora_protocol.errors import AgoraError, NotMyStage
 from agora_protocol.ids import PeerId, Span
-from agora_protocol.messages import Tallied, Tally
+from agora_protocol.messages import GossipedSteps, GossipSteps
 
 from agora.averaging import agreement
-from agora.averaging.agreement import Tallies
+from agora.averaging.agreement import KnownReplicas
 from agora.calls import Caller
 from agora.clock import loop_time
 
@@ -40,7 +40,7 @@ class Judgement:
 
 @dataclass(slots=True)
 class _Stage:
-    known: Tallies = field(default_factory=dict)
+    known: KnownReplicas = field(default_factory=dict)
     told: tuple[int, int] = (-1, -1)
     told_at: float = -1e9
     judged: Judgement | None = None
@@ -53,7 +53,7 @@ Members = Callable[[int], Collection[PeerId]]
 """A stage's replicas in the view."""
 
 
-class Teller:
+class StepGossip:
     """One for each daemon. `run` until cancelled; `act` hears, on the loop, each new judgement that asks for work."""
 
     def __init__(
@@ -132,14 +132,14 @@ class Teller:
                     it.told, it.told_at = own, now
             self._judge(stage, own)
 
-    def answer(self, peer: PeerId, message: Tally) -> Tallied:
+    def answer(self, peer: PeerId, message: GossipSteps) -> GossipedSteps:
         """A replica's news, and ours back. Raises NotMyStage."""
         if message.stage not in self._span:
             raise NotMyStage(f"this peer holds stages {self._span}, not {message.stage}")
         own = self._counts()[message.stage]
-        self._take(message.stage, message.tallies, peer)
+        self._take(message.stage, message.replicas, peer)
         known = self._stages[message.stage].known
-        return Tallied(agreement.tale(known, (self._me, *own), self._members(message.stage), loop_time()))
+        return GossipedSteps(agreement.tale(known, (self._me, *own), self._members(message.stage), loop_time()))
 
     # --- calls
 
@@ -148,7 +148,7 @@ class Teller:
         news = agreement.tale(self._stages[stage].known, (self._me, *own), self._members(stage), now)
         free = [peer for peer in peers if (stage, peer) not in self._asking]
         for peer in free:
-            task = asyncio.get_running_loop().create_task(self._exchange(stage, peer, Tally(stage, news)))
+            task = asyncio.get_running_loop().create_task(self._exchange(stage, peer, GossipSteps(stage, news)))
             self._asking[stage, peer] = task
             task.add_done_callback(partial(self._asked, stage, peer))
         return len(free) == len(peers)
@@ -156,15 +156,15 @@ class Teller:
     def _asked(self, stage: int, peer: PeerId, _: object) -> None:
         self._asking.pop((stage, peer), None)
 
-    async def _exchange(self, stage: int, peer: PeerId, message: Tally) -> None:
+    async def _exchange(self, stage: int, peer: PeerId, message: GossipSteps) -> None:
         try:
             reply = await self._caller.call(peer, message, (), deadline=loop_time() + CALL_S)
         except AgoraError:
             it = self._stages[stage]
             it.known = agreement.lost(it.known, peer, loop_time())
             return
-        if isinstance(reply.message, Tallied):
-            self._take(stage, reply.message.tallies, peer)
+        if isinstance(reply.message, GossipedSteps):
+            self._take(stage, reply.message.replicas, peer)
 
     def _take(self, stage: int, news: Collection[agreement.News], sender: PeerId) -> None:
         """Strangers speak for themselves alone, and nothing is kept of those who have left the view and are silent."""
@@ -176,7 +176,7 @@ class Teller:
 
     # --- judging
 
-    def _others(self, stage: int) -> Tallies:
+    def _others(self, stage: int) -> KnownReplicas:
         return agreement.fresh(self._stages[stage].known, self._members(stage), loop_time())
 
     def _judge(self, stage: int, own: tuple[int, int]) -> None:
