@@ -194,7 +194,7 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
 
     stage: int = whole(0, MAX_STAGES - 1, doc="the stage spoken of")
     replicas: tuple[tuple[PeerId, int, int, int], ...] = _replica_steps(
-        "replica, optimizer steps it has taken, tokens counted since, milliseconds since it last spoke; the sender first"
+        "replica, optimizer steps it has taken, tokens counted since, milliseconds since it spoke; the sender first"
     )
     deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
