@@ -88,7 +88,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Swarm, Daem
 
 def outsider(node: tuple[Swarm, Daemon], *tasks: dict[str, Any], alone: bool = False) -> list[dict[str, Any]]:
     """What the outsider reports of these tasks, done one after the other: by one peer, or each by a peer of its own."""
-    started = node[1].of("PeerStarted")[0]
+    started = node[1].events("PeerStarted")[0]
     address = next(a for a in started["addresses"] if "/127.0.0.1/" in a)
     order = {"address": address, "run": started["run"], "tasks": list(tasks), "alone": alone}
     program = Path(__file__).with_name("outsider.py")
@@ -130,7 +130,7 @@ def test_an_outsider_shakes_hands_and_learns_the_status(node: tuple[Swarm, Daemo
         {"do": "ask", "what": "status"},
         {"do": "ask", "what": "manifest"},
     )
-    run = node[1].of("PeerStarted")[0]["run"]
+    run = node[1].events("PeerStarted")[0]["run"]
     assert shaken["version"] == 1 and shaken["run"] == run and observed["run"] == run
     shown = json.loads(base64.b64decode(status["body"]))
     assert shown["schema"] == 1 and shown["run_id"] == run
@@ -165,18 +165,18 @@ def test_a_repeat_is_answered_and_not_counted_twice(node: tuple[Swarm, Daemon]) 
     (done,) = outsider(node, {"do": "process", "tensors": wire, "fields": {}, "times": 2})
     first, again = done["answers"]
     assert first["gradient"] == again["gradient"] and first["loss_sum"] == again["loss_sum"]
-    counted = [e["microbatch"] for e in node[1].of("MicrobatchCounted")]
+    counted = [e["microbatch"] for e in node[1].events("MicrobatchCounted")]
     assert len(counted) == len(set(counted))
-    assert node[1].of("RepeatServed")
+    assert node[1].events("RepeatServed")
 
 
 def test_evaluation_brings_a_loss_and_no_gradient(node: tuple[Swarm, Daemon]) -> None:
     _, _, wire = microbatch()
-    before = len(node[1].of("MicrobatchCounted"))
+    before = len(node[1].events("MicrobatchCounted"))
     (done,) = outsider(node, {"do": "process", "tensors": wire, "fields": {"purpose": "evaluate"}})
     (answer,) = done["answers"]
     assert answer["tensors"] == [] and answer["gradient"] == "" and answer["loss_sum"] > 0
-    assert len(node[1].of("MicrobatchCounted")) == before
+    assert len(node[1].events("MicrobatchCounted")) == before
 
 
 def test_what_the_spec_forbids_is_refused_with_its_typed_error(node: tuple[Swarm, Daemon]) -> None:
@@ -189,11 +189,11 @@ def test_what_the_spec_forbids_is_refused_with_its_typed_error(node: tuple[Swarm
 
 def test_a_peer_with_too_many_strikes_is_shut_out(node: tuple[Swarm, Daemon]) -> None:
     _, _, wire = microbatch()
-    before = len(node[1].of("PeerStruck"))
+    before = len(node[1].events("PeerStruck"))
     results = outsider(node, *([{"do": "violate", "name": "bad_magic", "tensors": wire}] * 8))
     codes = [result.get("code") or result.get("refused") for result in results]
     assert codes[0] == "bad-frame" and codes[-1] == "not-admitted", codes
-    assert len(node[1].of("PeerStruck")) - before == codes.count("bad-frame")
+    assert len(node[1].events("PeerStruck")) - before == codes.count("bad-frame")
 
 
 def test_the_node_goes_on_after_all_of_it(node: tuple[Swarm, Daemon]) -> None:

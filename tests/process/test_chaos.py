@@ -27,7 +27,7 @@ def manifest() -> Manifest:
 
 
 def step_of(daemon: Daemon) -> int:
-    return max((e["step"] for e in daemon.of("StepTaken")), default=0)
+    return max((e["step"] for e in daemon.events("StepTaken")), default=0)
 
 
 def heldout_loss(made: Swarm, origin: Daemon) -> float:
@@ -37,7 +37,7 @@ def heldout_loss(made: Swarm, origin: Daemon) -> float:
 
 
 def rounds(daemons: list[Daemon]) -> list[dict[str, Any]]:
-    return [event for daemon in daemons for event in daemon.of("RoundDone", what="weights")]
+    return [event for daemon in daemons for event in daemon.events("RoundDone", what="weights")]
 
 
 def test_one_of_three_replicas_killed_every_ten_seconds_for_two_minutes(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_one_of_three_replicas_killed_every_ten_seconds_for_two_minutes(tmp_path
         made.until(lambda: min(len(rounds([d])) for d in replicas) >= 2, "all replicas to average")
         for number in range(KILLS):
             began = time.monotonic()
-            victim = rng.choice([d for d in replicas if d.serving])
+            victim = rng.choice([d for d in replicas if d.is_serving])
             victim.kill()
             replicas.remove(victim)
             replicas.append(made.start(f"fresh-{number}", "1"))
@@ -62,7 +62,7 @@ def test_one_of_three_replicas_killed_every_ten_seconds_for_two_minutes(tmp_path
         disturbed = heldout_loss(made, origin)
         made.stop()
         nothing_lost(made, origin)
-        assert sum(d.ended for d in everyone) >= KILLS
+        assert sum(d.end_is_intended for d in everyone) >= KILLS
         averaged = rounds(everyone)
         joined = [d for d in everyone[REPLICAS:] if rounds([d])]
     with swarm(tmp_path / "calm", manifest()) as made:

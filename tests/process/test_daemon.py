@@ -80,18 +80,18 @@ def test_a_daemons_life_from_ready_to_its_end(tmp_path: Path, monkeypatch: pytes
 
         second = made.start("second", "1")
         made.until(lambda: "READY=1" in lines, "READY after the first hop")
-        assert first.of("FirstHopServed") and first.of("MicrobatchCounted")
+        assert first.events("FirstHopServed") and first.events("MicrobatchCounted")
         a_second_daemon_on_the_directory_is_refused(made, first)
 
         p2pd_of(second).kill()
         assert second.process.wait(20) == 1
         assert "p2pd ended by itself" in second.log().splitlines()[-1]
-        second.ended = True
+        second.end_is_intended = True
         assert not paths.socket_of(paths.Home(second.root)).exists()
 
         leaves_within_ten_seconds(first)
         made.until(lambda: "STOPPING=1" in lines, "the manager to hear of the end", 5)
-        assert first.of("StateChanged", state="left")
+        assert first.events("StateChanged", state="left")
 
 
 def a_second_daemon_on_the_directory_is_refused(made: Swarm, daemon: Daemon) -> None:
@@ -131,7 +131,7 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
         daemon.process.send_signal(signal.SIGCONT)
         assert daemon.process.wait(10) in (0, 1)
         assert time.monotonic() - began < 5.0
-        daemon.ended = True
+        daemon.end_is_intended = True
 
 
 def refused(made: Swarm, name: str, *flags: str, run: str = "", file_bytes: int | None = None) -> str:
@@ -168,7 +168,7 @@ def test_an_invite_may_not_make_this_machine_read_its_files(tmp_path: Path) -> N
     with swarm(tmp_path, tiny(data={"corpus": [str(tmp_path / "poems.txt")], "heldout": 0.1})) as made:
         founder = made.start("founder", "0")
         made.serving()
-        said = refused(made, "guest", run=made.invite_of(founder))
+        said = refused(made, "guest", run=made.take_invite(founder))
         assert "poems.txt" in said and "--allow-files" in said
         made.start("trusting", "0-1", flags=["--allow-files"])
         made.serving("trusting")

@@ -24,12 +24,12 @@ BATCHES = 4
 
 
 def steps(daemon: Daemon) -> int:
-    return len(daemon.of("StepTaken"))
+    return len(daemon.events("StepTaken"))
 
 
 def export(daemon: Daemon, out: Path) -> subprocess.CompletedProcess[str]:
     """What `swarm export` says where one daemon's data directory is known."""
-    line = [sys.executable, "-m", "agora.cli.main_swarm", "export", str(daemon.of("PeerStarted")[0]["run"])]
+    line = [sys.executable, "-m", "agora.cli.main_swarm", "export", str(daemon.events("PeerStarted")[0]["run"])]
     line += ["--out", str(out), "--dir", str(daemon.root), "--json"]
     return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
@@ -63,7 +63,7 @@ def test_a_daemon_exports_the_model_whose_loss_the_swarm_says(tmp_path: Path) ->
         assert done.returncode == 0, done.stderr
         result = json.loads(done.stdout)
         assert result["from"] == "daemon"
-        taken = [max(e["step"] for e in daemon.of("StepTaken")) for daemon in (first, last)]
+        taken = [max(e["step"] for e in daemon.events("StepTaken")) for daemon in (first, last)]
         assert [stage["step"] for stage in result["stages"]] == taken
         loss, tokens = heldout_loss(tmp_path / "out", made.manifest, made.corpus)
         assert tokens == said["tokens"] and loss == pytest.approx(said["loss"], abs=1e-3)
@@ -83,7 +83,7 @@ def test_training_goes_on_meanwhile_and_a_stage_that_nobody_holds_any_more_is_na
         before = made.completed(first)
         assert min(collected(first)["steps"].values()) >= 3
         made.until(lambda: made.completed(first) > before + 10, "microbatches after it")
-        assert not first.of("MicrobatchDropped")
+        assert not first.events("MicrobatchDropped")
         last.kill()
         with pytest.raises(control_client.DaemonRefused, match=r"stage 1 is unavailable: .*--stages 1`") as refused:
             collected(first)  # while the dead peer may still be believed in

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from agora_protocol.manifest import Manifest
 
-from tests.process.harness import Daemon, Swarm, counted_twice, swarm
+from tests.process.harness import Daemon, Swarm, counted_twice, fired, swarm
 
 pytestmark = pytest.mark.process
 
@@ -34,7 +34,7 @@ def tiny(stages: int, **sections: object) -> Manifest:
 def nothing_lost(made: Swarm, *origins: Daemon) -> None:
     """After a clean stop: no origin gave up on a microbatch that it had started."""
     for origin in origins:
-        dropped = origin.of("MicrobatchDropped")
+        dropped = origin.events("MicrobatchDropped")
         assert not dropped, dropped
 
 
@@ -54,11 +54,11 @@ def test_a_callee_killed_between_forward_and_backward_costs_a_retry_not_a_microb
         victim = made.start("victim", "1", faults="hop.forwarded:kill:3")
         made.start("sibling", "1")
         made.until(lambda: victim.process.poll() is not None, "the victim to die at its fault")
-        assert [entry[1:3] for entry in victim.fired()] == [["hop.forwarded", "kill"]]
+        assert [entry[1:3] for entry in fired(victim)] == [["hop.forwarded", "kill"]]
         assert victim.process.returncode == -signal.SIGKILL
         before = made.completed(origin)
         made.until(lambda: made.completed(origin) >= before + ENOUGH, "the swarm to go on without the victim")
-        assert origin.of("MicrobatchRerouted", stage=1), "the lost call was never noticed"
+        assert origin.events("MicrobatchRerouted", stage=1), "the lost call was never noticed"
         drained(made, origin)
         made.stop()
         nothing_lost(made, origin)
@@ -72,7 +72,7 @@ def test_the_run_goes_on_when_its_first_peer_is_killed(tmp_path: Path) -> None:
         made.start("fourth", "1")
         made.serving()
         made.until(lambda: made.completed(second) >= 5, "microbatches before the fault")
-        made.invite_of(third)
+        made.take_invite(third)
         first.kill()
         before = made.completed(second)
         late = made.start("late", "0")
@@ -88,13 +88,13 @@ def test_a_callee_that_hangs_without_dying_is_left_at_its_deadline(tmp_path: Pat
         origin = made.start("origin", "0")
         hung = made.start("hung", "1", faults="device.job:hang:40")
         made.start("sibling", "1")
-        made.until(hung.fired, "the fault to fire")
+        made.until(lambda: fired(hung), "the fault to fire")
         before = made.completed(origin)
         made.until(lambda: made.completed(origin) >= before + ENOUGH, "the sibling to take over", within_s=90)
-        made.until(lambda: origin.of("MicrobatchRerouted", from_peer=hung.peer), "the hung calls to be left", 150)
+        made.until(lambda: origin.events("MicrobatchRerouted", from_peer=hung.peer), "the hung calls to be left", 150)
         assert hung.process.poll() is None, "it hangs, it has not died"
         drained(made, origin)
-        assert [entry[1:3] for entry in hung.fired()] == [["device.job", "hang"]]
+        assert [entry[1:3] for entry in fired(hung)] == [["device.job", "hang"]]
         made.daemons["hung"].kill()
         made.stop()
         nothing_lost(made, origin)
@@ -106,7 +106,7 @@ def test_a_frozen_process_is_left_within_seconds(tmp_path: Path) -> None:
         frozen = made.start("frozen", "1")
         made.start("sibling", "1")
         made.serving()
-        made.until(lambda: frozen.of("MicrobatchCounted"), "the victim to have worked")
+        made.until(lambda: frozen.events("MicrobatchCounted"), "the victim to have worked")
         frozen.kill(signal.SIGSTOP)
         before = made.completed(origin)
         made.until(lambda: made.completed(origin) >= before + ENOUGH, "the sibling to take over", within_s=90)
@@ -122,7 +122,7 @@ def test_a_stage_without_a_peer_stalls_the_swarm_says_which_and_goes_on_when_one
         origin = made.start("origin", "0-1")
         made.serving()
         stalled = made.until(
-            lambda: (s := origin.asked("status")) and s["health"]["state"] == "STALLED" and s["health"], "STALLED"
+            lambda: (s := origin.try_ask("status")) and s["health"]["state"] == "STALLED" and s["health"], "STALLED"
         )
         assert "stage 2" in stalled["why"]
         assert stalled["do"]
@@ -148,16 +148,17 @@ def test_a_random_replica_killed_again_and_again_loses_no_microbatch(
         killed: list[Daemon] = []
         for number in range(kills):
             began = time.monotonic()
-            alive = [d for d in replicas if d.serving and not d.ended]
+            alive = [d for d in replicas if d.is_serving and not d.end_is_intended]
             made.until(
-                lambda alive=alive: len([d for d in alive if d.of("MicrobatchCounted")]) > 1, "two replicas at work"
+                lambda alive=alive: len([d for d in alive if d.events("MicrobatchCounted")]) > 1,
+                "two replicas at work",
             )
             victim = rng.choice(alive)
             victim.kill()
             killed.append(victim)
             replicas.append(made.start(f"fresh-{number}", "1"))
             made.serving(f"fresh-{number}")
-            replicas = [d for d in replicas if not d.ended]
+            replicas = [d for d in replicas if not d.end_is_intended]
             goal = [made.completed(origin) + 1 for origin in origins]
             made.until(
                 lambda goal=goal: all(made.completed(o) >= g for o, g in zip(origins, goal, strict=True)), "progress"
@@ -168,5 +169,5 @@ def test_a_random_replica_killed_again_and_again_loses_no_microbatch(
         assert all(d.process.returncode == -signal.SIGKILL for d in killed)
         made.stop()
         nothing_lost(made, *origins)
-        survivors = [d for d in made.daemons.values() if not d.ended]
+        survivors = [d for d in made.daemons.values() if not d.end_is_intended]
         assert not counted_twice(survivors), "a living peer's sums hold a microbatch that another living peer counted"

@@ -70,7 +70,7 @@ def microbatches_of_a_step(manifest: Manifest) -> int:
 
 def steps_of(daemon: Daemon, stage: int) -> list[dict[str, Any]]:
     """The optimizer steps of a stage, in order."""
-    return sorted(daemon.of("StepTaken", stage=stage), key=lambda e: int(e["step"]))
+    return sorted(daemon.events("StepTaken", stage=stage), key=lambda e: int(e["step"]))
 
 
 def trained(made: Swarm, stages: int, steps: int) -> list[Daemon]:

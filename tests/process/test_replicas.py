@@ -14,7 +14,7 @@ from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
 from tests.oracle import relative_difference, run_plain_loop
-from tests.process.harness import Daemon, last_step, swarm
+from tests.process.harness import Daemon, fired, last_step, swarm
 from tests.process.test_faults import drained, nothing_lost, tiny
 from tests.process.test_oracle_processes import drawn_by, manifest_of, microbatches_of_a_step, sampler_of, steps_of
 
@@ -45,7 +45,7 @@ def shares_of(origin: Daemon) -> list[int]:
     Usually that is a third of eight; a peer that is slow to open its own lets another one top the step up.
     """
     shares = [0]
-    for event in origin.read():
+    for event in origin.all_events():
         if event["event"] == "StepTaken" and event["stage"] == 0:
             shares.append(0)
         elif event["event"] == "MicrobatchStarted" and event["purpose"] == "train":
@@ -59,7 +59,7 @@ def test_two_stages_of_three_replicas_equal_a_plain_loop_over_all_their_batches(
     with swarm(tmp_path, manifest) as made:
         peers = [[made.start(f"stage-{k}-{n}", str(k)) for n in range(3)] for k in range(2)]
         everyone = [peer for replicas in peers for peer in replicas]
-        made.until(lambda: all(p.of("CheckpointWritten") for p in everyone), f"{STEPS} steps", within_s=200)
+        made.until(lambda: all(p.events("CheckpointWritten") for p in everyone), f"{STEPS} steps", within_s=200)
         found = [[checkpoint_of(peer, k) for peer in replicas] for k, replicas in enumerate(peers)]
         steps = found[0][0][0]
         assert STEPS <= steps and all(step == steps for replicas in found for step, _ in replicas)
@@ -68,7 +68,7 @@ def test_two_stages_of_three_replicas_equal_a_plain_loop_over_all_their_batches(
         assert len({sum(share) for share in shares.values()}) > 1, "origins had unequal shares"
         per = microbatches_of_a_step(manifest)
         assert all(sum(of_a_step) == per for of_a_step in zip(*shares.values(), strict=True))
-        assert not [event for peer in everyone for event in peer.of("PartFailed") + peer.of("StepsSkipped")]
+        assert not [event for peer in everyone for event in peer.events("PartFailed") + peer.events("StepsSkipped")]
         made.stop()
     sampler = sampler_of(manifest, made.corpus)
     drawn = [drawn_by(manifest, sampler, origin, share) for origin, share in shares.items()]
@@ -95,7 +95,7 @@ def test_an_asynchronous_run_begins_with_exact_steps_and_goes_on_without(tmp_pat
 
         def common() -> set[int]:
             """Steps of which both have written their state; a checkpoint may be of a step after the one it was due."""
-            one, two = ({event["step"] for event in daemon.of("CheckpointWritten")} for daemon in both)
+            one, two = ({event["step"] for event in daemon.events("CheckpointWritten")} for daemon in both)
             return one & two
 
         made.until(lambda: max(common(), default=0) >= later, "states of both after the exact steps", within_s=120)
@@ -106,9 +106,9 @@ def test_an_asynchronous_run_begins_with_exact_steps_and_goes_on_without(tmp_pat
             for step in (max(step for step in steps if step <= exact), max(steps))
         )
         for daemon in both:
-            rounds = [event["round"] for event in daemon.of("RoundDone", what="gradient")]
+            rounds = [event["round"] for event in daemon.events("RoundDone", what="gradient")]
             assert sorted(set(rounds)) == list(range(exact)), "a round for each of the first steps, none after"
-            assert not daemon.of("StepsSkipped") and not daemon.of("TaskFailed")
+            assert not daemon.events("StepsSkipped") and not daemon.events("TaskFailed")
     assert all(np.array_equal(equal[0][name], equal[1][name]) for name in equal[0])
     assert max(relative_difference(apart[0][name], apart[1][name]) for name in apart[0]) > 1e-3
 
@@ -123,10 +123,12 @@ def test_a_synchronous_replica_that_joins_later_becomes_exactly_what_the_others_
         peers = [made.start("first", "0"), made.start("second", "0")]
         made.until(lambda: all(len(steps_of(d, 0)) >= 4 for d in peers), "four steps of both")
         peers.append(made.start("third", "0"))
-        made.until(lambda: peers[2].of("MicrobatchCounted"), "the third to train", within_s=60)
+        made.until(lambda: peers[2].events("MicrobatchCounted"), "the third to train", within_s=60)
         peers[0].kill()
-        joined = max(e["step"] for e in peers[0].of("StepTaken"))
-        made.until(lambda: all(d.of("CheckpointWritten", step=joined // 4 * 4 + 12) for d in peers[1:]), "12 more", 120)
+        joined = max(e["step"] for e in peers[0].events("StepTaken"))
+        made.until(
+            lambda: all(d.events("CheckpointWritten", step=joined // 4 * 4 + 12) for d in peers[1:]), "12 more", 120
+        )
         made.stop()
         step = joined // 4 * 4 + 12
         second, third = (checkpoint_at(d, 0, step) for d in peers[1:])
@@ -141,7 +143,7 @@ def checkpoint_at(daemon: Daemon, stage: int, step: int) -> dict[str, np.ndarray
 
 
 def rounds_of(daemon: Daemon, what: str = "weights") -> list[dict[str, Any]]:
-    return daemon.of("RoundDone", what=what)
+    return daemon.events("RoundDone", what=what)
 
 
 def averaging(stages: int, tokens: int = 4096) -> Manifest:
@@ -164,10 +166,10 @@ def test_replicas_of_a_stage_step_together_and_average(tmp_path: Path) -> None:
         for pair in (origins, others):
             one, two = (last_step(daemon) for daemon in pair)
             assert abs(one - two) <= 2, "a stage's replicas are at one step"
-        tokens = sum(e["tokens"] for d in origins for e in d.of("StepTaken") if e["step"] <= 10)
+        tokens = sum(e["tokens"] for d in origins for e in d.events("StepTaken") if e["step"] <= 10)
         assert 10 * 4096 <= tokens <= 1.25 * 10 * 4096, "a step has the target's tokens, whoever counted them"
         assert participation(everyone) >= 0.9
-        assert not [event for d in everyone for event in d.of("PartFailed")]
+        assert not [event for d in everyone for event in d.events("PartFailed")]
         assert rounds_of(others[0])[-1]["distance"] < 0.02
         drained(made, *origins)
         made.stop()
@@ -206,19 +208,19 @@ def test_members_that_die_or_hang_in_a_round_stall_nobody(
         living = [made.start("a", "0"), made.start("b", "0")]
         for number, fault in enumerate(faults):
             victim = made.start(f"victim-{number}", "0", faults=fault)
-            made.until(victim.fired, f"{fault} to fire", within_s=90)
+            made.until(partial(fired, victim), f"{fault} to fire", within_s=90)
             at = [len(rounds_of(daemon, what)) for daemon in living]
             after = partial(rounds_after, living, at, what)
             made.until(lambda after=after: all(any(map(whole, it)) for it in after()), f"agreement after {fault}", 90)
-            assert [entry[1] for entry in victim.fired()] == [fault.split(":")[0]]
+            assert [entry[1] for entry in fired(victim)] == [fault.split(":")[0]]
             if "hang" in fault:
                 victim.kill()
-            victim.ended = True
+            victim.end_is_intended = True
         assert all(rounds_of(daemon, what) for daemon in living)
         for event in [event for daemon in living for event in rounds_of(daemon, what)]:
             assert event["seconds"] <= 3.0 + 2.0, "every round ends by its deadline"
             done = 1 - event["failed_parts"] / event["parts"]
             assert event["members"] >= 2 * done, "over at least those who live, or left alone"
         drained(made, *living)
-        made.clean()
+        made.kill_all()
         nothing_lost(made, *living)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.harness import Daemon, last_step, swarm
+from tests.process.harness import Daemon, fired, last_step, swarm
 from tests.process.test_faults import ENOUGH, drained, nothing_lost, tiny
 
 pytestmark = pytest.mark.process
@@ -18,7 +18,7 @@ EVERY = 5
 
 
 def written(daemon: Daemon) -> int:
-    return max((event["step"] for event in daemon.of("CheckpointWritten")), default=0)
+    return max((event["step"] for event in daemon.events("CheckpointWritten")), default=0)
 
 
 def known_step(daemon: Daemon, stage: int) -> int:
@@ -28,12 +28,12 @@ def known_step(daemon: Daemon, stage: int) -> int:
 
 def said_of_state(daemon: Daemon) -> str:
     """How the newest start of this daemon filled its stages."""
-    return str(daemon.of("StartStep", name="state")[-1]["note"])
+    return str(daemon.events("StartStep", name="state")[-1]["note"])
 
 
 def steps_of_this_life(daemon: Daemon) -> list[int]:
     """The steps since the newest start."""
-    told = daemon.read()
+    told = daemon.all_events()
     begun = max(index for index, event in enumerate(told) if event["event"] == "PeerStarted")
     return [event["step"] for event in told[begun:] if event["event"] == "StepTaken"]
 
@@ -55,13 +55,13 @@ def test_every_process_killed_at_once_the_run_goes_on_from_the_last_checkpoints(
         newest = sorted((tmp_path / "b").rglob("weights.safetensors"), key=lambda p: int(p.parent.name.split("-")[1]))
         flip_a_byte(newest[-1])
         kept = [written(before[0]), int(newest[-2].parent.name.split("-")[1])]
-        made.forget_invite()
+        made.invite = ""
         after = [made.start("a", "0"), made.start("b", "1")]
         made.until(lambda: all(last_step(d) > r for d, r in zip(after, reached, strict=True)), "steps beyond the kill")
         for daemon, step in zip(after, kept, strict=True):
             assert f"own checkpoint of step {step}" in said_of_state(daemon)
             assert steps_of_this_life(daemon)[0] == step + 1
-        damaged = after[1].of("CheckpointDamaged")
+        damaged = after[1].events("CheckpointDamaged")
         assert len(damaged) == 1 and str(newest[-1]) in damaged[0]["text"] and "SHA-256" in damaged[0]["text"]
         made.stop()
 
@@ -77,7 +77,7 @@ def test_a_synchronous_run_whose_stages_kept_different_steps_goes_on(tmp_path: P
         reached = max(last_step(daemon) for daemon in before)
         kept = sorted((tmp_path / "b").rglob("step-*"), key=lambda p: int(p.name.split("-")[1]))
         shutil.rmtree(kept[-1])
-        made.forget_invite()
+        made.invite = ""
         after = [made.start("a", "0"), made.start("b", "1")]
         made.until(lambda: all(last_step(d) > reached + EVERY for d in after), "steps beyond the kill", within_s=90)
         steps = steps_of_this_life(after[1])
@@ -99,13 +99,13 @@ def test_a_newcomer_gets_the_state_of_its_stage_and_goes_on_when_a_source_dies(t
         made.until(lambda: min(last_step(victim), last_step(sibling)) >= 3, "steps of both replicas")
         made.until(lambda: known_step(origin, 1) >= 3, "the steps to be known")
         late = made.start("late", "1")
-        fetched = made.until(lambda: late.of("StateFetched"), "the newcomer to have its state")[0]
-        assert [entry[1:3] for entry in victim.fired()] == [["state.giving", "kill"]]
+        fetched = made.until(lambda: late.events("StateFetched"), "the newcomer to have its state")[0]
+        assert [entry[1:3] for entry in fired(victim)] == [["state.giving", "kill"]]
         assert victim.process.wait(5) == -signal.SIGKILL
         assert fetched["step"] >= 3 and fetched["bytes"] > 25e6
         assert fetched["fetched_again"] <= 3, "only what was being asked of the victim was asked for again"
-        made.until(lambda: len(late.of("MicrobatchCounted")) >= ENOUGH // 3, "the newcomer to train")
-        assert min(event["step"] for event in late.of("StepTaken")) > fetched["step"]
+        made.until(lambda: len(late.events("MicrobatchCounted")) >= ENOUGH // 3, "the newcomer to train")
+        assert min(event["step"] for event in late.events("StepTaken")) > fetched["step"]
         made.stop()
 
 
@@ -117,12 +117,12 @@ def test_a_newcomer_whose_only_source_dies_goes_on_with_the_next(tmp_path: Path)
         only = made.start("only", "1", faults="state.giving:kill:5")
         made.until(lambda: written(only) >= 2 and known_step(origin, 1) >= 2, "a checkpoint of the only replica")
         late = made.start("late", "1")
-        made.until(lambda: only.fired(), "the only source to die")
-        made.until(lambda: late.of("TaskFailed", task="fetch state"), "the newcomer to notice")
+        made.until(lambda: fired(only), "the only source to die")
+        made.until(lambda: late.events("TaskFailed", task="fetch state"), "the newcomer to notice")
         again = made.start("only", "1")
-        fetched = made.until(lambda: late.of("StateFetched"), "the newcomer to have its state", within_s=90)[0]
+        fetched = made.until(lambda: late.events("StateFetched"), "the newcomer to have its state", within_s=90)[0]
         assert fetched["step"] >= 2 and fetched["fetched_again"] <= 3, "it had some of it already"
-        made.until(lambda: late.of("MicrobatchCounted") and again.serving, "both to train")
+        made.until(lambda: late.events("MicrobatchCounted") and again.is_serving, "both to train")
         made.stop()
 
 
@@ -133,11 +133,13 @@ def test_who_leaves_writes_a_checkpoint_and_starts_from_it(tmp_path: Path) -> No
         assert made.stop() == {"alone": 0}
         step = written(alone)
         assert step == last_step(alone) > 0
-        made.forget_invite()
+        made.invite = ""
         again = made.start("alone", "0")
         made.until(lambda: last_step(again) > step, "steps of the second life")
         assert f"own checkpoint of step {step}" in said_of_state(again)
-        assert [e["step"] for e in again.of("StepTaken")] == list(range(1, last_step(again) + 1)), "no step is missing"
+        assert [e["step"] for e in again.events("StepTaken")] == list(range(1, last_step(again) + 1)), (
+            "no step is missing"
+        )
         made.stop()
 
 
@@ -149,14 +151,16 @@ def test_who_leaves_hands_over_and_who_starts_again_replaces_its_own_ghost(tmp_p
         leaver.kill(signal.SIGTERM)
         made.until(lambda: leaver.process.poll() is not None, "the leaver to be gone", within_s=10)
         assert leaver.process.returncode == 0 and written(leaver) == last_step(leaver) > 0
-        left = [event["reason"] for event in origin.of("MicrobatchRerouted", from_peer=leaver.peer)]
+        left = [event["reason"] for event in origin.events("MicrobatchRerouted", from_peer=leaver.peer)]
         assert not [reason for reason in left if "the stream ended" in reason], "it finished what it held"
         ghost.kill()
         again = made.start("ghost", "1")
-        made.until(lambda: again.serving, "the same peer again")
-        served = again.of("StateChanged", state="serving")[-1]["at_unix"]
-        made.until(lambda: origin.of("MicrobatchCompleted")[-1]["at_unix"] > served, "the origin to go on with it", 10)
-        assert not origin.of("PeerGone", peer=again.peer), "its old claim had not ended yet"
+        made.until(lambda: again.is_serving, "the same peer again")
+        served = again.events("StateChanged", state="serving")[-1]["at_unix"]
+        made.until(
+            lambda: origin.events("MicrobatchCompleted")[-1]["at_unix"] > served, "the origin to go on with it", 10
+        )
+        assert not origin.events("PeerGone", peer=again.peer), "its old claim had not ended yet"
         drained(made, origin)
         made.stop()
         nothing_lost(made, origin)

@@ -1,0 +1,259 @@
+"""A swarm of daemons on this machine, each a real process: started, watched, killed and stopped from outside.
+
+`swarm demo`, the benchmarks and the process tests use it. Knows: processes, their data directories, journals and
+control sockets. Must not know: what the daemons train, what is made of their events; imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from agora_protocol.errors import LocalError
+
+from agora.node import control_client, paths
+from agora.observe.journal import Follower
+
+T = TypeVar("T")
+
+START_SECONDS: Final = 120.0
+STOP_SECONDS: Final = 10.0
+POLL_SECONDS: Final = 0.05
+_SET_PARENT_DEATH_SIGNAL: Final = 1
+
+
+class SwarmFailed(LocalError):
+    """A daemon ended by itself, or what was waited for did not happen in time; the text says which and why."""
+
+
+class DaemonProcess(Protocol):
+    """The part of subprocess.Popen that a swarm needs."""
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also the id of its process group."""
+
+    def poll(self) -> int | None:
+        """Returns the exit code, or minus the signal that ended it; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end and returns the exit code. Raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int) -> None:
+        """Sends a signal to this process alone, unless it has ended."""
+
+
+Launch = Callable[[Sequence[str], Mapping[str, str], Path], DaemonProcess]
+"""Starts `agora-node ARGUMENTS` with this environment, in a process group of its own, its output going to this file."""
+
+
+@dataclass
+class LocalDaemon:
+    """One `agora-node join` process with its own data directory."""
+
+    name: str
+    root: Path
+    process: DaemonProcess
+    end_is_intended: bool = False
+    """Whether the daemon was told to end, so that its end is no failure of the swarm."""
+    _history: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._journal = Follower(self.root)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process.poll() is None
+
+    def new_events(self) -> list[dict[str, Any]]:
+        """Returns the events that the journal has gained since the last call of this method or of `all_events`."""
+        return self._journal.news()
+
+    def all_events(self) -> list[dict[str, Any]]:
+        """Returns the events of the journal since the start, and keeps them in memory."""
+        self._history += self.new_events()
+        return self._history
+
+    def events(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+        """Returns the events of one kind, since the start, whose fields have these values."""
+        return [e for e in self.all_events() if e["event"] == kind and all(e.get(k) == v for k, v in fields.items())]
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it has ever reported that it serves its span."""
+        return bool(self.events("StateChanged", state="serving"))
+
+    @property
+    def peer(self) -> str:
+        """Its peer id, which its first event names."""
+        return str(self.events("PeerStarted")[0]["peer"])
+
+    def ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
+        """Returns the answer on its control socket. Raises DaemonUnreachable or DaemonRefused."""
+        return control_client.ask(self._socket, question, timeout_s=timeout_s, **arguments)
+
+    def try_ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any] | None:
+        """Returns the answer on its control socket; None while it cannot answer."""
+        try:
+            return self.ask(question, timeout_s, **arguments)
+        except (control_client.DaemonUnreachable, control_client.DaemonRefused):
+            return None
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to the daemon's own process alone: its p2p daemon must notice by itself."""
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.end_is_intended = True
+            self.process.wait(10.0)
+
+    def kill_group(self) -> None:
+        """Ends the daemon and all processes that it has started, and removes the files that find its socket."""
+        self.end_is_intended = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+        paths.unregister(self._socket)
+
+    def log(self, most_characters: int = 3000) -> str:
+        """Returns the end of what it has printed."""
+        with contextlib.suppress(OSError):
+            return (self.root / "log.txt").read_text(errors="replace")[-most_characters:]
+        return ""
+
+    def last_words(self) -> str:
+        """Returns the error that it ended with, or else the last line that it has printed."""
+        lines = self.log().strip().splitlines()
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return (errors or lines or ["its log is empty"])[-1]
+
+    @property
+    def _socket(self) -> Path:
+        return paths.socket_of(paths.Home(self.root))
+
+
+class LocalSwarm:
+    """The daemons of one run, on loopback: the first founds the run, the others join by invite."""
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: str,
+        *,
+        threads: int = 1,
+        corpus: Path | None = None,
+        flags: Sequence[str] = (),
+        launch: Launch | None = None,
+    ) -> None:
+        """Writes the manifest to DIR/run.toml; each daemon has its data directory in DIR.
+
+        manifest: its text, TOML. threads: compute threads of each daemon. corpus: where tokenised texts are kept,
+        default DIR/corpus. flags: further arguments of every `agora-node join`. launch: how a process is started,
+        default a new interpreter.
+        """
+        self.directory = directory
+        self.corpus = corpus or directory / "corpus"
+        self.file = directory / "run.toml"
+        self.file.write_text(manifest, encoding="utf-8")
+        self.daemons: dict[str, LocalDaemon] = {}
+        self.invite = ""
+        """What the next daemon joins; "" lets it found the run from the manifest's file."""
+        self._threads, self._flags = threads, tuple(flags)
+        self._launch = launch or start_interpreter
+
+    def start(
+        self, name: str, *, run: str = "", flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> LocalDaemon:
+        """Starts a daemon in DIR/NAME, its output in log.txt there; waits for nothing but the founder's invite.
+
+        A name that was used before is the same peer again, with what is left in its directory. run: what it joins,
+        default the invite. flags, environment: for this daemon only, beside those of all.
+        """
+        root = self.directory / name
+        root.mkdir(mode=0o700, exist_ok=True)
+        arguments = ["join", run or self.invite or str(self.file), "--dir", str(root)]
+        arguments += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", str(self._threads)]
+        arguments += ["--corpus-cache", str(self.corpus), *self._flags, *flags]
+        needed = {"OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
+        process = self._launch(arguments, {**os.environ, **needed, **(environment or {})}, root / "log.txt")
+        daemon = self.daemons[name] = LocalDaemon(name, root, process)
+        if not self.invite and not run:
+            self.take_invite(daemon)
+        return daemon
+
+    def take_invite(self, daemon: LocalDaemon) -> str:
+        """Waits for a daemon's invite, returns it, and lets all later daemons join by it. Raises SwarmFailed."""
+        answer = self.until(lambda: daemon.try_ask("invite"), f"{daemon.name} to give its invite", START_SECONDS)
+        self.invite = str(answer["invite"])
+        return self.invite
+
+    def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_SECONDS) -> T:
+        """Calls `condition` again and again until its value is true, and returns that value.
+
+        Raises SwarmFailed when a daemon ends by itself, and after `within_s`, as "waited ... for {description}".
+        """
+        deadline = time.monotonic() + within_s
+        while not (value := condition()):
+            self.check_alive()
+            if time.monotonic() > deadline:
+                words = "; ".join(f"{daemon.name}: {daemon.last_words()}" for daemon in self.daemons.values())
+                raise SwarmFailed(f"waited {within_s:.0f} s for {description}; the last lines are: {words}")
+            time.sleep(POLL_SECONDS)
+        return value
+
+    def check_alive(self) -> None:
+        """Raises SwarmFailed when a daemon has ended by itself."""
+        for daemon in self.daemons.values():
+            if not daemon.end_is_intended and not daemon.is_alive:
+                code = daemon.process.poll()
+                raise SwarmFailed(f"{daemon.name} ended by itself with exit code {code}: {daemon.last_words()}")
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to all daemons that run, without waiting for their end."""
+        for daemon in self.daemons.values():
+            daemon.end_is_intended = True
+            daemon.process.send_signal(signal.SIGTERM)
+
+    def stop(self, within_s: float = STOP_SECONDS) -> dict[str, int | None]:
+        """Ends all daemons: SIGTERM, and SIGKILL after `within_s`. Returns exit codes by name, None for the killed."""
+        self.terminate()
+        deadline = time.monotonic() + within_s
+        codes: dict[str, int | None] = dict.fromkeys(self.daemons)
+        for name, daemon in self.daemons.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                codes[name] = daemon.process.wait(max(0.01, deadline - time.monotonic()))
+        self.kill_all()
+        return codes
+
+    def kill_all(self) -> None:
+        """Ends every process that this swarm has started, now."""
+        for daemon in self.daemons.values():
+            daemon.kill_group()
+
+
+def start_interpreter(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> DaemonProcess:
+    """Starts `agora-node ARGUMENTS` in a new interpreter, as users do; it gets SIGTERM when this process dies."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "agora.cli.main_node", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_terminate_with_parent,
+        )
+
+
+def _terminate_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
