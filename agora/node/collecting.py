@@ -24,11 +24,10 @@ from agora.model import parameter_shapes
 from agora.node.threads import run_in_thread
 from agora.state.export import SOURCE_BYTES, StageFile
 from agora.state.files import remove_folder, sync_folder
-from agora.state.layout import Layout, StageState
+from agora.state.layout import Layout, StageState, lay_out
 from agora.state.transfer import Lied, StateFetch
 from agora.state.weights import write_weights
 from agora.swarm.view import View
-from agora.train.weights import lay_out
 
 COLLECT_SECONDS = 3500.0
 RETRY_MS = 1000
@@ -161,8 +160,7 @@ def _layouts(manifest: Manifest) -> list[Layout]:
     count, found = manifest.stage_count, []
     for stage in range(count):
         shapes = parameter_shapes(manifest.model, manifest.layers_of(stage), stage, count)
-        slots, _, numel = lay_out(shapes.items())
-        found.append(Layout(numel, slots))
+        found.append(lay_out(shapes.items()))
     return found
 
 

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
-from agora_protocol.limits import STATE_CHUNK_BYTES
+from agora_protocol.limits import SLICE_BLOCK, STATE_CHUNK_BYTES
 from numpy.typing import NDArray
 
 Flat = NDArray[np.float32]
 """float32 [numel]: a value for every element of a stage's weights, padding included."""
 
+ALIGNMENT: Final = 16
+"""Elements: every tensor starts on a 64-byte border, as the matrix kernels like it. The gaps are and remain zero."""
 ELEMENT_BYTES: Final = 12  # a weight, its mean and its square
 CHUNK_ELEMENTS: Final = STATE_CHUNK_BYTES // ELEMENT_BYTES
 
@@ -49,20 +51,18 @@ class StageState:
         return self.weights.size
 
 
-class NamedSlot(Protocol):
-    """Where one named tensor lies in the flat arrays: elements, not bytes."""
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one named tensor in a stage's flat arrays: `offset` and its size are elements, not bytes."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
 
     @property
-    def name(self) -> str:
-        """The parameter's full name."""
-
-    @property
-    def offset(self) -> int:
-        """Its first element."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+    def elements(self) -> slice:
+        """The tensor's elements in a flat array: `flat[slot.elements].reshape(slot.shape)` is the tensor."""
+        return slice(self.offset, self.offset + math.prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,16 @@ class Layout:
     """The named tensors of a stage inside `numel` elements. What no slot covers is padding, and is zero."""
 
     numel: int
-    slots: Sequence[NamedSlot]
+    slots: Sequence[Slot]
+
+    @property
+    def matrices_end(self) -> int:
+        """The first element after the matrices, which `lay_out` places first: weight decay applies before it only."""
+        return min((slot.offset for slot in self.slots if len(slot.shape) < 2), default=self.numel)
 
     def named(self, flat: Flat) -> dict[str, NDArray[np.float32]]:
-        """The tensors inside `flat` [numel] by name, as views."""
-        return {s.name: flat[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape) for s in self.slots}
+        """Returns the tensors inside `flat` [numel] by name, as views."""
+        return {slot.name: flat[slot.elements].reshape(slot.shape) for slot in self.slots}
 
     def flat(self, tensors: Mapping[str, NDArray[np.float32]]) -> Flat:
         """The inverse of `named`. Raises ValueError that names a tensor which is missing, too much, or misshapen."""
@@ -88,6 +93,23 @@ class Layout:
                 raise ValueError(f"{name} is {tensor.dtype} {tensor.shape}, not float32 {view.shape}")
             view[...] = tensor
         return flat
+
+
+def lay_out(shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
+    """Returns the layout of a stage whose trainable tensors have these names and shapes.
+
+    Matrices come first, each tensor starts on a border of ALIGNMENT elements, and the end is one of SLICE_BLOCK.
+    """
+    slots: list[Slot] = []
+    end = 0
+    for name, shape in sorted(shapes, key=lambda item: len(item[1]) < 2):  # stable: matrices first
+        slots.append(Slot(name, end, tuple(shape)))
+        end = _next_border(slots[-1].elements.stop, ALIGNMENT)
+    return Layout(_next_border(end, SLICE_BLOCK), slots)
+
+
+def _next_border(offset: int, border: int) -> int:
+    return -(-offset // border) * border
 
 
 def chunk_count(numel: int) -> int:

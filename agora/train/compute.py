@@ -205,8 +205,7 @@ class Compute:
 
     def layout(self, stage: int) -> Layout:
         """Where the stage's named tensors lie in its flat weights; their size is a multiple of SLICE_BLOCK."""
-        weights = self._trainer.stage(stage).weights
-        return Layout(weights.numel, weights.slots)
+        return self._trainer.stage(stage).weights.layout
 
     async def snapshot_blocks(self, stage: int, blocks: Blocks) -> tuple[Tensor, int]:
         """A copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and the step they are of."""

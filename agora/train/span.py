@@ -256,7 +256,7 @@ class SpanTrainer:
         return TrainedStage(
             number,
             weights,
-            StageOptimizer(manifest.optimizer, manifest.stage_count, weights.decayed, weights.gradient),
+            StageOptimizer(manifest.optimizer, manifest.stage_count, weights.layout.matrices_end, weights.gradient),
             self.held,
             report=self._report,
             on_step=on_step,

@@ -31,7 +31,7 @@ from agora.node import paths, runs
 from agora.node.control import Ask, ControlSocket
 from agora.state.checkpoint import write_checkpoint
 from agora.state.export import ExportError
-from agora.state.layout import Layout, StageState
+from agora.state.layout import StageState
 from agora.state.weights import write_weights
 from agora.train.weights import StageWeights
 
@@ -84,7 +84,7 @@ def named(stage: Stage) -> dict[str, np.ndarray]:
 
 def checkpoint(home: paths.Home, signed: SignedManifest, stages: list[Stage], stage: int, step: int) -> Path:
     weights = StageWeights(stages[stage], torch.device("cpu"))
-    layout = Layout(weights.numel, weights.slots)
+    layout = weights.layout
     moments = np.zeros(weights.numel, np.float32)
     state = StageState(stage, step, step, 0, layout.flat(named(stages[stage])), moments, moments)
     return write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, layout, keep=3).path

@@ -39,7 +39,7 @@ def layouts() -> list[Layout]:
     """As the peers that hold the stages have them."""
     built = [build_stage(MANIFEST.model, MANIFEST.layers_of(k), k, 3, MANIFEST.seed) for k in range(3)]
     weights = [StageWeights(stage, torch.device("cpu")) for stage in built]
-    return [Layout(each.numel, each.slots) for each in weights]
+    return [each.layout for each in weights]
 
 
 class Held:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from agora_protocol.limits import STATE_CHUNK_BYTES
@@ -12,15 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
 from agora.state import layout
-from agora.state.layout import Layout, chunk_bytes, chunk_count, chunk_hashes, chunk_range, pack_chunk, unpack_chunk
+from agora.state.layout import (
+    Layout,
+    Slot,
+    chunk_bytes,
+    chunk_count,
+    chunk_hashes,
+    chunk_range,
+    pack_chunk,
+    unpack_chunk,
+)
 from tests.state.world import state
-
-
-@dataclass(frozen=True)
-class Slot:
-    name: str
-    offset: int
-    shape: tuple[int, ...]
 
 
 def slots_of(shapes: list[tuple[int, ...]]) -> tuple[int, list[Slot]]:

@@ -9,9 +9,10 @@ import torch
 from agora_protocol.manifest import OptimizerSection
 from torch import nn
 
+from agora.state.layout import ALIGNMENT
 from agora.train.optimizer import StageOptimizer
 from agora.train.schedule import learning_rate
-from agora.train.weights import ALIGNMENT, StageWeights
+from agora.train.weights import StageWeights
 from tests.oracle import plain_learning_rate
 
 CPU = torch.device("cpu")
@@ -65,7 +66,9 @@ def test_any_schedule_is_the_oracles_and_never_leaves_its_bounds(warmup: int, to
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_flat_steps_are_those_of_torch_on_separate_tensors(name: str, clip: float) -> None:
     plain, weights = Small(), StageWeights(Small(), CPU)
-    optimizer = StageOptimizer(section(name=name, clip=clip, weight_decay=0.3), 4, weights.decayed, weights.gradient)
+    optimizer = StageOptimizer(
+        section(name=name, clip=clip, weight_decay=0.3), 4, weights.layout.matrices_end, weights.gradient
+    )
     groups = [
         {"params": [plain.matrix], "weight_decay": 0.3},
         {"params": [plain.gain, plain.bias], "weight_decay": 0.0},
@@ -102,7 +105,7 @@ def test_a_sum_that_is_not_finite_changes_neither_weights_nor_moments() -> None:
     values = []
     for poisoned in (False, True):
         weights = StageWeights(Small(), CPU)
-        optimizer = StageOptimizer(section(), 1, weights.decayed, weights.gradient)
+        optimizer = StageOptimizer(section(), 1, weights.layout.matrices_end, weights.gradient)
         if poisoned:
             weights.gradient[3] = float("nan")
             assert optimizer.step(weights.current.flat, 0, tokens=1) is None
@@ -116,8 +119,8 @@ def test_a_sum_that_is_not_finite_changes_neither_weights_nor_moments() -> None:
 def test_flat_weights_are_aligned_shared_where_shared_and_leave_out_what_is_frozen() -> None:
     original = Small()
     weights = StageWeights(original, CPU)
-    assert [slot.name for slot in weights.slots] == ["matrix", "gain", "bias"]
-    assert all(slot.offset % ALIGNMENT == 0 for slot in weights.slots)
+    assert [slot.name for slot in weights.layout.slots] == ["matrix", "gain", "bias"]
+    assert all(slot.offset % ALIGNMENT == 0 for slot in weights.layout.slots)
     module = weights.current.module
     assert module.shared is module.matrix
     assert module.frozen is original.frozen

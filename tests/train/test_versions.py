@@ -71,7 +71,9 @@ class Bench:
     def sums(self) -> dict[str, Tensor]:
         """The gradient sums by name, copied."""
         states = [self.trainer._stages[stage].weights for stage in self.span.stages]
-        return {slot.name: slot.of(w.gradient).clone() for w in states for slot in w.slots}
+        return {
+            slot.name: w.gradient[slot.elements].view(slot.shape).clone() for w in states for slot in w.layout.slots
+        }
 
     def by_hand(self, number: int, weights: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The gradients of one microbatch on given weights, by plain autograd."""
