@@ -25,7 +25,7 @@ from agora.calls import OnProgress, Reply
 from agora.net.connection import Connection
 from agora.net.errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from agora.net.host import Host
-from agora.net.peers import AddressBook, Strikes, Struck
+from agora.net.peers import AddressBook
 from agora.net.streams import FrameStream
 from agora.net.terms import HeldBytes, IncomingCall, NetLimits
 
@@ -33,15 +33,12 @@ __all__ = [
     "ConnectionBroken",
     "DeadlinePassed",
     "Handler",
-    "HandlerFailed",
     "IncomingCall",
-    "NetEvent",
     "NetLimits",
     "NetStatistics",
     "Network",
     "PeerStatistics",
     "Reply",
-    "Struck",
 ]
 
 LAST_WORDS_S: Final = 0.5  # how long `Network.close` waits for peers to have heard it
@@ -52,17 +49,6 @@ DEADLINE_SLACK_MS: Final = 10  # a deadline that is this little too late is not 
 
 Handler = Callable[[IncomingCall], Awaitable[Reply]]
 """Answers a peer. An AgoraError that it raises becomes a typed refusal; it is cancelled when the caller gives up."""
-
-
-@dataclass(frozen=True, slots=True)
-class HandlerFailed:
-    """Our own handler raised something that is no AgoraError while it served `peer`: a bug of ours."""
-
-    peer: PeerId
-    error: Exception
-
-
-NetEvent = Struck | HandlerFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +70,6 @@ class NetStatistics:
     bytes_out: int
     held_bytes: int
     held_peak: int
-    strikes: int
     peers: dict[PeerId, PeerStatistics]
 
 
@@ -97,17 +82,23 @@ class Network:
         hello: Callable[[], Hello],
         handler: Handler,
         limits: NetLimits | None = None,
-        report: Callable[[NetEvent], None] = lambda _: None,
+        *,
+        report_violation: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
+        shut_out_s: Callable[[PeerId], float] = lambda _peer: 0.0,
+        report_failure: Callable[[PeerId, Exception], None] = lambda _peer, _error: None,
     ) -> None:
+        """report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
+        peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
+        """
         self.limits = limits or NetLimits()
         self.hello = hello
         self.handle = handler
         self.held = HeldBytes(self.limits.max_held_bytes)
         self._host = host
-        self._report = report
+        self.report_violation = report_violation
+        self.shut_out_s = shut_out_s
+        self.report_failure = report_failure
         self._book = AddressBook()
-        self._strikes = Strikes(self.limits.max_strikes, self.limits.strike_memory_s, self.limits.shut_out_s)
-        self._struck = 0
         self._connections: dict[PeerId, list[Connection]] = {}
         self._dials: dict[PeerId, asyncio.Task[Connection]] = {}
         self._awaited: dict[PeerId, asyncio.Event] = {}
@@ -158,7 +149,6 @@ class Network:
             bytes_out=self._past_bytes[1] + sum(stream.bytes_out for stream in streams),
             held_bytes=self.held.used,
             held_peak=self.held.peak,
-            strikes=self._struck,
             peers={peer: _statistics_of(connections) for peer, connections in self._connections.items()},
         )
 
@@ -180,6 +170,7 @@ class Network:
         """
         try:
             async with asyncio.timeout_at(deadline):
+                self._refuse_shut_out(peer)
                 connection = self._usable(peer) or await self._dial(peer)
                 request = _shortened(request, deadline - asyncio.get_running_loop().time())
                 return await connection.call(request, tensors, on_progress)
@@ -190,11 +181,6 @@ class Network:
             if asyncio.get_running_loop().time() < deadline - SAME_MOMENT_S:
                 raise
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline ({error})") from None
-
-    def strike(self, peer: PeerId, error: ProtocolError) -> None:
-        """Count a strike for what a handler found wrong in a request, and cut the peer off."""
-        for connection in list(self._connections.get(peer, ())):
-            connection.violated(error, None)
 
     # --- opening streams
 
@@ -212,7 +198,6 @@ class Network:
             raise ConnectionBroken("this peer is leaving")
         if peer == self._host.peer:
             raise ConnectionBroken("a peer does not call itself")
-        self._refuse_shut_out(peer)
         dial = self._dials.get(peer)
         if dial is None:
             dial = self._dials[peer] = asyncio.create_task(self._open(peer), name=f"dial {peer}")
@@ -321,9 +306,10 @@ class Network:
             await connection.start()
 
     def _refuse_shut_out(self, peer: PeerId) -> None:
-        seconds = self._strikes.shut_out_s(peer, asyncio.get_running_loop().time())
+        """Raises NotAdmitted when nothing may go to or come from `peer` now."""
+        seconds = self.shut_out_s(peer)
         if seconds > 0:
-            raise NotAdmitted(f"{peer} broke the protocol too often; it is shut out for {seconds:.0f} s more.")
+            raise NotAdmitted(f"{peer} broke the rules too often; it is shut out for {seconds:.0f} s more.")
 
     def _register(self, connection: Connection) -> None:
         self._connections.setdefault(connection.peer, []).append(connection)
@@ -336,19 +322,6 @@ class Network:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def struck(self, peer: PeerId, error: ProtocolError) -> None:
-        """A peer broke the protocol."""
-        self._struck += 1
-        seconds = self._strikes.add(peer, asyncio.get_running_loop().time())
-        self._report(Struck(peer, error.code, str(error), seconds))
-        if seconds > 0:
-            for connection in list(self._connections.get(peer, ())):
-                connection.break_("the peer is shut out")
-
-    def handler_failed(self, peer: PeerId, error: Exception) -> None:
-        """Our handler raised what it should not."""
-        self._report(HandlerFailed(peer, error))
 
     def ready(self, connection: Connection) -> None:
         """Both HELLOs were said."""
@@ -375,6 +348,8 @@ class Network:
         while True:
             await asyncio.sleep(min(0.5, self.limits.silence_s / 4))
             for connection in self._all():
+                if self.shut_out_s(connection.peer) > 0:
+                    connection.break_("the peer is shut out")
                 connection.tick(loop.time())
 
 

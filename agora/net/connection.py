@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
@@ -53,16 +53,15 @@ class Home(Protocol):
 
     limits: NetLimits
     held: HeldBytes
+    report_violation: Callable[[PeerId, ProtocolError], None]
+    shut_out_s: Callable[[PeerId], float]
+    report_failure: Callable[[PeerId, Exception], None]
 
     def hello(self) -> Hello: ...
 
     def handle(self, call: IncomingCall) -> Awaitable[Reply]: ...
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
-
-    def struck(self, peer: PeerId, error: ProtocolError) -> None: ...
-
-    def handler_failed(self, peer: PeerId, error: Exception) -> None: ...
 
     def ready(self, connection: Connection) -> None: ...
 
@@ -277,7 +276,7 @@ class Connection:
             self._refuse(prefix.call, error)
         self.say_goodbye(error)
         self.lost(f"the peer broke the protocol ({error.code}): {error}")
-        self._home.struck(self.peer, error)
+        self._home.report_violation(self.peer, error)
 
     def _on_hello(self, hello: Hello) -> None:
         if self._hello is not None:
@@ -363,6 +362,8 @@ class Connection:
             return self._refuse(prefix.call, NotAdmitted("An observer may only ask for the manifest and the status."))
         if self.leaving and not self._peer_leaves:
             return self._refuse(prefix.call, Refused("This peer is leaving; ask another."))
+        if self._home.shut_out_s(self.peer) > 0:
+            return self._refuse(prefix.call, NotAdmitted("This peer answers nothing to you for now; ask another."))
         if len(self._serving) >= MAX_CALLS_PER_CONNECTION:
             raise ProtocolError("too-many-calls", f"More than {MAX_CALLS_PER_CONNECTION} calls on one connection.")
         if len(self._serving) >= self._home.limits.max_calls:
@@ -477,13 +478,13 @@ class Connection:
         except AgoraError as error:
             refusal = error
         except Exception as error:
-            self._home.handler_failed(self.peer, error)
+            self._home.report_failure(self.peer, error)
             refusal = PeerFailed("an error inside the peer's daemon; its log has it")
         else:
             try:
                 return encode_frame(FrameType.ANSWER, number, reply.message, reply.tensors)
             except ProtocolError as error:
-                self._home.handler_failed(self.peer, error)
+                self._home.report_failure(self.peer, error)
                 refusal = PeerFailed("the peer's answer would have broken the protocol")
         return encode_frame(FrameType.REFUSAL, number, refusal_to_wire(refusal))
 

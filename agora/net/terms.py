@@ -40,9 +40,6 @@ class NetLimits:
         PING_AFTER_SILENCE_S  # without a byte from a peer that owes an answer, before it is asked whether it lives
     )
     answer_s: float = PING_ANSWER_S  # for it to say so
-    max_strikes: int = 3
-    strike_memory_s: float = 600.0
-    shut_out_s: float = 300.0
 
     def frames(self) -> FrameLimits:
         """What a prefix may announce."""

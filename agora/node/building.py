@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from agora_protocol.codec_names import parse_codec
-from agora_protocol.errors import AgoraError, InputError, LocalError, NotAdmitted
-from agora_protocol.ids import RunId, Span
+from agora_protocol.errors import AgoraError, InputError, LocalError, NotAdmitted, ProtocolError
+from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.records import Claim, Cut, Progress
 
 from agora.data import Sampler, open_corpus, open_tokenizer
-from agora.net.calls import HandlerFailed, NetEvent, NetLimits, Network
+from agora.net.calls import NetLimits, Network
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.node import doctor, joining, paths, runs
@@ -43,7 +43,9 @@ from agora.pipeline.interfaces import WireShapes
 from agora.pipeline.origin import Origin, OriginConfig, OwnStage, Share
 from agora.pipeline.results import ResultCache
 from agora.pipeline.router import Router
+from agora.swarm.conduct import Offence
 from agora.swarm.membership import Membership, MembershipConfig
+from agora.swarm.offences import OffenceLog
 from agora.swarm.placement import Placement
 from agora.train.compute import Compute
 from agora.train.held import LIMIT_PER_SEAT
@@ -72,6 +74,7 @@ class Builder:
         self._early = early
         self._spawn = spawn
         self._seats = 0
+        self._offences = OffenceLog(report)
 
     async def build(self, status: Callable[[], dict[str, Any]]) -> Parts:
         """Raises an AgoraError, one sentence and what to do, when this machine or the run cannot."""
@@ -85,7 +88,7 @@ class Builder:
         self._check_machine()
         self._seats = seats(signed.manifest, available_bytes(torch.device("cpu")))
         meter = Meter()
-        service = Service(signed, status, meter)
+        service = Service(signed, status, meter, self._offences.report_offence)
         network = await self._network(host, signed, service)
         directory = await self._directory(host, signed, bootstrap)
         membership, span = await self._placement(directory, signed)
@@ -97,7 +100,7 @@ class Builder:
         gate = step_gate(signed.manifest, compute)
         hop = self._hop(signed.manifest, compute, router, admission, gate)
         me, report = self._where.peer, self._report
-        replicas = Replicas(signed, me, compute, membership, caller, keeper, report, network.struck)
+        replicas = Replicas(signed, me, compute, membership, caller, keeper, report, self._offences.report_offence)
         origin = None if batches is None else self._origin(signed.manifest, hop, batches, membership, replicas)
         self._follow_steps(compute, keeper, replicas, gate, origin)
         service.hop, service.replicas = hop, replicas
@@ -117,7 +120,7 @@ class Builder:
             meter,
             keeper,
             replicas,
-            Collector(signed, collected, compute, lambda: membership.view, network, network.strike),
+            Collector(signed, collected, compute, lambda: membership.view, network, self._report_false_state),
         )
 
     # --- the run
@@ -194,17 +197,24 @@ class Builder:
         held = max(LEAST_HELD_BYTES, 2 * self._seats * payload)
         greeting = joining.hello(signed.run_id, self._early.addresses)
         limits = NetLimits(max_payload_bytes=payload, max_held_bytes=held)
-        network = Network(host, lambda: greeting, service.answer, limits, self._net_event)
+        network = Network(
+            host,
+            lambda: greeting,
+            service.answer,
+            limits,
+            report_violation=self._offences.report_violation,
+            shut_out_s=self._offences.shut_out_s,
+            report_failure=self._handler_failed,
+        )
         self._closing.push_async_callback(network.close)
         await network.start()
         return network
 
-    def _net_event(self, event: NetEvent) -> None:
-        if isinstance(event, HandlerFailed):
-            error = f"{type(event.error).__name__}: {event.error}"
-            self._report(events.TaskFailed(f"answering {event.peer}", error))
-        else:
-            self._report(events.PeerStruck(event.peer, event.code, event.text))
+    def _handler_failed(self, peer: PeerId, error: Exception) -> None:
+        self._report(events.TaskFailed(f"answering {peer}", f"{type(error).__name__}: {error}"))
+
+    def _report_false_state(self, peer: PeerId, error: ProtocolError) -> None:
+        self._offences.report_offence(peer, Offence.FALSE_STATE, f"{error.code}: {error}")
 
     async def _directory(self, host: Host, signed: SignedManifest, bootstrap: Sequence[str]) -> Directory:
         with self._steps.step("directory"):
@@ -316,7 +326,9 @@ class Builder:
             return await directory.publish(record, where.identity, lifetime_s)
 
         config = KeeperConfig(where.peer, where.incarnation, signed.run_id, signed.manifest, folder)
-        keeper = Keeper(config, compute, membership, network, self._report, publish=publish, strike=network.strike)
+        keeper = Keeper(
+            config, compute, membership, network, self._report, publish=publish, strike=self._report_false_state
+        )
         with self._steps.step("state") as note:
             steps = await keeper.find()
             service.keeper = keeper
@@ -356,6 +368,8 @@ class Builder:
             stage_count=manifest.stage_count,
             shapes=shapes(manifest),
             report=self._report,
+            report_offence=self._offences.report_offence,
+            is_shut_out=self._offences.is_shut_out,
             round_trip_s=round_trip_s,
         )
 

@@ -13,7 +13,7 @@ whole step) fetches their state again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,13 +36,12 @@ from agora.observe import events, faults
 from agora.observe.events import Report
 from agora.state.rules import leading_step
 from agora.stepping import EVERY_STEP, StepPolicy
+from agora.swarm.conduct import Offence, ReportOffence
 from agora.swarm.membership import Membership
 from agora.train.compute import Compute
 
 MOST_WEIGHT = 64
 """A contribution of more tokens than this many rounds' worth is absurd."""
-MOST_BLAMED = 1024
-"""Peers of which is remembered for which round they were last struck."""
 ROUNDS_APART = 2
 """Replicas average a round only when this near to it."""
 AGAIN_S = 1.0
@@ -82,10 +81,10 @@ class Replicas:
         caller: Caller,
         keeper: Keeper,
         report: Report,
-        strike: Callable[[PeerId, ProtocolError], None],
+        report_offence: ReportOffence,
     ) -> None:
-        """A stage whose state the keeper fetched from other replicas is a newcomer among them. `strike` hears of who
-        brings to a round what nobody may bring.
+        """A stage whose state the keeper fetched from other replicas is a newcomer among them. `report_offence` takes
+        each peer that brings to a round what nobody may bring.
         """
         self._manifest = manifest = signed.manifest
         self._averaging = manifest.averaging
@@ -95,8 +94,7 @@ class Replicas:
         self._membership = membership
         self._keeper = keeper
         self._report = report
-        self._strike = strike
-        self._blamed: dict[PeerId, tuple[int, str, int]] = {}
+        self._report_offence = report_offence
         target = manifest.optimizer.target_tokens
         self._most_tokens = MOST_WEIGHT * target * self._averaging.every
         wire = "float32" if self.synchronous else self._averaging.wire
@@ -162,17 +160,10 @@ class Replicas:
         try:
             return await self.owner.contribute(peer, message, tensors, deadline)
         except ProtocolError as error:
-            self._blame(peer, message, error)
+            # Counted once for a round, however many parts are wrong: who has restarted within it brings them all again.
+            occasion = f"stage {message.stage}, {message.what}, round {message.round}"
+            self._report_offence(peer, Offence.BAD_AVERAGE, f"{error.code}: {error}", occasion)
             raise
-
-    def _blame(self, peer: PeerId, message: Contribute, error: ProtocolError) -> None:
-        """One strike for a round, however many parts are wrong: who has restarted within it brings them all again."""
-        round_ = message.stage, message.what, message.round
-        if self._blamed.get(peer) != round_:
-            if len(self._blamed) >= MOST_BLAMED:
-                self._blamed.clear()
-            self._blamed[peer] = round_
-            self._strike(peer, error)
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
         """A second owner asks for an average."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agora_protocol.errors import Busy, NotAdmitted, Unsupported, WrongRun
+from agora_protocol.errors import Busy, NotAdmitted, ProtocolError, Unsupported, WrongRun
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest
@@ -38,6 +38,7 @@ from agora.node.keeping import Keeper
 from agora.node.replicas import Replicas
 from agora.observe import faults
 from agora.pipeline.hop import Hop
+from agora.swarm.conduct import Offence, ReportOffence
 
 JOINING_RETRY_MS = 1000
 
@@ -78,12 +79,15 @@ class MeteredCaller:
 class Service:
     """Answers requests. `hop`, `keeper`, `replicas` are None until there is one; it is Busy to everybody till then."""
 
-    def __init__(self, signed: SignedManifest, status: Callable[[], dict[str, Any]], meter: Meter) -> None:
+    def __init__(
+        self, signed: SignedManifest, status: Callable[[], dict[str, Any]], meter: Meter, report_offence: ReportOffence
+    ) -> None:
         self._signed = signed
         self._manifest_bytes = signed.to_bytes()
         self._run = bytes.fromhex(signed.run_id)
         self._status = status
         self._meter = meter
+        self._report_offence = report_offence
         self.hop: Hop | None = None
         self.keeper: Keeper | None = None
         self.replicas: Replicas | None = None
@@ -134,7 +138,11 @@ class Service:
         if self.keeper is None:
             raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
         await faults.reach("state.giving")
-        given = await self.keeper.give(message)
+        try:
+            given = await self.keeper.give(message)
+        except ProtocolError as error:
+            self._report_offence(call.peer, Offence.BAD_REQUEST, f"{error.code}: {error}")
+            raise
         self._meter.state_bytes += sum(tensor.nbytes for tensor in given.tensors)
         return Reply(given.message, given.tensors)
 

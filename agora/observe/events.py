@@ -437,16 +437,21 @@ class HealthChanged(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PeerStruck(Event):
-    """A peer sent what the protocol forbids; `code` is the ProtocolError's word."""
+class OffenceRecorded(Event):
+    """A peer did what no honest peer does. offence: a word of swarm.conduct.Offence; follows: what follows, and why.
+
+    shut_out_s: seconds for which the peer is shut out from now, 0.0 when it is not.
+    """
 
     level: ClassVar[Level] = "warning"
     peer: str
-    code: str
-    text: str = ""
+    offence: str
+    text: str
+    follows: str = ""
+    shut_out_s: float = 0.0
 
     def say(self) -> str:
-        return f"strike against {self.peer}: {self.code} {self.text}".rstrip()
+        return f"offence of {self.peer}: {self.offence}, {self.text}" + (f" ({self.follows})" if self.follows else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class Counters:
     first_counted_unix: float | None = None
     last_sign_unix: float = 0.0
     stage_loss: float | None = None
-    strikes: Counter[str] = field(default_factory=Counter)
+    offences: Counter[str] = field(default_factory=Counter)
     start_steps: list[tuple[str, float]] = field(default_factory=list)
     first_hop_seconds: float | None = None
     failures: list[str] = field(default_factory=list)
@@ -138,8 +138,8 @@ class Counters:
                 self.repeats += 1
             case events.HopRefused():
                 self.refused += 1
-            case events.PeerStruck(_, code, _):
-                self.strikes[code] += 1
+            case events.OffenceRecorded(_, offence):
+                self.offences[offence] += 1
             case events.StartStep(name, seconds, _):
                 self.start_steps.append((name, seconds))
             case events.FirstHopServed(_, seconds):
@@ -174,7 +174,7 @@ class Counters:
             "counted": {str(stage): count for stage, count in sorted(self.counted.items())},
             "steps": {str(stage): step for stage, step in sorted(self.steps.items())},
             "last_step_unix": self.last_step_unix,
-            "strikes": dict(self.strikes),
+            "offences": dict(self.offences),
             "start_steps": [{"name": name, "seconds": round(seconds, 4)} for name, seconds in self.start_steps],
             "first_hop_seconds": self.first_hop_seconds,
             "failures": list(self.failures),

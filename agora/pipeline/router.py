@@ -27,6 +27,7 @@ from agora.pipeline.deadline import LEAST_S, attempt_deadline, deadline_to_send
 from agora.pipeline.interfaces import HopAnswer, WireShapes
 from agora.pipeline.routing import Choice, Link, PathHint, PeerCost
 from agora.pipeline.signal import Signal
+from agora.swarm.conduct import Offence, ReportOffence
 from agora.swarm.view import PeerView, View
 
 MOST_REASONS = 8
@@ -112,6 +113,8 @@ class Router:
         stage_count: int,
         shapes: WireShapes,
         report: Report,
+        report_offence: ReportOffence,
+        is_shut_out: Callable[[PeerId], bool],
         round_trip_s: RoundTrip = lambda peer: None,
     ) -> None:
         self._caller = caller
@@ -120,6 +123,8 @@ class Router:
         self._stage_count = stage_count
         self._shapes = shapes
         self._report = report
+        self._report_offence = report_offence
+        self._is_shut_out = is_shut_out
         self._round_trip_s = round_trip_s
         self._changed = Signal()
         self._costs: dict[int, dict[PeerId, PeerCost]] = {}
@@ -174,7 +179,7 @@ class Router:
     def _refreshed(self, stage: int) -> dict[PeerId, PeerCost]:
         """The costs of the peers that claim `stage` now; newcomers enter, those gone are forgotten."""
         costs = self._costs.setdefault(stage, {})
-        live = self._live(stage)
+        live = {peer: seen for peer, seen in self._live(stage).items() if not self._is_shut_out(peer)}
         for gone in [peer for peer, cost in costs.items() if peer not in live and not cost.calls]:
             del costs[gone]
         known = {peer: cost for peer, cost in costs.items() if peer in live}
@@ -252,7 +257,7 @@ class Router:
         return self._checked(trip, peer, reply)
 
     def _checked(self, trip: Trip, peer: PeerId, reply: Reply) -> HopAnswer:
-        """The reply as an answer to what was asked. Raises ProtocolError, and strikes the peer, when it is none."""
+        """The reply as an answer to what was asked. Raises ProtocolError, and reports the offence, when it is none."""
         message, tensors = reply.message, list(reply.tensors)
         wanted = 1 if trip.process.purpose == "train" else 0
         problem = None
@@ -266,7 +271,7 @@ class Router:
             problem = ProtocolError("bad-message", f"sent the loss {message.loss_sum} over {message.tokens} tokens")
         else:
             return HopAnswer(message, tensors, peer)
-        self._report(events.PeerStruck(peer, problem.code, str(problem)))
+        self._report_offence(peer, Offence.BAD_ANSWER, f"{problem.code}: {problem}")
         raise problem
 
     def _learn_answer(self, trip: Trip, attempt: _Attempt, answer: HopAnswer) -> float:
@@ -294,8 +299,8 @@ class Router:
             costs[attempt.peer] = update(costs[attempt.peer], *args)
 
     def blame(self, stage: int, peer: PeerId, error: ProtocolError) -> None:
-        """A peer's answer had the right form but could not be used: a strike, and siblings are asked instead."""
-        self._report(events.PeerStruck(peer, error.code, str(error)))
+        """A peer's answer had the right form but could not be used: an offence, and siblings are asked instead."""
+        self._report_offence(peer, Offence.USELESS_GRADIENT, f"{error.code}: {error}")
         costs = self._costs.get(stage, {})
         if peer in costs:
             costs[peer] = routing.failed(replace(costs[peer], calls=costs[peer].calls + 1), loop_time(), 0.0)

@@ -187,13 +187,13 @@ def test_what_the_spec_forbids_is_refused_with_its_typed_error(node: tuple[Swarm
     assert got == REFUSALS
 
 
-def test_a_peer_with_too_many_strikes_is_shut_out(node: tuple[Swarm, Daemon]) -> None:
+def test_a_peer_with_too_many_offences_is_shut_out(node: tuple[Swarm, Daemon]) -> None:
     _, _, wire = microbatch()
-    before = len(node[1].events("PeerStruck"))
+    before = len(node[1].events("OffenceRecorded"))
     results = outsider(node, *([{"do": "violate", "name": "bad_magic", "tensors": wire}] * 8))
     codes = [result.get("code") or result.get("refused") for result in results]
     assert codes[0] == "bad-frame" and codes[-1] == "not-admitted", codes
-    assert len(node[1].events("PeerStruck")) - before == codes.count("bad-frame")
+    assert len(node[1].events("OffenceRecorded")) - before == codes.count("bad-frame")
 
 
 def test_the_node_goes_on_after_all_of_it(node: tuple[Swarm, Daemon]) -> None:

@@ -7,20 +7,22 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import uvloop
+from agora_protocol.errors import ProtocolError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Hello, Process, Processed, StatusAnswer
 from agora_protocol.tensors import WireTensor
 
-from agora.net.calls import Handler, IncomingCall, NetEvent, NetLimits, Network, Reply
+from agora.net.calls import Handler, IncomingCall, NetLimits, Network, Reply
 from agora.net.host import Host
 from agora.net.link import LinkSpec
+from agora.swarm.offences import OffenceLog
 
 T = TypeVar("T")
 RUN = "ab" * 32
@@ -51,13 +53,14 @@ async def echo(call: IncomingCall) -> Reply:
 
 @dataclass
 class Peer:
-    """One peer of a test: a host, its network, and what it reported."""
+    """One peer of a test: a host, its network, and what its network reported."""
 
     host: Host
     network: Network
     identity: Identity
     addresses: tuple[str, ...]
-    events: list[NetEvent] = field(default_factory=list)
+    violations: list[ProtocolError]
+    failures: list[Exception]
 
     @property
     def id(self) -> PeerId:
@@ -82,18 +85,35 @@ async def make_peer(
     run_id: str = RUN,
     version: int = 1,
     link: LinkSpec | None = None,
+    offences: OffenceLog | None = None,
 ) -> Peer:
+    """offences: judges who is shut out; without one nobody is."""
     host, identity = await make_host(folder, name, link=link)
     try:
         addresses = await host.addresses()
-        events: list[NetEvent] = []
+        violations: list[ProtocolError] = []
+        failures: list[Exception] = []
+
+        def report_violation(peer: PeerId, error: ProtocolError) -> None:
+            violations.append(error)
+            if offences is not None:
+                offences.report_violation(peer, error)
+
         hello = Hello(version, bytes.fromhex(run_id), "test", addresses)
-        network = Network(host, lambda: hello, handler, limits, events.append)
+        network = Network(
+            host,
+            lambda: hello,
+            handler,
+            limits,
+            report_violation=report_violation,
+            shut_out_s=offences.shut_out_s if offences is not None else lambda _: 0.0,
+            report_failure=lambda _, error: failures.append(error),
+        )
         await network.start()
     except BaseException:
         await host.close()
         raise
-    return Peer(host, network, identity, addresses, events)
+    return Peer(host, network, identity, addresses, violations, failures)
 
 
 @asynccontextmanager

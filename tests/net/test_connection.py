@@ -48,10 +48,13 @@ class Home:
         task.add_done_callback(self.tasks.discard)
         return task
 
-    def struck(self, peer: PeerId, error: ProtocolError) -> None:
+    def report_violation(self, peer: PeerId, error: ProtocolError) -> None:
         self.errors.append(error)
 
-    def handler_failed(self, peer: PeerId, error: Exception) -> None:
+    def shut_out_s(self, peer: PeerId) -> float:
+        return 0.0
+
+    def report_failure(self, peer: PeerId, error: Exception) -> None:
         self.errors.append(error)
 
     def ready(self, connection: Connection) -> None:

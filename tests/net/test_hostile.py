@@ -9,9 +9,10 @@ import resource
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
-from agora_protocol.errors import PROTOCOL_CODES, NotAdmitted, ProtocolError
+from agora_protocol.errors import PROTOCOL_CODES, NotAdmitted
 from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES, PROTOCOL_NAME
@@ -27,10 +28,12 @@ from agora_protocol.messages import (
 )
 from hivemind.p2p import PeerID
 
-from agora.net.calls import ConnectionBroken, NetLimits, Struck
+from agora.net.calls import ConnectionBroken, NetLimits
+from agora.swarm.conduct import Conduct, Offence, Penalty
+from agora.swarm.offences import OffenceLog
 from tests.net.helpers import RUN, Peer, after, boundary, echo, peers, process, run, until
 
-LENIENT = NetLimits(max_payload_bytes=65_536, max_strikes=10**6)
+LENIENT = NetLimits(max_payload_bytes=65_536)
 HELLO = b"".join(encode_frame(FrameType.HELLO, 0, Hello(1, bytes.fromhex(RUN), "raw", ())))
 
 
@@ -139,7 +142,7 @@ def test_400_mutated_streams_end_typed_while_an_honest_peer_is_served_and_memory
             await calling
             assert served > 50
             assert sum(ends.values()) == 400
-            assert len(victim.events) == 400 - ends["wrong-run"] - ends["wrong-version"]  # these two cost no strike
+            assert len(victim.violations) == 400 - ends["wrong-run"] - ends["wrong-version"]  # these two are none
             assert {"bad-frame", "bad-message", "too-large", "out-of-order"} <= ends.keys()
             await until(lambda: victim.network.held.used == 0)
             assert victim.network.held.peak <= LENIENT.max_payload_bytes * 4
@@ -184,8 +187,8 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
     async def main() -> None:
         async with peers(slow, echo, limits=LENIENT) as (victim, a):  # type: ignore[arg-type]
             await a.host.connect(victim.addresses)
-            for greet, said, code, strikes in cases:
-                victim.events.clear()
+            for greet, said, code, violates in cases:
+                victim.violations.clear()
                 asked = None
                 async with raw_stream(a, victim, greet) as raw, asyncio.timeout(5):
                     if greet == HELLO:
@@ -195,9 +198,7 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
                     raw.send(said)
                     seen = await raw.until_goodbye()
                 assert isinstance(seen[-1][1], Refusal) and seen[-1][1].code == code, (code, seen)
-                assert [type(event) for event in victim.events] == [Struck] * strikes, code
-                if strikes:
-                    assert victim.events[0].code == code  # type: ignore[union-attr]
+                assert [error.code for error in victim.violations] == [code] * violates
                 if asked is not None:
                     with pytest.raises(ConnectionBroken):
                         await asked
@@ -205,32 +206,31 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
     run(main)
 
 
-def test_three_strikes_shut_a_peer_out_for_a_while_and_nobody_else() -> None:
-    limits = NetLimits(max_strikes=3, shut_out_s=0.8)
+def test_three_violations_shut_a_peer_out_for_a_while_and_nobody_else() -> None:
+    shut_out_s, events = 1.2, list[Any]()
+    offences = OffenceLog(events.append, Conduct(dict.fromkeys(Offence, Penalty(shut_out_s=shut_out_s))))
 
     async def main() -> None:
-        async with peers(echo, echo, echo, limits=limits) as (victim, attacker, honest):
+        async with peers(echo, echo, echo, offences=offences) as (victim, attacker, honest):
             await attacker.host.connect(victim.addresses)
             for _ in range(3):
                 async with raw_stream(attacker, victim) as raw, asyncio.timeout(5):
                     raw.send(bytes(64))
                     await raw.until_goodbye()
-            assert [event.shut_out_s > 0 for event in victim.events if isinstance(event, Struck)] == [
-                False,
-                False,
-                True,
-            ]
+            assert [event.shut_out_s > 0 for event in events] == [False, False, True]
             with pytest.raises(NotAdmitted, match="shut out"):
                 await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
             with pytest.raises(NotAdmitted, match="shut out"):
                 await victim.network.call(attacker.id, GetStatus(), deadline=after(5))
             await honest.network.call(victim.id, GetStatus(), deadline=after(5))
-            await asyncio.sleep(limits.shut_out_s)
+            await asyncio.sleep(shut_out_s)
             await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
-            # a handler that finds a request's contents wrong may strike too
-            victim.network.strike(attacker.id, ProtocolError("bad-tensor", "not the manifest's shape"))
-            assert victim.events[-1].code == "bad-tensor"  # type: ignore[union-attr]
-            await until(lambda: not attacker.network.statistics().peers)
+            offences.report_offence(attacker.id, Offence.USELESS_GRADIENT, "an offence that another room has found")
+            with pytest.raises(NotAdmitted, match="shut out"):
+                await victim.network.call(attacker.id, GetStatus(), deadline=after(5))
+            with pytest.raises((NotAdmitted, ConnectionBroken)):
+                await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
+            await until(lambda: victim.network.statistics().peers.keys() == {honest.id})
 
     run(main)
 
@@ -259,7 +259,7 @@ def test_a_request_withdrawn_in_the_same_breath_leaves_nothing_held() -> None:
                 while (await raw.next())[0].call != 99:
                     pass
                 await until(lambda: b.network.held.used == 0)
-                assert not b.events
+                assert not b.violations
                 (connection,) = b.network._connections[a.id]
                 assert not connection._serving and connection._held_here == 0
 

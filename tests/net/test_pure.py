@@ -1,11 +1,10 @@
-"""The network's decisions that need no network: who counts as gone, who is shut out, where a peer can be dialled."""
+"""The network's decisions that need no network: who counts as gone, and where a peer can be dialled."""
 
 from __future__ import annotations
 
 from agora_protocol.identity import Identity
 
-from agora.net import peers
-from agora.net.peers import AddressBook, Strikes
+from agora.net.peers import AddressBook
 from agora.net.pulse import Pulse, Verdict
 
 
@@ -50,21 +49,11 @@ def test_bytes_that_leave_a_backlog_are_a_sign_of_life_and_those_that_meet_none_
     assert Verdict.GONE.name in verdicts
 
 
-def test_strikes_are_forgotten_in_time_and_memory_of_strangers_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    one, two = Identity.generate().peer, Identity.generate().peer
-    strikes = Strikes(most=3, memory_s=100.0, shut_out_s=50.0)
-    assert [strikes.add(one, now) for now in (0.0, 60.0, 120.0)] == [0.0, 0.0, 0.0]  # never three within 100 s
-    assert strikes.add(one, 130.0) == 50.0
-    assert strikes.shut_out_s(one, 150.0) == 30.0 and strikes.shut_out_s(one, 181.0) == 0.0
-    assert strikes.shut_out_s(two, 150.0) == 0.0
-
-    monkeypatch.setattr(peers, "MAX_PEERS", 10)
-    strikes, book = Strikes(1, 100.0, 50.0), AddressBook()
-    for _ in range(30):
-        stranger = Identity.generate().peer
-        strikes.add(stranger, 0.0)
+def test_the_memory_of_strangers_addresses_is_bounded() -> None:
+    book, strangers = AddressBook(max_peers=10), [Identity.generate().peer for _ in range(30)]
+    for stranger in strangers:
         book.learn(stranger, [f"/ip4/10.0.0.1/tcp/1/p2p/{stranger}"])
-    assert len(strikes._strikes) == len(strikes._out_until) == len(book._known) == 10
+    assert [bool(book.addresses(stranger)) for stranger in strangers] == [False] * 20 + [True] * 10
 
 
 def test_only_addresses_that_lead_to_the_peer_are_learnt() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +20,8 @@ from agora_protocol.tensors import WireTensor
 from agora.averaging.terms import Part
 from agora.node.replicas import Replicas
 from agora.observe.events import PartFailed, RoundDone, StepTaken
+from agora.swarm.conduct import ReportOffence
+from agora.swarm.offences import OffenceLog
 from agora.train.compute import Compute
 from tests.train.support import Events, batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
 
@@ -45,7 +47,7 @@ class Liar:
 
 @asynccontextmanager
 async def beside(
-    liar: Liar, struck: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None, **sections: Any
+    liar: Liar, report_offence: ReportOffence = lambda *_: None, **sections: Any
 ) -> AsyncIterator[tuple[Compute, Replicas, Events]]:
     """Stage 0 alone, and this peer's replicas, whose view has the liar and nobody else."""
     events, manifest = Events(), small_manifest(**sections)
@@ -54,7 +56,7 @@ async def beside(
     membership: Any = SimpleNamespace(view=SimpleNamespace(replicas=lambda stage: seen))
     keeper: Any = SimpleNamespace(fetched=())
     async with pipeline_of(manifest, ["0"], report=events) as (compute,):
-        replicas = Replicas(signed, ME, compute, membership, cast(Any, liar), keeper, events, struck)
+        replicas = Replicas(signed, ME, compute, membership, cast(Any, liar), keeper, events, report_offence)
         yield compute, replicas, events
         await replicas.owner.close()
 
@@ -139,15 +141,13 @@ def test_a_round_is_begun_once_and_with_no_more_tokens_than_owners_take() -> Non
     asyncio.run(asyncio.wait_for(whole(), 30))
 
 
-def test_what_no_member_may_bring_is_one_strike_for_a_round() -> None:
+def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
     async def whole() -> None:
-        struck = list[tuple[PeerId, str]]()
+        recorded: list[Any] = []
         averaging = {"exact_steps": 0, "every": 2, "wire": "float32"}
 
-        def strike(peer: PeerId, error: ProtocolError) -> None:
-            struck.append((peer, error.code))
-
-        async with beside(Liar(), strike, averaging=averaging) as (_, replicas, _):
+        offences = OffenceLog(recorded.append)
+        async with beside(Liar(), offences.report_offence, averaging=averaging) as (_, replicas, _):
             size = replicas._size_of(Part(0, "weights", 0, 0))
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
@@ -160,7 +160,10 @@ def test_what_no_member_may_bring_is_one_strike_for_a_round() -> None:
                     await bring(round_, values, weight)
             with pytest.raises(Refused):
                 await bring(9, good)
-            assert struck == [(OTHER, "bad-tensor"), (OTHER, "bad-message")], "a round that is far away is no fault"
+            codes = [(event.peer, event.offence, event.text.partition(":")[0]) for event in recorded]
+            assert codes == [(OTHER, "bad-average", code) for code in ("bad-tensor", "bad-message")], (
+                "a round that is far away is no fault"
+            )
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 

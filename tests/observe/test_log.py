@@ -27,19 +27,25 @@ def test_equal_warnings_are_told_once_with_their_number() -> None:
     stream = io.StringIO()
     log = HumanLog(stream)
     for number in range(50):
-        log.take(events.PeerStruck("p", "bad-frame"), 100.0 + number / 10)
-    log.take(events.PeerStruck("p", "bad-frame"), 111.0)
+        log.take(events.OffenceRecorded("p", "bad-frame", "a wrong magic"), 100.0 + number / 10)
+    log.take(events.OffenceRecorded("p", "bad-frame", "a wrong magic"), 111.0)
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 2 and lines[0].endswith("warning strike against p: bad-frame")
+    assert len(lines) == 2 and lines[0].endswith("warning offence of p: bad-frame, a wrong magic")
     assert lines[1].endswith("(50 times)")
 
 
 def test_journald_gets_a_priority_and_the_journals_fields() -> None:
     stream = io.StringIO()
-    JsonLog(stream).take(events.PeerStruck("p", "bad-frame", "why"), 12.5)
+    JsonLog(stream).take(events.OffenceRecorded("p", "bad-frame", "why", "1 of 3 points", 0.0), 12.5)
     priority, _, rest = stream.getvalue().partition(">")
     assert priority == "<4"
-    assert json.loads(rest) == {"at_unix": 12.5, "event": "PeerStruck", "peer": "p", "code": "bad-frame", "text": "why"}
+    assert json.loads(rest) == {"at_unix": 12.5, "event": "OffenceRecorded"} | {
+        "peer": "p",
+        "offence": "bad-frame",
+        "text": "why",
+        "follows": "1 of 3 points",
+        "shut_out_s": 0.0,
+    }
 
 
 def test_journald_is_recognised_by_the_streams_own_inode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from agora_protocol.ids import MicrobatchId, microbatch_id
 from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
-from agora.observe.events import HopRefused, MicrobatchCounted, PeerStruck, RepeatServed
+from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
 from agora.pipeline.gate import StepGate
 from tests.pipeline.virtual_time import run
-from tests.pipeline.world import Node, World, boundary_of, gradient_of, loss_of, peer_id, tokens_of
+from tests.pipeline.world import Node, World, boundary_of, gradient_of, loss_of, offences_of, peer_id, tokens_of
 
 MB = microbatch_id(b"session0", 7)
 
@@ -332,7 +332,7 @@ def test_a_failure_of_our_own_device_is_passed_up_and_counts_nothing() -> None:
     run(work())
 
 
-def test_a_peer_that_answers_nonsense_is_struck_and_its_sibling_is_asked_with_the_same_forward() -> None:
+def test_a_peer_that_answers_nonsense_is_recorded_and_its_sibling_is_asked_with_the_same_forward() -> None:
     async def work() -> None:
         world = World(2)
         node, liar = world.add("first", "0"), world.add("liar", "1")
@@ -347,7 +347,7 @@ def test_a_peer_that_answers_nonsense_is_struck_and_its_sibling_is_asked_with_th
         await asyncio.sleep(1.0)
         world.add("sound", "1")
         await task
-        assert PeerStruck(liar.peer, "bad-tensor", "the gradient is wrong") in node.events
+        assert (liar.peer, "useless-gradient", "bad-tensor: the gradient is wrong") in offences_of(node)
         assert counted(world)[0] == 1
         assert len([e for e in node.events if isinstance(e, MicrobatchCounted)]) == 1
 

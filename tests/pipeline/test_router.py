@@ -11,7 +11,7 @@ from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import Advance, Pong, Process, Processed
 
 from agora.net.errors import ConnectionBroken
-from agora.observe.events import MicrobatchRerouted, PeerStruck, RouteChanged
+from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.router import NEWS_PER_STAGE, Trip
 from tests.pipeline.virtual_time import run
@@ -21,6 +21,7 @@ from tests.pipeline.world import (
     World,
     boundary_of,
     gradient_of,
+    offences_of,
     peer_id,
     started,
     tokens_of,
@@ -236,7 +237,7 @@ def test_a_lost_answer_is_fetched_from_the_peer_that_has_it() -> None:
         (HopAnswer(Pong(), []), "bad-message"),
     ],
 )
-def test_an_answer_that_is_none_is_a_strike_and_the_next_peer_is_asked(answer: HopAnswer, code: str) -> None:
+def test_an_answer_that_is_none_is_an_offence_and_the_next_peer_is_asked(answer: HopAnswer, code: str) -> None:
     async def work() -> None:
         world = World(2)
         node, liar = world.add("first", "0"), world.add("liar", "1")
@@ -249,8 +250,8 @@ def test_an_answer_that_is_none_is_a_strike_and_the_next_peer_is_asked(answer: H
         await asyncio.sleep(1.0)
         honest = world.add("honest", "1")
         assert (await task).peer == honest.peer
-        strikes = {(e.peer, e.code) for e in node.events if isinstance(e, PeerStruck)}
-        assert strikes == {(liar.peer, code)}
+        offences = {(peer, offence, text.split(":")[0]) for peer, offence, text in offences_of(node)}
+        assert offences == {(liar.peer, "bad-answer", code)}
 
     run(work())
 

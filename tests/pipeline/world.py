@@ -20,13 +20,21 @@ from agora_protocol.tensors import WireTensor
 
 from agora.net.errors import ConnectionBroken, DeadlinePassed
 from agora.net.link import DelayLine, LinkSpec, TokenBucket
-from agora.observe.events import Event, MicrobatchCompleted, MicrobatchCounted, MicrobatchDropped, MicrobatchStarted
+from agora.observe.events import (
+    Event,
+    MicrobatchCompleted,
+    MicrobatchCounted,
+    MicrobatchDropped,
+    MicrobatchStarted,
+    OffenceRecorded,
+)
 from agora.pipeline.admission import Admission
 from agora.pipeline.hop import Hop, HopConfig
 from agora.pipeline.interfaces import HopAnswer, WireShapes
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.results import ResultCache
 from agora.pipeline.router import Router
+from agora.swarm.offences import OffenceLog
 from agora.swarm.view import PeerView, View
 
 SHAPES = WireShapes("float32", (1, 2, 4), "float32", (1, 2, 4), (1, 3))
@@ -189,6 +197,7 @@ class Node:
         self.results = ResultCache()
         self.reached: Counter[str] = Counter()
         self.calls_in = 0
+        offences = OffenceLog(self.events.append)
         self.router = Router(
             self,
             lambda: world.view,
@@ -196,6 +205,8 @@ class Node:
             stage_count=world.stage_count,
             shapes=SHAPES,
             report=self.events.append,
+            report_offence=offences.report_offence,
+            is_shut_out=offences.is_shut_out,
             round_trip_s=self._measured_round_trip_s,
         )
         self.hop = Hop(
@@ -422,3 +433,8 @@ async def train(origin: Origin, microbatches: int, patience_s: float = 100_000.0
         await asyncio.sleep(0.05)
     await origin.leave(patience_s)
     await running
+
+
+def offences_of(node: Node) -> list[tuple[str, str, str]]:
+    """The offences that the node recorded: (peer, offence, text)."""
+    return [(e.peer, e.offence, e.text) for e in node.events if isinstance(e, OffenceRecorded)]

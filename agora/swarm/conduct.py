@@ -1,0 +1,133 @@
+"""What other peers did wrong, what each offence costs, and who is shut out for it. Pure: `now` is an argument.
+
+Knows: offences and their penalties. Must not know: how an offence is detected, nor any clock. Each offence adds points
+to the peer's sum; a sum of `POINTS_TO_SHUT_OUT` shuts the peer out: it is neither called nor answered, and routing does
+not count it as a replica. Points are taken off again when they are `heals_s` old.
+
+| offence          | what the peer did                             | what follows at once                             |
+|------------------|-----------------------------------------------|--------------------------------------------------|
+| bad-frame        | sent a frame that the protocol forbids        | GOODBYE, and the connection ends                 |
+| bad-request      | sent a request that no honest peer makes      | the request is refused                           |
+| bad-answer       | answered with a wrong message, shape or number | routing backs off; a sibling is asked            |
+| useless-gradient | returned a gradient that backward cannot use  | routing backs off; a sibling is asked            |
+| bad-average      | sent a part that no replica may send          | the part is refused; counted once for each round |
+| false-state      | sent state that is not what it had announced  | the transfer goes on with other sources          |
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, Protocol
+
+from agora_protocol.ids import PeerId
+
+MAX_PEERS: Final = 16_384
+"""Peers whose offences are remembered; the one whose last offence is oldest is forgotten first."""
+POINTS_TO_SHUT_OUT: Final = 3
+
+
+class Offence(Enum):
+    """What a peer did wrong; see the table at the top of this module."""
+
+    BAD_FRAME = "bad-frame"
+    BAD_REQUEST = "bad-request"
+    BAD_ANSWER = "bad-answer"
+    USELESS_GRADIENT = "useless-gradient"
+    BAD_AVERAGE = "bad-average"
+    FALSE_STATE = "false-state"
+
+
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """What one offence costs: `points`, which heal after `heals_s`; once the sum is full, `shut_out_s` of being out."""
+
+    points: int = 1
+    heals_s: float = 600.0
+    shut_out_s: float = 300.0
+
+
+PENALTIES: Final[Mapping[Offence, Penalty]] = {
+    Offence.BAD_FRAME: Penalty(),
+    Offence.BAD_REQUEST: Penalty(),
+    Offence.BAD_ANSWER: Penalty(),
+    Offence.USELESS_GRADIENT: Penalty(),
+    Offence.BAD_AVERAGE: Penalty(),
+    Offence.FALSE_STATE: Penalty(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Consequence:
+    """What follows from an offence. shut_out_s: seconds for which the peer is shut out from now, 0.0 when it is not.
+
+    counted: False when the same occasion had been counted before, so that nothing follows.
+    """
+
+    counted: bool
+    shut_out_s: float
+    reason: str
+
+
+class ReportOffence(Protocol):
+    """Records an offence that was detected now (agora.swarm.offences.OffenceLog.report_offence). Never raises."""
+
+    def __call__(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
+        """text: what exactly was wrong. Offences of one peer, kind and non-empty `occasion` are counted once."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """One peer's offences that have not healed, as (heals at, points), and until when the peer is shut out."""
+
+    unhealed: list[tuple[float, int]] = field(default_factory=list)
+    shut_out_until: float = 0.0
+    last_occasions: dict[Offence, str] = field(default_factory=dict)
+
+
+class Conduct:
+    """The offences of all peers, for as long as the daemon lives. `now` is in seconds on any monotonic clock."""
+
+    def __init__(self, penalties: Mapping[Offence, Penalty] = PENALTIES, max_peers: int = MAX_PEERS) -> None:
+        self._penalties = penalties
+        self._max_peers = max_peers
+        self._records: OrderedDict[PeerId, _Record] = OrderedDict()
+
+    def record(self, peer: PeerId, offence: Offence, now: float, occasion: str = "") -> Consequence:
+        """Adds an offence to the peer's record and returns what follows from it."""
+        record = self._records.setdefault(peer, _Record())
+        self._records.move_to_end(peer)
+        if len(self._records) > self._max_peers:
+            self._records.popitem(last=False)
+        if occasion and record.last_occasions.get(offence) == occasion:
+            return Consequence(False, self.shut_out_s(peer, now), f"{offence.value} was counted for {occasion} already")
+        record.last_occasions[offence] = occasion
+        penalty = self._penalties[offence]
+        points = _add(record, penalty, now)
+        if points < POINTS_TO_SHUT_OUT:
+            reason = f"{points} of {POINTS_TO_SHUT_OUT} points; they heal after {penalty.heals_s:.0f} s"
+            return Consequence(True, self.shut_out_s(peer, now), reason)
+        record.shut_out_until = max(record.shut_out_until, now + penalty.shut_out_s)
+        seconds = record.shut_out_until - now
+        return Consequence(True, seconds, f"{points} of {POINTS_TO_SHUT_OUT} points; shut out for {seconds:.0f} s")
+
+    def shut_out_s(self, peer: PeerId, now: float) -> float:
+        """Seconds for which the peer is still shut out; 0.0 when it is not."""
+        record = self._records.get(peer)
+        return 0.0 if record is None else max(0.0, record.shut_out_until - now)
+
+    def is_shut_out(self, peer: PeerId, now: float) -> bool:
+        """Whether the peer must be neither called nor answered."""
+        return self.shut_out_s(peer, now) > 0.0
+
+
+def _add(record: _Record, penalty: Penalty, now: float) -> int:
+    """Adds a penalty's points to the record, takes off those that have healed, and returns the sum.
+
+    The record keeps at most `POINTS_TO_SHUT_OUT` entries: older ones could not change what follows.
+    """
+    unhealed = [entry for entry in record.unhealed if entry[0] >= now]
+    record.unhealed = [*unhealed, (now + penalty.heals_s, penalty.points)][-POINTS_TO_SHUT_OUT:]
+    return sum(points for _, points in record.unhealed)

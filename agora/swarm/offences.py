@@ -1,0 +1,41 @@
+"""Records offences as they are detected: the conduct of other peers, on the event loop's clock, reported as events.
+
+Knows: the clock, the event, and `Conduct`. Must not know: how an offence is detected, or how a peer is kept out.
+"""
+
+from __future__ import annotations
+
+from agora_protocol.errors import ProtocolError
+from agora_protocol.ids import PeerId
+
+from agora.clock import loop_time
+from agora.observe import events
+from agora.observe.events import Report
+from agora.swarm.conduct import Conduct, Offence
+
+
+class OffenceLog:
+    """The conduct of other peers, as the rooms of a daemon see it. It lives as long as the daemon."""
+
+    def __init__(self, report: Report, conduct: Conduct | None = None) -> None:
+        self._report = report
+        self._conduct = conduct or Conduct()
+
+    def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
+        """Records an offence that was detected now; see `ReportOffence`."""
+        consequence = self._conduct.record(peer, offence, loop_time(), occasion)
+        if consequence.counted:
+            follows = consequence.reason
+            self._report(events.OffenceRecorded(peer, offence.value, text, follows, consequence.shut_out_s))
+
+    def report_violation(self, peer: PeerId, error: ProtocolError) -> None:
+        """Records that a peer sent a frame which the protocol forbids."""
+        self.report_offence(peer, Offence.BAD_FRAME, f"{error.code}: {error}")
+
+    def shut_out_s(self, peer: PeerId) -> float:
+        """Seconds for which the peer is still shut out; 0.0 when it is not."""
+        return self._conduct.shut_out_s(peer, loop_time())
+
+    def is_shut_out(self, peer: PeerId) -> bool:
+        """Whether the peer must be neither called nor answered."""
+        return self.shut_out_s(peer) > 0.0

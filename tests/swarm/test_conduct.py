@@ -1,0 +1,95 @@
+"""What an offence costs, when it heals, and who is shut out: decided without a clock or a network."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from agora_protocol.errors import ProtocolError
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId
+
+from agora.swarm.conduct import PENALTIES, Conduct, Consequence, Offence, Penalty
+from agora.swarm.offences import OffenceLog
+
+ONE, OTHER = (Identity(bytes([seed]) * 32).peer for seed in (1, 2))
+
+
+def test_every_offence_has_a_penalty() -> None:
+    assert set(PENALTIES) == set(Offence)
+
+
+@pytest.mark.parametrize("offence", Offence)
+def test_the_third_offence_within_ten_minutes_shuts_a_peer_out_for_five_minutes_and_nobody_else(
+    offence: Offence,
+) -> None:
+    conduct = Conduct()
+    first, second, third = (conduct.record(ONE, offence, now) for now in (0.0, 300.0, 600.0))
+    assert (first.shut_out_s, second.shut_out_s, third.shut_out_s) == (0.0, 0.0, 300.0)
+    assert third == Consequence(True, 300.0, "3 of 3 points; shut out for 300 s")
+    assert conduct.is_shut_out(ONE, 899.0) and conduct.shut_out_s(ONE, 750.0) == 150.0
+    assert not conduct.is_shut_out(ONE, 900.0) and not conduct.is_shut_out(OTHER, 600.0)
+
+
+def test_offences_of_all_kinds_share_one_sum() -> None:
+    conduct = Conduct()
+    kinds = (Offence.BAD_FRAME, Offence.USELESS_GRADIENT, Offence.FALSE_STATE)
+    assert [conduct.record(ONE, kind, 1.0).shut_out_s for kind in kinds] == [0.0, 0.0, 300.0]
+
+
+def test_an_offence_heals_after_ten_minutes() -> None:
+    conduct = Conduct()
+    consequences = [conduct.record(ONE, Offence.BAD_FRAME, now) for now in (0.0, 350.0, 700.0, 960.0)]
+    assert [consequence.shut_out_s for consequence in consequences] == [0.0, 0.0, 0.0, 0.0]
+    assert [consequence.reason[:11] for consequence in consequences] == [f"{n} of 3 poin" for n in (1, 2, 2, 2)]
+
+
+def test_an_offence_while_shut_out_begins_the_time_anew() -> None:
+    conduct = Conduct()
+    for now in (0.0, 1.0, 2.0, 200.0):
+        conduct.record(ONE, Offence.BAD_FRAME, now)
+    assert conduct.shut_out_s(ONE, 200.0) == 300.0
+
+
+def test_a_grave_offence_may_shut_out_at_once() -> None:
+    conduct = Conduct({Offence.FALSE_STATE: Penalty(points=3, shut_out_s=3600.0)})
+    assert conduct.record(ONE, Offence.FALSE_STATE, 0.0).shut_out_s == 3600.0
+
+
+def test_offences_of_one_occasion_count_once() -> None:
+    conduct = Conduct()
+    rounds = ["round 1", "round 1", "round 1", "round 2", "round 2", "round 3"]
+    counted = [conduct.record(ONE, Offence.BAD_AVERAGE, 0.0, occasion).counted for occasion in rounds]
+    assert counted == [True, False, False, True, False, True]
+    assert conduct.is_shut_out(ONE, 0.0)
+    assert conduct.record(OTHER, Offence.BAD_AVERAGE, 0.0, "round 3").counted, "an occasion is one peer's"
+
+
+def test_the_memory_of_offenders_is_bounded_and_the_oldest_is_forgotten_first() -> None:
+    conduct = Conduct(max_peers=10)
+    strangers = [PeerId(f"stranger {number}") for number in range(30)]
+    for stranger in strangers:
+        for _ in range(3):
+            conduct.record(stranger, Offence.BAD_FRAME, 0.0)
+    assert [conduct.is_shut_out(stranger, 0.0) for stranger in strangers] == [False] * 20 + [True] * 10
+
+
+def test_each_counted_offence_is_reported_as_one_event() -> None:
+    events: list[Any] = []
+
+    async def main() -> None:
+        log = OffenceLog(events.append)
+        log.report_violation(ONE, ProtocolError("bad-frame", "a wrong magic"))
+        for _ in range(2):
+            log.report_offence(ONE, Offence.BAD_AVERAGE, "a part twice", "round 1")
+        assert not log.is_shut_out(ONE)
+        log.report_offence(ONE, Offence.USELESS_GRADIENT, "infinite")
+        assert log.is_shut_out(ONE) and 299.0 < log.shut_out_s(ONE) <= 300.0 and not log.is_shut_out(OTHER)
+
+    asyncio.run(main())
+    assert [(e.peer, e.offence, e.text, round(e.shut_out_s)) for e in events] == [
+        (ONE, "bad-frame", "bad-frame: a wrong magic", 0),
+        (ONE, "bad-average", "a part twice", 0),
+        (ONE, "useless-gradient", "infinite", 300),
+    ]
