@@ -1,6 +1,6 @@
 """The daemon as a process: data directory, lock, log, signals, event loop, exit code.
 
-Knows: the process. Must not know: what the daemon does inside its loop (node.py), which is imported here, late and
+Knows: the process. Must not know: what the daemon does inside its loop (lifecycle.py), which is imported here, late and
 timed, because it brings torch and hivemind.
 """
 
@@ -19,15 +19,14 @@ from agora_protocol.identity import Identity
 
 from agora.node import paths, runs, settings
 from agora.node.lock import DirectoryLock
-from agora.node.service import Notifier
-from agora.node.steps import Steps
+from agora.node.startup import StartSteps, Startup
+from agora.node.systemd import Notifier
 from agora.observe import faults, log
 from agora.observe.journal import Journal
-from agora.observe.report import Reporter
+from agora.observe.reporter import Reporter
 
 if TYPE_CHECKING:
-    from agora.node.node import Ending
-    from agora.node.parts import Where
+    from agora.node.lifecycle import Ending
 
 
 def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
@@ -41,14 +40,14 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     try:
         _arm_faults()
         notifier = Notifier()
-        steps = Steps(reporter.report, notifier)
+        steps = StartSteps(reporter.report, notifier)
         with steps.step("identity") as note:
             identity = Identity.load_or_create(home.identity)
             note.text = identity.peer
         with steps.step("imports"):
-            from agora.node.parts import Where
-        where = Where(reference, home, chosen, identity, incarnation)
-        ending = _in_loop(_live(where, reporter, notifier))
+            import agora.node.lifecycle  # noqa: F401
+        startup = Startup(reference, home, chosen, identity, incarnation, reporter.report, steps)
+        ending = _in_loop(_live(startup, reporter, notifier))
     finally:
         reporter.close()
         lock.release()
@@ -80,11 +79,11 @@ def _arm_faults() -> None:
         raise LocalError(f"{error}; correct it, or unset AGORA_FAULTS.") from None
 
 
-async def _live(where: Where, reporter: Reporter, notifier: Notifier) -> Ending:
-    from agora.node.node import Node
+async def _live(startup: Startup, reporter: Reporter, notifier: Notifier) -> Ending:
+    from agora.node.lifecycle import Node
 
-    node = Node(where, reporter, notifier)
-    with _signals(node.stop, lambda: paths.unregister(paths.socket_of(where.home))):
+    node = Node(startup, reporter, notifier)
+    with _signals(node.stop, lambda: paths.unregister(paths.socket_of(startup.home))):
         return await node.live()
 
 

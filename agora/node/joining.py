@@ -1,65 +1,92 @@
-"""How a daemon comes by the run's manifest and by addresses of others in it.
+"""Finds the run: its manifest, addresses of its peers, and the network process through which they are reached.
 
-Knows: files, the registry, the wire's GetManifest. Must not know: what the daemon does afterwards.
+Knows: files, the registry of running daemons, the wire's GetManifest, the order of these steps. Must not know: what the
+daemon does in the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from agora_protocol import __version__
 from agora_protocol.addresses import peer_of_address
-from agora_protocol.errors import AgoraError, LocalError, ManifestError
-from agora_protocol.identity import Identity
+from agora_protocol.errors import AgoraError, LocalError, ManifestError, NotAdmitted
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_ADDRESSES, PROTOCOL_VERSION
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import GetManifest, Hello, ManifestAnswer
 
-from agora.net.calls import IncomingCall, Network, Reply
+from agora.calls import Reply
+from agora.clock import loop_time
+from agora.net.calls import IncomingCall, Network
 from agora.net.host import Host
 from agora.node import control_client, paths, runs
+from agora.node.startup import Startup
 
 FETCH_SECONDS = 15.0
 NEIGHBOUR_SECONDS = 60.0
 
 
 class Unreachable(LocalError):
-    """Nobody of the run answers; the command ends with the exit code for that."""
+    """No peer of the run answers. The command ends with exit code 4."""
 
     code = "unreachable"
     exit_code = 4
 
 
-def hello(run: RunId, addresses: Sequence[str]) -> Hello:
-    """What this daemon says first on every stream."""
-    return Hello(PROTOCOL_VERSION, bytes.fromhex(run), f"agora {__version__}", tuple(addresses))
+# --- the manifest
 
 
-async def from_file(
-    reference: runs.RunReference, identity: Identity, home: paths.Home, founded: Callable[[SignedManifest], None]
-) -> tuple[SignedManifest, str]:
-    """The signed manifest of a file or a joined run; a draft takes part in its founder's run, or is signed here."""
+async def read_manifest(startup: Startup) -> SignedManifest:
+    """Returns the signed manifest of a file or of a run that this machine has joined.
+
+    An unsigned manifest is the run that a running daemon of this machine signed; if there is none, this daemon signs
+    it and founds the run.
+    """
+    with startup.steps.step("manifest") as note:
+        signed, note.text = await _signed_manifest(startup)
+        note.text += f", run {signed.run_id[:12]} ({signed.manifest.name})"
+    return signed
+
+
+async def _signed_manifest(startup: Startup) -> tuple[SignedManifest, str]:
+    """Returns the manifest and, in a few words, where it came from."""
+
+    def adopt(signed: SignedManifest) -> None:
+        adopt_run(startup, signed)
+
+    reference, home = startup.run, startup.home
     if reference.signed is not None:
-        founded(reference.signed)
+        adopt(reference.signed)
         return reference.signed, "signed"
     for entry in paths.daemons():
         if reference.is_of(entry):
             running = runs.from_file(paths.Home(Path(entry.root)).manifest(entry.run), home)
             if running.signed is not None:
-                founded(running.signed)
+                adopt(running.signed)
                 return running.signed, f"founded by the daemon with pid {entry.pid}"
-    return await asyncio.to_thread(runs.sign, reference, identity, founded)
+    return await asyncio.to_thread(runs.sign, reference, startup.identity, adopt)
 
 
-async def fetch_manifest(host: Host, run: RunId, addresses: Sequence[str]) -> SignedManifest:
-    """Asks the invite's peers for the manifest, one after the other, and checks hash and signature.
+async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
+    """Asks the invite's peers for the manifest, one after the other, and checks its hash and signature.
 
-    Raises Unreachable when nobody has it, ManifestError when what came is not the run's.
+    Raises Unreachable when nobody has it, ManifestError when an answer is not this run's manifest.
     """
-    network = Network(host, lambda: hello(run, ()), _nothing_here)
+    run = RunId(startup.run.run)
+    with startup.steps.step("manifest") as note:
+        signed = await _ask_every_peer(host, run, addresses)
+        adopt_run(startup, signed)
+        note.text = f"fetched, hash and signature checked, run {run[:12]} ({signed.manifest.name})"
+    return signed
+
+
+async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> SignedManifest:
+    network = Network(host, lambda: hello(run, ()), _refuse_while_joining)
     failures: list[str] = []
     try:
         for peer in dict.fromkeys(peer_of_address(address) for address in addresses):
@@ -79,34 +106,99 @@ async def fetch_manifest(host: Host, run: RunId, addresses: Sequence[str]) -> Si
 
 
 async def _ask_manifest(network: Network, peer: PeerId, run: RunId) -> SignedManifest:
-    deadline = asyncio.get_running_loop().time() + FETCH_SECONDS
-    reply = await network.call(peer, GetManifest(), deadline=deadline)
+    reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_SECONDS)
     if not isinstance(reply.message, ManifestAnswer):
         raise ManifestError("the peer answered with something else; ask for another invite")
     return SignedManifest.from_bytes(reply.message.manifest, run)
 
 
-async def _nothing_here(call: IncomingCall) -> Reply:
+async def _refuse_while_joining(call: IncomingCall) -> Reply:
     raise LocalError("this peer is still joining")
 
 
-async def neighbours(run: str, own_pid: int) -> tuple[str, ...]:
-    """Addresses of this machine's other daemons of the run; waits for those that are just starting."""
-    deadline = asyncio.get_running_loop().time() + NEIGHBOUR_SECONDS
-    found: list[str] = []
+def adopt_run(startup: Startup, signed: SignedManifest) -> None:
+    """Stores the manifest in the data directory, and registers this daemon under the run for commands of this machine.
+
+    Raises NotAdmitted when the manifest lists the peers that may join and this one is not among them.
+    """
+    home = startup.home
+    if not signed.manifest.admits(startup.peer):
+        raise NotAdmitted(f"the run admits only listed peers; ask its founder to list {startup.peer}")
+    runs.remember(home, signed)
+    paths.make_private(paths.runtime_directory())
+    socket, root = str(paths.socket_of(home)), str(home.root)
+    name, founder = signed.manifest.name, signed.founder
+    paths.register(paths.Entry(signed.run_id, name, founder, startup.peer, os.getpid(), root, socket))
+
+
+# --- the network
+
+
+@asynccontextmanager
+async def open_host(startup: Startup) -> AsyncIterator[tuple[Host, tuple[str, ...]]]:
+    """Runs the network process p2pd; yields the host and the addresses at which other machines can dial it."""
+    settings = startup.settings
+    with startup.steps.step("host") as note:
+        host = await Host.create(
+            identity_path=startup.home.identity,
+            listen=settings.listen,
+            announce=settings.announce,
+            link=settings.link_spec,
+        )
+        addresses = _dialable_first(await host.addresses())
+        note.text = addresses[0] if addresses else "listens nowhere"
+        note.text += f", behind a link of {settings.link}" if settings.link else ""
+    try:
+        yield host, addresses
+    finally:
+        await host.close()
+
+
+def _dialable_first(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Returns at most as many addresses as a record may hold; loopback addresses come last."""
+    return tuple(sorted(addresses, key=lambda address: "/127." in address or "/ip6/::1/" in address))[:MAX_ADDRESSES]
+
+
+async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
+    """Connects to known peers of the run; returns all addresses that are known.
+
+    signed: None for an invite whose manifest must still be fetched. Raises Unreachable in that case when nobody
+    answers. A daemon that has the manifest may find nobody: it waits for others.
+    """
+    known, reached, reason = startup.run.addresses, 0, "it names no other peer"
+    with startup.steps.step("bootstrap") as note:
+        if signed is not None:
+            known += await _addresses_of_neighbours(signed.run_id)
+        known = tuple(dict.fromkeys(address for address in known if not address.endswith(host.peer)))
+        if known:
+            try:
+                reached = await host.connect(known)
+            except AgoraError as error:
+                reason = str(error)
+        if not reached and signed is None:
+            raise Unreachable(f"no peer of the invite answers ({reason}); ask for a newer invite")
+        peers = len({address.rpartition("/")[2] for address in known})
+        note.text = f"{reached} of {peers} peers answered" if peers else "nobody to ask, the first peer here"
+    return known
+
+
+async def _addresses_of_neighbours(run: str) -> tuple[str, ...]:
+    """Asks this machine's other daemons of the run for addresses; waits for those that are just starting."""
+    deadline = loop_time() + NEIGHBOUR_SECONDS
+    addresses: list[str] = []
     for entry in paths.daemons():
-        while entry.run == run and entry.pid != own_pid and entry.alive:
+        while entry.run == run and entry.pid != os.getpid() and entry.alive:
             try:
                 answer = await asyncio.to_thread(control_client.ask, Path(entry.socket), "addresses", timeout_s=2.0)
-                found.extend(str(address) for address in answer["addresses"])
+                addresses.extend(str(address) for address in answer["addresses"])
                 break
             except (control_client.DaemonUnreachable, control_client.DaemonRefused):
-                if asyncio.get_running_loop().time() > deadline:
+                if loop_time() > deadline:
                     break
                 await asyncio.sleep(0.2)
-    return tuple(found)
+    return tuple(addresses)
 
 
-def ordered(addresses: Sequence[str]) -> tuple[str, ...]:
-    """At most as many as a record may hold; those that others can dial before loopback."""
-    return tuple(sorted(addresses, key=lambda address: "/127." in address or "/ip6/::1/" in address))[:MAX_ADDRESSES]
+def hello(run: RunId, addresses: Sequence[str]) -> Hello:
+    """Returns the message with which this daemon begins every stream."""
+    return Hello(PROTOCOL_VERSION, bytes.fromhex(run), f"agora {__version__}", tuple(addresses))

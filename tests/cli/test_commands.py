@@ -53,7 +53,7 @@ def test_importing_the_commands_imports_nothing_heavy() -> None:
         "agora.cli.demo, agora.cli.export\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'safetensors', 'hivemind', 'numpy', "
         "'pydantic', 'libp2p', 'trio', 'uvloop', 'rich', 'cryptography', "
-        "'msgpack', 'agora_protocol.manifest', 'agora.node.node'}\n"
+        "'msgpack', 'agora_protocol.manifest', 'agora.node.lifecycle'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from agora.observe import events, journal
-from agora.observe.report import Reporter
+from agora.observe.reporter import Reporter
 
 
 def sample(cls: type[events.Event]) -> events.Event:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from agora.observe import events, journal
-from agora.observe.report import Reporter
+from agora.observe.reporter import Reporter
 
 WRITER = """
 import os, signal, sys
 from pathlib import Path
 from agora.observe import events
 from agora.observe.journal import Journal
-from agora.observe.report import Reporter
+from agora.observe.reporter import Reporter
 reporter = Reporter([Journal(Path(sys.argv[1]))])
 for number in range(1000):
     reporter.report(events.MicrobatchStarted(f"{number:032x}"))
@@ -80,7 +80,7 @@ from pathlib import Path
 from agora.observe import events
 from agora.observe.journal import Journal
 from agora.observe.log import HumanLog
-from agora.observe.report import Reporter
+from agora.observe.reporter import Reporter
 reporter = Reporter([Journal(Path(sys.argv[1])), HumanLog(sys.stdout)])
 for number in range(200):
     reporter.report(events.PeerGone(str(number), "left"))

@@ -10,7 +10,7 @@ from agora_protocol.errors import Busy
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
-from agora.node.building import step_gate
+from agora.node.loaded_span import step_gate
 from agora.pipeline.gate import RETRY_MS, SHARE, StepGate
 from tests.pipeline.virtual_time import VirtualLoop, run
 

@@ -5,6 +5,7 @@ Knows: sinks and the counters behind `status` and `report`. Must not know: files
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import Counter
@@ -54,6 +55,11 @@ class Reporter:
                 self._sinks.remove(sink)
         for sink, reason in broken:
             self.report(events.DiskTrouble(str(getattr(sink, "path", "the log")), reason.strerror or str(reason)))
+
+    def snapshot(self) -> Counters:
+        """Returns a copy of the counters."""
+        with self._lock:
+            return copy.deepcopy(self.counters)
 
     def close(self) -> None:
         """Closes every sink; later reports only count."""

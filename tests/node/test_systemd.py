@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from agora.node.service import Notifier, Pulse, may_pat
+from agora.node.systemd import Notifier
+from agora.node.watchdog import WorkState, may_feed
 
 UNIT = Path(__file__).resolve().parents[2] / "deploy" / "agora-node.service"
 
@@ -46,17 +47,17 @@ def test_the_watchdog_is_ours_only_when_it_names_us() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pulse", "fed", "status"),
+    ("work", "fed", "sentence"),
     [
-        (Pulse(100, 99, 3, "", False), True, "working on 3 microbatches"),
-        (Pulse(100, 10, 3, "", False), False, "no progress for 90 s with 3 microbatches in hand"),
-        (Pulse(100, 10, 3, "a peer of stage 1", False), True, "waiting for a peer of stage 1"),
-        (Pulse(100, 10, 3, "", True), True, "paused by the owner"),
-        (Pulse(100, 10, 0, "", False), True, "idle: no microbatch in hand"),
+        (WorkState(100, 99, 3, "", False), True, "working on 3 microbatches"),
+        (WorkState(100, 10, 3, "", False), False, "no progress for 90 s with 3 microbatches in hand"),
+        (WorkState(100, 10, 3, "a peer of stage 1", False), True, "waiting for a peer of stage 1"),
+        (WorkState(100, 10, 3, "", True), True, "paused by the owner"),
+        (WorkState(100, 10, 0, "", False), True, "idle: no microbatch in hand"),
     ],
 )
-def test_the_dog_is_fed_by_progress_or_by_a_stated_wait(pulse: Pulse, fed: bool, status: str) -> None:
-    assert may_pat(pulse, silence_s=30.0) == (fed, status)
+def test_the_watchdog_is_fed_by_progress_or_by_a_stated_wait(work: WorkState, fed: bool, sentence: str) -> None:
+    assert may_feed(work, silence_s=30.0) == (fed, sentence)
 
 
 def test_the_unit_parses_and_keeps_its_promises() -> None:

@@ -1,0 +1,400 @@
+"""One daemon in its event loop: it opens the peer, holds one span after another, and leaves in order.
+
+Knows: the order of a daemon's life, and what is there at any moment. Must not know: processes and signals (daemon.py),
+or how the peer and the span do their work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from agora_protocol.errors import AgoraError, InputError, LocalError
+from agora_protocol.ids import Span
+from agora_protocol.invite import Invite
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.records import Progress
+
+from agora.clock import loop_time
+from agora.node import joining, paths
+from agora.node.background import BackgroundTasks
+from agora.node.control import ControlSocket
+from agora.node.loaded_span import LoadedSpan, load_span
+from agora.node.node_report import (
+    NodeReport,
+    SpanReport,
+    StageReport,
+    TrafficReport,
+    WindowedRate,
+    progress_record,
+    status_json,
+)
+from agora.node.peer import Peer, open_peer
+from agora.node.questions import questions_of
+from agora.node.startup import Startup
+from agora.node.systemd import Notifier
+from agora.node.watchdog import Watchdog
+from agora.observe import events
+from agora.observe.reporter import Reporter
+from agora.swarm import health
+from agora.swarm.health import Health
+from agora.swarm.status import RunFacts
+from agora.swarm.view import View
+
+LEAVE_SECONDS = 9.0
+"""For all of leaving: a second less than promised."""
+ANNOUNCE_SECONDS = 1.5
+ORIGIN_SECONDS = 5.0
+CLOSE_SECONDS = 3.0
+MOVE_FINISH_SECONDS = 30.0
+"""How long a move waits for this origin's own microbatches, and then for those of others."""
+MOVE_CHECKPOINT_SECONDS = 60.0
+MORE_ADDRESSES = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why the daemon ends: exit code 0 when it was asked to, else 1 and the sentence for standard error."""
+
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A move that was asked for: to which span, and a future that ends with it."""
+
+    span: Span
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class _Stopped(Exception):
+    """The daemon was asked to leave while it was starting."""
+
+
+class Node:
+    """One daemon. `live` runs it from start to end; whoever sets `stop` makes it leave.
+
+    `signed`, `peer` and `span` are None until they are there; `span` is None again during a move.
+    """
+
+    def __init__(self, startup: Startup, reporter: Reporter, notifier: Notifier) -> None:
+        self.startup = startup
+        self.report = reporter.report
+        self.signed: SignedManifest | None = None
+        self.peer: Peer | None = None
+        self.span: LoadedSpan | None = None
+        self.stop = asyncio.Event()
+        self.reason = "asked to leave"
+        self.is_paused = False
+        self._reporter = reporter
+        self._notifier = notifier
+        self._watchdog = Watchdog(self.take_report, self.report, notifier, startup.incarnation / 1e9)
+        self._addresses: tuple[str, ...] = ()
+        self._rate = WindowedRate()
+        self._since_unix = time.time()
+        self._move: _Move | None = None
+        self._move_wanted = asyncio.Event()
+        self._peer_closing = AsyncExitStack()
+        self._span_closing = AsyncExitStack()
+
+    async def live(self) -> Ending:
+        """Runs the daemon until it is asked to leave or cannot go on. Raises an AgoraError when it cannot start."""
+        control = ControlSocket(paths.socket_of(self.startup.home), questions_of(self))
+        await control.start()
+        try:
+            try:
+                ending = await self._start_and_serve()
+            except _Stopped:
+                ending = Ending(0, self.reason)
+            await self._leave(ending)
+        finally:
+            await self._close()
+            await control.close()
+        return ending
+
+    # --- what is there
+
+    def serving_span(self) -> LoadedSpan:
+        """Returns the span that is held; raises LocalError while there is none."""
+        if self.span is None:
+            doing = f"moving to stages {self._move.span}" if self._move is not None else "still starting"
+            raise LocalError(f"this daemon is {doing}; ask again when it serves")
+        return self.span
+
+    def addresses(self) -> tuple[str, ...]:
+        """Returns where this peer can be dialled, then where some others can. Raises LocalError while it has none."""
+        if not self._addresses:
+            raise LocalError("this daemon has no address yet; ask again in a moment")
+        others: list[str] = []
+        if self.peer is not None:
+            for seen in self.peer.membership.view.peers.values():
+                if seen.peer != self.startup.peer and seen.state == "serving":
+                    others += seen.addresses[:1]
+        return (*self._addresses[:MORE_ADDRESSES], *others[:MORE_ADDRESSES])
+
+    def invite(self) -> Invite:
+        """Returns what others need to join the run. Raises LocalError before the run and the addresses are known."""
+        if self.signed is None:
+            raise LocalError("this daemon does not know its run yet; ask again in a moment")
+        return Invite(self.signed.run_id, self.addresses(), self.signed.manifest.name)
+
+    def take_report(self) -> NodeReport:
+        """Returns a snapshot of this daemon."""
+        startup, peer, counters, now_unix = self.startup, self.peer, self._reporter.snapshot(), time.time()
+        self._rate.add(now_unix, counters.counted_tokens)
+        view = peer.membership.view if peer else View()
+        claim = peer.membership.claim if peer else None
+        run = RunFacts(startup.run.run, startup.run.name, 0)
+        if self.signed is not None:
+            run = RunFacts(self.signed.run_id, self.signed.manifest.name, self.signed.manifest.stage_count)
+        return NodeReport(
+            startup.peer,
+            claim.incarnation if claim else startup.incarnation,
+            run,
+            claim.state if claim else "joining",
+            startup.steps.current,
+            self.is_paused,
+            startup.settings.link,
+            self._judge(view, run.stage_count, now_unix),
+            now_unix,
+            counters,
+            self._rate.per_second,
+            view,
+            {other: seen.path for other, seen in peer.network.statistics().peers.items()} if peer else {},
+            _traffic_of(peer) if peer else TrafficReport(),
+            _span_report(self.span) if self.span else None,
+        )
+
+    def _judge(self, view: View, stage_count: int, now_unix: float) -> Health:
+        """Returns the swarm's health as this peer sees it."""
+        if self.span is None:
+            step = self.startup.steps.current or "serve"
+            return Health(health.DEGRADED, f"this daemon is still starting: {step}", "wait until it serves")
+        return health.judge(view, stage_count, now_unix, since_unix=self._since_unix, paused=self.is_paused)
+
+    def _status(self) -> dict[str, Any]:
+        return status_json(self.take_report())
+
+    def _progress(self) -> Progress | None:
+        return progress_record(self.take_report())
+
+    # --- start and serve
+
+    async def _start_and_serve(self) -> Ending:
+        peer = await self._unless_stopped(self._open_peer())
+        await self._hold(peer, self.startup.settings.span, self.startup.incarnation)
+        self._report_started(peer)
+        tasks = await self._peer_closing.enter_async_context(BackgroundTasks())
+        tasks.start("watchdog", self._watchdog.run())
+        while True:
+            ending = await self._until_move_or_end(peer, tasks)
+            if ending is not None:
+                return ending
+            await self._carry_out_move(peer)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns what `work` returns. When the daemon is asked to leave meanwhile, cancels it and raises _Stopped."""
+        working = asyncio.create_task(work, name="start")
+        stopping = asyncio.create_task(self.stop.wait(), name="stop")
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+            raise _Stopped
+        return working.result()
+
+    async def _open_peer(self) -> Peer:
+        startup, closing = self.startup, self._peer_closing
+        if startup.run.signed is not None or not startup.run.run:
+            self.signed = await joining.read_manifest(startup)
+        host, self._addresses = await closing.enter_async_context(joining.open_host(startup))
+        others = await joining.connect_to_run(startup, host, self.signed)
+        if self.signed is None:
+            self.signed = await joining.fetch_manifest(startup, host, others)
+        opening = open_peer(
+            startup, self.signed, host, self._addresses, others, status=self._status, progress=self._progress
+        )
+        self.peer = await closing.enter_async_context(opening)
+        return self.peer
+
+    async def _hold(self, peer: Peer, wanted: Span | None, incarnation: int) -> None:
+        """Loads a span and serves it. Raises _Stopped, or an AgoraError when it cannot; then nothing is held."""
+        loading = load_span(self.startup, peer, wanted, incarnation)
+        span = await self._unless_stopped(self._span_closing.enter_async_context(loading))
+        if self.is_paused:
+            span.pause()
+        with self.startup.steps.step("serve") as note:
+            self.span = span
+            await peer.membership.say("serving")
+            note.text = f"stages {span.span}"
+        self.report(events.StateChanged("serving", f"stages {span.span}"))
+        if span.origin is not None:
+            span.tasks.start("origin", span.origin.run())
+
+    def _report_started(self, peer: Peer) -> None:
+        span = self.serving_span().span
+        run, incarnation = peer.signed.run_id, self.startup.incarnation
+        self.report(
+            events.PeerStarted(self.startup.peer, run, span.first, span.last, incarnation, os.getpid(), peer.addresses)
+        )
+        print(f"invite {self.invite()}", flush=True)
+
+    async def _until_move_or_end(self, peer: Peer, own: BackgroundTasks) -> Ending | None:
+        """Waits until the daemon is asked to leave or something that must not end has ended; None: asked to move."""
+        groups = (own, peer.tasks, self.serving_span().tasks)
+        events_ = (self.stop, peer.host.died, self._move_wanted)
+        waits = [asyncio.create_task(event.wait()) for event in events_]
+        try:
+            running = [task for group in groups for task in group.running]
+            await asyncio.wait((*waits, *running), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.stop.is_set():
+            return Ending(0, self.reason)
+        if peer.host.died.is_set():
+            return Ending(1, "the network process p2pd ended by itself; start the daemon again, and look at its memory")
+        failed = next((ended for group in groups if (ended := group.first_ended()) is not None), None)
+        return self._failed(*failed) if failed is not None else None
+
+    def _failed(self, task: str, error: BaseException | None) -> Ending:
+        text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
+        self.report(events.TaskFailed(task, text))
+        is_known = isinstance(error, AgoraError)
+        return Ending(1, str(error) if is_known else f"its task {task} failed ({text}); please report this")
+
+    # --- move
+
+    async def move(self, stages: Span) -> None:
+        """Holds other stages instead, on the same network connections; returns when they are served.
+
+        Raises LocalError or InputError, and changes nothing, when it cannot begin. When the new stages cannot be
+        loaded, the former ones are loaded again and that error is raised.
+        """
+        if self._move is not None:
+            raise LocalError(f"this daemon is moving to stages {self._move.span} already; wait until it serves them")
+        held = self.serving_span().span
+        count = self.signed.manifest.stage_count if self.signed else 0
+        if stages.last >= count:
+            raise InputError(f"stages {stages} are beyond the run's last stage; give stages within 0-{count - 1}.")
+        if stages == held:
+            raise LocalError(f"this daemon holds stages {held} already; give other stages, within 0-{count - 1}")
+        self._move = move = _Move(stages)
+        self._move_wanted.set()
+        await asyncio.shield(move.done)
+
+    async def _carry_out_move(self, peer: Peer) -> None:
+        """Gives up the span and holds the wanted one; or the former one again when that fails."""
+        move, former = self._move, self.serving_span()
+        assert move is not None
+        self._move_wanted.clear()
+        self.report(events.StateChanged("moving", f"from stages {former.span} to stages {move.span}"))
+        failure: AgoraError | None = None
+        try:
+            await self._finish(peer, former, MOVE_FINISH_SECONDS, loop_time() + 2 * MOVE_FINISH_SECONDS)
+            await former.write_checkpoints(MOVE_CHECKPOINT_SECONDS, self.report)
+            await self._end_span()
+            try:
+                await self._hold(peer, move.span, self._next_incarnation(peer))
+            except AgoraError as error:
+                failure = error
+                self.report(events.TaskFailed("move", f"{error.code}: {error}"))
+                await self._hold(peer, former.span, self._next_incarnation(peer))
+        except BaseException:
+            move.done.set_exception(LocalError("this daemon is leaving, and has not moved"))
+            move.done.exception()
+            raise
+        self._move = None
+        if failure is not None:
+            move.done.set_exception(failure)
+            move.done.exception()
+        else:
+            move.done.set_result(None)
+
+    def _next_incarnation(self, peer: Peer) -> int:
+        claim = peer.membership.claim
+        return (claim.incarnation if claim else self.startup.incarnation) + 1
+
+    async def _end_span(self) -> None:
+        self.span = None
+        await self._span_closing.aclose()
+
+    # --- leave
+
+    async def _leave(self, ending: Ending) -> None:
+        """Announces it, finishes what is in hand, and hands back what cannot be finished in time."""
+        self._notifier.send(STOPPING=1, STATUS=f"leaving: {ending.reason}")
+        self.report(events.StateChanged("leaving", ending.reason))
+        peer, span = self.peer, self.span
+        if peer is None:
+            return
+        until = loop_time() + LEAVE_SECONDS - 3.0
+        if span is None:
+            await self._announce_leaving(peer)
+            return
+        span.collector.close()
+        if not peer.host.died.is_set():
+            await self._finish(peer, span, ORIGIN_SECONDS, until)
+        await span.write_checkpoints(max(1.0, until + 1.0 - loop_time()), self.report)
+        self._watchdog.report_traffic(self.take_report())
+
+    async def _finish(self, peer: Peer, span: LoadedSpan, origin_s: float, until: float) -> None:
+        """Announces that the span is given up, and finishes what is in hand; at `until` the rest is handed back."""
+        try:
+            async with asyncio.timeout(origin_s):
+                await asyncio.gather(self._announce_leaving(peer), span.finish_own(origin_s - 1.0))
+        except TimeoutError:
+            self.report(events.TaskFailed("leave", "what was in hand could not be ended in time"))
+        await span.hop.leave(max(0.1, until - loop_time()))
+
+    async def _announce_leaving(self, peer: Peer) -> None:
+        try:
+            async with asyncio.timeout(ANNOUNCE_SECONDS):
+                await peer.membership.say("leaving")
+        except TimeoutError:
+            self.report(events.DirectoryTrouble("leave", "the directory did not answer in time"))
+
+    async def _close(self) -> None:
+        self.span = None
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._span_closing.aclose()
+                await self._peer_closing.aclose()
+        except TimeoutError:
+            self.report(events.TaskFailed("close", f"not everything could be closed within {CLOSE_SECONDS:.0f} s"))
+        self.report(events.StateChanged("left", "the daemon has ended"))
+
+
+def _traffic_of(peer: Peer) -> TrafficReport:
+    network, sent = peer.network.statistics(), peer.sent
+    return TrafficReport(
+        network.bytes_out, network.bytes_in, sent.boundary_bytes, sent.averaging_bytes, sent.state_bytes
+    )
+
+
+def _span_report(span: LoadedSpan) -> SpanReport:
+    origin = span.origin
+    stages = (
+        StageReport(stage.stage, stage.step, tuple(stage.staleness), stage.refused_nonfinite)
+        for stage in span.compute.progress()
+    )
+    return SpanReport(
+        span.span,
+        tuple(stages),
+        span.compute.statistics().busy_fraction,
+        span.in_hand,
+        span.hop.queue,
+        span.hop.path_s(),
+        origin is not None,
+        origin.statistics.loss if origin else None,
+        origin.credit.reason if origin else "",
+    )

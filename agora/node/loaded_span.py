@@ -1,0 +1,407 @@
+"""The span: what lives as long as this daemon holds the same stages.
+
+Knows: the rooms that work on stages, and how they are wired to each other and to the peer. Must not know: processes,
+signals, or how any room does its work.
+
+Opened in this order, closed in the opposite one:
+
+| step | opens |
+|---|---|
+| placement | nothing; chooses the span and claims it in the directory |
+| corpus | the text that an origin draws from (spans with stage 0) |
+| model | the compute: stages, device thread |
+| confirm | nothing; asks whether the claimed span still stands, else back to placement |
+| state | checkpoints; fills the stages with the newest state there is |
+| - | replicas, hop, origin, collector |
+| serve | nothing; says in the directory that this peer serves |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from agora_protocol.errors import AgoraError, InputError, LocalError, ProtocolError
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.manifest import Manifest
+from agora_protocol.messages import (
+    Contribute,
+    GetChunk,
+    GetSlice,
+    GetState,
+    GossipSteps,
+    Message,
+    Process,
+    Recall,
+)
+from agora_protocol.records import Claim, Cut, Progress
+
+from agora.calls import Reply
+from agora.data import Sampler, open_corpus, open_tokenizer
+from agora.net.calls import IncomingCall
+from agora.node import doctor
+from agora.node.background import BackgroundTasks
+from agora.node.collecting import Collector
+from agora.node.keeping import Keeper, KeeperConfig
+from agora.node.origin_batches import OriginBatches
+from agora.node.peer import Peer, usual_in_flight, wire_shapes
+from agora.node.replicas import Replicas
+from agora.node.requests import Answerer
+from agora.node.startup import Startup
+from agora.node.threads import run_in_thread
+from agora.observe import events, faults
+from agora.pipeline.admission import Admission
+from agora.pipeline.gate import StepGate
+from agora.pipeline.hop import Hop, HopConfig
+from agora.pipeline.origin import Origin, OriginConfig, OwnStage, Share
+from agora.swarm.conduct import Offence
+from agora.swarm.placement import Placement
+from agora.train.compute import Compute
+
+MOST_LOADS = 3
+"""When other peers take the span while this one loads it, it loads another; the last one it serves in any case."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSpan:
+    """The stages that this daemon holds, and all that works on them."""
+
+    compute: Compute
+    keeper: Keeper
+    replicas: Replicas
+    admission: Admission
+    hop: Hop
+    origin: Origin | None
+    collector: Collector
+    tasks: BackgroundTasks
+
+    @property
+    def span(self) -> Span:
+        """The stages held."""
+        return self.compute.span
+
+    @property
+    def in_hand(self) -> int:
+        """How many microbatches this peer has accepted or originated and not finished."""
+        return self.admission.taken + (self.origin.open_microbatches if self.origin else 0)
+
+    def pause(self) -> None:
+        """Takes and opens no more microbatches; those in hand are finished."""
+        self.hop.pause()
+        if self.origin is not None:
+            self.origin.pause()
+
+    def resume(self) -> None:
+        """Takes and opens microbatches again."""
+        self.hop.resume()
+        if self.origin is not None:
+            self.origin.resume()
+
+    async def finish_own(self, within_s: float) -> None:
+        """Opens no more microbatches and waits for those in flight; drops those that are not back in `within_s`."""
+        if self.origin is not None:
+            await self.origin.leave(within_s)
+
+    async def write_checkpoints(self, within_s: float, report: events.Report) -> None:
+        """Writes a checkpoint of every stage. One that takes longer than `within_s` is given up, which is reported."""
+        self.replicas.rest()
+        try:
+            async with asyncio.timeout(within_s):
+                await self.keeper.write_all()
+        except (TimeoutError, AgoraError) as error:
+            report(events.TaskFailed("checkpoint", str(error) or f"not written in {within_s:.0f} s"))
+
+
+@asynccontextmanager
+async def load_span(startup: Startup, peer: Peer, wanted: Span | None, incarnation: int) -> AsyncIterator[LoadedSpan]:
+    """Claims and loads a span and answers requests for it until the block ends; others do not know yet that it serves.
+
+    wanted: None lets placement choose. incarnation: of the claim, greater than that of any claim before. Raises an
+    AgoraError that says what to do.
+    """
+    manifest = peer.signed.manifest
+    async with AsyncExitStack() as closing:
+        span = await _claim(startup, peer, wanted, incarnation)
+        loads = MOST_LOADS if wanted is None else 1
+        compute, batches = await load_until_it_stands(
+            span,
+            lambda span: _load_stages(startup, peer, span),
+            lambda: _confirm(startup, peer),
+            closing,
+            loads,
+        )
+        tasks = await closing.enter_async_context(BackgroundTasks())
+        keeper = _make_keeper(startup, peer, compute)
+        with startup.steps.step("state") as note:
+            steps = await keeper.find()
+            closing.enter_context(peer.requests.answering(_state_answerers(keeper, peer)))
+            if any(steps):
+                await peer.membership.tell(Progress(startup.peer, compute.span, 0, steps, 0.0, None, 0, 0))
+            await peer.membership.refresh()
+            note.text = await keeper.start()
+        replicas = Replicas(
+            peer.signed,
+            startup.peer,
+            compute,
+            peer.membership,
+            peer.caller,
+            keeper,
+            startup.report,
+            peer.offences.report_offence,
+        )
+        gate = step_gate(manifest, compute)
+        admission = Admission(peer.seats)
+        hop = _make_hop(startup, peer, compute, admission, gate)
+        origin = None if batches is None else _make_origin(startup, peer, hop, batches, replicas)
+        collected = startup.home.collected(peer.signed.run_id)
+        network, membership, report_false_state = peer.network, peer.membership, _false_state_reporter(peer)
+        collector = Collector(peer.signed, collected, compute, lambda: membership.view, network, report_false_state)
+        closing.callback(collector.close)
+        closing.enter_context(peer.requests.answering(_work_answerers(hop, replicas)))
+        tasks.start("step events", _follow_steps(compute, keeper, replicas, gate, origin))
+        tasks.start("keeper", keeper.run())
+        tasks.start("replicas", replicas.run())
+        yield LoadedSpan(compute, keeper, replicas, admission, hop, origin, collector, tasks)
+
+
+# --- placement, and the loading that goes with it
+
+
+async def _claim(startup: Startup, peer: Peer, wanted: Span | None, incarnation: int) -> Span:
+    count = peer.signed.manifest.stage_count
+    if wanted is not None and wanted.last >= count:
+        raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
+    with startup.steps.step("placement") as note:
+        claim = Claim(startup.peer, Span(0, 0), incarnation, peer.addresses, "joining", 0.0)
+        placement = await peer.membership.join(claim, 1, wanted)
+        note.text = _placement_note(startup, peer, placement)
+    return placement.span
+
+
+def _placement_note(startup: Startup, peer: Peer, placement: Placement) -> str:
+    need = doctor.check_memory(peer.signed.manifest, placement.span, startup.settings.memory_gib)
+    return f"stages {placement.span}: {placement.reason}; {need}"
+
+
+async def _confirm(startup: Startup, peer: Peer) -> Span | None:
+    """Asks whether the claimed span still stands; returns None, or the span to load instead, already claimed."""
+    with startup.steps.step("confirm") as note:
+        placement = await peer.membership.confirm()
+        note.text = "the span stands" if placement is None else "others took it meanwhile"
+    if placement is None:
+        return None
+    with startup.steps.step("placement") as note:
+        note.text = _placement_note(startup, peer, placement)
+    return placement.span
+
+
+async def load_until_it_stands(
+    span: Span,
+    load: Callable[[Span], AbstractAsyncContextManager[T]],
+    confirm: Callable[[], Awaitable[Span | None]],
+    closing: AsyncExitStack,
+    loads: int,
+) -> T:
+    """Loads the span, and another one when `confirm` says so, at most `loads` times; two are never loaded at once.
+
+    `closing` takes over the one that stays.
+    """
+    while True:
+        async with AsyncExitStack() as loading:
+            loaded = await loading.enter_async_context(load(span))
+            loads -= 1
+            other = await confirm() if loads else None
+            if other is None:
+                closing.push_async_exit(loading.pop_all())
+                return loaded
+        span = other
+
+
+@asynccontextmanager
+async def _load_stages(startup: Startup, peer: Peer, span: Span) -> AsyncIterator[tuple[Compute, OriginBatches | None]]:
+    """Loads the corpus, if the span holds stage 0, and the stages with their initial weights."""
+    manifest = peer.signed.manifest
+    batches = await _load_corpus(startup, peer) if 0 in span else None
+    if startup.settings.threads:
+        torch.set_num_threads(startup.settings.threads)
+    with startup.steps.step("model") as note:
+        compute = await Compute.create(
+            manifest,
+            span,
+            report=startup.report,
+            device=startup.settings.device,
+            in_flight=usual_in_flight(manifest),
+            fault=faults.reach_blocking,
+        )
+        count = doctor.parameters_of(manifest, span)
+        note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
+    try:
+        yield compute, batches
+    finally:
+        await compute.close(1.0)
+
+
+async def _load_corpus(startup: Startup, peer: Peer) -> OriginBatches:
+    """Opens the text that this origin draws from, in a thread, since tokenising it may take long."""
+    manifest, base = peer.signed.manifest, startup.run.base
+    _check_files(startup, manifest)
+    cache = Path(startup.settings.corpus_cache or startup.home.corpus)
+
+    def load() -> tuple[Sampler, int]:
+        tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
+        corpus = open_corpus(manifest.data.corpus, tokenizer, cache, base=base)
+        sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
+        return sampler, len(corpus.tokens)
+
+    with startup.steps.step("corpus") as note:
+        sampler, count = await run_in_thread(load)
+        note.text = f"{count:,} tokens"
+    reserved = startup.home.manifest(peer.signed.run_id).with_name("drawn.txt")
+    return OriginBatches(sampler, startup.peer, manifest.schedule.microbatch, reserved, startup.report)
+
+
+def _check_files(startup: Startup, manifest: Manifest) -> None:
+    """Raises LocalError when a manifest from the network names files of this machine and the owner did not allow it."""
+    sources = [source for source in manifest.data.corpus if source != "stdlib"]
+    sources += [manifest.data.tokenizer] if manifest.data.tokenizer != "bytes" else []
+    if startup.run.file is None and sources and not startup.settings.allow_files:
+        raise LocalError(
+            f"the run reads files of this machine ({', '.join(sources[:3])}); "
+            "look at them, then join with --allow-files"
+        )
+
+
+# --- what works on the stages
+
+
+def _make_keeper(startup: Startup, peer: Peer, compute: Compute) -> Keeper:
+    run = peer.signed.run_id
+    claim = peer.membership.claim
+    incarnation = claim.incarnation if claim else startup.incarnation
+
+    async def publish(record: Cut, lifetime_s: float) -> bool:
+        return await peer.directory.publish(record, startup.identity, lifetime_s)
+
+    folder = startup.home.checkpoints(run)
+    config = KeeperConfig(startup.peer, incarnation, run, peer.signed.manifest, folder)
+    strike = _false_state_reporter(peer)
+    return Keeper(config, compute, peer.membership, peer.network, startup.report, publish=publish, strike=strike)
+
+
+def _false_state_reporter(peer: Peer) -> Callable[[PeerId, ProtocolError], None]:
+    def report_false_state(other: PeerId, error: ProtocolError) -> None:
+        peer.offences.report_offence(other, Offence.FALSE_STATE, f"{error.code}: {error}")
+
+    return report_false_state
+
+
+def _make_hop(startup: Startup, peer: Peer, compute: Compute, admission: Admission, gate: StepGate | None) -> Hop:
+    manifest = peer.signed.manifest
+    config = HopConfig(startup.peer, manifest.stage_count, wire_shapes(manifest))
+    return Hop(
+        config,
+        compute,
+        peer.router,
+        admission,
+        results=peer.answered,
+        report=startup.report,
+        gate=gate,
+        fault=faults.reach,
+    )
+
+
+def _make_origin(startup: Startup, peer: Peer, hop: Hop, batches: OriginBatches, replicas: Replicas) -> Origin:
+    manifest, me, membership = peer.signed.manifest, startup.peer, peer.membership
+    schedule = manifest.schedule
+    synchronous = schedule.kind == "synchronous"
+    config = OriginConfig(
+        me=me,
+        stage_count=manifest.stage_count,
+        synchronous=synchronous,
+        target_tokens=manifest.optimizer.target_tokens,
+        tokens_per_microbatch=manifest.tokens_per_microbatch,
+        ceiling=usual_in_flight(manifest) if synchronous else peer.seats,
+        max_in_flight=schedule.max_in_flight,
+    )
+
+    def share() -> Share:
+        origins = [seen.peer for seen in membership.view.replicas(0)]
+        return Share(origins.index(me), len(origins)) if me in origins else Share()
+
+    def ready() -> bool:
+        view, stages = membership.view, range(manifest.stage_count)
+        return schedule.least_replicas == 1 or all(
+            len(view.replicas(stage)) >= schedule.least_replicas for stage in stages
+        )
+
+    return Origin(
+        config,
+        hop,
+        batches,
+        startup.report,
+        share=share,
+        stage=OwnStage(lambda: replicas.step_of(0), lambda: replicas.missing_tokens(0), ready),
+        path_s=hop.path_s,
+    )
+
+
+def step_gate(manifest: Manifest, compute: Compute) -> StepGate | None:
+    """Returns where microbatches wait for their step; None in an asynchronous run, in which none ever waits."""
+    return StepGate(compute.span, compute.step_of) if manifest.schedule.kind == "synchronous" else None
+
+
+async def _follow_steps(
+    compute: Compute, keeper: Keeper, replicas: Replicas, gate: StepGate | None, origin: Origin | None
+) -> None:
+    """Passes each step that the device thread takes on to everyone whom it concerns."""
+    async for event in compute.step_events():
+        replicas.stepped(event.stage, event.step, event.own_tokens)
+        keeper.stepped(event.stage, event.step)
+        if gate is not None:
+            gate.stepped()
+        if origin is not None:
+            origin.stepped()
+
+
+# --- what is answered for other peers
+
+
+def _state_answerers(keeper: Keeper, peer: Peer) -> Mapping[type[Message], Answerer]:
+    async def give(call: IncomingCall) -> Reply:
+        await faults.reach("state.giving")
+        assert isinstance(call.message, GetState | GetChunk | GetSlice)
+        try:
+            given = await keeper.give(call.message)
+        except ProtocolError as error:
+            peer.offences.report_offence(call.peer, Offence.BAD_REQUEST, f"{error.code}: {error}")
+            raise
+        return Reply(given.message, given.tensors)
+
+    return {GetState: give, GetChunk: give, GetSlice: give}
+
+
+def _work_answerers(hop: Hop, replicas: Replicas) -> Mapping[type[Message], Answerer]:
+    async def process(call: IncomingCall) -> Reply:
+        assert isinstance(call.message, Process)
+        answer = await hop.process(call.message, call.tensors, call.deadline, call.progress)
+        return Reply(answer.message, list(answer.tensors))
+
+    async def gossip(call: IncomingCall) -> Reply:
+        assert isinstance(call.message, GossipSteps)
+        return Reply(replicas.gossip(call.peer, call.message))
+
+    async def contribute(call: IncomingCall) -> Reply:
+        assert isinstance(call.message, Contribute)
+        return Reply(*await replicas.contribute(call.peer, call.message, call.tensors, call.deadline))
+
+    async def recall(call: IncomingCall) -> Reply:
+        assert isinstance(call.message, Recall)
+        return Reply(*replicas.recall(call.message))
+
+    return {Process: process, GossipSteps: gossip, Contribute: contribute, Recall: recall}

@@ -1,0 +1,196 @@
+"""The report of one daemon about itself, and everything that is shown of it: one typed snapshot, several projections.
+
+Knows: names, types, the JSON of the commands' contract. Must not know: where a number comes from, torch, who asks.
+
+| projection | for |
+|---|---|
+| `status_json` | `swarm status --json`, and the answer to GetStatus |
+| `report_json` | the control question "report": demo, benchmarks, tests |
+| `progress_record` | the directory |
+| `traffic_event` | the journal, where it survives a kill |
+| `service_status` | systemd's STATUS line |
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.records import Progress
+
+from agora.observe.events import Traffic
+from agora.observe.reporter import Counters
+from agora.swarm.health import Health
+from agora.swarm.status import PeerFacts, RunFacts, status
+from agora.swarm.view import View
+
+RATE_WINDOW_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """One stage held here. staleness: microbatches by how many steps passed between their forward and backward."""
+
+    stage: int
+    step: int
+    staleness: tuple[int, ...]
+    refused_nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanReport:
+    """The span held here.
+
+    busy_fraction: share of the device thread's time that is spent on jobs. queue: microbatches that wait for the device
+    or are on it. path_s: seconds that a microbatch needs from here to the end and back, None until measured. loss and
+    credit (microbatches that may be in flight, in words) are the origin's: None and "" without stage 0.
+    """
+
+    span: Span
+    stages: tuple[StageReport, ...]
+    busy_fraction: float
+    in_hand: int
+    queue: int
+    path_s: float | None
+    is_origin: bool
+    loss: float | None
+    credit: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficReport:
+    """Bytes since the start: everything on the streams, and tensors sent by kind."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    boundary_bytes: int = 0
+    averaging_bytes: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One daemon at one moment.
+
+    state: of its claim (joining, serving, leaving). step_of_start: name of the step of a start that runs, "" when none
+    does. tokens_per_second: counted here over the last 15 s. paths: how each connected peer is reached. span: None
+    while no stages are loaded.
+    """
+
+    peer: PeerId
+    incarnation: int
+    run: RunFacts
+    state: str
+    step_of_start: str
+    is_paused: bool
+    link: str
+    health: Health
+    now_unix: float
+    counters: Counters
+    tokens_per_second: float = 0.0
+    view: View = field(default_factory=View)
+    paths: Mapping[PeerId, str] = field(default_factory=dict)
+    traffic: TrafficReport = field(default_factory=TrafficReport)
+    span: SpanReport | None = None
+
+    @property
+    def empty_stages(self) -> list[int]:
+        """The stages that no peer serves."""
+        return [stage for stage in range(self.run.stage_count) if not self.view.replicas(stage)]
+
+
+def status_json(report: NodeReport) -> dict[str, Any]:
+    """Returns what `swarm status --json` prints."""
+    note = "; ".join(["paused by its owner"] * report.is_paused + [f"link {report.link}"] * bool(report.link))
+    facts = PeerFacts({**report.paths, report.peer: "self"}, {report.peer: note})
+    return status(report.view, report.run, report.health, report.now_unix, facts)
+
+
+def progress_record(report: NodeReport) -> Progress | None:
+    """Returns this peer's signed record for the directory, before it is signed; None while no span is loaded."""
+    span, counters = report.span, report.counters
+    if span is None:
+        return None
+    return Progress(
+        report.peer,
+        span.span,
+        report.incarnation,
+        tuple(stage.step for stage in span.stages),
+        report.tokens_per_second,
+        span.loss if span.is_origin else counters.stage_loss,
+        span.queue,
+        max(counters.counted.values(), default=0),
+    )
+
+
+def traffic_event(report: NodeReport) -> Traffic:
+    """Returns the byte counts as an event."""
+    traffic = report.traffic
+    return Traffic(
+        traffic.boundary_bytes,
+        traffic.sent_bytes,
+        traffic.received_bytes,
+        traffic.averaging_bytes,
+        traffic.state_bytes,
+    )
+
+
+def service_status(report: NodeReport, sentence: str) -> str:
+    """Returns systemd's STATUS line. sentence: what the watchdog says of the work."""
+    steps = ", ".join(f"stage {stage} step {step}" for stage, step in sorted(report.counters.steps.items()))
+    return f"{report.health.state}: {sentence}; {steps or 'no step yet'}; {report.tokens_per_second:.0f} tokens/s"
+
+
+def report_json(report: NodeReport) -> dict[str, Any]:
+    """Returns all that is counted, as JSON values."""
+    answer = report.counters.summary() | {
+        "peer": report.peer,
+        "paused": report.is_paused,
+        "link": report.link or None,
+        "state": report.state,
+    }
+    span, traffic = report.span, report.traffic
+    if span is None:
+        return answer
+    return answer | {
+        "span": [span.span.first, span.span.last],
+        "steps": {str(stage.stage): stage.step for stage in span.stages},
+        "staleness": {str(stage.stage): list(stage.staleness) for stage in span.stages},
+        "refused_nonfinite": sum(stage.refused_nonfinite for stage in span.stages),
+        "busy_fraction": round(span.busy_fraction, 4),
+        "tokens_per_second": round(report.tokens_per_second, 1),
+        "in_hand": span.in_hand,
+        "loss": span.loss,
+        "credit": span.credit,
+        "bytes": {
+            "boundary": traffic.boundary_bytes,
+            "averaging": traffic.averaging_bytes,
+            "state": traffic.state_bytes,
+            "sent": traffic.sent_bytes,
+            "received": traffic.received_bytes,
+        },
+    }
+
+
+class WindowedRate:
+    """The rate per second of a growing total over the last 15 s, from samples of it."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, total: int) -> None:
+        """Takes one sample: the total is `total` at `now`, in seconds."""
+        self._samples.append((now, total))
+        while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:
+            self._samples.popleft()
+
+    @property
+    def per_second(self) -> float:
+        """The rate; 0 before the second sample."""
+        if len(self._samples) < 2:
+            return 0.0
+        (first, at_first), (last, at_last) = self._samples[0], self._samples[-1]
+        return (at_last - at_first) / (last - first) if last > first else 0.0

@@ -1,0 +1,148 @@
+"""The questions that the control socket answers, each by its name.
+
+Knows: what can be asked of a daemon, and how long an answer may take. Must not know: sockets, how anything is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from agora_protocol.errors import LocalError
+from agora_protocol.ids import Span
+
+from agora.clock import loop_time
+from agora.node.collecting import COLLECT_SECONDS
+from agora.node.control import Answer, Ask
+from agora.node.node_report import report_json, status_json
+from agora.observe import events
+from agora.state.weights import write_weights
+
+if TYPE_CHECKING:
+    from agora.node.lifecycle import Node
+
+DRAIN_SECONDS = 90.0
+EVALUATE_SECONDS = 300.0
+EVALUATE_BATCHES = 16
+MAX_EVALUATE_BATCHES = 4096
+WEIGHTS_SECONDS = 60.0
+MOVE_SECONDS = 3600.0
+
+
+def questions_of(node: Node) -> Mapping[str, Ask]:
+    """Returns everything that `node` can be asked."""
+    answers = ControlAnswers(node)
+    return {
+        "status": Ask(answers.status, {}),
+        "report": Ask(answers.report, {}),
+        "invite": Ask(answers.invite, {}),
+        "addresses": Ask(answers.addresses, {}),
+        "pause": Ask(answers.pause, {}),
+        "resume": Ask(answers.resume, {}),
+        "leave": Ask(answers.leave, {}),
+        "move": Ask(answers.move, {"stages": str}, deadline_s=MOVE_SECONDS),
+        "drain": Ask(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
+        "weights": Ask(answers.weights, {}, deadline_s=WEIGHTS_SECONDS),
+        "collect": Ask(answers.collect, {}, deadline_s=COLLECT_SECONDS + 60.0),
+        "evaluate": Ask(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
+    }
+
+
+class ControlAnswers:
+    """Answers each question about one node. Every method takes the question's arguments and raises AgoraErrors."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def status(self, _: Mapping[str, Any]) -> Answer:
+        """Returns what `swarm status --json` prints."""
+        return status_json(self._node.take_report())
+
+    async def report(self, _: Mapping[str, Any]) -> Answer:
+        """Returns everything that is counted."""
+        return report_json(self._node.take_report())
+
+    async def invite(self, _: Mapping[str, Any]) -> Answer:
+        """Returns the invite of the run, with this peer's addresses in it."""
+        return {"invite": str(self._node.invite())}
+
+    async def addresses(self, _: Mapping[str, Any]) -> Answer:
+        """Returns addresses of this peer and of some others."""
+        return {"addresses": list(self._node.addresses())}
+
+    async def pause(self, _: Mapping[str, Any]) -> Answer:
+        """Stops taking and opening microbatches."""
+        node, span = self._node, self._node.serving_span()
+        node.is_paused = True
+        span.pause()
+        node.report(events.StateChanged("paused", "by its owner"))
+        return {"text": f"paused; {span.in_hand} microbatches in hand are finished. Go on with `agora-node resume`."}
+
+    async def resume(self, _: Mapping[str, Any]) -> Answer:
+        """Goes on after a pause."""
+        node, span = self._node, self._node.serving_span()
+        node.is_paused = False
+        span.resume()
+        node.report(events.StateChanged("serving", "resumed by its owner"))
+        return {"text": "resumed."}
+
+    async def leave(self, _: Mapping[str, Any]) -> Answer:
+        """Makes the daemon leave, in the background."""
+        self._node.reason = "asked to leave by its owner"
+        self._node.stop.set()
+        return {"text": "leaving: it finishes what it holds and is gone within 10 s."}
+
+    async def move(self, arguments: Mapping[str, Any]) -> Answer:
+        """Changes the stages that the daemon holds, and returns when the new ones are served."""
+        stages, began = Span.parse(arguments.get("stages", "")), loop_time()
+        former = self._node.serving_span().span
+        await self._node.move(stages)
+        seconds = loop_time() - began
+        return {
+            "span": [stages.first, stages.last],
+            "seconds": round(seconds, 3),
+            "text": f"moved from stages {former} to stages {stages} in {seconds:.1f} s; it serves them.",
+        }
+
+    async def drain(self, _: Mapping[str, Any]) -> Answer:
+        """Opens no more microbatches and waits until those in flight are back; others' work is served meanwhile."""
+        origin = self._node.serving_span().origin
+        deadline = loop_time() + DRAIN_SECONDS
+        if origin is not None:
+            origin.pause()
+            while origin.open_microbatches and loop_time() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return {"in_flight": origin.open_microbatches if origin else 0}
+
+    async def evaluate(self, arguments: Mapping[str, Any]) -> Answer:
+        """Returns the held-out loss through the swarm, with this peer as origin."""
+        origin = self._node.serving_span().origin
+        if origin is None:
+            raise LocalError("this peer does not hold stage 0, so it has no text; ask one that does")
+        batches = arguments.get("batches", EVALUATE_BATCHES)
+        if not 1 <= batches <= MAX_EVALUATE_BATCHES:
+            raise LocalError(f"batches must be from 1 to {MAX_EVALUATE_BATCHES}")
+        began = loop_time()
+        evaluation = await origin.evaluate(batches, EVALUATE_SECONDS)
+        seconds = round(loop_time() - began, 3)
+        return {"loss": evaluation.loss, "tokens": evaluation.tokens, "seconds": seconds}
+
+    async def weights(self, _: Mapping[str, Any]) -> Answer:
+        """Writes the present weights of every stage held into the data directory, and returns the files' paths."""
+        compute, files = self._node.serving_span().compute, {}
+        run = self._node.invite().run
+        folder = self._node.startup.home.manifest(run).parent / "weights"
+        for progress in compute.progress():
+            tensors = await compute.weights(progress.stage)
+            path = folder / f"stage-{progress.stage}.safetensors"
+            about = {"run": run, "stage": str(progress.stage), "step": str(progress.step)}
+            await asyncio.to_thread(write_weights, path, tensors, about)
+            files[str(progress.stage)] = str(path)
+        return {"files": files}
+
+    async def collect(self, _: Mapping[str, Any]) -> Answer:
+        """Returns files with the weights of every stage of the run, fetched from the swarm where not held here."""
+        collected = await self._node.serving_span().collector.collect()
+        files = {str(file.stage): str(file.path) for file in collected}
+        return {"files": files, "steps": {str(file.stage): file.step for file in collected}}

@@ -1,0 +1,169 @@
+"""Answers the requests of other peers, and counts the bytes of tensors that this peer sends.
+
+Knows: every request, and who may make it. Must not know: how anything of it is done, or how bytes travel.
+
+| request | who may ask | answered by |
+|---|---|---|
+| GetStatus, GetManifest, Ping | everybody, observers too | this module, always |
+| Process | members of the run | the result cache for a repeat, else the span |
+| GossipSteps, Contribute, Recall | members of the run | the span |
+| GetState, GetChunk, GetSlice | peers of the run | the span |
+
+While no span is held, what only the span can answer is refused Busy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from agora_protocol.errors import Busy, NotAdmitted, Unsupported, WrongRun
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_STATUS_BYTES
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.messages import (
+    Contribute,
+    GetChunk,
+    GetManifest,
+    GetSlice,
+    GetState,
+    GetStatus,
+    GossipSteps,
+    ManifestAnswer,
+    Message,
+    Ping,
+    Pong,
+    Process,
+    Recall,
+    StatusAnswer,
+)
+from agora_protocol.tensors import WireTensor
+
+from agora.calls import Caller, OnProgress, Reply
+from agora.net.calls import IncomingCall
+
+JOINING_RETRY_MS = 1000
+
+Answerer = Callable[[IncomingCall], Awaitable[Reply]]
+"""Answers one kind of request; raises an AgoraError to refuse it."""
+
+_BY_MEMBERS: tuple[type[Message], ...] = (Process, GossipSteps, Contribute, Recall)
+_BY_PEERS: tuple[type[Message], ...] = (GetState, GetChunk, GetSlice)
+
+
+@dataclass
+class SentTensors:
+    """Bytes of tensors that this peer has sent: boundaries and their gradients, averaging, state."""
+
+    boundary_bytes: int = 0
+    averaging_bytes: int = 0
+    state_bytes: int = 0
+
+    def add(self, request: Message, tensors: Sequence[WireTensor]) -> None:
+        """Counts tensors that were sent with `request`, or with the answer to it."""
+        sent = sum(tensor.nbytes for tensor in tensors)
+        match request:
+            case Process():
+                self.boundary_bytes += sent
+            case Contribute() | Recall():
+                self.averaging_bytes += sent
+            case GetState() | GetChunk() | GetSlice():
+                self.state_bytes += sent
+
+
+class CountingCaller:
+    """A caller that counts the tensors that it sends. The tokens that go along with a boundary are not counted."""
+
+    def __init__(self, caller: Caller, sent: SentTensors) -> None:
+        self._caller = caller
+        self._sent = sent
+
+    async def call(
+        self,
+        peer: PeerId,
+        request: Message,
+        tensors: Sequence[WireTensor] = (),
+        *,
+        deadline: float,
+        on_progress: OnProgress | None = None,
+    ) -> Reply:
+        """See Caller.call."""
+        self._sent.add(request, tensors[:1] if isinstance(request, Process) else tensors)
+        return await self._caller.call(peer, request, tensors, deadline=deadline, on_progress=on_progress)
+
+
+class RequestHandler:
+    """Answers the requests of other peers. `status` returns what `swarm status --json` prints."""
+
+    def __init__(self, signed: SignedManifest, status: Callable[[], dict[str, Any]], sent: SentTensors) -> None:
+        self._signed = signed
+        self._manifest_bytes = signed.to_bytes()
+        self._run = bytes.fromhex(signed.run_id)
+        self._status = status
+        self._sent = sent
+        self._answerers: dict[type[Message], Answerer] = {}
+
+    @contextmanager
+    def answering(self, answerers: Mapping[type[Message], Answerer]) -> Iterator[None]:
+        """Answers these kinds of requests by `answerers` until the block ends; before and after, they are Busy."""
+        self._answerers |= answerers
+        try:
+            yield
+        finally:
+            for kind in answerers:
+                del self._answerers[kind]
+
+    async def answer(self, call: IncomingCall) -> Reply:
+        """Answers one request (the network's handler). An AgoraError becomes a typed refusal."""
+        match call.message:
+            case GetStatus():
+                self._check_run(call, may_observe=True)
+                return Reply(StatusAnswer(fitting(self._status())))
+            case GetManifest():
+                self._check_run(call, may_observe=True)
+                return Reply(ManifestAnswer(self._manifest_bytes))
+            case Ping():
+                return Reply(Pong())
+            case request if isinstance(request, _BY_MEMBERS + _BY_PEERS):
+                self._check_run(call, may_observe=False)
+                if isinstance(request, _BY_MEMBERS):
+                    self._check_member(call)
+                return await self._answer_by_span(call, request)
+            case other:
+                raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
+
+    async def _answer_by_span(self, call: IncomingCall, request: Message) -> Reply:
+        answerer = self._answerers.get(type(request))
+        if answerer is None:
+            raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
+        reply = await answerer(call)
+        self._sent.add(request, reply.tensors)
+        return reply
+
+    def _check_member(self, call: IncomingCall) -> None:
+        if not self._signed.manifest.admits(call.peer):
+            raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
+
+    def _check_run(self, call: IncomingCall, *, may_observe: bool) -> None:
+        if call.run:
+            if call.run != self._run:
+                raise WrongRun(f"this peer takes part in run {self._signed.run_id}; use an invite of that run")
+        elif not may_observe:
+            raise NotAdmitted("an observer may ask but not train; say the run in HELLO")
+
+
+def fitting(status: dict[str, Any]) -> bytes:
+    """Returns the status as UTF-8 JSON within the protocol's limit.
+
+    When it is too long, the last peers are left out, and `peers_left_out` says how many.
+    """
+    data = json.dumps(status).encode()
+    peers = list(status["peers"])
+    while len(data) > MAX_STATUS_BYTES and peers:
+        peers = peers[: len(peers) // 2]
+        status = status | {"peers": peers, "peers_left_out": len(status["peers"]) - len(peers)}
+        data = json.dumps(status).encode()
+    return data

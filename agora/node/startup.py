@@ -1,0 +1,70 @@
+"""What a daemon is started with, and the named and timed steps of its start.
+
+Knows: the owner's choices, names and seconds. Must not know: what a step does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId
+
+from agora.node.systemd import Notifier
+from agora.observe.events import Report, StartStep
+
+if TYPE_CHECKING:
+    from agora.node.paths import Home
+    from agora.node.runs import RunReference
+    from agora.node.settings import Settings
+
+
+@dataclass
+class StepNote:
+    """The result of one step of the start, in a few words."""
+
+    text: str = ""
+
+
+class StartSteps:
+    """Times the steps of a start: `with steps.step("host") as note:` reports StartStep("host", seconds, note.text).
+
+    `current` names the step that runs, or the one that failed; "" when none does.
+    """
+
+    def __init__(self, report: Report, notifier: Notifier) -> None:
+        self._report = report
+        self._notifier = notifier
+        self.current = ""
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[StepNote]:
+        """Times the block and reports it when it ends without an error."""
+        note, began = StepNote(), time.perf_counter()
+        self.current = name
+        self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=300_000_000)
+        yield note
+        self._report(StartStep(name, time.perf_counter() - began, note.text))
+        self.current = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """What a daemon is started with. `incarnation` is the unix time of its start, in nanoseconds."""
+
+    run: RunReference
+    home: Home
+    settings: Settings
+    identity: Identity
+    incarnation: int
+    report: Report
+    steps: StartSteps
+
+    @property
+    def peer(self) -> PeerId:
+        """This peer's id."""
+        return self.identity.peer

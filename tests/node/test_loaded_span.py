@@ -1,0 +1,106 @@
+"""Claims about what a daemon loads: the span that stands when it is loaded, and nothing of those it gave up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from agora_protocol.ids import Span
+from agora_protocol.manifest import preset
+
+from agora.node.loaded_span import MOST_LOADS, load_until_it_stands
+from agora.node.peer import MOST_SEATS_BYTES, seats_of, usual_in_flight
+
+
+class Loads:
+    """Loads spans one at a time, and says when asked that others took the span: as often as it has another."""
+
+    def __init__(self, *others: Span) -> None:
+        self.others = list(others)
+        self.asked = 0
+        self.loaded: list[Span] = []
+        self.held: set[Span] = set()
+
+    @asynccontextmanager
+    async def load(self, span: Span) -> AsyncIterator[Span]:
+        assert not self.held, "two spans are never held at once"
+        self.loaded.append(span)
+        self.held.add(span)
+        yield span
+        self.held.remove(span)
+
+    async def confirm(self) -> Span | None:
+        self.asked += 1
+        return self.others.pop(0) if self.others else None
+
+
+def load(loads: Loads, most: int = MOST_LOADS) -> Span:
+    """The span that stays loaded, until the block ends in which it was asked for."""
+
+    async def work() -> Span:
+        async with AsyncExitStack() as closing:
+            span = await load_until_it_stands(Span(0, 0), loads.load, loads.confirm, closing, most)
+            assert loads.held == {span}
+        assert not loads.held
+        return span
+
+    return asyncio.run(work())
+
+
+def test_a_span_that_stands_is_loaded_once() -> None:
+    loads = Loads()
+    assert load(loads) == Span(0, 0)
+    assert (loads.loaded, loads.asked) == ([Span(0, 0)], 1)
+
+
+def test_a_span_taken_while_it_loaded_is_given_up_for_the_other() -> None:
+    loads = Loads(Span(1, 1))
+    assert load(loads) == Span(1, 1)
+    assert (loads.loaded, loads.asked) == ([Span(0, 0), Span(1, 1)], 2)
+
+
+def test_the_last_span_loaded_is_served_whatever_others_do() -> None:
+    loads = Loads(*[Span(1, 1), Span(0, 0)] * 5)
+    assert load(loads) == Span(0, 0)
+    assert (len(loads.loaded), loads.asked) == (MOST_LOADS, MOST_LOADS - 1)
+
+
+def test_a_span_that_the_owner_chose_is_never_asked_about() -> None:
+    loads = Loads(Span(1, 1))
+    assert (load(loads, most=1), loads.asked) == (Span(0, 0), 0)
+
+
+def test_a_failed_question_keeps_nothing_loaded() -> None:
+    class Broken(Loads):
+        async def confirm(self) -> Span | None:
+            raise ConnectionError
+
+        @asynccontextmanager
+        async def load(self, span: Span) -> AsyncIterator[Span]:
+            self.held.add(span)
+            try:
+                yield span
+            finally:
+                self.held.remove(span)
+
+    async def work() -> None:
+        loads = Broken()
+        async with AsyncExitStack() as closing:
+            with pytest.raises(ConnectionError):
+                await load_until_it_stands(Span(0, 0), loads.load, loads.confirm, closing, MOST_LOADS)
+            assert not loads.held
+
+    asyncio.run(work())
+
+
+def test_long_links_get_four_times_the_usual_seats_as_far_as_memory_goes() -> None:
+    manifest = preset("tiny", model={"layers": 8}, stages={"count": 8})
+    usual = usual_in_flight(manifest)
+    assert seats_of(manifest, 64 * 2**30) == 4 * usual
+    assert seats_of(manifest, 0) == usual, "no fewer than ever"
+    large = preset("tiny", model={"width": 4096, "subspace": 4096, "context": 2048})
+    shape = large.boundary_shape()
+    held = seats_of(large, 2**50) * 4 * shape[0] * shape[1] * shape[2]
+    assert seats_of(large, 2**50) == usual_in_flight(large) or held <= MOST_SEATS_BYTES
