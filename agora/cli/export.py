@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
     from agora.state.export import Dtype, Merge, Part
-    from agora.state.files import Written
+    from agora.state.files import FileDigest
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 DTYPES: dict[str, str] = {"float32": "float32", "bf16": "bfloat16"}
@@ -84,7 +84,7 @@ def size_of(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def _export(sources: Sources, place: Path, dtype: str, shard_bytes: int) -> tuple[dict[str, Written], int]:
+def _export(sources: Sources, place: Path, dtype: str, shard_bytes: int) -> tuple[dict[str, FileDigest], int]:
     """Everything is checked before the first byte is written; what was written, and the number of parameters."""
     from agora.state.export import ITEM_BYTES, SOURCE_BYTES, Merge
     from agora.state.folder import fresh_folder, write_list, write_text
@@ -152,7 +152,9 @@ def _about(sources: Sources, dtype: str) -> dict[str, Any]:
     }
 
 
-def _result(sources: Sources, place: Path, dtype: str, parameters: int, written: dict[str, Written]) -> dict[str, Any]:
+def _result(
+    sources: Sources, place: Path, dtype: str, parameters: int, written: dict[str, FileDigest]
+) -> dict[str, Any]:
     sizes = {name: file.size for name, file in sorted(written.items())}
     about = _about(sources, dtype)
     return about | {"out": str(place), "parameters": parameters, "bytes": sum(sizes.values()), "files": sizes}

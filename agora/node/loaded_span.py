@@ -39,28 +39,31 @@ from agora_protocol.messages import (
     Process,
     Recall,
 )
-from agora_protocol.records import Claim, Cut, Progress
+from agora_protocol.records import Claim, Progress
 
+from agora.averaging.slices import Slices
 from agora.calls import Reply
 from agora.data import Sampler, open_corpus, open_tokenizer
+from agora.model import parameter_shapes
 from agora.net.calls import IncomingCall
 from agora.node import doctor
 from agora.node.background import BackgroundTasks
-from agora.node.collecting import Collector
-from agora.node.keeping import Keeper, KeeperConfig
 from agora.node.origin_batches import OriginBatches
 from agora.node.peer import Peer, usual_in_flight, wire_shapes
 from agora.node.replicas import Replicas
 from agora.node.requests import Answerer
 from agora.node.startup import Startup
-from agora.node.threads import run_in_thread
 from agora.observe import events, faults
 from agora.pipeline.admission import Admission
 from agora.pipeline.gate import StepGate
 from agora.pipeline.hop import Hop, HopConfig
 from agora.pipeline.origin import Origin, OriginConfig, OwnStage, Share
+from agora.state.collector import StageCollector
+from agora.state.keeper import KeeperConfig, StateKeeper
+from agora.state.layout import Layout, lay_out
 from agora.swarm.conduct import Offence
 from agora.swarm.placement import Placement
+from agora.threads import run_in_thread
 from agora.train.compute import Compute
 
 MOST_LOADS = 3
@@ -73,12 +76,12 @@ class LoadedSpan:
     """The stages that this daemon holds, and all that works on them."""
 
     compute: Compute
-    keeper: Keeper
+    keeper: StateKeeper
     replicas: Replicas
     admission: Admission
     hop: Hop
     origin: Origin | None
-    collector: Collector
+    collector: StageCollector
     tasks: BackgroundTasks
 
     @property
@@ -113,7 +116,7 @@ class LoadedSpan:
         self.replicas.rest()
         try:
             async with asyncio.timeout(within_s):
-                await self.keeper.write_all()
+                await self.keeper.write_checkpoints()
         except (TimeoutError, AgoraError) as error:
             report(events.TaskFailed("checkpoint", str(error) or f"not written in {within_s:.0f} s"))
 
@@ -139,12 +142,12 @@ async def load_span(startup: Startup, peer: Peer, wanted: Span | None, incarnati
         tasks = await closing.enter_async_context(BackgroundTasks())
         keeper = _make_keeper(startup, peer, compute)
         with startup.steps.step("state") as note:
-            steps = await keeper.find()
+            steps = await keeper.find_checkpoints()
             closing.enter_context(peer.requests.answering(_state_answerers(keeper, peer)))
             if any(steps):
                 await peer.membership.tell(Progress(startup.peer, compute.span, 0, steps, 0.0, None, 0, 0))
             await peer.membership.refresh()
-            note.text = await keeper.start()
+            note.text = await keeper.fill_stages()
         replicas = Replicas(
             peer.signed,
             startup.peer,
@@ -160,8 +163,15 @@ async def load_span(startup: Startup, peer: Peer, wanted: Span | None, incarnati
         hop = _make_hop(startup, peer, compute, admission, gate)
         origin = None if batches is None else _make_origin(startup, peer, hop, batches, replicas)
         collected = startup.home.collected(peer.signed.run_id)
-        network, membership, report_false_state = peer.network, peer.membership, _false_state_reporter(peer)
-        collector = Collector(peer.signed, collected, compute, lambda: membership.view, network, report_false_state)
+        collector = StageCollector(
+            peer.signed.run_id,
+            collected,
+            lambda: stage_layouts(manifest),
+            compute,
+            lambda: peer.membership.view,
+            peer.network,
+            _false_state_reporter(peer),
+        )
         closing.callback(collector.close)
         closing.enter_context(peer.requests.answering(_work_answerers(hop, replicas)))
         tasks.start("step events", _follow_steps(compute, keeper, replicas, gate, origin))
@@ -280,18 +290,24 @@ def _check_files(startup: Startup, manifest: Manifest) -> None:
 # --- what works on the stages
 
 
-def _make_keeper(startup: Startup, peer: Peer, compute: Compute) -> Keeper:
-    run = peer.signed.run_id
-    claim = peer.membership.claim
-    incarnation = claim.incarnation if claim else startup.incarnation
+def _make_keeper(startup: Startup, peer: Peer, compute: Compute) -> StateKeeper:
+    run, manifest = peer.signed.run_id, peer.signed.manifest
+    config = KeeperConfig(startup.peer, run, manifest, startup.home.checkpoints(run))
+    slices = {
+        stage: Slices(compute.layout(stage).numel, manifest.averaging.fraction, manifest.seed)
+        for stage in compute.span.stages
+    }
+    report_false_state = _false_state_reporter(peer)
+    return StateKeeper(
+        config, compute, slices, lambda: peer.membership.view, peer.network, startup.report, report_false_state
+    )
 
-    async def publish(record: Cut, lifetime_s: float) -> bool:
-        return await peer.directory.publish(record, startup.identity, lifetime_s)
 
-    folder = startup.home.checkpoints(run)
-    config = KeeperConfig(startup.peer, incarnation, run, peer.signed.manifest, folder)
-    strike = _false_state_reporter(peer)
-    return Keeper(config, compute, peer.membership, peer.network, startup.report, publish=publish, strike=strike)
+def stage_layouts(manifest: Manifest) -> list[Layout]:
+    """Returns the layout of every stage of the run, held or not. Computed from the manifest; no stage is built."""
+    count, stages = manifest.stage_count, range(manifest.stage_count)
+    shapes = [parameter_shapes(manifest.model, manifest.layers_of(stage), stage, count) for stage in stages]
+    return [lay_out(of_stage.items()) for of_stage in shapes]
 
 
 def _false_state_reporter(peer: Peer) -> Callable[[PeerId, ProtocolError], None]:
@@ -357,12 +373,12 @@ def step_gate(manifest: Manifest, compute: Compute) -> StepGate | None:
 
 
 async def _follow_steps(
-    compute: Compute, keeper: Keeper, replicas: Replicas, gate: StepGate | None, origin: Origin | None
+    compute: Compute, keeper: StateKeeper, replicas: Replicas, gate: StepGate | None, origin: Origin | None
 ) -> None:
     """Passes each step that the device thread takes on to everyone whom it concerns."""
     async for event in compute.step_events():
         replicas.stepped(event.stage, event.step, event.own_tokens)
-        keeper.stepped(event.stage, event.step)
+        keeper.note_step(event.stage, event.step)
         if gate is not None:
             gate.stepped()
         if origin is not None:
@@ -372,16 +388,15 @@ async def _follow_steps(
 # --- what is answered for other peers
 
 
-def _state_answerers(keeper: Keeper, peer: Peer) -> Mapping[type[Message], Answerer]:
+def _state_answerers(keeper: StateKeeper, peer: Peer) -> Mapping[type[Message], Answerer]:
     async def give(call: IncomingCall) -> Reply:
         await faults.reach("state.giving")
         assert isinstance(call.message, GetState | GetChunk | GetSlice)
         try:
-            given = await keeper.give(call.message)
+            return await keeper.answer(call.message)
         except ProtocolError as error:
             peer.offences.report_offence(call.peer, Offence.BAD_REQUEST, f"{error.code}: {error}")
             raise
-        return Reply(given.message, given.tensors)
 
     return {GetState: give, GetChunk: give, GetSlice: give}
 

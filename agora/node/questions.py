@@ -13,11 +13,11 @@ from agora_protocol.errors import LocalError
 from agora_protocol.ids import Span
 
 from agora.clock import loop_time
-from agora.node.collecting import COLLECT_SECONDS
 from agora.node.control import Answer, Ask
 from agora.node.node_report import report_json, status_json
 from agora.observe import events
-from agora.state.weights import write_weights
+from agora.state.collector import COLLECT_S
+from agora.state.files import replace_tensors
 
 if TYPE_CHECKING:
     from agora.node.lifecycle import Node
@@ -44,7 +44,7 @@ def questions_of(node: Node) -> Mapping[str, Ask]:
         "move": Ask(answers.move, {"stages": str}, deadline_s=MOVE_SECONDS),
         "drain": Ask(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
         "weights": Ask(answers.weights, {}, deadline_s=WEIGHTS_SECONDS),
-        "collect": Ask(answers.collect, {}, deadline_s=COLLECT_SECONDS + 60.0),
+        "collect": Ask(answers.collect, {}, deadline_s=COLLECT_S + 60.0),
         "evaluate": Ask(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
     }
 
@@ -137,7 +137,7 @@ class ControlAnswers:
             tensors = await compute.weights(progress.stage)
             path = folder / f"stage-{progress.stage}.safetensors"
             about = {"run": run, "stage": str(progress.stage), "step": str(progress.step)}
-            await asyncio.to_thread(write_weights, path, tensors, about)
+            await asyncio.to_thread(replace_tensors, path, tensors, about)
             files[str(progress.stage)] = str(path)
         return {"files": files}
 

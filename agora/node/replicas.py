@@ -31,9 +31,9 @@ from agora.averaging.rounds import Rounds
 from agora.averaging.slices import Slices, parts
 from agora.averaging.terms import AveragingTerms, Part
 from agora.calls import Caller
-from agora.node.keeping import Keeper
 from agora.observe import events, faults
 from agora.observe.events import Report
+from agora.state.keeper import StateKeeper
 from agora.state.rules import leading_step
 from agora.stepping import EVERY_STEP, StepPolicy
 from agora.swarm.conduct import Offence, ReportOffence
@@ -79,7 +79,7 @@ class Replicas:
         compute: Compute,
         membership: Membership,
         caller: Caller,
-        keeper: Keeper,
+        keeper: StateKeeper,
         report: Report,
         report_offence: ReportOffence,
     ) -> None:

@@ -342,13 +342,12 @@ class PartFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten(Event):
-    """A checkpoint of one stage is on this peer's disk; `cut` when this peer speaks of it for the stage."""
+    """A checkpoint of one stage is on this peer's disk."""
 
     stage: int
     step: int
     bytes: int
     seconds: float
-    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What lasts: checkpoints on disk, copies for those who join, states on their way between replicas, weights in files.
+"""Checkpoints on disk, copies of the state for peers that join, transfers between replicas, exported models.
 
-Knows arrays, names, hashes, files, and calls that others carry. Must not know torch, the network, or who is where.
+Knows arrays, names, hashes, files, and calls that others carry. Must not know torch, the network, or which peers exist.
 """

@@ -19,7 +19,7 @@ from agora_protocol.errors import LocalError
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from agora.state.files import Written, safetensors_header, write_file
+from agora.state.files import FileDigest, safetensors_header, write_file
 from agora.state.folder import FILE_MODE, write_text
 
 Dtype = Literal["float32", "bf16"]
@@ -110,10 +110,10 @@ class Merge:
             self._check(part)
             progress(SOURCE_BYTES * part.numel)
 
-    def write(self, folder: Path, dtype: Dtype, shard_bytes: int, progress: Progress) -> dict[str, Written]:
+    def write(self, folder: Path, dtype: Dtype, shard_bytes: int, progress: Progress) -> dict[str, FileDigest]:
         """Writes the shards and their index into `folder`; what was written, by file name. Raises OSError."""
         shards = cut_shards(self._parts, ITEM_BYTES[dtype], shard_bytes)
-        written: dict[str, Written] = {}
+        written: dict[str, FileDigest] = {}
         where: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from agora_protocol.errors import DiskError, InputError
 
-from agora.state.files import Written, remove_folder, sync_folder, write_file
+from agora.state.files import FileDigest, remove_folder, sync_folder, write_file
 
 LIST: Final = "export.json"
 MAX_LIST_BYTES: Final = 2**20
@@ -66,13 +66,13 @@ def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
         remove_folder(fresh)
 
 
-def write_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, Written]) -> None:
+def write_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
     """Writes export.json: `about`, and the size and SHA-256 of every file. Raises OSError."""
     hashes = {name: {"size": file.size, "sha256": file.sha256} for name, file in sorted(files.items())}
     write_text(folder / LIST, json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n")
 
 
-def write_text(path: Path, content: bytes) -> Written:
+def write_text(path: Path, content: bytes) -> FileDigest:
     """Creates a file that others may read, too. Raises OSError."""
     written = write_file(path, [content])
     path.chmod(FILE_MODE)

@@ -1,4 +1,4 @@
-"""How a stage's weights and moments lie in flat arrays, in named tensors, and in chunks of bytes.
+"""Lays out a stage's weights and moments in flat arrays, in named tensors, and in chunks of bytes.
 
 Knows: elements, names, and which elements a chunk carries. Must not know: files, peers, or how anything is trained.
 
@@ -31,10 +31,11 @@ CHUNK_ELEMENTS: Final = STATE_CHUNK_BYTES // ELEMENT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Everything that a stage has learnt: what a checkpoint, a snapshot and a transfer carry.
+    """Everything that a stage has learnt. Checkpoints, snapshots and transfers carry it.
 
-    `weights`, `mean` and `square` are float32 [numel]. `step` counts the stage's optimizer steps, `updates` those of
-    them in which these moments took part, `tokens_total` the supervised tokens behind them (0: unknown).
+    weights, mean, square: the weights and the optimizer's two moments, float32 [numel]. step: the stage's optimizer
+    steps. updates: the steps that went into these moments. tokens_total: the supervised tokens behind them, 0 when
+    unknown.
     """
 
     stage: int
@@ -47,7 +48,7 @@ class StageState:
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """How many elements the stage has, padding included."""
         return self.weights.size
 
 
@@ -67,7 +68,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The named tensors of a stage inside `numel` elements. What no slot covers is padding, and is zero."""
+    """The places of a stage's named tensors inside `numel` elements. Elements that no slot covers are padding: zero."""
 
     numel: int
     slots: Sequence[Slot]
@@ -82,11 +83,15 @@ class Layout:
         return {slot.name: flat[slot.elements].reshape(slot.shape) for slot in self.slots}
 
     def flat(self, tensors: Mapping[str, NDArray[np.float32]]) -> Flat:
-        """The inverse of `named`. Raises ValueError that names a tensor which is missing, too much, or misshapen."""
+        """Returns the flat array that holds `tensors`, the inverse of `named`.
+
+        Raises ValueError, which names the tensor, when one is missing, unknown, or of another shape or dtype.
+        """
         flat = np.zeros(self.numel, np.float32)
         views = self.named(flat)
-        if strange := sorted(views.keys() ^ tensors.keys()):
-            raise ValueError(f"{strange[0]} is {'missing' if strange[0] in views else 'no tensor of this stage'}")
+        if unmatched := sorted(views.keys() ^ tensors.keys()):
+            problem = "missing" if unmatched[0] in views else "no tensor of this stage"
+            raise ValueError(f"{unmatched[0]} is {problem}")
         for name, view in views.items():
             tensor = tensors[name]
             if tensor.shape != view.shape or tensor.dtype != np.float32:
@@ -113,53 +118,50 @@ def _next_border(offset: int, border: int) -> int:
 
 
 def chunk_count(numel: int) -> int:
-    """Chunks of a snapshot of `numel` elements."""
+    """Returns how many chunks a snapshot of `numel` elements has."""
     return -(-numel // CHUNK_ELEMENTS)
 
 
 def chunk_range(chunk: int, numel: int) -> slice:
-    """The elements that a chunk carries."""
+    """Returns the range of elements that a chunk carries."""
     return slice(chunk * CHUNK_ELEMENTS, min((chunk + 1) * CHUNK_ELEMENTS, numel))
 
 
 def chunk_bytes(chunk: int, numel: int) -> int:
-    """The bytes of a chunk."""
-    return ELEMENT_BYTES * (min((chunk + 1) * CHUNK_ELEMENTS, numel) - chunk * CHUNK_ELEMENTS)
+    """Returns the size of a chunk in bytes."""
+    elements = chunk_range(chunk, numel)
+    return ELEMENT_BYTES * int(elements.stop - elements.start)
 
 
 def pack_chunk(state: StageState, chunk: int) -> bytearray:
-    """The bytes of a chunk of `state`."""
-    elements = chunk_range(chunk, state.numel)
-    return bytearray(b"".join(_little(array[elements]).data.cast("B") for array in _arrays(state)))
+    """Returns the bytes of a chunk of `state`."""
+    return bytearray(b"".join(_chunk_pieces(state, chunk)))
 
 
 def unpack_chunk(data: memoryview) -> tuple[Flat, Flat, Flat]:
-    """The weights, means and squares in a chunk of whole elements, as views of `data`."""
+    """Returns the weights, means and squares in a chunk of whole elements, as views of `data`."""
     weights, mean, square = np.frombuffer(data, "<f4").reshape(3, -1)
     return weights, mean, square
 
 
 def chunk_hashes(state: StageState) -> list[bytes]:
-    """SHA-256 of each chunk of `state`. About a second for each gigabyte: not for an event loop."""
-    return [_chunk_hash(state, chunk) for chunk in range(chunk_count(state.numel))]
+    """Returns the SHA-256 of each chunk of `state`. Blocks for about a second per gigabyte."""
+    hashes = []
+    for chunk in range(chunk_count(state.numel)):
+        digest = hashlib.sha256()
+        for piece in _chunk_pieces(state, chunk):
+            digest.update(piece)
+        hashes.append(digest.digest())
+    return hashes
 
 
 def snapshot_hash(hashes: Sequence[bytes]) -> bytes:
-    """The name of a snapshot: SHA-256 over its chunks' hashes."""
+    """Returns the name of a snapshot: the SHA-256 over its chunks' hashes."""
     return hashlib.sha256(b"".join(hashes)).digest()
 
 
-def _chunk_hash(state: StageState, chunk: int) -> bytes:
-    digest = hashlib.sha256()
-    for array in _arrays(state):
-        digest.update(_little(array[chunk_range(chunk, state.numel)]).data.cast("B"))
-    return digest.digest()
-
-
-def _arrays(state: StageState) -> Iterator[Flat]:
-    yield from (state.weights, state.mean, state.square)
-
-
-def _little(array: Flat) -> Flat:
-    """`array` in the byte order of the wire and of files; itself on every usual machine."""
-    return np.ascontiguousarray(array, "<f4")
+def _chunk_pieces(state: StageState, chunk: int) -> Iterator[memoryview]:
+    """Yields the bytes of a chunk's weights, means and squares, in the little-endian order of the wire."""
+    elements = chunk_range(chunk, state.numel)
+    for array in (state.weights, state.mean, state.square):
+        yield np.ascontiguousarray(array[elements], "<f4").data.cast("B")

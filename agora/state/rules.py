@@ -1,81 +1,111 @@
-"""When to write a checkpoint, who speaks of it, where a stage starts from, which slices were missed. Pure."""
+"""Decisions about state: where a stage starts from, which steps are plausible, which slices were missed, when a
+checkpoint is due. Pure.
+
+Knows steps and peer ids. Must not know clocks, calls, files, or what a state holds.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from agora_protocol.ids import PeerId, RunId
+from agora_protocol.ids import PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Where a stage starts from. `sources`: whom to fetch it from, best first; `step`: the least to take from them."""
+class StartDecision:
+    """What a starting stage does to get its state, and why.
 
-    kind: Literal["own", "peers", "seed"]
-    step: int
+    at_least: for `fetch`, the lowest step to accept; for `load`, the checkpoint's step. sources: for `fetch`, the peers
+    to fetch from, the most advanced first.
+    """
+
+    action: Literal["load", "fetch", "keep initial weights"]
+    at_least: int
     sources: tuple[PeerId, ...]
     reason: str
 
 
-def choose_start(own: int | None, offers: Mapping[PeerId, int], *, max_lag: int = 100) -> Start:
-    """The newest of what there is: the own checkpoint's step (None: there is none), what peers are at, or the seed.
+def choose_start(checkpoint_step: int | None, offers: Mapping[PeerId, int], lag_limit: int) -> StartDecision:
+    """Decides where the state of a starting stage comes from.
 
-    Of equals the own checkpoint is taken, since it costs no bytes. Peers more than `max_lag` steps behind the newest
-    are not asked. The reason is printed, and shown by the tests.
+    | own checkpoint         | most advanced offer           | action               |
+    |------------------------|-------------------------------|----------------------|
+    | at that step or later  | any, or there is no offer     | load                 |
+    | older, or none         | at step 1 or later            | fetch                |
+    | none                   | at step 0, or no offer        | keep initial weights |
+
+    checkpoint_step: None without an own checkpoint. offers: the step of each peer that can give the state, without
+    implausible ones (`plausible_offers`). Peers more than `lag_limit` steps behind the most advanced are no sources.
     """
     newest = max(offers.values(), default=0)
-    if own is not None and own >= newest:
-        ahead = f"peers are at step {newest}" if offers else "no peer offers any"
-        return Start("own", own, (), f"own checkpoint of step {own}; {ahead}")
+    if checkpoint_step is not None and checkpoint_step >= newest:
+        others = f"peers are at step {newest}" if offers else "no peer offers any"
+        return StartDecision("load", checkpoint_step, (), f"own checkpoint of step {checkpoint_step}; {others}")
     if newest == 0:
-        return Start(
-            "seed", 0, (), "nobody has taken a step yet" if offers else "no checkpoint, and no peer offers any"
-        )
-    least = max(newest - max_lag, 1)
-    sources = sorted((peer for peer, step in offers.items() if step >= least), key=lambda peer: (-offers[peer], peer))
-    mine = "no own checkpoint" if own is None else f"own checkpoint of step {own}"
-    return Start("peers", least, tuple(sources), f"{mine}; {len(sources)} peers are at step {newest} or little behind")
+        reason = "no peer has taken a step yet" if offers else "no checkpoint, and no peer offers any"
+        return StartDecision("keep initial weights", 0, (), reason)
+    lowest = max(newest - lag_limit, 1)
+    sources = tuple(peer for peer in most_advanced_first(offers) if offers[peer] >= lowest)
+    own = "no own checkpoint" if checkpoint_step is None else f"own checkpoint of step {checkpoint_step}"
+    return StartDecision(
+        "fetch", lowest, sources, f"{own}; {len(sources)} peers are at most {lag_limit} steps behind step {newest}"
+    )
 
 
-def most_believed(serving: Sequence[int], max_lag: int) -> float:
-    """The latest step that a replica of a stage is believed to be at: `max_lag` beyond the upper median of those that
-    serve it, once there are three of them, so that what one says leads nobody away.
+def most_advanced_first(offers: Mapping[PeerId, int]) -> list[PeerId]:
+    """Returns the peers of `offers` by step, the highest first; peers at the same step by id."""
+    return sorted(offers, key=lambda peer: (-offers[peer], peer))
+
+
+def plausible_offers(claimed: Mapping[PeerId, int], serving: Collection[int], lag_limit: int) -> dict[PeerId, int]:
+    """Returns the peers of `claimed` (peer -> step) whose step is not above the plausibility bound of `serving`."""
+    bound = plausibility_bound(serving, lag_limit)
+    return {peer: step for peer, step in claimed.items() if step <= bound}
+
+
+def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
+    """Returns the highest step that a replica can plausibly be at: upper median of `serving` + lag_limit.
+
+    serving: the steps that the serving replicas of the stage claim. With fewer than three of them the bound is
+    infinite, because the median would be one peer's claim. With three, a single false claim cannot move it.
     """
-    return math.inf if len(serving) < 3 else statistics.median_high(serving) + max_lag
+    return math.inf if len(serving) < 3 else statistics.median_high(serving) + lag_limit
+
+
+def usual_lag_limit(averaging_every: int, averaging_fraction: float) -> int:
+    """Returns how many steps behind the newest a state is still worth fetching: max(100, 2 * every / fraction).
+
+    every / fraction steps are one cover: the time in which averaging goes through all of a stage's weights once.
+    """
+    return max(100, round(2 * averaging_every / averaging_fraction))
+
+
+def lowest_step_to_fetch(wanted: int, offers: Collection[int], averaging_every: int) -> int:
+    """Returns the lowest step to accept from a source: max(wanted, lower median of `offers` - averaging_every)."""
+    return max(wanted, statistics.median_low(offers or [0]) - averaging_every)
+
+
+def missed_rounds(snapshot_step: int, step: int, every: int, slice_count: int) -> list[int]:
+    """Returns the averaging rounds that began after `snapshot_step` and up to `step`, at most the last `slice_count`.
+
+    Rounds begin every `every` steps. Round r averages slice r mod slice_count, so each slice appears at most once.
+    """
+    return list(range(snapshot_step // every + 1, step // every + 1)[-slice_count:])
 
 
 def checkpoint_due(step: int, every: int, last: int) -> bool:
-    """Whether a stage at `step` owes a checkpoint: a multiple of `every` lies behind it since its last one."""
-    return cut_step(step, every) > cut_step(last, every)
+    """Tells whether a multiple of `every` lies in (last, step]; `last` is the step of the previous checkpoint."""
+    return step // every > last // every
 
 
-def cut_step(step: int, every: int) -> int:
-    """The step by which a checkpoint at `step` is known to the whole swarm: replicas may catch up over a multiple."""
-    return step // every * every
+def leading_step(steps: Collection[Collection[int]]) -> int:
+    """Returns the step of the most advanced stage of the run.
 
-
-def choose_writer(run: RunId, stage: int, step: int, members: Iterable[PeerId]) -> PeerId | None:
-    """Who of a stage's replicas publishes the Cut of `step`: rendezvous hashing, the same in every peer's view."""
-    return max(members, key=lambda peer: (_weight(run, stage, step, peer), peer), default=None)
-
-
-def missed_rounds(snapshot_step: int, step: int, every: int, count: int) -> list[int]:
-    """The averaging rounds begun after `snapshot_step` and up to `step`, each of the `count` slices at most once."""
-    rounds = range(snapshot_step // every + 1, step // every + 1)
-    return list(rounds[-count:])
-
-
-def leading_step(steps: Iterable[Sequence[int]]) -> int:
-    """The step that the furthest stage has reached, given those of each stage's replicas: of a stage the lower median,
-    so that no single replica can lead it away.
+    steps: for each stage, the steps of its replicas. The lower median stands for the stage, so that a single replica
+    cannot raise it.
     """
-    return max((sorted(of_stage)[(len(of_stage) - 1) // 2] for of_stage in steps if of_stage), default=0)
-
-
-def _weight(run: RunId, stage: int, step: int, peer: PeerId) -> bytes:
-    return hashlib.sha256(f"agora cut 1\0{run}\0{stage}\0{step}\0{peer}".encode()).digest()
+    return max((statistics.median_low(of_stage) for of_stage in steps if of_stage), default=0)

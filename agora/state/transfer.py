@@ -1,13 +1,11 @@
-"""Fetching a stage's state from replicas: several at once, chunk by chunk, checked, whoever dies or lies meanwhile.
+"""Fetches a stage's state from several replicas at once, chunk by chunk, and survives those that die, hang or lie.
 
-Knows: what to ask which peer, and what an answer must be. Must not know: how calls travel, who the replicas are, what
-becomes of the state.
+Knows: what to ask which peer for. Must not know: how calls travel, who the replicas are, what becomes of the state.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -17,79 +15,40 @@ import numpy as np
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
-from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
+from agora_protocol.messages import GetChunk, GetState
 
-from agora.calls import Caller, Reply
+from agora.calls import Caller
 from agora.clock import loop_time
-from agora.state.board import Board
-from agora.state.layout import (
-    CHUNK_ELEMENTS,
-    ELEMENT_BYTES,
-    Flat,
-    StageState,
-    chunk_bytes,
-    chunk_count,
-    chunk_range,
-    unpack_chunk,
-)
+from agora.state.answers import ChunkValues, FalseStateError, Offer, check_chunk, check_offer
+from agora.state.chunk_schedule import ChunkSchedule
+from agora.state.layout import StageState, chunk_bytes, chunk_count, chunk_range
+from agora.state.stages import OnOffence
 
-TICK_S: Final = 0.05  # how often a slow source is looked at when nothing arrives
-HASH_BYTES: Final = 32
+TICK_S: Final = 0.05  # how often slow sources are looked for while nothing arrives
 MAX_PAUSE_S: Final = 10.0
 
 
-Lied = Callable[[PeerId, ProtocolError], None]
-"""Hears of a source that sent what cannot be true; must not block or raise."""
-
-
 @dataclass(frozen=True, slots=True)
-class TransferTerms:
-    """How much at once, and how patiently. The defaults fill 200 Mbit/s at 50 ms from one source, and hold 48 MiB."""
+class TransferConfig:
+    """How much is fetched at once, and how patiently. The defaults fill 200 Mbit/s at 50 ms from one source, and hold
+    48 MiB.
+    """
 
     sources: int = 4  # asked for chunks at once; the others wait to replace them
-    window: int = 3  # chunks asked of one source at once, if it gives one in less than `quick_s`; else one at a time
+    window: int = 3  # open calls to a source that gives a chunk in less than `quick_s`; other sources get one at a time
     quick_s: float = 4.0
-    max_lag: int = 100  # steps behind the newest offer at which a source is not used
+    lag_limit: int = 100  # steps behind the newest offer at which a source is not used
     offer_s: float = 30.0  # for a source to make its snapshot
     gather_s: float = 1.0  # after the first offer, before chunks are asked for: time for a newer one to come
     chunk_s: float = 120.0  # for one chunk; a source that needs more counts as failed
     failures: int = 4  # of one source in a row, before it is given up
     pause_s: float = 0.5  # after its first failure; doubles with each
-    slow_s: float = 5.0  # and four usual times without an answer: a waiting source joins in
+    slow_s: float = 5.0  # without an answer for this long, and for four usual chunk times: a waiting source joins in
 
 
 @dataclass(frozen=True, slots=True)
-class TransferProgress:
-    """How far a transfer is: bytes, sources in use, chunks that had to be asked for again."""
-
-    bytes_here: int
-    bytes_all: int
-    sources: int
-    fetched_again: int
-
-
-class Untrue(ProtocolError):
-    """What a source sent cannot be what was asked for: a lie, or a fault that no network makes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A snapshot that a source can give, and the SHA-256 of each of its chunks."""
-
-    index: StateIndex
-    hashes: bytes
-
-    def hash_of(self, chunk: int) -> bytes:
-        """SHA-256 of a chunk."""
-        return self.hashes[HASH_BYTES * chunk : HASH_BYTES * (chunk + 1)]
-
-
-Arrays = tuple[Flat, Flat, Flat]
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One open call: for a chunk of an offer, or for the offer itself."""
+class _OpenCall:
+    """One open call to a source: for a chunk of its offer, or (chunk -1) for the offer itself."""
 
     began: float
     offer: Offer | None = None
@@ -98,28 +57,28 @@ class _Call:
 
 @dataclass(slots=True)
 class _Source:
+    """A peer that the state is fetched from. given_up: it is not asked any more; last_error says why."""
+
     peer: PeerId
     offer: Offer | None = None
-    calls: dict[asyncio.Task[Offer | Arrays], _Call] = field(default_factory=dict)
+    calls: dict[asyncio.Task[Offer | ChunkValues], _OpenCall] = field(default_factory=dict)
     failures: int = 0
     not_before: float = 0.0
-    took_s: float = math.inf  # its last chunk
-    trouble: str = ""
-    over: bool = False
+    last_chunk_s: float = math.inf
+    last_error: str = ""
+    given_up: bool = False
 
     @property
-    def asking(self) -> bool:
-        """Whether it is being asked for its offer."""
+    def offer_pending(self) -> bool:
+        """Whether a call for its offer is open."""
         return any(call.offer is None for call in self.calls.values())
 
 
 class StateFetch:
-    """One state on its way here. What has arrived stays when a run ends early; the next run asks for the rest only.
+    """The transfer of one stage's state to this peer. When `run` fails, chunks that arrived stay for the next `run`.
 
     Chunks may come from snapshots of different replicas: these are near one another, and a chunk carries an element's
-    weight together with its moments. `most` says which step a source can be at most; one that offers a later one is not
-    used. `lied` hears of each source whose bytes were not what it had announced, or cannot be a state: the network
-    should strike it. `progress` is told after every chunk. None of them may block or raise.
+    weight together with its moments.
     """
 
     def __init__(
@@ -128,260 +87,242 @@ class StateFetch:
         stage: int,
         numel: int,
         *,
-        terms: TransferTerms | None = None,
-        most: Callable[[], float] = lambda: math.inf,
-        progress: Callable[[TransferProgress], None] = lambda _: None,
-        lied: Lied = lambda _peer, _error: None,
+        config: TransferConfig | None = None,
+        plausible_step: Callable[[], float] = lambda: math.inf,
+        on_offence: OnOffence = lambda _peer, _error: None,
     ) -> None:
-        self.board = Board(chunk_count(numel))
+        """plausible_step: the plausibility bound; a source that offers a later step is not used."""
+        self.schedule = ChunkSchedule(chunk_count(numel))
         self._caller = caller
         self._stage = stage
         self._numel = numel
-        self._terms = terms or TransferTerms()
-        self._most = most
-        self._progress = progress
-        self._lied = lied
-        self._arrays: Arrays = (_empty(numel), _empty(numel), _empty(numel))
-        self._origin: dict[int, tuple[int, int]] = {}  # steps and updates behind each chunk that is here
+        self._config = config or TransferConfig()
+        self._plausible_step = plausible_step
+        self._on_offence = on_offence
+        self._weights, self._mean, self._square = (np.empty(numel, np.float32) for _ in range(3))
+        self._versions: dict[int, tuple[int, int]] = {}  # (step, updates) behind each chunk that has arrived
         self._sources: list[_Source] = []
         self._deadline = 0.0
-        self._floor = 0  # the least step that is used; known better once the first offers are in
-        self._first_offer: float | None = None
-        self._open = False  # the first offers are in: chunks may be asked for
+        self._lowest_step = 0  # that is used; rises when the first offers are in
+        self._first_offer_at: float | None = None
+        self._offers_complete = False  # from now on chunks are asked for
 
     @property
-    def newest(self) -> int:
-        """The latest step of which a chunk has come."""
-        return max((step for step, _ in self._origin.values()), default=0)
+    def newest_step(self) -> int:
+        """The latest step of which a chunk has arrived."""
+        return max((step for step, _ in self._versions.values()), default=0)
 
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
-        """Fetches what is still missing from `sources`, best first, none of them below step `at_least`.
+        """Fetches what is still missing from `sources`, the best first, and returns the state.
 
-        The state's step and updates are the least of those behind its chunks; its tokens are unknown (0). Raises
-        Unavailable, with a reason for each source, when none of them can go on or `deadline` (loop time) has come.
+        No chunk is of a step below `at_least`. The state's step and updates are the lowest of those behind its chunks;
+        its tokens are unknown (0). Raises Unavailable, with a reason for each source, when none of them can go on or
+        `deadline` (loop time) has passed.
         """
         self._sources = [_Source(peer) for peer in dict.fromkeys(sources)]
-        self._deadline, self._floor, self._first_offer, self._open = deadline, at_least, None, False
-        self._forget_below(at_least)
+        self._deadline, self._lowest_step = deadline, at_least
+        self._first_offer_at, self._offers_complete = None, False
+        self._discard_below(at_least)
         try:
-            while not self.board.complete:
-                await self._one_round()
+            while not self.schedule.complete:
+                await self._advance()
         finally:
-            await self._stop()
-        step, updates = (min(values) for values in zip(*self._origin.values(), strict=True))
-        return StageState(self._stage, step, updates, 0, *self._arrays)
+            await self._cancel_calls()
+        step, updates = (min(values) for values in zip(*self._versions.values(), strict=True))
+        return StageState(self._stage, step, updates, 0, self._weights, self._mean, self._square)
 
-    def _forget_below(self, step: int) -> None:
-        for chunk in [chunk for chunk, (of_step, _) in self._origin.items() if of_step < step]:
-            self.board.forget(chunk)
-            del self._origin[chunk]
+    def _discard_below(self, step: int) -> None:
+        """Makes the chunks of steps below `step` missing again."""
+        for chunk in [chunk for chunk, (of_step, _) in self._versions.items() if of_step < step]:
+            self.schedule.discard(chunk)
+            del self._versions[chunk]
 
-    # --- one round: hand out what can be handed out, wait until something happens
+    async def _advance(self) -> None:
+        """Starts the calls that can be started, waits until one ends or a tick is over, and handles those that ended.
 
-    async def _one_round(self) -> None:
+        Raises Unavailable at the deadline and when every source is given up.
+        """
         now = loop_time()
-        here = f"{len(self.board.here)} of {self.board.count} chunks"
+        came = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
         if now >= self._deadline:
-            raise self._unavailable(f"{here} came before the deadline")
+            raise self._unavailable(f"{came} before the deadline")
         self._ask_for_offers(now)
         self._ask_for_chunks(now)
-        calls = [call for source in self._sources for call in source.calls]
-        wait = min(TICK_S, self._deadline - now)
+        calls = [task for source in self._sources for task in source.calls]
+        wait_s = min(TICK_S, self._deadline - now)
         if calls:
-            await asyncio.wait(calls, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-        elif all(source.over for source in self._sources):
-            raise self._unavailable(f"{here} came, and no source is left")
+            await asyncio.wait(calls, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        elif all(source.given_up for source in self._sources):
+            raise self._unavailable(f"{came}, and no source is left")
         else:
-            await asyncio.sleep(wait)
+            await asyncio.sleep(wait_s)
         for source in self._sources:
-            for call in [call for call in source.calls if call.done()]:
-                self._ended(source, call, source.calls.pop(call))
+            for task in [task for task in source.calls if task.done()]:
+                self._handle_end(source, task, source.calls.pop(task))
+
+    # --- starting calls
 
     def _ask_for_offers(self, now: float) -> None:
-        usable = [source for source in self._sources if not source.over]
-        at_work = sum(1 for s in usable if (s.offer or s.asking) and not self._is_slow(s, now))
-        waiting = [s for s in usable if not (s.offer or s.asking) and now >= s.not_before]
-        for source in waiting[: max(self._terms.sources - at_work, 0)]:
-            self._start(source, self._fetch_offer(source.peer), _Call(now))
+        """Asks waiting sources for their offers, until `config.sources` of them are at work and not slow."""
+        usable = [source for source in self._sources if not source.given_up]
+        at_work = sum(1 for s in usable if (s.offer or s.offer_pending) and not self._is_slow(s, now))
+        waiting = [s for s in usable if not (s.offer or s.offer_pending) and now >= s.not_before]
+        for source in waiting[: max(self._config.sources - at_work, 0)]:
+            self._start_call(source, self._fetch_offer(source.peer), _OpenCall(now))
 
     def _ask_for_chunks(self, now: float) -> None:
-        if not self._open:
-            self._open = self._offers_are_in(now)
-            self._floor = max(self._floor, self._newest() - self._terms.max_lag)
-        if not self._open:
+        """Fills the window of every source that has made an offer, once the first offers are in."""
+        if not self._offers_complete:
+            self._offers_complete = self._have_gathered_offers(now)
+            newest = max((source.offer.index.step for source in self._sources if source.offer), default=0)
+            self._lowest_step = max(self._lowest_step, newest - self._config.lag_limit)
+        if not self._offers_complete:
             return
         for source in self._sources:
-            if source.offer and source.offer.index.step < self._floor:
-                self._give_up(source, f"is at step {source.offer.index.step}, and {self._floor} is the least of use")
-        free = [s for s in self._sources if s.offer and not s.over and now >= s.not_before]
+            if source.offer and source.offer.index.step < self._lowest_step:
+                step = source.offer.index.step
+                self._give_up(source, f"is at step {step}; the lowest step that is used is {self._lowest_step}")
+        free = [s for s in self._sources if s.offer and not s.given_up and now >= s.not_before]
         while free:  # one chunk each in turn, so that all of them have work
             free = [s for s in free if len(s.calls) < self._window(s) and self._start_chunk(s, now)]
 
     def _window(self, source: _Source) -> int:
-        return self._terms.window if source.took_s < self._terms.quick_s else 1
+        """Returns how many calls may be open to the source at once."""
+        return self._config.window if source.last_chunk_s < self._config.quick_s else 1
 
-    def _offers_are_in(self, now: float) -> bool:
-        """Whether nobody is being asked for an offer any more, or the first one has waited long enough for others."""
-        if self._first_offer is None:
+    def _have_gathered_offers(self, now: float) -> bool:
+        """Tells whether there is an offer, and no other is pending or the first has waited for `gather_s`."""
+        if self._first_offer_at is None:
             return False
-        return now >= self._first_offer + self._terms.gather_s or not any(s.asking for s in self._sources)
-
-    def _newest(self) -> int:
-        return max((source.offer.index.step for source in self._sources if source.offer), default=0)
+        return now >= self._first_offer_at + self._config.gather_s or not any(s.offer_pending for s in self._sources)
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
-        if source.offer is None or (chunk := self.board.take(source.peer, now)) is None:
+        """Asks the source for a chunk; False when there is none for it to give."""
+        if source.offer is None or (chunk := self.schedule.take(source.peer, now)) is None:
             return False
-        self._start(source, self._fetch_chunk(source.peer, source.offer, chunk), _Call(now, source.offer, chunk))
+        self._start_call(
+            source, self._fetch_chunk(source.peer, source.offer, chunk), _OpenCall(now, source.offer, chunk)
+        )
         return True
 
-    def _start(self, source: _Source, work: Coroutine[Any, Any, Offer | Arrays], call: _Call) -> None:
+    def _start_call(self, source: _Source, work: Coroutine[Any, Any, Offer | ChunkValues], call: _OpenCall) -> None:
+        """Starts `work` as a task and remembers it as an open call of the source."""
         source.calls[asyncio.create_task(work, name=f"state from {source.peer}")] = call
 
     def _is_slow(self, source: _Source, now: float) -> bool:
-        patience = self._terms.slow_s if source.offer is None else max(self._terms.slow_s, 4 * self.board.usual_s())
+        """Tells whether the source's oldest open call lasts so long that a waiting source should join in."""
+        patience = self._config.slow_s
+        if source.offer is not None:
+            patience = max(patience, 4 * self.schedule.usual_s())
         return now - min((call.began for call in source.calls.values()), default=now) > patience
 
-    # --- what came of a call
+    async def _fetch_offer(self, peer: PeerId) -> Offer:
+        """Asks the peer for its newest snapshot."""
+        ends = min(self._deadline, loop_time() + self._config.offer_s)
+        request = GetState(self._stage, self._lowest_step, milliseconds_until(ends))
+        return check_offer(await self._caller.call(peer, request, deadline=ends), self._numel)
 
-    def _ended(self, source: _Source, task: asyncio.Task[Offer | Arrays], call: _Call) -> None:
+    async def _fetch_chunk(self, peer: PeerId, offer: Offer, chunk: int) -> ChunkValues:
+        """Asks the peer for one chunk of the snapshot that it offered, and checks it in a thread."""
+        ends = min(self._deadline, loop_time() + self._config.chunk_s)
+        request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(ends))
+        reply = await self._caller.call(peer, request, deadline=ends)
+        return await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), chunk_bytes(chunk, self._numel))
+
+    # --- handling calls that ended
+
+    def _handle_end(self, source: _Source, task: asyncio.Task[Offer | ChunkValues], call: _OpenCall) -> None:
+        """Takes in what a finished call brought, or records its failure."""
         try:
             result = task.result()
-        except asyncio.CancelledError:  # by us: another source was faster, or this one is given up
-            self.board.failed(call.chunk, source.peer)
+        except asyncio.CancelledError:  # by this object: another source was faster, or this one is given up
+            self.schedule.record_failure(call.chunk, source.peer)
         except AgoraError as error:
-            self.board.failed(call.chunk, source.peer)
-            self._failed(source, error, call)
+            self.schedule.record_failure(call.chunk, source.peer)
+            self._handle_failure(source, error, call)
         else:
-            if isinstance(result, Offer) and result.index.step > self._most():
-                self._give_up(source, f"offers step {result.index.step}, where no other replica can be")
+            if isinstance(result, Offer) and result.index.step > self._plausible_step():
+                self._give_up(
+                    source, f"offers step {result.index.step}, which is implausible beside the other replicas"
+                )
             elif isinstance(result, Offer):
                 source.offer = result
-                self._first_offer = self._first_offer or loop_time()
+                self._first_offer_at = self._first_offer_at or loop_time()
             else:
                 source.failures = 0
-                self._arrived(source, call, result)
+                self._store_chunk(source, call, result)
 
-    def _arrived(self, source: _Source, call: _Call, arrays: Arrays) -> None:
+    def _store_chunk(self, source: _Source, call: _OpenCall, values: ChunkValues) -> None:
+        """Copies a chunk's values into the state and cancels the other calls for it."""
         now = loop_time()
-        source.took_s = now - call.began
-        needless = self.board.arrived(call.chunk, source.peer, now)
+        source.last_chunk_s = now - call.began
+        needless = self.schedule.record_arrival(call.chunk, source.peer, now)
         for other in self._sources:
-            for task, theirs in other.calls.items():
-                if other.peer in needless and theirs.chunk == call.chunk:
+            for task, open_call in other.calls.items():
+                if other.peer in needless and open_call.chunk == call.chunk:
                     task.cancel()
         elements = chunk_range(call.chunk, self._numel)
-        for mine, fetched in zip(self._arrays, arrays, strict=True):
-            mine[elements] = fetched
+        self._weights[elements], self._mean[elements], self._square[elements] = values
         if call.offer:
-            self._origin[call.chunk] = (call.offer.index.step, call.offer.index.updates)
-        self._progress(self._how_far())
+            self._versions[call.chunk] = (call.offer.index.step, call.offer.index.updates)
 
-    def _failed(self, source: _Source, error: AgoraError, call: _Call) -> None:
-        if source.over:
+    def _handle_failure(self, source: _Source, error: AgoraError, call: _OpenCall) -> None:
+        """Decides what a failed call means for its source.
+
+        | error                                   | consequence                                             |
+        |-----------------------------------------|---------------------------------------------------------|
+        | false state                             | given up, and reported as an offence                    |
+        | busy                                    | asked again when it said                                |
+        | protocol error, or the offer is refused | given up                                                |
+        | anything else                           | a pause that doubles; it must offer its snapshot again  |
+        """
+        if source.given_up:
             return
-        source.trouble = str(error)
-        if isinstance(error, Untrue):
-            self._lied(source.peer, error)
+        source.last_error = str(error)
+        if isinstance(error, FalseStateError):
+            self._on_offence(source.peer, error)
             self._give_up(source, str(error))
         elif isinstance(error, Busy):
-            source.not_before = loop_time() + min(max(error.retry_after_ms / 1000, self._terms.pause_s), MAX_PAUSE_S)
+            source.not_before = loop_time() + min(max(error.retry_after_ms / 1000, self._config.pause_s), MAX_PAUSE_S)
         elif isinstance(error, ProtocolError) or (isinstance(error, Refused) and call.offer is None):
             self._give_up(source, str(error))
         else:
             self._pause(source)
             if call.offer is source.offer:
-                source.offer = None  # before it is given chunks again, it says whether its snapshot is still there
+                source.offer = None
 
     def _pause(self, source: _Source) -> None:
+        """Counts a failure and pauses the source for pause_s * 2^(failures - 1) seconds; gives it up after the last."""
         now = loop_time()
         if now < source.not_before:  # its other calls broke with the same stream: one failure, not several
             return
         source.failures += 1
-        source.not_before = now + self._terms.pause_s * 2 ** (source.failures - 1)
-        if source.failures >= self._terms.failures:
-            self._give_up(source, source.trouble)
+        source.not_before = now + self._config.pause_s * 2 ** (source.failures - 1)
+        if source.failures >= self._config.failures:
+            self._give_up(source, source.last_error)
 
-    def _give_up(self, source: _Source, why: str) -> None:
-        source.over, source.trouble, source.offer = True, why, None
+    def _give_up(self, source: _Source, reason: str) -> None:
+        """Asks the source for nothing more and cancels its open calls."""
+        source.given_up, source.last_error, source.offer = True, reason, None
         for task in source.calls:
             task.cancel()
 
-    async def _stop(self) -> None:
-        """Ends every call; what they were for is missing again."""
+    async def _cancel_calls(self) -> None:
+        """Cancels every open call, waits for its end, and makes its chunk missing again."""
         tasks = [task for source in self._sources for task in source.calls]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for source in self._sources:
             for call in source.calls.values():
-                self.board.failed(call.chunk, source.peer)
+                self.schedule.record_failure(call.chunk, source.peer)
             source.calls.clear()
 
-    # --- calls
-
-    async def _fetch_offer(self, peer: PeerId) -> Offer:
-        ends = min(self._deadline, loop_time() + self._terms.offer_s)
-        reply = await self._caller.call(
-            peer, GetState(self._stage, self._floor, milliseconds_to(ends)), (), deadline=ends
-        )
-        return check_offer(reply, self._numel)
-
-    async def _fetch_chunk(self, peer: PeerId, offer: Offer, chunk: int) -> Arrays:
-        ends = min(self._deadline, loop_time() + self._terms.chunk_s)
-        request = GetChunk(offer.index.snapshot, chunk, milliseconds_to(ends))
-        reply = await self._caller.call(peer, request, (), deadline=ends)
-        return await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), chunk_bytes(chunk, self._numel))
-
-    # --- words
-
-    def _how_far(self) -> TransferProgress:
-        return TransferProgress(
-            ELEMENT_BYTES * min(len(self.board.here) * CHUNK_ELEMENTS, self._numel),
-            ELEMENT_BYTES * self._numel,
-            sum(1 for source in self._sources if source.offer and not source.over),
-            self.board.fetched_again,
-        )
-
     def _unavailable(self, what: str) -> Unavailable:
-        return Unavailable(self._stage, [what, *(f"{s.peer}: {s.trouble}" for s in self._sources if s.trouble)])
+        """Returns the error to raise: `what`, then the last error of each source."""
+        return Unavailable(self._stage, [what, *(f"{s.peer}: {s.last_error}" for s in self._sources if s.last_error)])
 
 
-def check_offer(reply: Reply, numel: int) -> Offer:
-    """What a source offers for a stage of `numel` elements. Raises Refused when it has nothing, Untrue when it lies."""
-    index = reply.message
-    if not isinstance(index, StateIndex):
-        raise Untrue("bad-message", f"GetState was answered by {type(index).__name__}.")
-    if index.size == 0:
-        raise Refused("has no snapshot of this stage to give")
-    if index.size != ELEMENT_BYTES * numel:
-        raise Untrue("bad-tensor", f"The snapshot has {index.size} bytes; the stage has {ELEMENT_BYTES * numel}.")
-    tensor = reply.tensors[0] if reply.tensors else None
-    if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (chunk_count(numel), HASH_BYTES)):
-        raise Untrue("bad-tensor", f"The snapshot's index is not {chunk_count(numel)} hashes.")
-    hashes = bytes(tensor.data)
-    if hashlib.sha256(hashes).digest() != index.snapshot:
-        raise Untrue("bad-tensor", "The snapshot is not named by its chunks' hashes.")
-    return Offer(index, hashes)
-
-
-def check_chunk(reply: Reply, expected: bytes, nbytes: int) -> Arrays:
-    """The weights, means and squares in a chunk of `nbytes`. Raises Untrue when it is not the one that hashes so."""
-    tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None
-    if tensor is None or tensor.dtype != "uint8" or tensor.nbytes != nbytes:
-        raise Untrue("bad-tensor", f"A chunk is not uint8 [{nbytes}].")
-    if (found := hashlib.sha256(tensor.data).digest()) != expected:
-        raise Untrue("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {found.hex()}.")
-    arrays = unpack_chunk(tensor.data)
-    if not all(np.isfinite(array).all() for array in arrays) or arrays[2].min() < 0:
-        raise Untrue("bad-tensor", "A chunk holds values that no optimizer leaves: not finite, or a negative square.")
-    return arrays
-
-
-def _empty(numel: int) -> Flat:
-    return np.empty(numel, np.float32)
-
-
-def milliseconds_to(moment: float) -> int:
-    """What to say as a request's deadline."""
+def milliseconds_until(moment: float) -> int:
+    """Returns the time left until `moment` (loop time) as a request's deadline, within the protocol's limits."""
     return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)

@@ -18,7 +18,6 @@ from agora_protocol.fields import (
     many,
     number,
     peer_id,
-    raw,
     shown,
     span,
     whole,
@@ -96,20 +95,6 @@ class Progress(Record, kind=2, name="progress"):
         if len(self.steps) != len(self.span):
             return f"has {len(self.steps)} steps for a span of {len(self.span)} stages"
         return None
-
-
-class Cut(Record, kind=3, name="cut"):
-    """I have written this checkpoint of a stage; whoever resumes the run can have it from me."""
-
-    peer: PeerId = peer_id(doc="who wrote it; signs the record and is its subkey")
-    span: Span = span(doc="the one stage that it is of")
-    incarnation: int = whole(0, MAX_UINT, doc="as in the peer's claim")
-    step: int = whole(0, MAX_UINT, doc="optimizer steps that it has in it")
-    snapshot: bytes = raw(32, doc="SHA-256 over its chunks' hashes, as in StateIndex")
-    size: int = whole(0, MAX_UINT, doc="its bytes")
-
-    def problem(self) -> str | None:
-        return "is of several stages" if len(self.span) != 1 else None
 
 
 NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}

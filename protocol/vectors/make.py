@@ -45,7 +45,7 @@ from agora_protocol.messages import (
     StateIndex,
     StatusAnswer,
 )
-from agora_protocol.records import RECORD_TAG, Claim, Cut, Progress, Record, record_key, seal
+from agora_protocol.records import RECORD_TAG, Claim, Progress, Record, record_key, seal
 from agora_protocol.tensors import WireTensor
 
 HERE: Final = Path(__file__).parent
@@ -122,7 +122,6 @@ def _records() -> list[tuple[Record, Identity, int]]:
         (Progress(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (40, 41), 9870.0, 2.5, 3, 640), FIRST, 0),
         (Progress(SECOND.peer, Span(3, 3), 0, (0,), 0.0, None, 0, 0), SECOND, 3),
         (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 25e6), SECOND, 3),
-        (Cut(SECOND.peer, Span(3, 3), 7, 400, HASH, 2_097_152), SECOND, 3),
     ]
 
 

@@ -31,8 +31,8 @@ from agora.node import paths, runs
 from agora.node.control import Ask, ControlSocket
 from agora.state.checkpoint import write_checkpoint
 from agora.state.export import ExportError
+from agora.state.files import replace_tensors
 from agora.state.layout import StageState
-from agora.state.weights import write_weights
 from agora.train.weights import StageWeights
 
 MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 64}
@@ -278,7 +278,7 @@ def collected(folder: Path, signed: SignedManifest, stages: list[Stage], step: i
     files = {}
     for stage, module in enumerate(stages):
         about = {"run": signed.run_id, "stage": str(stage), "step": str(step)}
-        write_weights(folder / f"stage-{stage}.safetensors", named(module), about)
+        replace_tensors(folder / f"stage-{stage}.safetensors", named(module), about)
         files[str(stage)] = str(folder / f"stage-{stage}.safetensors")
     return {"files": files, "steps": dict.fromkeys(files, step)}
 
@@ -332,7 +332,7 @@ def test_what_a_daemon_collected_is_checked_before_anything_is_written(
         answer = collected(tmp_path / "collected", signed, stages, 60)
         bad = named(stages[1]) | {"layers.1.attention_norm.weight": np.full(32, np.nan, np.float32)}
         about = {"run": signed.run_id, "stage": "1", "step": "60"}
-        write_weights(tmp_path / "collected" / "stage-1.safetensors", bad, about)
+        replace_tensors(tmp_path / "collected" / "stage-1.safetensors", bad, about)
         return answer
 
     with (

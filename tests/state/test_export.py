@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from agora.state.export import INDEX, ExportError, Merge, Part, StageFile, cut_shards, to_bf16
-from agora.state.weights import write_weights
+from agora.state.files import replace_tensors
 
 RUN = "ab" * 32
 PARTS = [
@@ -39,7 +39,7 @@ def about(stage: int, step: int = 7) -> dict[str, str]:
 @pytest.fixture
 def files(tmp_path: Path) -> list[StageFile]:
     for stage in (0, 1):
-        write_weights(tmp_path / f"stage-{stage}.safetensors", tensors(stage), about(stage))
+        replace_tensors(tmp_path / f"stage-{stage}.safetensors", tensors(stage), about(stage))
     return [StageFile(stage, 7, tmp_path / f"stage-{stage}.safetensors") for stage in (0, 1)]
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from typing import Any
 
 import numpy as np
 from agora_protocol.messages import GetState
 
 from agora.net.calls import IncomingCall, Reply
+from agora.state.layout import ELEMENT_BYTES
 from agora.state.snapshot import Snapshots
-from agora.state.transfer import StateFetch, TransferProgress
+from agora.state.transfer import StateFetch
 from tests.net.helpers import after, echo, peers, run
 from tests.state.world import WINDOW, chunks, state
 
@@ -19,6 +20,7 @@ NUMEL = chunks(11.5)
 
 def test_a_peer_that_closes_in_the_middle_costs_its_open_chunks() -> None:
     given = state(NUMEL)
+    chunks_given = 0
 
     async def export(_: int):
         return given
@@ -30,23 +32,24 @@ def test_a_peer_that_closes_in_the_middle_costs_its_open_chunks() -> None:
         else:
             await asyncio.sleep(0.02)
             answer = await snapshots.get_chunk(request)
-        return Reply(answer.message, answer.tensors)
+            nonlocal chunks_given
+            chunks_given += 1
+            if chunks_given == 4:
+                closing.append(asyncio.create_task(first_source[0].network.close()))
+        return answer
 
     async def main() -> None:
         async with peers(echo, handle, handle, handle) as (joiner, *sources):
-            closing: list[asyncio.Task[None]] = []
-
-            def progress(now: TransferProgress) -> None:
-                if len(fetch.board.here) == 3:
-                    closing.append(asyncio.create_task(sources[0].network.close()))
-
-            fetch = StateFetch(joiner.network, 0, NUMEL, progress=progress)
+            first_source.append(sources[0])
+            fetch = StateFetch(joiner.network, 0, NUMEL)
             got = await fetch.run([source.id for source in sources], deadline=after(60))
             for name in ("weights", "mean", "square"):
                 np.testing.assert_array_equal(getattr(got, name), getattr(given, name))
-            assert len(closing) == 1 and 0 <= fetch.board.fetched_again <= WINDOW
+            assert len(closing) == 1 and 0 <= fetch.schedule.refetched <= WINDOW
             await closing[0]
-            assert not joiner.events
+            assert not joiner.violations and not joiner.failures
 
-    snapshots = Snapshots(export, time.monotonic)
+    closing: list[asyncio.Task[None]] = []
+    first_source: list[Any] = []
+    snapshots = Snapshots(export, lambda _: ELEMENT_BYTES * NUMEL)
     run(main, timeout_s=90.0)

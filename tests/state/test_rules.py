@@ -1,78 +1,91 @@
-"""When to write, who speaks of it, where to start."""
+"""Where a stage starts from, which steps are plausible, which slices were missed, when a checkpoint is due."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
-from agora_protocol.ids import PeerId, RunId
-from hypothesis import given
-from hypothesis import strategies as st
+from agora_protocol.ids import PeerId
 
 from agora.state.rules import (
     checkpoint_due,
     choose_start,
-    choose_writer,
-    cut_step,
     leading_step,
+    lowest_step_to_fetch,
     missed_rounds,
-    most_believed,
+    most_advanced_first,
+    plausibility_bound,
+    plausible_offers,
+    usual_lag_limit,
 )
 
-RUN = RunId("ab" * 32)
-A, B, C = (PeerId(name) for name in "abc")
+A, B, C, D = (PeerId(name) for name in "abcd")
 
 
 @pytest.mark.parametrize(
-    ("own", "offers", "kind", "step", "sources"),
+    ("checkpoint_step", "offers", "action", "at_least", "sources"),
     [
-        (None, {}, "seed", 0, ()),
-        (None, {A: 0, B: 0}, "seed", 0, ()),
-        (0, {}, "own", 0, ()),
-        (200, {}, "own", 200, ()),
-        (200, {A: 200, B: 100}, "own", 200, ()),
-        (200, {A: 100}, "own", 200, ()),
-        (200, {A: 201}, "peers", 101, (A,)),
-        (None, {A: 30}, "peers", 1, (A,)),
-        (100, {A: 399, B: 400, C: 500}, "peers", 400, (C, B)),
-        (None, {B: 500, A: 500, C: 499}, "peers", 400, (A, B, C)),
+        (None, {}, "keep initial weights", 0, ()),
+        (None, {A: 0, B: 0}, "keep initial weights", 0, ()),
+        (0, {}, "load", 0, ()),
+        (200, {}, "load", 200, ()),
+        (200, {A: 200, B: 100}, "load", 200, ()),
+        (200, {A: 100}, "load", 200, ()),
+        (200, {A: 201}, "fetch", 101, (A,)),
+        (None, {A: 30}, "fetch", 1, (A,)),
+        (100, {A: 399, B: 400, C: 500}, "fetch", 400, (C, B)),
+        (None, {B: 500, A: 500, C: 499}, "fetch", 400, (A, B, C)),
     ],
 )
-def test_a_stage_starts_from_the_newest_there_is(own, offers, kind, step, sources) -> None:
-    start = choose_start(own, offers)
-    assert (start.kind, start.step, start.sources) == (kind, step, sources)
-    assert start.reason
+def test_a_stage_starts_from_the_newest_state_there_is(checkpoint_step, offers, action, at_least, sources) -> None:
+    start = choose_start(checkpoint_step, offers, lag_limit=100)
+    assert (start.action, start.at_least, start.sources) == (action, at_least, sources)
 
 
-def test_no_single_replica_is_believed_to_be_far_ahead_of_three() -> None:
-    assert most_believed([500, 501, 10**9], 100) == 601 == most_believed([501, 10**9, 501, 10**9], 100) - 10**9 + 501
-    assert most_believed([500, 500, 0], 100) == 600, "nor held back by one that has just begun"
-    assert most_believed([], 100) == most_believed([500, 10**9], 100) == math.inf, "of two, nobody knows which"
+@pytest.mark.parametrize(
+    ("checkpoint_step", "offers", "reason"),
+    [
+        (None, {}, "no checkpoint, and no peer offers any"),
+        (None, {A: 0}, "no peer has taken a step yet"),
+        (200, {}, "own checkpoint of step 200; no peer offers any"),
+        (200, {A: 100}, "own checkpoint of step 200; peers are at step 100"),
+        (200, {A: 300, B: 250}, "own checkpoint of step 200; 2 peers are at most 100 steps behind step 300"),
+        (None, {A: 300}, "no own checkpoint; 1 peers are at most 100 steps behind step 300"),
+    ],
+)
+def test_every_start_says_why(checkpoint_step, offers, reason) -> None:
+    assert choose_start(checkpoint_step, offers, lag_limit=100).reason == reason
+
+
+def test_peers_are_ordered_by_step_and_then_by_id() -> None:
+    assert most_advanced_first({C: 7, B: 9, A: 7}) == [B, A, C] and most_advanced_first({}) == []
+
+
+def test_a_single_replica_far_ahead_of_three_is_implausible() -> None:
+    assert plausibility_bound([500, 501, 10**9], 100) == 601
+    assert plausibility_bound([501, 10**9, 501, 10**9], 100) == 10**9 + 100, "half of the replicas move it"
+    assert plausibility_bound([500, 500, 0], 100) == 600, "one that has just begun does not lower it"
+    assert plausibility_bound([], 100) == plausibility_bound([500, 10**9], 100) == math.inf, "of two, nobody can tell"
+    honest = {A: 100, B: 101, C: 103}
+    assert plausible_offers({**honest, D: 10**9}, [*honest.values(), 10**9], 100) == honest
+    near = {**honest, D: 203}
+    assert plausible_offers(near, near.values(), 100) == near, "one that is a little ahead is plausible"
+    assert plausible_offers({A: 100, D: 10**9}, [100, 10**9], 100) == {A: 100, D: 10**9}
+
+
+def test_the_lowest_step_to_fetch_is_the_wanted_one_or_one_averaging_interval_behind_the_others() -> None:
+    assert lowest_step_to_fetch(7, [], 20) == 7 and lowest_step_to_fetch(7, [10, 20], 20) == 7
+    assert lowest_step_to_fetch(7, [100, 200, 300], 20) == 180 and lowest_step_to_fetch(7, [100, 200], 20) == 80
+
+
+def test_a_state_is_worth_fetching_within_two_covers_of_the_averaging() -> None:
+    assert usual_lag_limit(20, 0.05) == 800 and usual_lag_limit(1, 1.0) == 100
 
 
 def test_a_checkpoint_is_due_once_for_each_multiple_even_when_a_step_jumps_over_it() -> None:
     assert not checkpoint_due(99, 100, 0) and checkpoint_due(100, 100, 0)
     assert not checkpoint_due(101, 100, 100) and not checkpoint_due(0, 100, 0)
     assert checkpoint_due(203, 100, 100) and not checkpoint_due(299, 100, 203)
-    assert cut_step(203, 100) == 200
-
-
-@given(st.lists(st.integers(0, 999).map(lambda i: PeerId(f"p{i}")), min_size=1, unique=True), st.randoms())
-def test_every_view_of_the_same_members_names_the_same_writer(members, random) -> None:
-    shuffled = list(members)
-    random.shuffle(shuffled)
-    writer = choose_writer(RUN, 3, 100, members)
-    assert writer == choose_writer(RUN, 3, 100, shuffled) and writer in members
-    rest = [peer for peer in members if peer != writer]
-    for gone in rest:
-        assert choose_writer(RUN, 3, 100, [p for p in members if p != gone]) == writer
-
-
-def test_the_work_of_writing_goes_around() -> None:
-    turns = Counter(choose_writer(RUN, stage, 100 * n, [A, B, C]) for n in range(200) for stage in range(3))
-    assert all(150 < turns[peer] < 250 for peer in (A, B, C))
-    assert choose_writer(RUN, 0, 0, []) is None
 
 
 def test_missed_slices_are_those_averaged_since_each_once() -> None:
@@ -82,6 +95,6 @@ def test_missed_slices_are_those_averaged_since_each_once() -> None:
     assert missed_rounds(120, 100, 20, 20) == []
 
 
-def test_the_furthest_stage_is_not_what_a_single_replica_says() -> None:
+def test_the_furthest_stage_is_not_what_a_single_replica_claims() -> None:
     assert leading_step([[40, 40, 41], [20, 10**12], []]) == 40
     assert leading_step([[3], [7]]) == 7 and leading_step([[], []]) == 0

@@ -24,7 +24,7 @@ class Source:
         self.now = 100.0
         self.copies = 0
         self.serving = True
-        self.snapshots = Snapshots(self.export, lambda: self.now, limits)
+        self.snapshots = Snapshots(self.export, lambda _: NBYTES, now=lambda: self.now, limits=limits)
 
     async def export(self, stage: int) -> StageState | None:
         if stage > 1:
@@ -75,7 +75,7 @@ async def what_was_forgotten_is_given_to_nobody_who_comes_although_it_was_still_
     source = Source()
     first = await source.index()
     source.now += 0.1
-    source.snapshots.forget(0)
+    source.snapshots.outdate(0)
     source.now += 0.1
     second = await source.index()
     assert (first.step, second.step) == (10, 20)
@@ -83,7 +83,7 @@ async def what_was_forgotten_is_given_to_nobody_who_comes_although_it_was_still_
     making = asyncio.create_task(source.index())
     await asyncio.sleep(0)
     source.now += 0.1
-    source.snapshots.forget(0)
+    source.snapshots.outdate(0)
     source.now += 0.1
     assert (await making).step == 30 and (await source.index()).step == 40
     assert (await source.index(stage=1)).step == 50 and (await source.index(stage=1)).step == 50
@@ -98,16 +98,16 @@ async def an_older_copy_serves_who_has_begun_and_a_new_one_who_comes() -> None:
     assert second.step > first.step and source.snapshots.nbytes == 2 * NBYTES
     await source.snapshots.get_chunk(GetChunk(first.snapshot, 0))
     source.now += 40.0  # the second copy was last used 40 s ago, the first 40 s ago too
-    source.snapshots.sweep()
+    source.snapshots.drop_idle()
     assert source.snapshots.nbytes == 2 * NBYTES
     await source.snapshots.get_chunk(GetChunk(first.snapshot, 1))
     source.now += 30.0
-    source.snapshots.sweep()
+    source.snapshots.drop_idle()
     assert source.snapshots.nbytes == NBYTES
     with pytest.raises(Refused, match="not kept any more"):
         await source.snapshots.get_chunk(GetChunk(second.snapshot, 0))
     source.now += 61.0
-    source.snapshots.sweep()
+    source.snapshots.drop_idle()
     assert source.snapshots.nbytes == 0
 
 
@@ -118,15 +118,9 @@ async def memory_is_bounded_and_who_fetches_is_not_cut_off() -> None:
     await source.snapshots.get_chunk(GetChunk(first.snapshot, 0))
     assert (await source.index()).snapshot == first.snapshot, "in use, and no room for another: the older one is given"
     with pytest.raises(Busy):
-        await two_stages(source)
+        await source.index(stage=1)
     source.now += 11.0
     assert (await source.index()).step > first.step and source.snapshots.nbytes == NBYTES
-
-
-async def two_stages(source: Source) -> None:
-    """A copy of another stage whose size is known."""
-    source.snapshots._sizes[1] = NBYTES
-    await source.index(stage=1)
 
 
 async def the_first_copy_is_made_whatever_its_size() -> None:

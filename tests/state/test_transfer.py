@@ -13,9 +13,9 @@ import pytest
 from agora_protocol.errors import Busy, Unavailable
 from agora_protocol.messages import StateIndex
 
+from agora.calls import Reply
 from agora.state.layout import chunk_range
-from agora.state.snapshot import Given
-from agora.state.transfer import StateFetch, TransferProgress, TransferTerms
+from agora.state.transfer import StateFetch, TransferConfig
 from tests.pipeline.virtual_time import run
 from tests.state.world import WINDOW, World, chunks, flipped, state
 
@@ -35,8 +35,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def fetcher(world: World, numel: int = NUMEL, **terms: float) -> StateFetch:
-    return StateFetch(world, 0, numel, terms=TransferTerms(**terms), lied=world.lied)  # type: ignore[arg-type]
+def fetcher(world: World, numel: int = NUMEL, **config: float) -> StateFetch:
+    return StateFetch(world, 0, numel, config=TransferConfig(**config), on_offence=world.on_offence)  # type: ignore[arg-type]
 
 
 async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, at_least: int = 0):
@@ -59,13 +59,10 @@ def test_one_source_gives_exactly_what_it_has() -> None:
     async def work() -> None:
         world = World()
         replica = world.add("a", state(NUMEL))
-        progress: list[TransferProgress] = []
-        fetch = StateFetch(world, 0, NUMEL, progress=progress.append)
-        got, _ = await fetched(world, fetch)
+        got, _ = await fetched(world, fetcher(world))
         assert_equal(got, replica.state)
         assert (got.stage, got.step, got.updates) == (0, 10, 7)
         assert world.asked() == COUNT and world.most_open == WINDOW
-        assert progress[-1] == TransferProgress(STATE_BYTES, STATE_BYTES, 1, 0) and len(progress) == COUNT
 
     run(work())
 
@@ -124,9 +121,9 @@ def test_a_source_killed_in_the_middle_costs_exactly_its_open_chunks(die_after: 
         got, _ = await fetched(world, fetch)
         assert_equal(got, killed.state)
         assert killed.dead.is_set() and 1 <= len(killed.open_at_death) <= WINDOW
-        assert fetch.board.fetched_again == len(killed.open_at_death) and fetch.board.doubled == 0
+        assert fetch.schedule.refetched == len(killed.open_at_death) and fetch.schedule.duplicated == 0
         assert sum(sum(r.given.values()) for r in world.replicas.values()) == COUNT, "nothing arrived twice"
-        assert not world.lies
+        assert not world.offences
 
     run(work())
 
@@ -151,7 +148,7 @@ def test_a_liar_is_named_and_costs_one_chunk_of_time() -> None:
         world = World()
         fired = []
 
-        def lie(answer: Given, nth: int) -> Given:
+        def lie(answer: Reply, nth: int) -> Reply:
             if isinstance(answer.message, StateIndex) or nth < 2:
                 return answer
             fired.append(nth)
@@ -161,8 +158,8 @@ def test_a_liar_is_named_and_costs_one_chunk_of_time() -> None:
         world.add("b", state(NUMEL))
         got, _ = await fetched(world, fetcher(world))
         assert_equal(got, liar.state)
-        assert fired and [peer for peer, _ in world.lies] == ["liar"]
-        assert world.lies[0][1].code == "bad-tensor" and "SHA-256 should be" in str(world.lies[0][1])
+        assert fired and [peer for peer, _ in world.offences] == ["liar"]
+        assert world.offences[0][1].code == "bad-tensor" and "SHA-256 should be" in str(world.offences[0][1])
         assert liar.calls["GetState"] == 1 and liar.calls["GetChunk"] <= 2 * WINDOW, "a liar is not asked again"
 
     run(work())
@@ -178,7 +175,7 @@ def test_what_no_optimizer_leaves_is_a_lie_even_where_the_hash_is_right() -> Non
             world.add("b", state(NUMEL))
             got, _ = await fetched(world, fetcher(world))
             assert_equal(got, state(NUMEL))
-            assert [peer for peer, _ in world.lies] == ["liar"]
+            assert [peer for peer, _ in world.offences] == ["liar"]
 
     run(work())
 
@@ -192,7 +189,7 @@ def test_a_state_of_another_size_is_refused_before_a_byte_of_it_comes() -> None:
         right = world.add("right", state(NUMEL))
         got, _ = await fetched(world, fetcher(world))
         assert_equal(got, right.state)
-        assert sorted(peer for peer, _ in world.lies) == ["larger", "misnamed", "smaller"]
+        assert sorted(peer for peer, _ in world.offences) == ["larger", "misnamed", "smaller"]
         assert world.asked() == right.calls["GetChunk"] == COUNT
 
     run(work())
@@ -206,7 +203,7 @@ def test_a_slow_source_delays_the_end_by_little() -> None:
         fetch = fetcher(world)
         got, took = await fetched(world, fetch)
         assert_equal(got, slow.state)
-        assert took < 1.5 * STATE_BYTES / 8e6 and 1 <= fetch.board.doubled <= WINDOW
+        assert took < 1.5 * STATE_BYTES / 8e6 and 1 <= fetch.schedule.duplicated <= WINDOW
 
     run(work())
 
@@ -219,7 +216,7 @@ def test_a_hung_source_is_worked_around() -> None:
         fetch = fetcher(world)
         got, took = await fetched(world, fetch)
         assert_equal(got, hung.state)
-        assert hung.given.total() == 2 and took < 1.5 * STATE_BYTES / 8e6 and fetch.board.doubled == WINDOW
+        assert hung.given.total() == 2 and took < 1.5 * STATE_BYTES / 8e6 and fetch.schedule.duplicated == WINDOW
 
     run(work())
 
@@ -255,7 +252,7 @@ def test_a_source_where_no_replica_can_be_is_not_used_and_puts_no_other_behind()
         world = World()
         sound = [world.add(name, state(NUMEL, step=500)) for name in "ab"]
         liar = world.add("liar", state(NUMEL, step=10**9))
-        got, _ = await fetched(world, StateFetch(world, 0, NUMEL, most=lambda: 600.0))
+        got, _ = await fetched(world, StateFetch(world, 0, NUMEL, plausible_step=lambda: 600.0))
         assert got.step == 500 and all(source.given for source in sound) and not liar.calls["GetChunk"]
 
     run(work())
@@ -282,7 +279,7 @@ def test_a_snapshot_that_its_source_dropped_is_asked_for_anew() -> None:
         world = World()
         replica = world.add("a", state(NUMEL))
 
-        def drop(answer: Given, nth: int) -> Given:
+        def drop(answer: Reply, nth: int) -> Reply:
             if not isinstance(answer.message, StateIndex) and nth == 4:
                 replica.state = dataclasses.replace(replica.state, step=12, weights=replica.state.weights + 1)
                 replica.snapshots = world.add("spare", replica.state).snapshots
@@ -303,7 +300,7 @@ def test_a_busy_source_is_asked_again_when_it_said() -> None:
         busy = world.add("busy", state(NUMEL), fault=lambda a, nth: Busy("later", 3000) if nth == 1 else a)
         got, took = await fetched(world, fetcher(world))
         assert_equal(got, busy.state)
-        assert 3.0 < took < 10.0 and not world.lies
+        assert 3.0 < took < 10.0 and not world.offences
 
     run(work())
 
@@ -314,7 +311,7 @@ def test_sources_without_anything_to_give_are_named() -> None:
         world.add("joining", None)
         with pytest.raises(Unavailable, match="joining: has no snapshot of this stage to give"):
             await fetched(world, fetcher(world))
-        assert not world.lies
+        assert not world.offences
 
     run(work())
 
@@ -326,7 +323,7 @@ def test_the_deadline_ends_it_and_what_came_stays() -> None:
         fetch = fetcher(world)
         with pytest.raises(Unavailable, match="chunks came before the deadline"):
             await fetched(world, fetch, within_s=3.0)
-        came = len(fetch.board.here)
+        came = len(fetch.schedule.arrived_chunks)
         assert 3 <= came <= 6
         await fetched(world, fetch)
         assert world.replicas["a"].given.total() == COUNT
@@ -358,7 +355,7 @@ def test_any_mixture_of_faults_is_survived_as_long_as_one_source_is_sound(seed: 
         world, liars = World(downlink=25e6), []
         fired = Counter[str]()
 
-        def lie(answer: Given, nth: int) -> Given:
+        def lie(answer: Reply, nth: int) -> Reply:
             if isinstance(answer.message, StateIndex) or nth < 3:
                 return answer
             fired["lie"] += 1
@@ -381,7 +378,7 @@ def test_any_mixture_of_faults_is_survived_as_long_as_one_source_is_sound(seed: 
         world.add("sound", state(NUMEL), uplink=8e6)
         got, took = await fetched(world, fetcher(world))
         assert_equal(got, state(NUMEL))
-        assert {peer for peer, _ in world.lies} <= set(liars) and bool(fired) == bool(world.lies)
+        assert {peer for peer, _ in world.offences} <= set(liars) and bool(fired) == bool(world.offences)
         assert took < 40, "a third of a minute at most of waiting for those who hang, and the bytes"
 
     run(work())

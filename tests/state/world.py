@@ -14,10 +14,11 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetChunk, GetSlice, GetState
 from agora_protocol.tensors import WireTensor
 
+from agora.calls import Reply
 from agora.net.errors import ConnectionBroken, DeadlinePassed
-from agora.state.layout import CHUNK_ELEMENTS, StageState
-from agora.state.missed import CHUNK, give_slice
-from agora.state.snapshot import Given, Snapshots
+from agora.state.layout import CHUNK_ELEMENTS, ELEMENT_BYTES, StageState
+from agora.state.missed_slices import SLICE_CHUNK, slice_reply
+from agora.state.snapshot import Snapshots
 
 WINDOW = 3
 
@@ -56,7 +57,7 @@ class Replica:
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     die_after: int = 10**9  # chunks given
     hang_after: int = 10**9
-    fault: Callable[[Given, int], Given | AgoraError] | None = None  # (answer, the how-manieth call of its kind)
+    fault: Callable[[Reply, int], Reply | AgoraError] | None = None  # (answer, the how-manieth call of its kind)
     calls: Counter[str] = field(default_factory=Counter)
     given: Counter[int] = field(default_factory=Counter)
     open_chunks: set[int] = field(default_factory=set)
@@ -67,20 +68,20 @@ class Replica:
         async def export(_: int) -> StageState | None:
             return self.state
 
-        self.snapshots = Snapshots(export, lambda: asyncio.get_running_loop().time())
+        self.snapshots = Snapshots(export, lambda _: 0 if self.state is None else ELEMENT_BYTES * self.state.numel)
 
     def die(self) -> None:
         self.open_at_death = set(self.open_chunks)
         self.dead.set()
 
-    async def answer(self, request: GetState | GetChunk | GetSlice) -> Given:
+    async def answer(self, request: GetState | GetChunk | GetSlice) -> Reply:
         self.calls[type(request).__name__] += 1
         if isinstance(request, GetChunk):
             answer = await self.snapshots.get_chunk(request)
         elif isinstance(request, GetState):
             answer = await self.snapshots.get_state(request)
         else:
-            answer = give_slice(self.slices[request.round][CHUNK * request.chunk :][:CHUNK], 12)
+            answer = slice_reply(self.slices[request.round][SLICE_CHUNK * request.chunk :][:SLICE_CHUNK], 12)
         if self.fault is not None:
             changed = self.fault(answer, self.calls[type(request).__name__])
             if isinstance(changed, AgoraError):
@@ -95,7 +96,7 @@ class World:
     def __init__(self, downlink: float = 1e12) -> None:
         self.downlink = Link(downlink)
         self.replicas: dict[PeerId, Replica] = {}
-        self.lies: list[tuple[PeerId, ProtocolError]] = []
+        self.offences: list[tuple[PeerId, ProtocolError]] = []
         self.open = 0
         self.most_open = 0
 
@@ -103,14 +104,14 @@ class World:
         replica = self.replicas[PeerId(name)] = Replica(state, Link(uplink), **faults)  # type: ignore[arg-type]
         return replica
 
-    def lied(self, peer: PeerId, error: ProtocolError) -> None:
-        self.lies.append((peer, error))
+    def on_offence(self, peer: PeerId, error: ProtocolError) -> None:
+        self.offences.append((peer, error))
 
     def asked(self) -> int:
         """Calls for chunks that reached a living replica."""
         return sum(replica.calls["GetChunk"] for replica in self.replicas.values())
 
-    async def call(self, peer, request, tensors, *, deadline, on_progress=None) -> Given:
+    async def call(self, peer, request, tensors=(), *, deadline, on_progress=None) -> Reply:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
@@ -121,7 +122,7 @@ class World:
         finally:
             self.open -= 1
 
-    async def _until_death(self, replica: Replica, request) -> Given:
+    async def _until_death(self, replica: Replica, request) -> Reply:
         if replica.dead.is_set():
             raise ConnectionBroken("refused")
         work = asyncio.create_task(self._serve(replica, request))
@@ -136,7 +137,7 @@ class World:
             death.cancel()
             await asyncio.gather(work, death, return_exceptions=True)
 
-    async def _serve(self, replica: Replica, request) -> Given:
+    async def _serve(self, replica: Replica, request) -> Reply:
         chunk = request.chunk if isinstance(request, GetChunk) else -1
         if chunk >= 0:
             replica.open_chunks.add(chunk)
@@ -158,11 +159,11 @@ class World:
         return answer
 
 
-def flipped(answer: Given) -> Given:
+def flipped(answer: Reply) -> Reply:
     """The answer with one bit of its first tensor changed."""
     data = bytearray(answer.tensors[0].data)
     data[len(data) // 2] ^= 1
-    return Given(answer.message, [WireTensor(answer.tensors[0].dtype, answer.tensors[0].shape, memoryview(data))])
+    return Reply(answer.message, [WireTensor(answer.tensors[0].dtype, answer.tensors[0].shape, memoryview(data))])
 
 
 def fingerprint(array: np.ndarray) -> str:

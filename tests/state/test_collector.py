@@ -18,8 +18,9 @@ from agora_protocol.manifest import SignedManifest, preset
 from safetensors import safe_open
 
 from agora.model import build_stage
-from agora.node import collecting
-from agora.node.collecting import Collector
+from agora.node.loaded_span import stage_layouts
+from agora.state import collector
+from agora.state.collector import SPARE_BYTES, StageCollector
 from agora.state.layout import Layout, StageState
 from agora.swarm.view import PeerView, View
 from agora.train.weights import StageWeights
@@ -63,7 +64,7 @@ class Held:
 class Scene:
     """Peer "first" gives stage 0, "last" and "late" give stage 2; stage 1 is held here."""
 
-    def __init__(self, signed: SignedManifest, layouts: list[Layout], folder: Path) -> None:
+    def __init__(self, signed: SignedManifest, layouts: list[Layout], folder: Path, spare_bytes: int) -> None:
         self.world = World()
         self.states = [state(layouts[k].numel, value=k + 1.0, step=10 + k, stage=k) for k in range(3)]
         self.held = Held(self.states[1])
@@ -71,7 +72,16 @@ class Scene:
         self.add("first", 0)
         self.add("last", 2)
         self.folder = folder / "run" / "collected"
-        self.collector = Collector(signed, self.folder, self.held, lambda: self.view, self.world, self.world.lied)
+        self.collector = StageCollector(
+            signed.run_id,
+            self.folder,
+            lambda: stage_layouts(signed.manifest),
+            self.held,
+            lambda: self.view,
+            self.world,
+            self.world.on_offence,
+            spare_bytes,
+        )
 
     def add(self, name: str, stage: int, *, claimed: int = 1) -> Replica:
         peer = PeerView(PeerId(name), Span(stage, stage), 1, state="serving", steps=(claimed,))
@@ -84,10 +94,14 @@ class Scene:
 
 
 def played(
-    signed: SignedManifest, layouts: list[Layout], folder: Path, scenario: Callable[[Scene], Awaitable[None]]
+    signed: SignedManifest,
+    layouts: list[Layout],
+    folder: Path,
+    scenario: Callable[[Scene], Awaitable[None]],
+    spare_bytes: int = SPARE_BYTES,
 ) -> None:
     async def main() -> None:
-        scene = Scene(signed, layouts, folder)
+        scene = Scene(signed, layouts, folder, spare_bytes)
         await asyncio.wait_for(scenario(scene), 30)
         assert scene.world.open == 0 and len(asyncio.all_tasks()) == 1, "nothing is still under way"
 
@@ -108,7 +122,7 @@ def test_every_stage_is_written_as_those_who_hold_it_have_it(
             expected = layout.named(given.weights)
             assert found.keys() == expected.keys()
             assert all(np.array_equal(found[name], expected[name]) for name in expected)
-        assert scene.left() == ["collected"] and scene.world.lies == []
+        assert scene.left() == ["collected"] and scene.world.offences == []
 
     played(signed, layouts, tmp_path, scenario)
 
@@ -154,7 +168,7 @@ def test_replicas_that_came_meanwhile_are_asked_when_the_others_fail(
 
         liar.fault = lie
         assert [file.step for file in await scene.collector.collect()] == [10, 11, 12]
-        assert [peer for peer, _ in scene.world.lies] == ["last"]
+        assert [peer for peer, _ in scene.world.offences] == ["last"]
 
     played(signed, layouts, tmp_path, scenario)
 
@@ -227,8 +241,8 @@ def test_the_loop_goes_on_while_files_are_written(
         time.sleep(0.2)
         written(*arguments)
 
-    written = collecting.write_weights
-    monkeypatch.setattr(collecting, "write_weights", slowly)
+    written = collector.replace_tensors
+    monkeypatch.setattr(collector, "replace_tensors", slowly)
 
     async def scenario(scene: Scene) -> None:
         asker, ticks = asyncio.create_task(scene.collector.collect()), 0
@@ -241,13 +255,11 @@ def test_the_loop_goes_on_while_files_are_written(
 
 
 def test_a_disk_without_room_is_said_before_anything_is_fetched(
-    signed: SignedManifest, layouts: list[Layout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    signed: SignedManifest, layouts: list[Layout], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(collecting, "SPARE_BYTES", 2**62)
-
     async def scenario(scene: Scene) -> None:
         with pytest.raises(DiskError, match=r"need 0\.0 GB .* are free; free some space"):
             await scene.collector.collect()
         assert scene.world.asked() == 0 and scene.left() == []
 
-    played(signed, layouts, tmp_path, scenario)
+    played(signed, layouts, tmp_path, scenario, spare_bytes=2**62)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from agora.node.threads import run_in_thread
+from agora.threads import run_in_thread
 
 
 def test_results_and_errors_come_back() -> None:
@@ -26,7 +26,7 @@ def test_results_and_errors_come_back() -> None:
 def test_the_process_ends_while_the_work_goes_on() -> None:
     code = (
         "import asyncio, time\n"
-        "from agora.node.threads import run_in_thread\n"
+        "from agora.threads import run_in_thread\n"
         "async def main():\n"
         "    task = asyncio.create_task(run_in_thread(lambda: time.sleep(600)))\n"
         "    await asyncio.sleep(0.05)\n"

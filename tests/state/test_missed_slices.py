@@ -9,7 +9,7 @@ import pytest
 from agora_protocol.errors import Busy, ProtocolError
 from agora_protocol.messages import Slice
 
-from agora.state.missed import CHUNK, chunk_blocks, fetch_slices, give_slice
+from agora.state.missed_slices import SLICE_CHUNK, chunk_blocks, fetch_slices, slice_reply
 from tests.pipeline.virtual_time import run
 from tests.state.world import Replica, World
 
@@ -25,12 +25,14 @@ def replica(world: World, name: str, value: float, **faults: object) -> Replica:
 async def caught_up(world: World, within_s: float = 60.0) -> tuple[dict[int, float], list[int]]:
     applied: dict[int, float] = {}
 
-    async def apply(round_: int, values: np.ndarray, step: int) -> None:
-        assert values.shape == (SIZES[round_],) and step == 12 and round_ not in applied
+    async def put(round_: int, values: np.ndarray) -> None:
+        assert values.shape == (SIZES[round_],) and round_ not in applied
         applied[round_] = float(values[0])
 
     deadline = asyncio.get_running_loop().time() + within_s
-    left = await fetch_slices(world, 0, list(world.replicas), SIZES, apply, deadline=deadline, lied=world.lied)
+    left = await fetch_slices(
+        world, 0, list(world.replicas), SIZES, put, deadline=deadline, on_offence=world.on_offence
+    )
     assert world.open == 0 and len(asyncio.all_tasks()) == 1
     return applied, left
 
@@ -56,7 +58,7 @@ def test_sources_that_die_lie_or_are_busy_cost_no_slice() -> None:
         good = replica(world, "good", 0.0, fault=lambda a, nth: Busy("later", 500) if nth == 2 else a)
         applied, left = await caught_up(world)
         assert applied == {6: 6.0, 7: 7.0, 8: 8.0, 9: 9.0} and not left
-        assert sorted(peer for peer, _ in world.lies) == ["nan", "short"] and good.calls["GetSlice"] >= 5
+        assert sorted(peer for peer, _ in world.offences) == ["nan", "short"] and good.calls["GetSlice"] >= 5
 
     run(work())
 
@@ -71,16 +73,16 @@ def test_rounds_that_nobody_gives_are_named() -> None:
     run(work())
 
 
-def test_a_failure_to_apply_ends_it() -> None:
+def test_an_error_while_a_slice_is_put_ends_it() -> None:
     async def work() -> None:
         world = World()
         replica(world, "a", 0.0)
 
-        async def apply(*_: object) -> None:
+        async def put(*_: object) -> None:
             raise ValueError("the device is gone")
 
         with pytest.raises(ValueError, match="gone"):
-            await fetch_slices(world, 0, list(world.replicas), SIZES, apply, deadline=2000.0)
+            await fetch_slices(world, 0, list(world.replicas), SIZES, put, deadline=2000.0)
         assert world.open == 0
 
     run(work())
@@ -89,17 +91,17 @@ def test_a_failure_to_apply_ends_it() -> None:
 def test_a_large_slice_comes_in_chunks_from_several_sources() -> None:
     async def work() -> None:
         world = World()
-        values = np.arange(2 * CHUNK + 1024, dtype=np.float32)
+        values = np.arange(2 * SLICE_CHUNK + 1024, dtype=np.float32)
         for name in ("a", "b", "c"):
             world.add(name, None, die_after=10**9).slices = {5: values}
         world.replicas["b"].die()
         applied: list[np.ndarray] = []
 
-        async def apply(round_: int, got: np.ndarray, step: int) -> None:
-            applied.append(got)
+        async def put(round_: int, whole: np.ndarray) -> None:
+            applied.append(whole)
 
         deadline = asyncio.get_running_loop().time() + 60
-        left = await fetch_slices(world, 0, list(world.replicas), {5: values.size}, apply, deadline=deadline)
+        left = await fetch_slices(world, 0, list(world.replicas), {5: values.size}, put, deadline=deadline)
         assert not left and len(applied) == 1 and world.most_open == 3
         np.testing.assert_array_equal(applied[0], values)
 
@@ -113,5 +115,5 @@ def test_a_giver_finds_the_blocks_of_a_chunk() -> None:
     np.testing.assert_array_equal(np.concatenate(found), blocks)
     with pytest.raises(ProtocolError, match="has 3 chunks"):
         chunk_blocks(blocks, 3)
-    given = give_slice(np.arange(2048, dtype=np.float32), 41)
+    given = slice_reply(np.arange(2048, dtype=np.float32), 41)
     assert given.message == Slice(41) and given.tensors[0].shape == (2048,)

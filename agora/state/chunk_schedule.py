@@ -1,0 +1,82 @@
+"""Decides which chunk of a state to ask which source for next. Pure: `now` is passed in, nothing is sent or awaited.
+
+Knows chunks by number, sources by peer id, and how long chunks took. Must not know bytes, snapshots, or calls.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections import deque
+from typing import Final
+
+from agora_protocol.ids import PeerId
+
+DUPLICATE_FACTOR: Final = 2.0  # a chunk that takes this many times the usual is asked of another source as well
+DUPLICATE_AFTER_S: Final = 0.5  # but never sooner than this
+ASSUMED_CHUNK_S: Final = 2.5  # the usual time of a chunk before the first one has arrived
+REMEMBERED_CHUNKS: Final = 32
+
+
+class ChunkSchedule:
+    """Assigns the chunks 0 to count - 1 of one transfer to sources, until all of them have arrived.
+
+    A free source gets the lowest missing chunk. When none is missing, it gets the one that was asked for first, if that
+    call lasts unusually long. So a slow or hung source delays the end by one chunk, not by its whole share.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.arrived_chunks: set[int] = set()
+        self.refetched = 0  # chunks that had to be asked for again because every call for them failed
+        self.duplicated = 0  # calls for a chunk for which another source had an open call
+        self._missing = list(range(count))  # a heap: neither here nor asked for
+        self._open: dict[int, dict[PeerId, float]] = {}  # chunk -> who is asked for it, and since when
+        self._durations: deque[float] = deque(maxlen=REMEMBERED_CHUNKS)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk has arrived."""
+        return len(self.arrived_chunks) == self.count
+
+    def take(self, peer: PeerId, now: float) -> int | None:
+        """Returns the chunk to ask `peer` for and records the call. None when `peer` can do nothing useful now."""
+        if self._missing:
+            chunk: int | None = heapq.heappop(self._missing)
+        elif (chunk := self._overdue_chunk(peer, now)) is not None:
+            self.duplicated += 1
+        if chunk is not None:
+            self._open.setdefault(chunk, {})[peer] = now
+        return chunk
+
+    def record_arrival(self, chunk: int, peer: PeerId, now: float) -> list[PeerId]:
+        """Records that `peer` gave the chunk. Returns the peers whose calls for the same chunk can be cancelled."""
+        asked = self._open.pop(chunk, {})
+        if (began := asked.pop(peer, None)) is not None:
+            self._durations.append(now - began)
+        self.arrived_chunks.add(chunk)
+        return list(asked)
+
+    def record_failure(self, chunk: int, peer: PeerId) -> None:
+        """Records that the call to `peer` ended without the chunk, which is missing again if nobody else is asked."""
+        asked = self._open.get(chunk, {})
+        asked.pop(peer, None)
+        if not asked and self._open.pop(chunk, None) is not None and chunk not in self.arrived_chunks:
+            self.refetched += 1
+            heapq.heappush(self._missing, chunk)
+
+    def discard(self, chunk: int) -> None:
+        """Makes a chunk that has arrived missing again."""
+        self.arrived_chunks.remove(chunk)
+        heapq.heappush(self._missing, chunk)
+
+    def usual_s(self) -> float:
+        """Returns the median time of the last chunks, in seconds."""
+        return statistics.median(self._durations) if self._durations else ASSUMED_CHUNK_S
+
+    def _overdue_chunk(self, peer: PeerId, now: float) -> int | None:
+        """Returns the chunk whose newest call is oldest, if it is overdue and not asked of `peer`; else None."""
+        patience = max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * self.usual_s())
+        open_calls = ((max(asked.values()), chunk) for chunk, asked in self._open.items() if peer not in asked)
+        began, chunk = min(open_calls, default=(now, -1))
+        return chunk if now - began > patience else None

@@ -1,0 +1,171 @@
+"""Collects the weights of every stage of the run as files on this machine: those held here, the others from replicas.
+
+Knows: the stages held, who holds the others, the transfer of states, one folder. Must not know: who asks, or what the
+files are for.
+
+One stage at a time is in memory, with its moments, which come along with the weights. The folder is there with all of
+its files or not at all; each collection replaces the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from agora_protocol.errors import Busy, DiskError, LocalError, Unavailable
+from agora_protocol.ids import PeerId, RunId
+
+from agora.calls import Caller
+from agora.clock import loop_time
+from agora.state.export import SOURCE_BYTES, StageFile
+from agora.state.files import remove_folder, replace_tensors, sync_folder
+from agora.state.layout import Layout, StageState
+from agora.state.rules import most_advanced_first
+from agora.state.stages import ExportedStages, OnOffence, StageHolders
+from agora.state.transfer import StateFetch
+from agora.threads import run_in_thread
+
+COLLECT_S: Final = 3500.0
+RETRY_MS: Final = 1000
+SPARE_BYTES: Final = 64 * 2**20
+
+
+class StageCollector:
+    """Gathers the weights of all stages, one collection at a time. `folder` is its own; `close` ends it."""
+
+    def __init__(
+        self,
+        run: RunId,
+        folder: Path,
+        layouts: Callable[[], Sequence[Layout]],
+        held: ExportedStages,
+        holders: Callable[[], StageHolders],
+        caller: Caller,
+        on_offence: OnOffence,
+        spare_bytes: int = SPARE_BYTES,
+    ) -> None:
+        """layouts: returns the layout of each stage of the run, in order; called in a thread. holders: returns the
+        newest view of the swarm. spare_bytes: what stays free on the disk.
+        """
+        self._run = run
+        self._folder = folder
+        self._layouts = layouts
+        self._held = held
+        self._holders = holders
+        self._caller = caller
+        self._on_offence = on_offence
+        self._spare_bytes = spare_bytes
+        self._task: asyncio.Task[list[StageFile]] | None = None
+        self._closed = False
+
+    async def collect(self) -> list[StageFile]:
+        """Writes a file for every stage and returns them in order. Leaves nothing when the awaiting task is cancelled.
+
+        Raises Busy while another collection runs, Unavailable for a stage that nobody can give, DiskError, and
+        LocalError when the daemon leaves.
+        """
+        if self._closed:
+            raise LocalError("this daemon is leaving; ask another one of the run")
+        if self._task is not None:
+            raise Busy("the stages are being collected for somebody else; ask again when that is done", RETRY_MS)
+        self._task = asyncio.create_task(self._collect(), name="collect")
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            if self._closed:
+                raise LocalError("this daemon is leaving, and has not collected all stages; ask another one") from None
+            raise
+        finally:
+            self._task = None
+
+    def close(self) -> None:
+        """Cancels a running collection and refuses later ones."""
+        self._closed = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _collect(self) -> list[StageFile]:
+        """Writes all files into a new folder, then puts it in place."""
+        deadline = loop_time() + COLLECT_S
+        layouts = await run_in_thread(self._layouts)
+        for stage in range(len(layouts)):
+            if stage not in self._held.span and not self._sources(stage):
+                raise _unavailable(stage, [])
+        fresh = self._folder.with_name(f".{self._folder.name}-{secrets.token_hex(8)}")
+        need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts)
+        try:
+            await run_in_thread(lambda: self._make_folder(fresh, need_bytes))
+            steps = [await self._write_stage(fresh, stage, layout, deadline) for stage, layout in enumerate(layouts)]
+            await run_in_thread(lambda: self._put_in_place(fresh))
+        finally:
+            await run_in_thread(lambda: remove_folder(fresh))
+        return [StageFile(stage, step, _stage_file(self._folder, stage)) for stage, step in enumerate(steps)]
+
+    async def _write_stage(self, folder: Path, stage: int, layout: Layout, deadline: float) -> int:
+        """Writes the file of one stage, own or fetched. Returns the step that its weights are of."""
+        if stage in self._held.span:
+            state = await self._held.export_state(stage)
+        else:
+            state = await self._fetch(stage, layout.numel, deadline)
+        metadata = {"run": self._run, "stage": str(stage), "step": str(state.step)}
+        path = _stage_file(folder, stage)
+        await run_in_thread(lambda: replace_tensors(path, layout.named(state.weights), metadata))
+        return state.step
+
+    async def _fetch(self, stage: int, numel: int, deadline: float) -> StageState:
+        """Fetches a stage's state from its replicas; when these fail, from replicas that have come since."""
+        fetch = StateFetch(self._caller, stage, numel, on_offence=self._on_offence)
+        asked: set[PeerId] = set()
+        reasons: tuple[str, ...] = ()
+        while sources := [peer for peer in self._sources(stage) if peer not in asked]:
+            asked.update(sources)
+            try:
+                return await fetch.run(sources, deadline=deadline)
+            except Unavailable as error:
+                reasons += error.reasons
+        raise _unavailable(stage, reasons)
+
+    def _sources(self, stage: int) -> list[PeerId]:
+        """Returns the peers that serve the stage, the most advanced first."""
+        return most_advanced_first({holder.peer: holder.step_of(stage) for holder in self._holders().replicas(stage)})
+
+    # --- the folder; these run in a thread
+
+    def _make_folder(self, fresh: Path, need_bytes: int) -> None:
+        """Removes earlier collections and creates the folder `fresh`. Raises DiskError when the disk has no room."""
+        try:
+            self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}-*")]:
+                remove_folder(old)
+            free = shutil.disk_usage(self._folder.parent).free
+            fresh.mkdir(mode=0o700)
+        except OSError as error:
+            raise DiskError(f"Cannot make {fresh} ({error.strerror or error}); free some space.") from error
+        if free < need_bytes + self._spare_bytes:
+            raise DiskError(
+                f"The weights of all stages need {need_bytes / 1e9:.1f} GB in {self._folder.parent}, and "
+                f"{free / 1e9:.1f} are free; free some space."
+            )
+
+    def _put_in_place(self, fresh: Path) -> None:
+        """Renames `fresh` to the collection's folder. Raises DiskError."""
+        try:
+            fresh.rename(self._folder)
+            sync_folder(self._folder.parent)
+        except OSError as error:
+            raise DiskError(f"Cannot write {self._folder} ({error.strerror or error}); free some space.") from error
+
+
+def _stage_file(folder: Path, stage: int) -> Path:
+    """Returns the path of a stage's file in `folder`."""
+    return folder / f"stage-{stage}.safetensors"
+
+
+def _unavailable(stage: int, reasons: Sequence[str]) -> Unavailable:
+    """Returns the error to raise when nobody could give the stage: the reasons, and what to do."""
+    advice = f"start a peer with `agora-node join RUN --stages {stage}`, or export from a checkpoint of it"
+    return Unavailable(stage, [*(reasons or ["no peer of the swarm serves it"]), advice])

@@ -1,0 +1,300 @@
+"""Keeps the state of this peer's stages: fills them at the start, writes checkpoints, gives copies to joining peers.
+
+Knows: the rest of this room, and the stages and their holders as `stages.py` describes them. Must not know: how
+training goes on, who carries calls, or what a checkpoint's files look like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agora_protocol.errors import Busy, DiskError, NotMyStage, Refused, Unavailable
+from agora_protocol.ids import PeerId, RunId, Span
+from agora_protocol.manifest import Manifest
+from agora_protocol.messages import GetChunk, GetSlice, GetState
+
+from agora.calls import Caller, Reply
+from agora.clock import loop_time
+from agora.observe import events
+from agora.observe.events import Report
+from agora.state.checkpoint import Checkpoint, CheckpointError, newest_checkpoint, read_checkpoint, write_checkpoint
+from agora.state.layout import ELEMENT_BYTES, Flat, StageState
+from agora.state.missed_slices import chunk_blocks, fetch_slices, slice_reply
+from agora.state.rules import (
+    checkpoint_due,
+    choose_start,
+    lowest_step_to_fetch,
+    missed_rounds,
+    most_advanced_first,
+    plausibility_bound,
+    plausible_offers,
+    usual_lag_limit,
+)
+from agora.state.snapshot import Snapshots
+from agora.state.stages import KeptStages, OnOffence, StageHolders, StageSlices
+from agora.state.transfer import StateFetch, TransferConfig
+from agora.threads import run_in_thread
+
+FETCH_S: Final = 1800.0  # for one state
+SLICES_S: Final = 120.0  # for the slices averaged meanwhile
+PATIENCE_S: Final = 300.0  # for which a joining peer without a checkpoint waits for new sources when all have failed
+RETRY_S: Final = 2.0  # between two looks for new sources
+RETRY_MS: Final = 500  # after which a peer that asked too early may ask again
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperConfig:
+    """Which peer of which run keeps state, and the folder of its checkpoints."""
+
+    me: PeerId
+    run: RunId
+    manifest: Manifest
+    folder: Path
+
+
+class StateKeeper:
+    """Keeps the state of one span, as long as this peer holds that span.
+
+    First `find_checkpoints`, then `fill_stages`, then `run` until cancelled. `answer` serves other peers all the while:
+    before a stage is filled it gives the checkpoint that was found.
+    """
+
+    def __init__(
+        self,
+        config: KeeperConfig,
+        stages: KeptStages,
+        slices: Mapping[int, StageSlices],
+        holders: Callable[[], StageHolders],
+        caller: Caller,
+        report: Report,
+        on_offence: OnOffence,
+    ) -> None:
+        """slices: how averaging cuts each stage of the span. holders: returns the newest view of the swarm."""
+        self._config = config
+        self._stages = stages
+        self._slices = slices
+        self._holders = holders
+        self._caller = caller
+        self._report = report
+        self._on_offence = on_offence
+        averaging = config.manifest.averaging
+        self._lag_limit = usual_lag_limit(averaging.every, averaging.fraction)
+        self._found: dict[int, Checkpoint] = {}
+        self._filled: set[int] = set()
+        self._doubted: set[int] = set()
+        self._checkpointed: dict[int, int] = {}  # the step of each stage's last checkpoint
+        self._due: set[int] = set()
+        self._wake = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._snapshots = Snapshots(self._export, lambda stage: ELEMENT_BYTES * stages.layout(stage).numel)
+        self.fetched: set[int] = set()  # stages whose state came from other replicas
+
+    @property
+    def span(self) -> Span:
+        """The stages kept."""
+        return self._stages.span
+
+    # --- filling the stages
+
+    async def find_checkpoints(self) -> tuple[int, ...]:
+        """Looks for this peer's own checkpoints. Returns the step of each stage of the span, 0 where there is none."""
+        config = self._config
+
+        def find() -> dict[int, Checkpoint]:
+            newest = {s: newest_checkpoint(config.folder, config.run, s, self._report_damage) for s in self.span.stages}
+            return {stage: checkpoint for stage, checkpoint in newest.items() if checkpoint is not None}
+
+        self._found = await run_in_thread(find)
+        return tuple(self._found[stage].step if stage in self._found else 0 for stage in self.span.stages)
+
+    def _report_damage(self, error: CheckpointError) -> None:
+        """Reports a checkpoint that is skipped."""
+        self._report(events.CheckpointDamaged(str(error)))
+
+    async def fill_stages(self) -> str:
+        """Fills every stage with the newest state there is; returns a sentence that says from where.
+
+        Raises Unavailable for a stage without an own checkpoint when no peer could give the state.
+        """
+        sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self.span.stages]
+        self._found.clear()
+        return "; ".join(sources)
+
+    async def _fill_stage(self, stage: int) -> str:
+        """Fills one stage as `choose_start` decides; falls back to the own checkpoint when fetching fails."""
+        own = self._found.get(stage)
+        decision = choose_start(own.step if own else None, self._offers(stage), self._lag_limit)
+        if decision.action == "fetch":
+            patience_s = PATIENCE_S if own is None else 0.0
+            try:
+                return await self.fetch(stage, decision.sources, decision.at_least, patience_s)
+            except Unavailable as error:
+                if own is None:
+                    raise
+                decision = choose_start(own.step, {}, self._lag_limit)
+                self._report(events.TaskFailed("fetch state", f"{error}; the own checkpoint is used"))
+        if own is not None and decision.action == "load":
+            layout = self._stages.layout(stage)
+            await self._stages.load_state(await run_in_thread(lambda: read_checkpoint(own, layout)))
+            self._checkpointed[stage] = own.step
+        self._filled.add(stage)
+        return decision.reason
+
+    def _offers(self, stage: int) -> dict[PeerId, int]:
+        """Returns the plausible step of each other peer that serves the stage or is joining with a checkpoint of it."""
+        claimed = {p.peer: p.step_of(stage) for p in self._holders().claimants(stage) if p.peer != self._config.me}
+        return plausible_offers(claimed, self._serving_steps(stage), self._lag_limit)
+
+    def _serving_steps(self, stage: int) -> list[int]:
+        """Returns the steps that the other replicas of the stage claim."""
+        return [p.step_of(stage) for p in self._holders().replicas(stage) if p.peer != self._config.me]
+
+    # --- fetching
+
+    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
+        """Fetches a stage's state from replicas, loads it, and then fetches the slices that they averaged meanwhile.
+
+        In synchronous runs the state must be of one step and is left as it came: only then is it exact. Returns a
+        sentence about the transfer. Raises Unavailable when for `patience_s` nobody could go on with it.
+        """
+        began, lag_limit = loop_time(), self._lag_limit
+        exact = self._config.manifest.schedule.kind == "synchronous"
+        fetch = StateFetch(
+            self._caller,
+            stage,
+            self._stages.layout(stage).numel,
+            config=TransferConfig(lag_limit=0) if exact else TransferConfig(),
+            plausible_step=lambda: plausibility_bound(self._serving_steps(stage), lag_limit),
+            on_offence=self._on_offence,
+        )
+        offers = self._offers(stage).values()
+        at_least = lowest_step_to_fetch(at_least, offers, self._config.manifest.averaging.every)
+        state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
+        while exact and state.step < fetch.newest_step:  # some chunks are of an earlier step
+            state = await self._run_fetch(fetch, stage, sources, fetch.newest_step, patience_s)
+        await self._stages.load_state(state)
+        self._filled.add(stage)
+        self.fetched.add(stage)
+        self.trust(stage)
+        self._checkpointed[stage] = state.step
+        missed = 0 if exact else await self._fetch_missed_slices(stage, state.step, sources)
+        seconds, size = loop_time() - began, ELEMENT_BYTES * state.numel
+        self._report(events.StateFetched(stage, state.step, size, seconds, fetch.schedule.refetched))
+        return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s, and {missed} slices averaged since"
+
+    async def _run_fetch(
+        self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float
+    ) -> StageState:
+        """Runs `fetch`; when all sources fail, goes on with those that the view has by then, for `patience_s`."""
+        began = loop_time()
+        while True:
+            try:
+                return await fetch.run(sources, deadline=began + FETCH_S, at_least=at_least)
+            except Unavailable as error:
+                if loop_time() >= began + patience_s:
+                    raise
+                self._report(events.TaskFailed("fetch state", f"{error}; it goes on when somebody has it"))
+            await asyncio.sleep(RETRY_S)
+            sources = most_advanced_first(self._offers(stage)) or sources
+
+    async def _fetch_missed_slices(self, stage: int, step: int, sources: Sequence[PeerId]) -> int:
+        """Fetches the slices that the others have averaged since `step` and loads them. Returns how many came."""
+        newest = max(self._offers(stage).values(), default=step)
+        slices = self._slices[stage]
+        rounds = missed_rounds(step, newest, self._config.manifest.averaging.every, slices.count)
+        sizes = {number: slices.numel_of(number) for number in rounds}
+
+        async def put(number: int, values: Flat) -> None:
+            await self._stages.replace_blocks(stage, slices.blocks(number), values)
+
+        deadline = loop_time() + SLICES_S
+        missing = await fetch_slices(
+            self._caller, stage, sources, sizes, put, deadline=deadline, on_offence=self._on_offence
+        )
+        await self._stages.catch_up(stage, newest)
+        return len(sizes) - len(missing)
+
+    # --- giving copies to other peers
+
+    def doubt(self, stage: int) -> None:
+        """Gives no state of the stage from now on, until it is fetched from another replica or trusted again."""
+        self._doubted.add(stage)
+        self._snapshots.outdate(stage)
+
+    def trust(self, stage: int) -> None:
+        """Gives the stage's state again, as it is from now on."""
+        self._doubted.discard(stage)
+        self._snapshots.outdate(stage)
+
+    async def answer(self, request: GetState | GetChunk | GetSlice) -> Reply:
+        """Answers a joining peer. Raises Busy while this peer has nothing yet, NotMyStage, Refused, ProtocolError."""
+        if isinstance(request, GetChunk):
+            return await self._snapshots.get_chunk(request)
+        if request.stage not in self.span:
+            raise NotMyStage(f"this peer holds stages {self.span}, not {request.stage}; read the directory again")
+        self._refuse_doubted(request.stage)
+        if isinstance(request, GetState):
+            reply = await self._snapshots.get_state(request)
+            self._refuse_doubted(request.stage)  # the doubt may have come while the copy was made
+            return reply
+        if request.stage not in self._filled:
+            raise Busy("this peer is still joining; ask another", RETRY_MS)
+        blocks = chunk_blocks(self._slices[request.stage].blocks(request.round), request.chunk)
+        values, step = await self._stages.snapshot_blocks(request.stage, blocks)
+        return slice_reply(values.numpy(), step)
+
+    def _refuse_doubted(self, stage: int) -> None:
+        """Raises Refused when the stage's state may differ from that of the other replicas."""
+        if stage in self._doubted:
+            raise Refused("this peer's state may differ from that of the other replicas; ask another peer")
+
+    async def _export(self, stage: int) -> StageState | None:
+        """Returns a copy of the stage, or before it is filled the checkpoint found on disk; None without one."""
+        if stage in self._filled:
+            return await self._stages.export_state(stage)
+        own = self._found.get(stage)
+        if own is None:
+            return None
+        layout = self._stages.layout(stage)
+        return await run_in_thread(lambda: read_checkpoint(own, layout))
+
+    # --- writing checkpoints
+
+    def note_step(self, stage: int, step: int) -> None:
+        """Records that a stage has taken a step; `run` writes a checkpoint when one is due."""
+        if checkpoint_due(step, self._config.manifest.checkpoint.every, self._checkpointed.get(stage, 0)):
+            self._checkpointed[stage] = step
+            self._due.add(stage)
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Writes the checkpoints that are due, until cancelled. A full disk costs the checkpoint and nothing else."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._snapshots.drop_idle()
+            while self._due:
+                await self._write(self._due.pop())
+
+    async def write_checkpoints(self) -> None:
+        """Writes a checkpoint of every stage that is filled; called when this peer leaves."""
+        for stage in self._filled:
+            await self._write(stage)
+
+    async def _write(self, stage: int) -> None:
+        """Writes a checkpoint of the stage as it is now, and reports it or the disk's error."""
+        config, began = self._config, loop_time()
+        layout, keep = self._stages.layout(stage), config.manifest.checkpoint.keep
+        try:
+            async with self._writing:
+                state = await self._stages.export_state(stage)
+                await run_in_thread(lambda: write_checkpoint(config.folder, config.run, state, layout, keep=keep))
+        except DiskError as error:
+            self._report(events.DiskTrouble(str(config.folder), str(error)))
+            return
+        size = ELEMENT_BYTES * state.numel
+        self._report(events.CheckpointWritten(stage, state.step, size, loop_time() - began))

@@ -1,0 +1,89 @@
+"""What this room needs from others: the stages of this peer, their slices, and the swarm's view of who holds them.
+
+Knows shapes and units only. The daemon passes in the real ones (train.Compute, averaging.Slices, swarm.View).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from agora_protocol.errors import ProtocolError
+from agora_protocol.ids import PeerId, Span
+from numpy.typing import NDArray
+
+from agora.state.layout import Flat, Layout, StageState
+
+OnOffence = Callable[[PeerId, ProtocolError], None]
+"""Takes a peer that sent what cannot be true, and the error that says what. Must not block and must not raise."""
+
+
+class SliceValues(Protocol):
+    """Values of some blocks of a stage's weights, float32 [n]."""
+
+    def numpy(self) -> NDArray[Any]:
+        """Returns the values as an array."""
+
+
+class ExportedStages(Protocol):
+    """The stages of this peer's span, as far as a copy of them is wanted."""
+
+    @property
+    def span(self) -> Span:
+        """The stages held."""
+
+    async def export_state(self, stage: int) -> StageState:
+        """Returns a consistent copy of the stage's weights and moments as of its last step."""
+
+
+class KeptStages(ExportedStages, Protocol):
+    """The stages of this peer's span, whose state can be read and replaced while they train."""
+
+    def layout(self, stage: int) -> Layout:
+        """Returns where the stage's named tensors lie in its flat weights."""
+
+    async def load_state(self, state: StageState) -> None:
+        """Replaces the stage's weights, moments and step."""
+
+    async def snapshot_blocks(self, stage: int, blocks: NDArray[np.int64]) -> tuple[SliceValues, int]:
+        """Returns a copy of the weights in `blocks` and the step that they are of."""
+
+    async def replace_blocks(self, stage: int, blocks: NDArray[np.int64], values: Flat) -> None:
+        """Replaces the weights in `blocks`; values: float32 [n]."""
+
+    async def catch_up(self, stage: int, step: int) -> None:
+        """Sets the stage's step to `step` if it is behind."""
+
+
+class StageSlices(Protocol):
+    """The slices into which averaging cuts a stage's weights; round r averages slice r mod count."""
+
+    count: int
+
+    def blocks(self, number: int) -> NDArray[np.int64]:
+        """Returns the ids of the blocks that round `number` averages, rising."""
+
+    def numel_of(self, number: int) -> int:
+        """Returns how many elements round `number` averages."""
+
+
+class StageHolder(Protocol):
+    """A peer that holds a stage, and how far it claims to be."""
+
+    @property
+    def peer(self) -> PeerId:
+        """Its id."""
+
+    def step_of(self, stage: int) -> int:
+        """Returns the optimizer steps that it claims to have taken at `stage`."""
+
+
+class StageHolders(Protocol):
+    """Who holds which stage."""
+
+    def replicas(self, stage: int) -> Sequence[StageHolder]:
+        """Returns the peers that serve the stage."""
+
+    def claimants(self, stage: int) -> Sequence[StageHolder]:
+        """Returns the peers that serve the stage or are joining with it; the latter may have a checkpoint of it."""

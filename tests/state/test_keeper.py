@@ -1,0 +1,126 @@
+"""The keeper fills stages, writes checkpoints, and gives no state that may differ from that of the other replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from agora_protocol.errors import Refused
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, RunId, Span
+from agora_protocol.messages import GetState, StateIndex
+
+from agora.averaging.slices import Slices
+from agora.state.checkpoint import newest_checkpoint
+from agora.state.keeper import KeeperConfig, StateKeeper
+from agora.state.layout import Layout, StageState
+from tests.state.world import World
+from tests.train.support import Compute, Events, pipeline_of, small_manifest
+
+ME, *OTHERS = (Identity(bytes([n]) * 32).peer for n in range(1, 6))
+RUN = RunId("0" * 64)
+
+
+class Holder(SimpleNamespace):
+    """A peer that serves stage 0 and claims to be at `step`."""
+
+    def step_of(self, stage: int) -> int:
+        return int(self.step)
+
+
+def keeper_of(stages: Any, folder: Path, claims: dict[PeerId, int], world: World | None = None) -> StateKeeper:
+    holders = [Holder(peer=peer, step=step) for peer, step in claims.items()]
+    view = SimpleNamespace(replicas=lambda stage: holders, claimants=lambda stage: holders)
+    manifest = small_manifest(checkpoint={"every": 10})
+    slices = {0: Slices(stages.layout(0).numel, manifest.averaging.fraction, manifest.seed)}
+    world = world or World()
+    config = KeeperConfig(ME, RUN, manifest, folder)
+    return StateKeeper(config, stages, slices, lambda: view, world, Events(), world.on_offence)
+
+
+async def given_state(keeper: StateKeeper) -> StateIndex:
+    message = (await keeper.answer(GetState(0))).message
+    assert isinstance(message, StateIndex)
+    return message
+
+
+def test_a_joining_stage_is_filled_by_replicas_and_not_by_one_that_claims_an_absurd_step(tmp_path: Path) -> None:
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
+            world, initial = World(), await compute.export_state(0)
+            honest = dict(zip(OTHERS[:3], (100, 101, 103), strict=True))
+            for peer, step in honest.items():
+                world.add(peer, StageState(0, step, step, 0, initial.weights + 1, initial.mean, initial.square))
+            liar = world.add(OTHERS[3], StageState(0, 10**9, 1, 0, initial.weights + 9, initial.mean, initial.square))
+            keeper = keeper_of(compute, tmp_path, {ME: 0, **honest, OTHERS[3]: 10**9}, world)
+            assert await keeper.find_checkpoints() == (0,)
+            assert "fetched step 10" in await keeper.fill_stages()
+            assert keeper.fetched == {0} and not liar.calls
+            assert 100 <= compute.step_of(0) <= 103
+            assert ((await compute.export_state(0)).weights[:16] == initial.weights[:16] + 1).all()
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_checkpoints_are_written_when_due_and_found_by_the_next_start(tmp_path: Path) -> None:
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
+            keeper = keeper_of(compute, tmp_path, {})
+            await keeper.find_checkpoints()
+            assert "no peer offers any" in await keeper.fill_stages()
+            await compute.catch_up(0, 12)
+            running = asyncio.create_task(keeper.run())
+            keeper.note_step(0, 9)
+            keeper.note_step(0, 12)
+            while newest_checkpoint(tmp_path, RUN, 0) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            again = keeper_of(compute, tmp_path, {})
+            assert await again.find_checkpoints() == (12,)
+            assert await again.fill_stages() == "stage 0: own checkpoint of step 12; no peer offers any"
+            assert not again.fetched
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+class SlowCopy:
+    """A stage whose state takes as long to copy as the test wants."""
+
+    span = Span(0, 0)
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self.copying, self.go_on = asyncio.Event(), asyncio.Event()
+
+    def layout(self, stage: int) -> Layout:
+        return self._compute.layout(stage)
+
+    async def export_state(self, stage: int) -> StageState:
+        """Waits for `go_on`."""
+        self.copying.set()
+        await self.go_on.wait()
+        return await self._compute.export_state(stage)
+
+
+def test_a_state_that_was_being_copied_when_it_came_into_doubt_is_not_given(tmp_path: Path) -> None:
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
+            slow = SlowCopy(compute)
+            keeper = keeper_of(slow, tmp_path, {})
+            await keeper.fill_stages()
+            asked = asyncio.create_task(keeper.answer(GetState(0)))
+            await slow.copying.wait()
+            keeper.doubt(0)
+            slow.go_on.set()
+            with pytest.raises(Refused, match="may differ"):
+                await asked
+            with pytest.raises(Refused, match="may differ"):
+                await keeper.answer(GetState(0))
+            keeper.trust(0)
+            assert (await given_state(keeper)).size > 0
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
