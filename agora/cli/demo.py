@@ -1,6 +1,6 @@
-"""`swarm demo`: a whole swarm on this machine, watched from outside through journals and control sockets.
+"""`swarm demo`: trains a whole swarm on this machine, watched from outside through journals and control sockets.
 
-Knows: the order of events of a demo. Must not know: how daemons work, torch, the network.
+Knows: the order of events of a demo. Must not know: how daemons work or are started, torch, the network.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
-from agora.cli import console, demo_peers, demo_plan
+from agora.cli import console, demo_plan
 from agora.cli.console import Failure, say
-from agora.cli.demo_books import Books
-from agora.cli.demo_peers import Daemon
-from agora.cli.demo_plan import Plan
-from agora.cli.demo_result import Result, compose, verdict
-from agora.cli.demo_ticker import Ticker
+from agora.cli.demo_plan import DemoPlan
+from agora.cli.demo_result import Measured, failure_of, result_of, summary_of
+from agora.cli.demo_totals import DemoTotals, PeerTotals
+from agora.cli.local_swarm import LocalDaemon, LocalSwarm
+from agora.cli.progress import ProgressDisplay
 
 POLL_SECONDS = 0.2
-START_SECONDS = 120.0
 STALL_SECONDS = 180.0
 JOIN_SECONDS = 60.0
 DRAIN_SECONDS = 90.0
@@ -34,37 +34,48 @@ EVALUATE_BATCHES = 32
 
 
 class Stopped(BaseException):
-    """SIGINT, SIGTERM or SIGHUP: leave cleanly."""
+    """SIGINT, SIGTERM or SIGHUP has come: the demo leaves cleanly."""
 
 
-def run(plan: Plan, *, as_json: bool) -> int:
-    """The demo from start to end; the exit code."""
-    demo_plan.check(plan)
+class Timer(Protocol):
+    """The part of the module `time` that a demo needs."""
+
+    def monotonic(self) -> float:
+        """Returns seconds since some moment."""
+
+    def sleep(self, seconds: float, /) -> None:
+        """Returns after so many seconds."""
+
+
+def run(plan: DemoPlan, *, as_json: bool) -> int:
+    """Runs a demo from start to end and returns the exit code. Raises Failure when it does not do what it should."""
+    demo_plan.refuse_impossible(plan)
     manifest = demo_plan.manifest_of(plan)
     with _workspace(plan) as directory:
-        (directory / "run.toml").write_text(manifest.to_toml(), encoding="utf-8")
-        swarm = Swarm(plan, directory, manifest.optimizer.target_tokens)
-        with _signals(swarm):
+        flags = ["--allow-files", *(["--link", plan.link] if plan.link else [])]
+        swarm = LocalSwarm(directory, manifest.to_toml(), threads=plan.threads, flags=flags)
+        demo = Demo(plan, swarm, manifest.optimizer.target_tokens)
+        with _stopped_by_signals(demo):
             try:
-                result = swarm.train()
+                measured = demo.train()
             except Stopped:
                 say("stopped; the daemons are gone")
                 return console.FAILED
             finally:
-                swarm.stop()
-        value = compose(plan, swarm.books, result)
+                demo.stop()
+        result = result_of(plan, demo.totals, measured)
     if as_json:
-        console.print_json(value)
-    reason = verdict(value)
-    swarm.ticker.summary(value, quiet=as_json)
-    if reason:
+        console.print_json(result)
+    for line in summary_of(result):
+        (say if as_json else print)(line)
+    if reason := failure_of(result):
         raise Failure(reason)
     return console.DONE
 
 
 @contextlib.contextmanager
-def _workspace(plan: Plan) -> Iterator[Path]:
-    """DIR, which stays, or a temporary directory that goes."""
+def _workspace(plan: DemoPlan) -> Iterator[Path]:
+    """Yields the directory of --dir, which stays, or a temporary one, which is removed."""
     if plan.directory is not None:
         directory = plan.directory.expanduser().absolute()
         if directory.exists() and any(directory.iterdir()):
@@ -83,191 +94,191 @@ def _workspace(plan: Plan) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _signals(swarm: Swarm) -> Iterator[None]:
-    """The first signal stops cleanly, a second one at once; children never outlive the demo."""
-    heard = 0
+def _stopped_by_signals(demo: Demo) -> Iterator[None]:
+    """Lets the first signal stop the demo cleanly and a second one end everything at once."""
+    signals_seen = 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        nonlocal heard
-        heard += 1
-        if heard > 1:
-            demo_peers.kill(swarm.daemons)
+        nonlocal signals_seen
+        signals_seen += 1
+        if signals_seen > 1:
+            demo.swarm.kill_all()
             os._exit(console.FAILED)
-        if not swarm.stopping:
+        if not demo.is_stopping:
             raise Stopped
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in numbers}
+    old_handlers = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
-class Swarm:
-    """The daemons of one demo and what their journals say."""
+class Demo:
+    """One demo: its daemons, their totals, and when to start, kill and stop which."""
 
-    def __init__(self, plan: Plan, directory: Path, target_tokens: int) -> None:
-        self.plan = plan
-        self.directory = directory
-        self.books = Books(target_tokens)
-        self.daemons: list[Daemon] = []
-        self.ticker = Ticker(plan.steps)
-        self._random = random.Random(plan.seed)
-        self.stopping = False
-        self._began = time.monotonic()
-        self._began_unix = time.time()
-        self._achieved: tuple[int, int, int] | None = None
-        self._achieved_at = self._began
-        self._killed = 0
+    def __init__(self, plan: DemoPlan, swarm: LocalSwarm, target_tokens: int, timer: Timer = time) -> None:
+        """target_tokens: the tokens of one optimizer step."""
+        self.plan, self.swarm = plan, swarm
+        self.totals = DemoTotals(target_tokens)
+        self.is_stopping = False
+        self._timer = timer
+        self._daemons: list[LocalDaemon] = []
+        self._not_started = plan.peers  # daemons that are still to be started, replacements included
+        self._killed: list[int] = []
         self._drained: set[int] = set()
-        self._invite = ""
-        self._flags = ("--link", plan.link) if plan.link else ()
-        self._owed = plan.peers  # daemons still to be started, replacements included
+        self._random = random.Random(plan.seed)
+        self._began, self._began_unix = timer.monotonic(), time.time()
+        self._achieved = (0, 0, 0)
+        self._achieved_at = self._began
+        what = f"starting {plan.peers} peers of {plan.stages} stages in {swarm.directory}"
+        self._display = ProgressDisplay(what, plan.steps)
 
-    def train(self) -> Result:
-        """Start, train to the target, evaluate; everything that went wrong is a Failure."""
+    def train(self) -> Measured:
+        """Starts the daemons, trains to the last step and evaluates. Raises Failure or SwarmFailed."""
         from agora_protocol.invite import Invite
 
-        say(f"starting {self.plan.peers} peers of {self.plan.stages} stages in {self.directory}")
-        self._start_one(str(self.directory / "run.toml"))
-        self._invite = self._wait_for_invite()
-        next_kill = time.monotonic() + (self.plan.kill_every or 0.0)
-        while self.books.step < self.plan.steps:
-            self._turn()
-            self._expect_progress()
-            if self.plan.kill_every and time.monotonic() >= next_kill and self._kill_someone():
-                next_kill = time.monotonic() + self.plan.kill_every
-            time.sleep(POLL_SECONDS)
-        reached = time.monotonic()
-        self._drain()
-        trained = self.books.trained()
-        loss = self._evaluate()
-        self._wait_for_joiners()
-        reports = {str(daemon.index): daemon.ask("report") or {} for daemon in self._living()}
-        first_unix = self.books.first_completed_unix
-        first_s = first_unix - self._began_unix if first_unix is not None else None
-        run = Invite.parse(self._invite).run
-        return Result(reached - self._began, first_s, trained, loss, self._killed, reports, run)
+        with self._display:
+            self._start_one()
+            self._train_to_the_last_step()
+            reached_at = self._timer.monotonic()
+            self._drain()
+            trained = self.totals.trained()
+            loss = self._evaluate()
+            self._await_joining_peers()
+        reports = {str(index): daemon.try_ask("report") or {} for index, daemon in self._living()}
+        first_unix = self.totals.first_completed_unix
+        return Measured(
+            target_seconds=reached_at - self._began,
+            first_microbatch_seconds=first_unix - self._began_unix if first_unix is not None else None,
+            trained=trained,
+            heldout_loss=loss,
+            killed=len(self._killed),
+            reports=reports,
+            run_id=Invite.parse(self.swarm.invite).run,
+        )
 
     def stop(self) -> None:
         """Ends every daemon and reads the rest of the journals."""
-        self.stopping = True
-        stubborn = demo_peers.stop(self.daemons)
+        self.is_stopping = True
+        codes = self.swarm.stop()
         self._read_journals()
-        self.ticker.close()
+        stubborn = [name for name, code in codes.items() if code is None]
         if stubborn:
-            say(f"peers {stubborn} did not leave within {demo_peers.STOP_SECONDS:.0f} s and were killed")
+            say(f"{', '.join(stubborn)} did not leave in time and were killed")
 
-    def _living(self) -> list[Daemon]:
-        return [daemon for daemon in self.daemons if not self.books.peer(daemon.index).killed]
+    def _train_to_the_last_step(self) -> None:
+        """Watches the swarm until stage 0 has taken its steps, and kills peers in between where the plan says so."""
+        kill_every = self.plan.kill_every
+        next_kill = self._timer.monotonic() + (kill_every or 0.0)
+        while self.totals.step < self.plan.steps:
+            self._look()
+            self._refuse_stall()
+            if kill_every and self._timer.monotonic() >= next_kill and self._kill_a_peer():
+                next_kill = self._timer.monotonic() + kill_every
+            self._timer.sleep(POLL_SECONDS)
 
-    def _starting(self) -> list[Daemon]:
-        return [daemon for daemon in self._living() if not self.books.peer(daemon.index).serving]
-
-    def _start_one(self, run: str) -> None:
-        index = len(self.daemons)
-        self.daemons.append(demo_peers.start(index, self.directory, run, self.plan.threads, self._flags))
-        self._owed -= 1
-
-    def _wait_for_invite(self) -> str:
-        daemon = self.daemons[0]
-        while time.monotonic() - self._began < START_SECONDS:
-            self._read_journals()
-            if not daemon.alive:
-                raise demo_peers.ended_unasked(daemon)
-            if answer := daemon.ask("invite"):
-                return str(answer["invite"])
-            time.sleep(POLL_SECONDS / 4)
-        raise Failure(f"the first peer was not up within {START_SECONDS:.0f} s: {daemon.last_words()}")
-
-    def _fresh_invite(self) -> str:
-        """The invite of whoever serves now: the peer that gave the last one may be dead, as in any real swarm."""
-        for daemon in self._living():
-            if self.books.peer(daemon.index).serving and (answer := daemon.ask("invite")):
-                self._invite = str(answer["invite"])
-                break
-        return self._invite
-
-    def _turn(self) -> None:
-        """One look at everything: journals, deaths, daemons still to be started, the progress line."""
+    def _look(self) -> None:
+        """Reads all journals, starts a daemon that is due, shows the progress. Raises SwarmFailed when one has died."""
         self._read_journals()
-        for daemon in self._living():
-            if not daemon.alive:
-                raise demo_peers.ended_unasked(daemon)
-        if self._owed and len(self._starting()) < demo_plan.cores():
-            self._start_one(self._fresh_invite())
-        tokens, seconds = self.books.trained()
+        self.swarm.check_alive()
+        if self._not_started and len(self._starting()) < demo_plan.cores():
+            self._take_a_serving_peers_invite()
+            self._start_one()
+        tokens, seconds = self.totals.trained()
         rate = tokens / seconds if seconds else 0.0
-        serving = sum(self.books.peer(daemon.index).serving for daemon in self._living())
-        self.ticker.show(self.books.step, self.books.recent_loss, rate, serving, time.monotonic() - self._began)
+        loss = f"{self.totals.recent_loss:.3f}" if self.totals.recent_loss is not None else "-"
+        step, steps = min(self.totals.step, self.plan.steps), self.plan.steps
+        self._display.show(
+            step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {len(self._serving())} peers"
+        )
+
+    def _living(self) -> list[tuple[int, LocalDaemon]]:
+        """Returns the daemons that were not killed, with their indices."""
+        return [(index, daemon) for index, daemon in enumerate(self._daemons) if index not in self._killed]
+
+    def _serving(self) -> list[tuple[int, LocalDaemon]]:
+        return [(index, daemon) for index, daemon in self._living() if self.totals.peer(index).is_serving]
+
+    def _starting(self) -> list[tuple[int, LocalDaemon]]:
+        return [(index, daemon) for index, daemon in self._living() if not self.totals.peer(index).is_serving]
+
+    def _start_one(self) -> None:
+        self._daemons.append(self.swarm.start(f"peer-{len(self._daemons)}"))
+        self._not_started -= 1
+
+    def _take_a_serving_peers_invite(self) -> None:
+        """Lets later peers join by whoever serves now: the peer that gave the last invite may be dead."""
+        for _, daemon in self._serving():
+            if answer := daemon.try_ask("invite"):
+                self.swarm.invite = str(answer["invite"])
+                return
 
     def _read_journals(self) -> None:
-        for daemon in self.daemons:
-            for fields in daemon.follower.news():
-                self.books.take(daemon.index, fields)
+        for index, daemon in enumerate(self._daemons):
+            for fields in daemon.new_events():
+                self.totals.add(index, fields)
 
-    def _expect_progress(self) -> None:
-        """Raises Failure when training has stopped; that journals grow says nothing, an idle daemon's does, too."""
-        achieved = self.books.achieved(self.plan.peers)
+    def _refuse_stall(self) -> None:
+        """Raises Failure when nothing was trained for STALL_SECONDS; an idle daemon's journal grows, too."""
+        achieved = self.totals.achieved(self.plan.peers)
         if achieved != self._achieved:
-            self._achieved, self._achieved_at = achieved, time.monotonic()
-        elif time.monotonic() - self._achieved_at > STALL_SECONDS:
+            self._achieved, self._achieved_at = achieved, self._timer.monotonic()
+        elif self._timer.monotonic() - self._achieved_at > STALL_SECONDS:
             completed, step, joined = achieved
+            _, daemon = self._living()[0]
             raise Failure(
                 f"training stopped: still {completed} microbatches, step {step} and {joined} peers after "
-                f"{STALL_SECONDS:.0f} s: {self._living()[0].last_words()}"
+                f"{STALL_SECONDS:.0f} s: {daemon.last_words()}"
             )
 
-    def _kill_someone(self) -> bool:
-        """SIGKILL to a random peer whose every stage another serving peer holds; False when there is none now."""
-        serving = [daemon for daemon in self._living() if self.books.peer(daemon.index).serving]
-        victims = [daemon for daemon in serving if self._spared_by_others(daemon, serving)]
+    def _kill_a_peer(self) -> bool:
+        """Kills a random peer whose every stage another serving peer holds; returns whether there was one."""
+        serving = [self.totals.peer(index) for index, _ in self._serving()]
+        victims = [pair for pair in self._serving() if _is_spare(self.totals.peer(pair[0]), serving)]
         if not victims:
             return False
-        victim = self._random.choice(victims)
-        victim.signal(signal.SIGKILL)
-        victim.process.wait()
-        self.books.peer(victim.index).killed = True
+        index, victim = self._random.choice(victims)
+        victim.kill_group()
+        self._killed.append(index)
+        self.totals.peer(index).is_killed = True
         self._read_journals()
-        demo_peers.kill([victim])
-        self._killed += 1
-        self._owed += 1
-        self.ticker.note(f"killed peer {victim.index} (SIGKILL), starting a fresh one")
+        self._not_started += 1
+        self._display.note(f"killed {victim.name} (SIGKILL), starting a fresh one")
         return True
 
-    def _spared_by_others(self, daemon: Daemon, serving: list[Daemon]) -> bool:
-        span = self.books.peer(daemon.index).span
-        if span is None:
-            return False
-        others = [self.books.peer(other.index).span for other in serving if other is not daemon]
-        held = {stage for other in others if other is not None for stage in range(other[0], other[1] + 1)}
-        return set(range(span[0], span[1] + 1)) <= held
-
-    def _wait_for_joiners(self) -> None:
-        """Lets the daemons that are being started arrive, so that every peer asked for was there; they find rest."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        while (self._owed or self._starting()) and time.monotonic() < deadline:
-            self._turn()
+    def _await_joining_peers(self) -> None:
+        """Lets the daemons that are being started arrive, so that every peer of the plan was there; drains them."""
+        deadline = self._timer.monotonic() + JOIN_SECONDS
+        while (self._not_started or self._starting()) and self._timer.monotonic() < deadline:
+            self._look()
             self._drain()
-            time.sleep(POLL_SECONDS)
+            self._timer.sleep(POLL_SECONDS)
         self._drain()
 
     def _drain(self) -> None:
-        """No further microbatches; those in flight come home."""
-        for daemon in self._living():
-            if not self.books.peer(daemon.index).serving or daemon.index in self._drained:
-                continue
-            if daemon.ask("drain", timeout_s=DRAIN_SECONDS) is not None:
-                self._drained.add(daemon.index)
+        """Asks the serving peers to open no further microbatches, and waits until those in flight are back."""
+        for index, daemon in self._serving():
+            if index not in self._drained and daemon.try_ask("drain", DRAIN_SECONDS) is not None:
+                self._drained.add(index)
         self._read_journals()
 
     def _evaluate(self) -> float | None:
-        """The held-out loss through the swarm, asked of the origin that has trained longest."""
-        origins = [daemon for daemon in self._living() if 0 in self.books.peer(daemon.index).steps]
-        for daemon in sorted(origins, key=lambda daemon: -self.books.peer(daemon.index).steps[0]):
-            answer = daemon.ask("evaluate", timeout_s=EVALUATE_SECONDS, batches=EVALUATE_BATCHES)
+        """Returns the held-out loss through the swarm, from the origin that has trained longest; None if none can."""
+        origins = [pair for pair in self._living() if 0 in self.totals.peer(pair[0]).steps]
+        for _, daemon in sorted(origins, key=lambda pair: -self.totals.peer(pair[0]).steps[0]):
+            answer = daemon.try_ask("evaluate", EVALUATE_SECONDS, batches=EVALUATE_BATCHES)
             if answer is not None:
                 return float(answer["loss"])
         return None
+
+
+def _is_spare(peer: PeerTotals, serving: list[PeerTotals]) -> bool:
+    """Whether other serving peers hold every stage of this one."""
+    if peer.span is None:
+        return False
+    spans = [other.span for other in serving if other is not peer]
+    held = {stage for span in spans if span is not None for stage in range(span[0], span[1] + 1)}
+    return set(range(peer.span[0], peer.span[1] + 1)) <= held

@@ -1,4 +1,4 @@
-"""What a demo is asked for, and the manifest that follows from it.
+"""The plan of a demo: its flags, and the manifest that follows from them.
 
 Knows: flags and presets. Must not know: processes.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 LEAST_WARMUP_STEPS = 8
-"""Fewer, and Adam's first steps at the full rate make the loss rise before it falls."""
+"""With fewer, Adam's first steps at the full learning rate make the loss rise before it falls."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The flags of `swarm demo`."""
+class DemoPlan:
+    """The flags of `swarm demo`, with their defaults."""
 
     peers: int = 4
     stages: int = 2
@@ -37,17 +37,17 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Compute threads of each daemon: the cores shared out."""
+        """Compute threads of each daemon: cores / peers, at least 1."""
         return max(1, cores() // self.peers)
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def check(plan: Plan) -> None:
-    """Raises Failure (bad arguments) for what cannot work or is not built."""
+def refuse_impossible(plan: DemoPlan) -> None:
+    """Raises Failure (bad arguments) for a plan that cannot work."""
     from agora.net.link import LinkError, LinkSpec
 
     if plan.link is not None:
@@ -61,10 +61,11 @@ def check(plan: Plan) -> None:
         )
 
 
-def manifest_of(plan: Plan) -> Manifest:
-    """The demo's manifest: the preset, cut and seeded as asked, its schedule as long as the demo. Raises Failure.
+def manifest_of(plan: DemoPlan) -> Manifest:
+    """Returns the demo's manifest: the preset with the plan's stages, seed and data, its schedule as long as the demo.
 
-    Boundaries are the preset's; a codec that was asked for carries all of the width.
+    Boundaries are those of the preset; a codec that the plan names carries all of the width instead of its subspace.
+    Raises Failure (bad arguments).
     """
     from agora_protocol.errors import ManifestError
     from agora_protocol.manifest import preset
@@ -86,11 +87,11 @@ def manifest_of(plan: Plan) -> Manifest:
             stages={"count": plan.stages, "first_layers": ()},
             boundary=boundary,
             optimizer=optimizer,
-            data={"corpus": tuple(_source(source) for source in plan.data)},
+            data={"corpus": tuple(_absolute(source) for source in plan.data)},
         )
     except ManifestError as error:
         raise Failure(str(error), USAGE) from None
 
 
-def _source(source: str) -> str:
+def _absolute(source: str) -> str:
     return source if source == "stdlib" else str(Path(source).expanduser().absolute())

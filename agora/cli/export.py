@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from agora.cli import console, export_sources
 from agora.cli.console import USAGE, Failure
 from agora.cli.export_sources import Sources
-from agora.cli.progress import Bar
+from agora.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
@@ -94,10 +94,10 @@ def _export(sources: Sources, place: Path, dtype: str, shard_bytes: int) -> tupl
     with Merge(sources.signed.run_id, sources.files, parts_of(manifest)) as merge:
         texts = _texts(sources, merge, dtype)
         size = SOURCE_BYTES * merge.numel
-        with Bar("checking", size) as bar:
+        with ProgressDisplay("checking", size) as bar:
             merge.check(bar.advance)
         with fresh_folder(place, ITEM_BYTES[wire] * merge.numel + SPARE_BYTES) as folder:
-            with Bar(f"writing {place}", size) as bar:
+            with ProgressDisplay(f"writing {place}", size) as bar:
                 written = merge.write(folder, wire, shard_bytes, bar.advance)
             written |= {name: write_text(folder / name, content) for name, content in texts.items()}
             write_list(folder, _about(sources, dtype), written)

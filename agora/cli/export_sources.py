@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agora.cli.console import STALLED, Failure, say
-from agora.cli.progress import Bar
+from agora.cli.progress import ProgressDisplay
 from agora.node import control_client, paths
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _manifest(machine: _Machine) -> SignedManifest:
 
 def _collected(entry: paths.Entry, count: int) -> tuple[StageFile, ...]:
     """What a daemon has fetched from the replicas of every stage."""
-    with Bar(f"the daemon in {entry.root} collects {count} stages from the swarm"):
+    with ProgressDisplay(f"the daemon in {entry.root} collects {count} stages from the swarm"):
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS)
     return tuple(_file_of(stage, answer) for stage in range(count))
 

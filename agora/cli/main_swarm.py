@@ -109,11 +109,11 @@ def demo(
       swarm demo --peers 8 --stages 4 --steps 100 --kill-every 10 --json
     """
     from agora.cli import demo as command
-    from agora.cli.demo_plan import Plan
+    from agora.cli.demo_plan import DemoPlan
 
     if more_data and not data:
         raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.USAGE)
-    plan = Plan(
+    plan = DemoPlan(
         peers=peers,
         stages=stages,
         steps=steps,

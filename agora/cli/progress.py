@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 LINE_SECONDS = 2.0
 
 
-class Bar:
-    """Shows `what` and how much of `total` bytes is done (None: nobody knows); a `with` around the work."""
+class ProgressDisplay:
+    """Shows what is being done and how far it has come; a `with` around the work leaves the terminal as it was."""
 
-    def __init__(self, what: str, total: int | None = None) -> None:
-        self._what = what
-        self._total = total
-        self._done = 0
-        self._last_line = time.monotonic()
+    def __init__(self, what: str, total: float | None = None) -> None:
+        """total: how much there is to do, in bytes for `advance`, else in any unit; None when nobody knows."""
+        self._what, self._total = what, total
+        self._done = 0.0
+        self._began = self._last_line = time.monotonic()
+        self._last_text = what
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressDisplay:
         if sys.stderr.isatty():
             self._start_bar()
         else:
@@ -36,17 +37,35 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.close()
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Shows that so many bytes more are done."""
         self._done += nbytes
+        total = f" of {self._total / 1e6:,.0f}" if self._total else ""
+        self.show(self._done, f"{self._what}  {self._done / 1e6:,.0f}{total} MB")
+
+    def show(self, done: float, text: str) -> None:
+        """Shows `text` and that `done` of the total is done; without a terminal, new text at most every 2 s."""
+        now = time.monotonic()
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done)
-        elif self._total and time.monotonic() - self._last_line >= LINE_SECONDS:
-            self._last_line = time.monotonic()
-            say(f"{self._what}  {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB")
+            self._bar.update(self._task, completed=done, description=text)
+        elif now - self._last_line >= LINE_SECONDS and text != self._last_text:
+            say(f"{text}  {now - self._began:.0f} s")
+            self._last_line, self._last_text = now, text
+
+    def note(self, text: str) -> None:
+        """Prints a line about something that happened, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            say(text)
+
+    def close(self) -> None:
+        """Removes the bar; later notes are plain lines."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def _start_bar(self) -> None:
         from rich.console import Console

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from agora_protocol.errors import AgoraError
+
 from benchmarks.children import BenchFailed, terminable
 from benchmarks.report import Report, print_tables, write_section
 from benchmarks.wan_plots import require_matplotlib
@@ -61,7 +63,7 @@ def run(
             command = f"./scripts/bench {name}{' --quick' if quick else ''} --write"
             write_section(page, report, command, datetime.date.today().isoformat())
             _print_line(f"renewed the section {name} of {page}")
-    except (BenchFailed, ValueError, OSError) as error:
+    except (BenchFailed, AgoraError, ValueError, OSError) as error:
         _print_line(f"error: {error}")
         return FAILED
     return DONE

@@ -1,6 +1,6 @@
 """`./scripts/bench join`: how long a newcomer needs until it counts, on loopback and over a shaped link.
 
-Knows: the demo's way to start daemons, their journals. Must not know: how state travels, torch. A swarm of two stages
+Knows: the local swarm, its journals. Must not know: how state travels, torch. A swarm of two stages
 trains; then one more daemon joins, and its journal says when it served, what it fetched, and when its values first
 had a weight in an average.
 """
@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agora_protocol.manifest import Manifest
 
-from agora.cli import demo_peers
-from agora.cli.demo_peers import Daemon
-from benchmarks.children import BenchFailed, Nursery, tail
+from agora.cli.local_swarm import LocalSwarm
+from benchmarks.children import Nursery
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report
-from benchmarks.task import prepare_corpus
+from benchmarks.task import corpus_cache, prepare_corpus
 from benchmarks.window import tell
 
 LINK, LINK_BYTES_PER_S = "200Mbit,50ms", 200e6 / 8
-START_S, JOIN_S, POLL_S = 180.0, 300.0, 0.05
+START_S, JOIN_S = 180.0, 300.0
 WARM_STEPS = 4
 
 
@@ -55,7 +52,7 @@ def manifest() -> Manifest:
 
 
 def run(quick: bool, folder: Path) -> Report:
-    """Joins over each link. Raises BenchFailed when a newcomer never counts."""
+    """Joins over each link. Raises SwarmFailed when a newcomer never counts."""
     wanted = manifest()
     prepare_corpus(folder, wanted)
     repeats = 1 if quick else 3
@@ -98,49 +95,28 @@ def _megabytes(joined: Joined) -> float:
 
 
 def _median(joined: list[Joined], what: str) -> float:
-    return statistics.median(float(getattr(it, what)) for it in joined)
+    return statistics.median(float(getattr(each, what)) for each in joined)
 
 
 def _join(folder: Path, wanted: Manifest, link: str, number: int) -> Joined:
-    """One swarm, and one newcomer to it."""
+    """Starts one swarm, lets one newcomer join it, and returns what the newcomer's journal says."""
     place = folder / f"join-{link or 'loopback'}-{number}"
     place.mkdir()
-    file = place / "run.toml"
-    file.write_text(wanted.to_toml(), encoding="utf-8")
-    (place / "corpus").symlink_to(folder / "corpus")
-    daemons: list[Daemon] = []
+    swarm = LocalSwarm(place, wanted.to_toml(), corpus=corpus_cache(folder), flags=["--allow-files"])
     with Nursery(place) as nursery:
-        nursery.adopt(lambda: None, lambda: demo_peers.stop(daemons))
-        daemons.append(demo_peers.start(0, place, str(file), 1))
-        invite = _until(daemons, "give an invite", START_S, lambda: daemons[0].ask("invite"))["invite"]
-        daemons.append(demo_peers.start(1, place, str(invite), 1))
-        journals: list[list[dict[str, Any]]] = [[], [], []]
-
-        def of(index: int, event: str) -> list[dict[str, Any]]:
-            journals[index] += daemons[index].follower.news()
-            return [it for it in journals[index] if it["event"] == event]
-
-        _until(daemons, "train", START_S, lambda: min(len(of(k, "StepTaken")) for k in range(2)) >= WARM_STEPS)
+        nursery.adopt(swarm.terminate, swarm.stop)
+        peers = [swarm.start("peer-0"), swarm.start("peer-1")]
+        swarm.until(lambda: min(len(peer.events("StepTaken")) for peer in peers) >= WARM_STEPS, "training", START_S)
         tell(f"joining over {link or 'loopback'}")
         began = time.time()
-        daemons.append(demo_peers.start(2, place, str(invite), 1, ["--link", link] if link else []))
-        counted = _until(
-            daemons, "count in a round", JOIN_S, lambda: [it for it in of(2, "RoundDone") if it["weight"] > 0]
+        newcomer = swarm.start("peer-2", flags=["--link", link] if link else [])
+        counted = swarm.until(
+            lambda: [event for event in newcomer.events("RoundDone") if event["weight"] > 0],
+            "the newcomer to count in a round",
+            JOIN_S,
         )
-        fetched = of(2, "StateFetched")[0]
-        serving = next(it for it in of(2, "StateChanged") if it["state"] == "serving")
+        fetched = newcomer.events("StateFetched")[0]
+        serving = newcomer.events("StateChanged", state="serving")[0]
         return Joined(
             serving["at_unix"] - began, counted[0]["at_unix"] - began, float(fetched["seconds"]), int(fetched["bytes"])
         )
-
-
-def _until(daemons: list[Daemon], what: str, seconds: float, ready: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := ready()):
-        for daemon in daemons:
-            if not daemon.alive:
-                raise BenchFailed(f"peer {daemon.index} ended by itself: {tail(daemon.root / 'log.txt')}")
-        if time.monotonic() > deadline:
-            raise BenchFailed(f"the swarm did not {what} within {seconds:.0f} s: {tail(daemons[-1].root / 'log.txt')}")
-        time.sleep(POLL_S)
-    return value

@@ -23,26 +23,18 @@ PATIENCE_S = 90.0
 class SteadySwarm(SwarmContender):
     """A swarm whose windows begin once its pipeline is as full as it will be, which over a slow link takes long."""
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Lets it train until the origin's credit has found its level, and as much is home again as was in flight."""
         credits: list[int] = []
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
-            credits.append(self._origin_credit())
-            home = len(self._completed)
-            if home > 2 * credits[-1] and is_settled(credits[-LOOKS:]):
+            credits.append(credit_of(self.origins()[0].try_ask("report") or {}))
+            if len(self.completed) > 2 * credits[-1] and is_settled(credits[-LOOKS:]):
                 return
-            self._pass_time(LOOK_S)
-        self._wait_until("train", lambda: bool(self._completed), STALL_S)
+            next_look = time.monotonic() + LOOK_S
+            self.until(lambda end=next_look: time.monotonic() >= end, "to go on", LOOK_S + STALL_S)
+        self.until(lambda: bool(self.completed), "to train", STALL_S)
         tell(f"{self.name}: the credit has not settled within {PATIENCE_S:.0f} s: {credits[-LOOKS:]}")
-
-    def _pass_time(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        self._wait_until("go on", lambda: time.monotonic() >= end, seconds + STALL_S)
-
-    def _origin_credit(self) -> int:
-        origin = next(daemon for daemon in self._daemons if self._spans.get(daemon.index, (-1, -1))[0] == 0)
-        return credit_of(origin.ask("report") or {})
 
 
 def credit_of(report: dict[str, Any]) -> int:

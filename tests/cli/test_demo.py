@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 
-from agora.cli import demo, demo_peers, demo_plan
+from agora.cli import demo, demo_plan
 from agora.cli.console import Failure
-from agora.cli.demo_plan import Plan
+from agora.cli.demo_plan import DemoPlan
+from agora.cli.local_swarm import LocalDaemon, LocalSwarm
 from agora.observe import events, journal
 
 INVITE = str(
@@ -22,7 +21,9 @@ INVITE = str(
 )
 HEARTBEAT = events.Traffic(1, 2, 3)
 SERVING = events.StateChanged("serving", "")
+SPAN = events.SpanChosen(0, 0, "")
 LONG_S = 10 * demo.STALL_SECONDS
+Script = Sequence[tuple[float, events.Event]]
 
 
 class Clock:
@@ -39,46 +40,76 @@ class Clock:
         assert self.now < LONG_S, "the demo hangs"
 
 
-class Peer:
-    """A daemon whose heart beats at every look; `script` has what else it reports, and when."""
+class Running:
+    """A process that never ends by itself."""
 
-    alive = True
+    pid = 0
 
-    def __init__(self, index: int, clock: Clock, script: Sequence[tuple[float, events.Event]]) -> None:
-        self.index, self.follower, self._clock, self._script = index, self, clock, list(script)
+    def poll(self) -> int | None:
+        return None
 
-    def news(self) -> list[dict[str, Any]]:
-        found: list[events.Event] = [HEARTBEAT]
-        while self._script and self._script[0][0] <= self._clock.now:
-            found.append(self._script.pop(0)[1])
-        return [journal.to_json(event) | {"at_unix": self._clock.now} for event in found]
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
 
-    def ask(self, question: str, **_: Any) -> dict[str, Any]:
+    def send_signal(self, sig: int) -> None:
+        pass
+
+
+class ScriptedDaemon(LocalDaemon):
+    """A daemon that reports a heartbeat at every look; `script` has what else it reports, and when."""
+
+    clock: Clock
+    script: list[tuple[float, events.Event]]
+
+    def new_events(self) -> list[dict[str, Any]]:
+        reported: list[events.Event] = [HEARTBEAT]
+        while self.script and self.script[0][0] <= self.clock.now:
+            reported.append(self.script.pop(0)[1])
+        return [journal.to_json(event) | {"at_unix": self.clock.now} for event in reported]
+
+    def ask(self, question: str, timeout_s: float = 10.0, **_: Any) -> dict[str, Any]:
         if question == "evaluate":
-            self._clock.sleep(2 * demo.STALL_SECONDS)
+            self.clock.sleep(2 * demo.STALL_SECONDS)
         return {"invite": INVITE, "loss": 2.0}
+
+    def kill_group(self) -> None:
+        self.end_is_intended = True
 
     def last_words(self) -> str:
         return "no peer of stage 1 answers"
 
 
-Make = Callable[[Plan, Sequence[Sequence[tuple[float, events.Event]]]], demo.Swarm]
+class ScriptedSwarm(LocalSwarm):
+    """A swarm whose daemons follow scripts, in the order in which they are started."""
+
+    def __init__(self, directory: Path, clock: Clock, scripts: Sequence[Script]) -> None:
+        super().__init__(directory, "")
+        self.clock, self.scripts = clock, scripts
+
+    def start(
+        self, name: str, *, run: str = "", flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> LocalDaemon:
+        daemon = ScriptedDaemon(name, self.directory / name, Running())
+        daemon.clock, daemon.script = self.clock, list(self.scripts[len(self.daemons)])
+        self.daemons[name] = daemon
+        self.take_invite(daemon)
+        return daemon
+
+
+Make = Callable[[DemoPlan, Sequence[Script]], demo.Demo]
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(demo, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep, time=time.time))
     monkeypatch.setattr(demo, "POLL_SECONDS", 2.0)
     monkeypatch.setattr(demo_plan, "cores", lambda: 8)
-    return clock
+    return Clock()
 
 
 @pytest.fixture
-def swarm(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
-    def make(plan: Plan, scripts: Sequence[Sequence[tuple[float, events.Event]]]) -> demo.Swarm:
-        monkeypatch.setattr(demo_peers, "start", lambda index, *_: Peer(index, clock, scripts[index]))
-        return demo.Swarm(plan, tmp_path, target_tokens=8)
+def swarm(clock: Clock, tmp_path: Path) -> Make:
+    def make(plan: DemoPlan, scripts: Sequence[Script]) -> demo.Demo:
+        return demo.Demo(plan, ScriptedSwarm(tmp_path, clock, scripts), target_tokens=8, timer=clock)
 
     return make
 
@@ -90,24 +121,25 @@ def completed(*times: float) -> list[tuple[float, events.Event]]:
 def test_heartbeats_alone_do_not_keep_a_demo_going(swarm: Make, clock: Clock) -> None:
     scripts = [[(10.0, SERVING), *completed(30.0, 60.0)], [(20.0, SERVING)]]
     with pytest.raises(Failure, match=r"180 s: no peer of stage 1 answers") as caught:
-        swarm(Plan(peers=2, stages=2, steps=4), scripts).train()
+        swarm(DemoPlan(peers=2, stages=2, steps=4), scripts).train()
     assert "2 microbatches" in str(caught.value)
     assert clock.now == pytest.approx(60.0 + demo.STALL_SECONDS, abs=5.0)
 
 
 def test_a_replacement_that_joins_is_not_training(swarm: Make, clock: Clock) -> None:
-    scripts = [[(1.0, SERVING)], [(2.0, SERVING)], *([(50.0 * late, SERVING)] for late in range(1, 20))]
-    made = swarm(Plan(peers=2, stages=1, steps=4), scripts)
-    made._owed += 18  # as after so many kills
+    scripts = [[(20.0 * late, SPAN), (20.0 * late + 1.0, SERVING)] for late in range(20)]
+    made = swarm(DemoPlan(peers=2, stages=1, steps=4, kill_every=30.0), scripts)
     with pytest.raises(Failure, match="180 s"):
         made.train()
-    assert clock.now == pytest.approx(2.0 + demo.STALL_SECONDS, abs=5.0)
+    killed = [daemon for daemon in made.swarm.daemons.values() if daemon.end_is_intended]
+    assert len(killed) >= 3 and len(made.swarm.daemons) == 2 + len(killed)
+    assert clock.now == pytest.approx(21.0 + demo.STALL_SECONDS, abs=5.0)
 
 
 def test_slow_is_not_stalled_and_an_evaluation_may_take_its_time(swarm: Make, clock: Clock) -> None:
     slow = [demo.STALL_SECONDS * 0.9 * number for number in (1, 2, 3, 4)]
     steps = [(at + 1.0, events.StepTaken(0, number, 8, None, 0.1)) for number, at in enumerate(slow[1::2], 1)]
-    first = sorted([(10.0, SERVING), *completed(*slow), *steps], key=lambda told: told[0])
+    first = sorted([(10.0, SERVING), *completed(*slow), *steps], key=lambda entry: entry[0])
     late = slow[-1] + 3 * demo.STALL_SECONDS
-    result = swarm(Plan(peers=2, stages=1, steps=2), [first, [(late, SERVING)]]).train()
-    assert (result.evaluated, result.run_id) == (2.0, "ab" * 32) and clock.now > slow[-1] + 2 * demo.STALL_SECONDS
+    result = swarm(DemoPlan(peers=2, stages=1, steps=2), [first, [(late, SERVING)]]).train()
+    assert (result.heldout_loss, result.run_id) == (2.0, "ab" * 32) and clock.now > slow[-1] + 2 * demo.STALL_SECONDS

@@ -1,0 +1,168 @@
+"""Claims about the demo's totals and its JSON object, on journals made by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agora.cli.console import Failure
+from agora.cli.demo_plan import DemoPlan, manifest_of, refuse_impossible
+from agora.cli.demo_result import Measured, failure_of, result_of
+from agora.cli.demo_totals import DemoTotals
+from agora.observe import events, journal
+
+
+def journal_line(event: events.Event, at_unix: float = 1.0) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(json.dumps(journal.to_json(event) | {"at_unix": at_unix}))
+    return fields
+
+
+def add(totals: DemoTotals, peer: int, *happened: events.Event) -> None:
+    for number, event in enumerate(happened):
+        totals.add(peer, journal_line(event, 1.0 + number))
+
+
+def test_a_step_is_made_of_the_microbatches_counted_into_it_in_whichever_order_the_news_come() -> None:
+    totals = DemoTotals(16)
+    for microbatch, loss in (("a", 40.0), ("b", 38.0), ("c", 30.0), ("d", 28.0)):
+        add(totals, 0, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, loss, 8, 0.1))
+    add(totals, 0, events.MicrobatchCounted("a", (0,), 8))
+    add(totals, 0, events.StepTaken(0, 1, 16, None, 0.1), events.MicrobatchCounted("b", (0,), 8))
+    add(totals, 0, events.MicrobatchCounted("c", (0,), 8), events.MicrobatchCounted("d", (0,), 8))
+    add(totals, 0, events.StepTaken(0, 2, 16, None, 0.1))
+    assert totals.losses == [78 / 16, 58 / 16]
+    assert (totals.step, totals.tokens, totals.completed) == (2, 32, 4)
+
+
+def test_a_replacement_goes_on_where_the_stage_was_not_where_it_began_itself() -> None:
+    totals = DemoTotals(8)
+    for peer, microbatch, loss in ((0, "a", 40.0), (5, "b", 32.0)):
+        add(totals, peer, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, loss, 8, 0.1))
+        add(totals, peer, events.MicrobatchCounted(microbatch, (0,), 8), events.StepTaken(0, 1, 8, None, 0.1))
+    assert totals.losses == [5.0, 4.0] and totals.step == 2
+
+
+def test_replicas_share_a_step() -> None:
+    totals = DemoTotals(16)
+    for peer, microbatch, loss in ((0, "a", 40.0), (1, "b", 24.0), (0, "c", 16.0)):
+        add(totals, peer, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, loss, 8, 0.1))
+        add(totals, peer, events.MicrobatchCounted(microbatch, (0,), 8), events.StepTaken(0, 1, 8, None, 0.1))
+    assert totals.losses == [4.0, 2.0] and totals.step == 1
+
+
+def test_a_step_taken_without_tokens_or_skipped_shifts_no_microbatch_into_another() -> None:
+    totals = DemoTotals(8)
+    for microbatch in "abc":
+        add(totals, 0, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, 8.0, 8, 0.1))
+    add(totals, 0, events.StepTaken(0, 1, 0, None, 0.1))
+    add(totals, 0, events.MicrobatchCounted("a", (0,), 8), events.StepTaken(0, 2, 8, None, 0.1))
+    add(totals, 0, events.MicrobatchCounted("b", (0,), 8), events.StepsSkipped(0, 9, 7, 8))
+    add(totals, 0, events.StepTaken(0, 9, 0, None, 0.1))
+    add(totals, 0, events.MicrobatchCounted("c", (0,), 8), events.StepTaken(0, 10, 8, None, 0.1))
+    assert not totals.peer(0).counted and not totals.peer(0).unfilled
+
+
+def test_what_a_killed_origin_had_started_is_told_apart_from_what_was_dropped() -> None:
+    totals = DemoTotals(8)
+    add(totals, 0, *(events.MicrobatchStarted(name) for name in "abc"), events.MicrobatchDropped("a", "no peer"))
+    add(totals, 1, *(events.MicrobatchStarted(name) for name in "de"))
+    totals.peer(1).is_killed = True
+    assert (totals.dropped, totals.lost, totals.abandoned) == (1, 3, 2)
+    add(totals, 0, events.MicrobatchCompleted("b", 1.0, 8, 0.1), events.MicrobatchCompleted("c", 1.0, 8, 0.1))
+    assert (totals.lost, totals.abandoned) == (1, 2)
+
+
+def test_counted_twice_is_seen_across_peers_and_only_per_stage() -> None:
+    totals = DemoTotals(8)
+    add(totals, 0, events.MicrobatchCounted("a", (0, 1), 8), events.MicrobatchCounted("b", (0,), 8))
+    add(totals, 1, events.MicrobatchCounted("b", (1,), 8), events.MicrobatchCounted("c", (1,), 8))
+    add(totals, 2, events.MicrobatchCounted("c", (1,), 8), events.MicrobatchCounted("c", (1,), 8))
+    assert totals.counted_twice == 1
+
+
+def test_evaluations_are_not_training() -> None:
+    totals = DemoTotals(8)
+    add(totals, 0, events.MicrobatchStarted("a", "evaluate"), events.MicrobatchCompleted("a", 1.0, 8, 0.1, "evaluate"))
+    assert (totals.completed, totals.tokens, totals.lost) == (0, 0, 0)
+
+
+def good_totals() -> DemoTotals:
+    totals = DemoTotals(8)
+    for number, loss in enumerate((5.6, 4.0, 3.0)):
+        name = f"m{number}"
+        add(totals, 0, events.MicrobatchStarted(name), events.MicrobatchCompleted(name, loss * 8, 8, 0.1))
+        add(totals, 0, events.MicrobatchCounted(name, (0,), 8), events.StepTaken(0, number + 1, 8, None, 0.1))
+        add(totals, 1, events.MicrobatchCounted(name, (1,), 8))
+    for peer in (0, 1):
+        add(totals, peer, events.StateChanged("serving", ""), events.Traffic(100, 200, 200))
+    return totals
+
+
+def test_the_object_has_the_contracts_fields() -> None:
+    plan = DemoPlan(peers=2, stages=2, steps=3)
+    value = result_of(
+        plan,
+        good_totals(),
+        Measured(9.0, 4.0, good_totals().trained(), 3.05, 0, {"0": {"staleness": {"0": 3}}}, "ab" * 32),
+    )
+    assert {"schema", "run_id", "peers", "stages", "steps", "seconds", "tokens", "tokens_per_second"} <= set(value)
+    assert value["loss"] == {"first": 5.6, "last": 3.0, "eval": 3.05}
+    assert set(value["microbatches"]) >= {"completed", "rerouted", "dropped", "counted_twice"}
+    assert set(value["averaging"]) == {"rounds", "participation", "failed_parts"}
+    assert value["bytes"] == {"boundary": 200, "averaging": 0, "state": 0}
+    assert (value["peers_joined"], value["peers_killed"], value["tokens"]) == (2, 0, 24)
+    assert failure_of(value) == ""
+    json.dumps(value, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"steps_taken": 2}, "took 2 of 3 steps"),
+        ({"microbatches": {"dropped": 1}}, "1 microbatches were dropped"),
+        ({"loss": {"first": 3.0, "last": 3.1, "eval": 3.2}}, "the loss did not fall"),
+        ({"loss": {"first": 3.0, "last": 2.0, "eval": None}}, "could not be evaluated"),
+        ({"loss": {"first": None, "last": None, "eval": 3.0}}, "the loss did not fall"),
+    ],
+)
+def test_each_way_to_fail_has_its_sentence(change: dict[str, Any], reason: str) -> None:
+    value = result_of(
+        DemoPlan(peers=2, stages=2, steps=3), good_totals(), Measured(9.0, 4.0, good_totals().trained(), 3.05, 0, {})
+    )
+    assert reason in failure_of(value | change)
+
+
+def test_flags_that_cannot_work_are_bad_arguments() -> None:
+    for plan, text in (
+        (DemoPlan(peers=1, stages=2), "give --peers 2 or more"),
+        (DemoPlan(link="200,50"), "write RATE,RTT"),
+    ):
+        with pytest.raises(Failure, match=text) as caught:
+            refuse_impossible(plan)
+        assert caught.value.code == 2
+
+
+def test_the_manifest_follows_from_the_flags() -> None:
+    manifest = manifest_of(DemoPlan(stages=6, steps=10, seed=3, codec="float32", data=("stdlib", "poems.txt")))
+    assert (manifest.stages.count, manifest.model.layers, manifest.seed, manifest.boundary.codec) == (
+        6,
+        6,
+        3,
+        "float32",
+    )
+    assert manifest.optimizer.total_steps == 16 and manifest.optimizer.warmup_steps == 8
+    assert manifest.data.corpus[0] == "stdlib" and manifest.data.corpus[1].startswith("/")
+    with pytest.raises(Failure, match="gzip") as caught:
+        manifest_of(DemoPlan(codec="gzip"))
+    assert caught.value.code == 2
+    with pytest.raises(Failure, match="huge"):
+        manifest_of(DemoPlan(preset="huge"))
+
+
+@pytest.mark.parametrize("link", [None, "20Mbit,50ms"])
+def test_boundaries_are_the_presets_unless_a_codec_is_asked_for(link: str | None) -> None:
+    plain, told = (manifest_of(DemoPlan(link=link, codec=codec)) for codec in (None, "int8"))
+    assert (plain.model.subspace, plain.boundary.codec) == (56, "int6/int3")
+    assert (told.model.subspace, told.boundary.codec) == (128, "int8")
