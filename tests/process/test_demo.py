@@ -91,6 +91,6 @@ def test_a_daemon_that_ends_by_itself_ends_the_demo_with_its_words(tmp_path: Pat
     command = [*DEMO, "--steps", "3", "--data", missing, "--dir", str(tmp_path / "demo"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.search("peer [01] ended by itself with exit code 1", done.stderr), "whichever was first"
+    assert re.search("peer-[01] ended by itself with exit code 1", done.stderr), "whichever was first"
     assert missing in done.stderr
     assert not daemons_of(tmp_path / "demo")
