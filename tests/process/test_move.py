@@ -1,0 +1,86 @@
+"""A daemon that moves to other stages while the swarm trains: on the same connections, and without losing work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agora_protocol.errors import InputError
+
+from agora.cli.local_swarm import LocalDaemon
+from agora.node.control_client import DaemonRefused
+from tests.process.harness import Swarm, counted_twice, swarm
+from tests.process.test_faults import drained, nothing_lost, tiny
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+ENOUGH = 20
+
+
+def network_process_of(daemon: LocalDaemon) -> int:
+    """The process id of the daemon's p2pd."""
+    (found,) = [c for c in psutil.Process(daemon.process.pid).children(recursive=True) if "p2pd" in c.name()]
+    return found.pid
+
+
+def trains_on(made: Swarm, origin: LocalDaemon, microbatches: int = ENOUGH) -> None:
+    """Waits until the origin has brought home so many more microbatches."""
+    goal = made.completed(origin) + microbatches
+    made.until(lambda: made.completed(origin) >= goal, f"{microbatches} more microbatches of {origin.name}")
+
+
+def counted_after(daemon: LocalDaemon, stage: int) -> list[dict[str, Any]]:
+    """The microbatches that the daemon has counted for a stage since it last began to move."""
+    events = daemon.all_events()
+    moved = max(n for n, event in enumerate(events) if event["event"] == "StateChanged" and event["state"] == "moving")
+    return [e for e in events[moved:] if e["event"] == "MicrobatchCounted" and stage in e["stages"]]
+
+
+def test_a_daemon_moves_to_another_stage_and_back_without_losing_a_microbatch(tmp_path: Path) -> None:
+    """An origin becomes a peer of stage 1 and an origin again, on the same connections, while two others train."""
+    with swarm(tmp_path, tiny(2)) as made:
+        stays, moves = made.start("stays", "0"), made.start("moves", "0")
+        last = made.start("last", "1")
+        made.serving()
+        trains_on(made, moves)
+        trains_on(made, stays)
+        network, peer = network_process_of(moves), moves.peer
+
+        assert moves.ask("move", stages="1", timeout_s=60)["span"] == [1, 1]
+        assert moves.ask("report")["span"] == [1, 1]
+        made.until(lambda: counted_after(moves, 1), "microbatches through its new stage")
+        trains_on(made, stays)
+        drawn = len(moves.events("MicrobatchStarted"))
+
+        assert moves.ask("move", stages="0", timeout_s=60)["span"] == [0, 0]
+        made.until(lambda: counted_after(moves, 0), "microbatches through its old stage again")
+        assert len(moves.events("MicrobatchStarted")) > drawn, "it originates again"
+
+        assert (network_process_of(moves), moves.peer) == (network, peer)
+        assert len(moves.events("PeerStarted")) == 1 and len(moves.events("StartStep", name="host")) == 1
+        assert moves.events("StateFetched"), "the state of the new stages came from their replicas"
+        assert moves.events("CheckpointWritten", stage=0) and moves.events("CheckpointWritten", stage=1)
+        drained(made, stays, moves)
+        made.stop()
+        nothing_lost(made, stays, moves)
+        assert not counted_twice([stays, moves, last])
+
+
+def test_a_move_that_cannot_begin_is_one_sentence_and_changes_nothing(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(2)) as made:
+        daemon = made.start("whole", "0-1")
+        with pytest.raises(DaemonRefused, match="still starting"):
+            daemon.ask("move", stages="0")
+        made.serving()
+        for stages, text in (
+            ("0-2", "beyond the run's last stage; give stages within 0-1"),
+            ("0-1", "holds stages 0-1 already"),
+            ("first", "is no span of stages"),
+        ):
+            with pytest.raises(DaemonRefused, match=text) as refusal:
+                daemon.ask("move", stages=stages)
+            assert refusal.value.code in {"local", InputError.code}
+        trains_on(made, daemon)
+        assert not daemon.events("StateChanged", state="moving")
