@@ -1,4 +1,4 @@
-"""Looks at the daemon every second: feeds systemd's watchdog, and reports changes of health, waits and traffic.
+"""Looks at the daemon every second: feeds systemd's watchdog, and reports changes of health and traffic.
 
 Knows: the node's report. Must not know: how its numbers come about. The watchdog is fed only where the work itself
 proves progress or states what it waits for; that this loop runs proves nothing.
@@ -67,7 +67,6 @@ class Watchdog:
         self._notifier = notifier
         self._began_unix = began_unix
         self._health = ""
-        self._waiting_for = ""
         self._has_served = False
         self._traffic: events.Traffic | None = None
 
@@ -78,7 +77,6 @@ class Watchdog:
             node = self._take_report()
             self._report_first_hop(node)
             self._report_health(node)
-            self._report_wait(node)
             self._feed(node)
             if loop_time() >= traffic_due:
                 traffic_due = loop_time() + TRAFFIC_S
@@ -104,19 +102,11 @@ class Watchdog:
             self._health = health.state
             self._report(events.HealthChanged(health.state, health.why, health.do))
 
-    def _report_wait(self, node: NodeReport) -> None:
-        empty = node.empty_stages
-        waiting_for = f"a peer of stage {empty[0]}" if empty else ""
-        if waiting_for != self._waiting_for:
-            self._waiting_for = waiting_for
-            self._report(events.Waiting(waiting_for))
-
     def _feed(self, node: NodeReport) -> None:
         path_s = node.span.path_s if node.span else None
         silence_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * (path_s or 0.0))
-        waiting_for = f"the step {node.step_of_start!r} of its start" if node.step_of_start else self._waiting_for
         in_hand = node.span.in_hand if node.span else 0
-        work = WorkState(node.now_unix, node.counters.last_sign_unix, in_hand, waiting_for, node.is_paused)
+        work = WorkState(node.now_unix, node.counters.last_sign_unix, in_hand, _wait_of(node), node.is_paused)
         may, sentence = may_feed(work, silence_s)
         if may:
             self._notifier.send(WATCHDOG=1)
@@ -127,3 +117,10 @@ class Watchdog:
             self._notifier.send(READY=1, STATUS=line)
         else:
             self._notifier.send(STATUS=line)
+
+
+def _wait_of(node: NodeReport) -> str:
+    """Returns what the daemon waits for, "" when it does not wait."""
+    if node.step_of_start:
+        return f"the step {node.step_of_start!r} of its start"
+    return f"a peer of stage {node.empty_stages[0]}" if node.empty_stages else ""

@@ -1,8 +1,9 @@
-"""The one closed list of what happens in a daemon; log, journal, counters, status and tests are projections of it.
+"""The one closed list of events of a daemon; log, journal, counters, status and tests are projections of it.
 
 Knows: names, fields and one-line sentences. Must not know: clocks, files, torch, asyncio. Every event is a frozen
 dataclass of plain values (str, int, float, bool, None, tuples of them), so that it survives a trip through JSON. Peers
-are base58 peer ids, microbatches are 32 hex characters, durations are seconds.
+are base58 peer ids, microbatches are 32 hex characters, durations are seconds. Events of level debug go to the journal
+only; the others are shown to people as well, with the sentence that `describe` returns.
 """
 
 from __future__ import annotations
@@ -17,45 +18,51 @@ Level = Literal["debug", "info", "warning", "error"]
 
 
 def name_of(microbatch: bytes) -> str:
-    """The 32 hex characters by which events name a 16-byte microbatch id."""
+    """Returns the 32 hex characters by which events name a 16-byte microbatch id."""
     return microbatch.hex()
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened. Subclasses below are the whole list; `EVENTS` names them for readers of the journal."""
+    """Something that happened in a daemon. The subclasses below are the whole list.
+
+    template: a sentence with the fields' names in braces; "" lists all fields.
+    """
 
     level: ClassVar[Level] = "debug"
+    template: ClassVar[str] = ""
 
-    def say(self) -> str:
-        """One line for a person; the default lists the fields."""
-        shown = (f"{f.name} {getattr(self, f.name)}" for f in dataclasses.fields(self))
-        return f"{type(self).__name__}: " + ", ".join(shown)
+    def __init_subclass__(cls, level: Level | None = None, template: str | None = None) -> None:
+        cls.level = level or cls.level
+        cls.template = template or cls.template
+
+    def describe(self) -> str:
+        """Returns one line for a person."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.template:
+            return self.template.format(**values).rstrip()
+        return f"{type(self).__name__}: " + ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 Report = Callable[[Event], None]
-"""How every room tells what happened: never blocks, never raises, may be called from any thread."""
+"""Takes an event from any room and any thread. It never blocks and never raises."""
 
 
 # --- a daemon's life
 
 
 @dataclass(frozen=True, slots=True)
-class StartStep(Event):
-    """One named step of the daemon's start ended after `seconds`; `note` is what it found."""
+class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {note}"):
+    """A named step of a start, or of a move to other stages, ended after `seconds`; `note` tells its result."""
 
-    level: ClassVar[Level] = "info"
     name: str
     seconds: float
     note: str = ""
 
-    def say(self) -> str:
-        return f"{self.name:<10} {self.seconds:7.2f} s  {self.note}".rstrip()
-
 
 @dataclass(frozen=True, slots=True)
-class PeerStarted(Event):
-    """This daemon is about to serve its span in the run."""
+class PeerStarted(Event, template="peer {peer} (pid {pid}) holds stages {first_stage}-{last_stage} of run {run:.12}"):
+    """The daemon serves its first span; reported once in its life."""
 
     peer: str
     run: str
@@ -65,76 +72,39 @@ class PeerStarted(Event):
     pid: int
     addresses: tuple[str, ...]
 
-    def say(self) -> str:
-        span = f"{self.first_stage}-{self.last_stage}"
-        return f"peer {self.peer} (pid {self.pid}) holds stages {span} of run {self.run[:12]}"
-
 
 @dataclass(frozen=True, slots=True)
-class FirstHopServed(Event):
+class FirstHopServed(Event, level="info", template="first microbatch through stage {stage} after {seconds:.1f} s"):
     """The first microbatch went through this peer's span and back, `seconds` after the process started."""
 
-    level: ClassVar[Level] = "info"
     stage: int
     seconds: float
 
-    def say(self) -> str:
-        return f"first microbatch through stage {self.stage} after {self.seconds:.1f} s"
-
 
 @dataclass(frozen=True, slots=True)
-class StateChanged(Event):
-    """The daemon's own state is now one of joining, serving, paused, leaving, left."""
+class StateChanged(Event, level="info", template="{state}: {reason}"):
+    """The daemon's own state changed. `state`: serving, paused, moving, leaving or left."""
 
-    level: ClassVar[Level] = "info"
     state: str
     reason: str
 
-    def say(self) -> str:
-        return f"{self.state}: {self.reason}"
-
 
 @dataclass(frozen=True, slots=True)
-class Waiting(Event):
-    """Nothing can be done until `what` happens ("" when the wait ended). A stated wait keeps the watchdog content."""
+class TaskFailed(Event, level="error", template="task {task} failed: {error}"):
+    """A task of this daemon failed; `error` is the error's type and text."""
 
-    what: str
-
-    def say(self) -> str:
-        return f"waiting for {self.what}" if self.what else "the wait is over"
-
-
-@dataclass(frozen=True, slots=True)
-class TaskFailed(Event):
-    """A task of this daemon ended by an unforeseen exception; `error` is its type and text."""
-
-    level: ClassVar[Level] = "error"
     task: str
     error: str
 
-    def say(self) -> str:
-        return f"task {self.task} failed: {self.error}"
-
 
 @dataclass(frozen=True, slots=True)
-class DiskTrouble(Event):
+class DiskTrouble(
+    Event, level="error", template="cannot write {path}: {error}; free some space, the daemon goes on without it"
+):
     """A file of this daemon could not be written; the daemon goes on without it."""
 
-    level: ClassVar[Level] = "error"
     path: str
     error: str
-
-    def say(self) -> str:
-        return f"cannot write {self.path}: {self.error}; free some space, the daemon goes on without it"
-
-
-@dataclass(frozen=True, slots=True)
-class FaultFired(Event):
-    """A fault that a test asked for through AGORA_FAULTS is about to act."""
-
-    level: ClassVar[Level] = "warning"
-    point: str
-    action: str
 
 
 # --- a microbatch's way
@@ -142,7 +112,7 @@ class FaultFired(Event):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchStarted(Event):
-    """An origin drew a batch and entered its own first hop with it. `purpose` is "train" or "evaluate"."""
+    """An origin drew a microbatch and entered its own first hop with it. `purpose` is "train" or "evaluate"."""
 
     microbatch: str
     purpose: str = "train"
@@ -160,20 +130,16 @@ class MicrobatchCompleted(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class MicrobatchDropped(Event):
-    """The origin gave up on a microbatch that it had started."""
+class MicrobatchDropped(Event, level="warning", template="dropped microbatch {microbatch}: {reason}"):
+    """The origin gave up a microbatch that it had started."""
 
-    level: ClassVar[Level] = "warning"
     microbatch: str
     reason: str
-
-    def say(self) -> str:
-        return f"dropped microbatch {self.microbatch}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRerouted(Event):
-    """A call for `stage` to `from_peer` failed and the microbatch goes to a sibling (or to the same peer again)."""
+    """A call for `stage` to `from_peer` failed; the microbatch goes to another replica, or to the same peer again."""
 
     microbatch: str
     stage: int
@@ -183,7 +149,7 @@ class MicrobatchRerouted(Event):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchCounted(Event):
-    """This peer added the microbatch's gradient to the sums of `stages`; seen twice for one stage: counted twice."""
+    """This peer added the microbatch's gradient to the sums of `stages`."""
 
     microbatch: str
     stages: tuple[int, ...]
@@ -192,7 +158,7 @@ class MicrobatchCounted(Event):
 
 @dataclass(frozen=True, slots=True)
 class RepeatServed(Event):
-    """A microbatch came again and was answered from the result cache, or joined the running work: not counted twice."""
+    """A microbatch came again and was not counted again: it got the kept answer, or joined the work that still ran."""
 
     microbatch: str
     stage: int
@@ -200,7 +166,7 @@ class RepeatServed(Event):
 
 @dataclass(frozen=True, slots=True)
 class HopRefused(Event):
-    """This peer refused a microbatch before any work (code is the refusal's word, e.g. "busy")."""
+    """This peer refused a microbatch before any work. `code` is the refusal's word, for example "busy"."""
 
     microbatch: str
     stage: int
@@ -209,7 +175,7 @@ class HopRefused(Event):
 
 @dataclass(frozen=True, slots=True)
 class RouteChanged(Event):
-    """Routing now prefers `peer` for `stage` ("" when nobody can be asked), for `reason`."""
+    """Routing now prefers `peer` for `stage` ("" when no peer can be asked), for `reason`."""
 
     stage: int
     peer: str
@@ -217,16 +183,12 @@ class RouteChanged(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationDone(Event):
-    """The held-out loss per token, evaluated through the swarm."""
+class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} over {tokens} tokens in {seconds:.1f} s"):
+    """The held-out loss per token was evaluated through the swarm."""
 
-    level: ClassVar[Level] = "info"
     loss: float
     tokens: int
     seconds: float
-
-    def say(self) -> str:
-        return f"held-out loss {self.loss:.4f} over {self.tokens} tokens in {self.seconds:.1f} s"
 
 
 # --- training
@@ -234,10 +196,11 @@ class EvaluationDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepTaken(Event):
-    """An optimizer step of one stage; `tokens` of this peer went into it (0: the stage's other replicas took it, and
-    this one took its number), `staleness` is the mean age in steps of their gradients.
+    """A stage took an optimizer step.
 
-    `loss` is the mean loss per token of its microbatches where this peer knows it (last stage), else None.
+    tokens: of this peer in the step; 0 when only the stage's other replicas took it, and this one took over its number.
+    loss: mean loss per token of its microbatches where this peer knows it (last stage), else None. staleness: mean age
+    of their gradients, in steps.
     """
 
     stage: int
@@ -251,29 +214,23 @@ class StepTaken(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class StepsSkipped(Event):
-    """A stage was behind its other replicas and took their step; the samples of its own old step did not count."""
+class StepsSkipped(
+    Event,
+    level="warning",
+    template="stage {stage} was {steps} steps behind and is at step {step} now; {tokens} of its tokens came too late",
+):
+    """A stage was `steps` steps behind its other replicas and took over their step; its own `tokens` did not count."""
 
-    level: ClassVar[Level] = "warning"
     stage: int
     step: int
     steps: int
     tokens: int
 
-    def say(self) -> str:
-        return (
-            f"stage {self.stage} was {self.steps} steps behind and is at step {self.step} now; "
-            f"{self.tokens} of its tokens came too late"
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class GradientLate(Event):
-    """In a synchronous run: a gradient arrived after the sum of its step had been handed to the replicas; it goes into
-    the next step's.
-    """
+class GradientLate(Event, level="warning"):
+    """In a synchronous run, a gradient came after its step's sum had gone to the replicas; the next step counts it."""
 
-    level: ClassVar[Level] = "warning"
     stage: int
     step: int
     microbatch: str
@@ -281,26 +238,24 @@ class GradientLate(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class GradientRefused(Event):
+class GradientRefused(Event, level="warning", template="refused a gradient of stage {stage}: {reason}"):
     """A gradient was not finite and was not added; the weights are untouched."""
 
-    level: ClassVar[Level] = "warning"
     stage: int
     microbatch: str
     reason: str
 
-    def say(self) -> str:
-        return f"refused a gradient of stage {self.stage}: {self.reason}"
 
-
-# --- replicas
+# --- replicas and their state
 
 
 @dataclass(frozen=True, slots=True)
 class RoundDone(Event):
-    """A round of one stage ended: `failed_parts` of `parts` stayed as they were; `members` of `expected` replicas, as a
-    mean over the parts, took part in time. Distances are root mean squares to the average: of this replica, and the
-    median of the others.
+    """An averaging round of one stage ended.
+
+    what: "weights" or "gradient". failed_parts: of `parts`, those that stayed as they were. members: replicas that took
+    part in time, of `expected`, as a mean over the parts. distance, distance_others: root mean square difference from
+    the average, of this replica and the median of the others.
     """
 
     stage: int
@@ -337,9 +292,6 @@ class PartFailed(Event):
     reason: str
 
 
-# --- what lasts
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten(Event):
     """A checkpoint of one stage is on this peer's disk."""
@@ -351,42 +303,34 @@ class CheckpointWritten(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointDamaged(Event):
-    """A checkpoint on this peer's disk is not as it was written, and is not used; the text names file and hashes."""
+class CheckpointDamaged(Event, level="error", template="{text}"):
+    """A checkpoint on this peer's disk is not as it was written, and is not used; `text` names the file and hashes."""
 
-    level: ClassVar[Level] = "error"
     text: str
-
-    def say(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True, slots=True)
-class StateFetched(Event):
-    """A stage's weights and moments came from peers: `step` of the snapshot, chunks that had to be asked for again."""
+class StateFetched(
+    Event, level="info", template="stage {stage} fetched at step {step}: {bytes:,} bytes in {seconds:.1f} s"
+):
+    """A stage's weights and moments came from peers. `fetched_again`: chunks that had to be asked for again."""
 
-    level: ClassVar[Level] = "info"
     stage: int
     step: int
     bytes: int
     seconds: float
     fetched_again: int = 0
 
-    def say(self) -> str:
-        return f"stage {self.stage} fetched at step {self.step}: {self.bytes / 1e6:.1f} MB in {self.seconds:.1f} s"
-
 
 @dataclass(frozen=True, slots=True)
-class StateLost(Event):
-    """A stage of this peer fell so far behind the others that it fetches their state again."""
+class StateLost(
+    Event, level="warning", template="stage {stage} is at step {step}, the others at {others}: it fetches their state"
+):
+    """A stage of this peer is so far behind the other replicas that it fetches their state again."""
 
-    level: ClassVar[Level] = "warning"
     stage: int
     step: int
     others: int
-
-    def say(self) -> str:
-        return f"stage {self.stage} is at step {self.step}, the others at {self.others}: it fetches their state"
 
 
 # --- the swarm
@@ -411,45 +355,40 @@ class PeerGone(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class SpanChosen(Event):
+class SpanChosen(Event, template="takes stages {first_stage}-{last_stage}: {reason}"):
     """Placement decided which stages this peer holds, and why."""
 
     first_stage: int
     last_stage: int
     reason: str
 
-    def say(self) -> str:
-        return f"takes stages {self.first_stage}-{self.last_stage}: {self.reason}"
-
 
 @dataclass(frozen=True, slots=True)
-class HealthChanged(Event):
-    """The swarm's health as this peer judges it: OK, DEGRADED, STALLED, PAUSED; why, and what to do."""
+class HealthChanged(Event, level="info"):
+    """This peer judges the swarm's health anew. `state`: OK, DEGRADED, STALLED, PAUSED; `do`: what a reader can do."""
 
-    level: ClassVar[Level] = "info"
     state: str
     why: str
     do: str | None
 
-    def say(self) -> str:
+    def describe(self) -> str:
         return f"health {self.state}: {self.why}" + (f"; {self.do}" if self.do else "")
 
 
 @dataclass(frozen=True, slots=True)
-class OffenceRecorded(Event):
-    """A peer did what no honest peer does. offence: a word of swarm.conduct.Offence; follows: what follows, and why.
+class OffenceRecorded(Event, level="warning"):
+    """A peer did what no honest peer does. offence: a word of swarm.conduct.Offence; follows: the consequence, and why.
 
     shut_out_s: seconds for which the peer is shut out from now, 0.0 when it is not.
     """
 
-    level: ClassVar[Level] = "warning"
     peer: str
     offence: str
     text: str
     follows: str = ""
     shut_out_s: float = 0.0
 
-    def say(self) -> str:
+    def describe(self) -> str:
         return f"offence of {self.peer}: {self.offence}, {self.text}" + (f" ({self.follows})" if self.follows else "")
 
 
@@ -461,29 +400,9 @@ class DirectoryTrouble(Event):
     reason: str
 
 
-# --- the network
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionOpened(Event):
-    """A stream to a peer is up and both sides said hello; `ours` when this peer opened it."""
-
-    peer: str
-    ours: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionClosed(Event):
-    """A stream to a peer ended; `calls_failed` open calls failed with it."""
-
-    peer: str
-    reason: str
-    calls_failed: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Traffic(Event):
-    """Bytes that this daemon has sent since its start: everything on its streams, and of it what was of each kind."""
+    """Bytes since the daemon's start: everything on its streams, and of what it sent the tensors of each kind."""
 
     boundary_bytes: int
     sent_bytes: int
@@ -493,6 +412,7 @@ class Traffic(Event):
 
 
 def _all_events() -> dict[str, type[Event]]:
+    """Returns every class of events in this module by its name."""
     return {n: c for n, c in globals().items() if isinstance(c, type) and issubclass(c, Event) and c is not Event}
 
 

@@ -42,7 +42,7 @@ class HumanLog:
         """Writes the event's sentence when its level is wanted."""
         if LEVELS.index(event.level) < self._floor:
             return
-        said = event.say()
+        said = event.describe()
         told_unix, held_back = self._last.get(said, (0.0, 0))
         if event.level != "info" and at_unix - told_unix < REPEAT_SECONDS:
             self._last[said] = (told_unix, held_back + 1)

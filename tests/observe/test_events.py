@@ -29,7 +29,7 @@ def test_every_event_is_documented_frozen_and_survives_json(cls: type[events.Eve
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(event, dataclasses.fields(cls)[0].name, "other")
     assert journal.from_json(json.loads(json.dumps(journal.to_json(event)))) == event
-    assert "\n" not in event.say()
+    assert "\n" not in event.describe()
     assert cls.level in typing.get_args(events.Level)
 
 
@@ -78,7 +78,7 @@ def test_a_sink_without_space_is_left_out_and_that_is_told_once() -> None:
     reporter.report(events.PeerGone("q", "left"))
     troubles = [event for event in sink.taken if isinstance(event, events.DiskTrouble)]
     assert len(troubles) == 1
-    assert "cannot write /full/events.jsonl: No space left on device" in troubles[0].say()
+    assert "cannot write /full/events.jsonl: No space left on device" in troubles[0].describe()
     reporter.close()
     assert sink.closed
 
