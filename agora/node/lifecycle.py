@@ -190,7 +190,7 @@ class Node:
 
     async def _start_and_serve(self) -> Ending:
         peer = await self._unless_stopped(self._open_peer())
-        await self._hold(peer, self.startup.settings.span, self.startup.incarnation)
+        await self._hold(peer, self.startup.settings.span)
         self._report_started(peer)
         tasks = await self._peer_closing.enter_async_context(BackgroundTasks())
         tasks.start("watchdog", self._watchdog.run())
@@ -226,15 +226,15 @@ class Node:
         self.peer = await closing.enter_async_context(opening)
         return self.peer
 
-    async def _hold(self, peer: Peer, wanted: Span | None, incarnation: int) -> None:
+    async def _hold(self, peer: Peer, wanted: Span | None) -> None:
         """Loads a span and serves it. Raises _Stopped, or an AgoraError when it cannot; then nothing is held."""
-        loading = load_span(self.startup, peer, wanted, incarnation)
+        loading = load_span(self.startup, peer, wanted)
         span = await self._unless_stopped(self._span_closing.enter_async_context(loading))
         if self.is_paused:
             span.pause()
         with self.startup.steps.step("serve") as note:
             self.span = span
-            await peer.membership.say("serving")
+            await peer.membership.announce("serving")
             note.text = f"stages {span.span}"
         self.report(events.StateChanged("serving", f"stages {span.span}"))
         if span.origin is not None:
@@ -304,11 +304,11 @@ class Node:
             await former.write_checkpoints(MOVE_CHECKPOINT_SECONDS, self.report)
             await self._end_span()
             try:
-                await self._hold(peer, move.span, self._next_incarnation(peer))
+                await self._hold(peer, move.span)
             except AgoraError as error:
                 failure = error
                 self.report(events.TaskFailed("move", f"{error.code}: {error}"))
-                await self._hold(peer, former.span, self._next_incarnation(peer))
+                await self._hold(peer, former.span)
         except BaseException:
             move.done.set_exception(LocalError("this daemon is leaving, and has not moved"))
             move.done.exception()
@@ -319,10 +319,6 @@ class Node:
             move.done.exception()
         else:
             move.done.set_result(None)
-
-    def _next_incarnation(self, peer: Peer) -> int:
-        claim = peer.membership.claim
-        return (claim.incarnation if claim else self.startup.incarnation) + 1
 
     async def _end_span(self) -> None:
         self.span = None
@@ -359,7 +355,7 @@ class Node:
     async def _announce_leaving(self, peer: Peer) -> None:
         try:
             async with asyncio.timeout(ANNOUNCE_SECONDS):
-                await peer.membership.say("leaving")
+                await peer.membership.announce("leaving")
         except TimeoutError:
             self.report(events.DirectoryTrouble("leave", "the directory did not answer in time"))
 

@@ -39,7 +39,7 @@ from agora_protocol.messages import (
     Process,
     Recall,
 )
-from agora_protocol.records import Claim, Progress
+from agora_protocol.records import Progress
 
 from agora.averaging.slices import Slices
 from agora.calls import Reply
@@ -122,15 +122,15 @@ class LoadedSpan:
 
 
 @asynccontextmanager
-async def load_span(startup: Startup, peer: Peer, wanted: Span | None, incarnation: int) -> AsyncIterator[LoadedSpan]:
+async def load_span(startup: Startup, peer: Peer, wanted: Span | None) -> AsyncIterator[LoadedSpan]:
     """Claims and loads a span and answers requests for it until the block ends; others do not know yet that it serves.
 
-    wanted: None lets placement choose. incarnation: of the claim, greater than that of any claim before. Raises an
+    wanted: None lets placement choose. Raises an
     AgoraError that says what to do.
     """
     manifest = peer.signed.manifest
     async with AsyncExitStack() as closing:
-        span = await _claim(startup, peer, wanted, incarnation)
+        span = await _claim(startup, peer, wanted)
         loads = MOST_LOADS if wanted is None else 1
         compute, batches = await load_until_it_stands(
             span,
@@ -145,7 +145,7 @@ async def load_span(startup: Startup, peer: Peer, wanted: Span | None, incarnati
             steps = await keeper.find_checkpoints()
             closing.enter_context(peer.requests.answering(_state_answerers(keeper, peer)))
             if any(steps):
-                await peer.membership.tell(Progress(startup.peer, compute.span, 0, steps, 0.0, None, 0, 0))
+                await peer.membership.publish_progress(Progress(startup.peer, compute.span, 0, steps, 0.0, None, 0, 0))
             await peer.membership.refresh()
             note.text = await keeper.fill_stages()
         replicas = Replicas(
@@ -183,13 +183,12 @@ async def load_span(startup: Startup, peer: Peer, wanted: Span | None, incarnati
 # --- placement, and the loading that goes with it
 
 
-async def _claim(startup: Startup, peer: Peer, wanted: Span | None, incarnation: int) -> Span:
+async def _claim(startup: Startup, peer: Peer, wanted: Span | None) -> Span:
     count = peer.signed.manifest.stage_count
     if wanted is not None and wanted.last >= count:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
     with startup.steps.step("placement") as note:
-        claim = Claim(startup.peer, Span(0, 0), incarnation, peer.addresses, "joining", 0.0)
-        placement = await peer.membership.join(claim, 1, wanted)
+        placement = await peer.membership.claim_span(1, wanted)
         note.text = _placement_note(startup, peer, placement)
     return placement.span
 

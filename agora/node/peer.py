@@ -99,9 +99,8 @@ async def open_peer(
         with startup.steps.step("directory"):
             directory = await Directory.create(host, signed.run_id, others, stages=manifest.stage_count)
             closing.push_async_callback(directory.close)
-        config = MembershipConfig(signed.run_id, manifest.stage_count)
-        membership = Membership(config, directory, startup.identity, startup.report)
-        membership.speak_progress(progress)
+        config = MembershipConfig(signed.run_id, manifest.stage_count, startup.incarnation, addresses)
+        membership = Membership(config, directory, startup.identity, startup.report, progress=progress)
         caller = CountingCaller(network, sent)
         router = _make_router(startup, manifest, caller, network, membership, offences)
         tasks = await closing.enter_async_context(BackgroundTasks())

@@ -6,6 +6,7 @@ not move is STALLED; one whose every stage steps is not, whatever its heartbeats
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agora.swarm.view import PeerView, View
@@ -79,11 +80,11 @@ def _moving(view: View, stage_count: int, last: dict[int, float | None], now_uni
     return Health(OK, f"every stage has at least {min(counts)} replicas; last step {ago:.0f} s ago")
 
 
-def patience_s(replicas: list[PeerView]) -> float:
+def patience_s(replicas: Sequence[PeerView]) -> float:
     """How long these replicas of a stage may take no step before that is a stall."""
     usual = min((p.step_s for p in replicas if p.step_s is not None), default=0.0)
     return max(LEAST_PATIENCE_S, PATIENCE_STEPS * usual)
 
 
-def _last_step(replicas: list[PeerView]) -> float | None:
+def _last_step(replicas: Sequence[PeerView]) -> float | None:
     return max((p.stepped_unix for p in replicas if p.stepped_unix is not None), default=None)

@@ -1,7 +1,7 @@
-"""Keeps this peer's records in the directory and its view of the others fresh: all the effects of the swarm room.
+"""Publishes this peer's records in the directory, and keeps its view of the other peers fresh.
 
-Knows when to publish, when to read, whom to wake. Must not know how records are stored (a seam), nor what a view is
-good for: placement, health and routing decide on it.
+Knows: when to publish and when to read, and whom to notify of changes. Must not know: how records are stored, nor what a
+view is good for: placement, health and routing decide on it.
 """
 
 from __future__ import annotations
@@ -18,286 +18,292 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.records import Claim, Progress, Record
 
+from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
-from agora.swarm.placement import Collision, Placement, choose_span, judge_collision, pinned_span
+from agora.swarm.placement import (
+    Collision,
+    Placement,
+    Settling,
+    choose_span,
+    claim_of_span,
+    judge_collision,
+    next_settling_step,
+    pinned_span,
+)
 from agora.swarm.view import PeerView, View, merge
 
 LIFETIME_S = 20.0
 """How long a record outlives its peer in the directory; a killed peer leaves every view after this and `linger_s`."""
 LEAVING_LIFETIME_S = 10.0
-PUBLISH_S = 6.0
-PROGRESS_S = 4.0
-READ_S, CALM_READ_S, MOST_READ_S = 1.0, 4.0, 8.0
+PUBLISH_CLAIM_S = 6.0
+PUBLISH_PROGRESS_S = 4.0
+READ_S, CALM_READ_S, MAX_READ_S = 1.0, 4.0, 8.0
+CALM_AFTER_S = 10.0
 SLOW_READ_S = 3.0
 """Any read of the directory may take so long, although the one before was quick."""
 JITTER = 0.2
-MOST_ROUNDS = 12
-KEPT_ROUNDS = 3
-"""Who has kept its span so often serves it, although others still choose: some are bound to theirs by their owner."""
 
 
-class Directory(Protocol):
+class RecordStore(Protocol):
     """Where signed records are kept (net.directory.Directory)."""
 
     async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> object:
-        """Stores our record under every stage of its span."""
+        """Stores this peer's record under every stage of its span."""
 
     async def read_many(self, kind: type[Record], stages: Sequence[int]) -> Mapping[int, Sequence[Record]]:
-        """The verified live records of one kind under some stages; empty where nothing was found in time."""
+        """Returns the verified live records of one kind under some stages; none where no answer came in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """The run, and how hard to look. A claim is given `settle_s` to be seen before collisions are judged."""
+    """The run, this peer in it, and how long a claim is given to be seen before collisions are judged.
+
+    incarnation: of the first claim; each claim of another span has the next one. addresses: where this peer is dialled.
+    """
 
     run: RunId
     stage_count: int
+    incarnation: int
+    addresses: tuple[str, ...] = ()
     settle_s: float = 1.0
     lifetime_s: float = LIFETIME_S
 
 
 class Membership:
-    """This peer among the others. `join` chooses and claims a span, `run` keeps everything fresh until cancelled."""
+    """This peer's place among the others, for as long as the daemon lives; the span that it claims may change.
+
+    `claim_span` claims a span, `announce` changes the claim's state, and `run` keeps everything fresh until cancelled.
+    """
 
     def __init__(
         self,
         config: MembershipConfig,
-        directory: Directory,
+        directory: RecordStore,
         identity: Identity,
         report: Report,
         *,
+        progress: Callable[[], Progress | None] = lambda: None,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
+        """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock."""
         self._config = config
         self._directory = directory
         self._identity = identity
         self._report = report
+        self._progress = progress
         self._rng = rng or random.Random()
         self._unix = unix
-        self._own: Claim | None = None
-        self._progress: Callable[[], Progress | None] = lambda: None
+        self._claim: Claim | None = None
         self._subscribers: list[Callable[[], None]] = []
-        self._trouble = ""
         self._changed_at = 0.0
         self._linger_s = linger_s(0.0)
         self.view = View()
 
     @property
     def me(self) -> PeerId:
-        """This peer."""
+        """This peer's id."""
         return self._identity.peer
 
     @property
     def claim(self) -> Claim | None:
-        """What this peer claims now."""
-        return self._own
+        """What this peer claims now; None before the first claim."""
+        return self._claim
 
-    def subscribe(self, changed: Callable[[], None]) -> None:
-        """`changed` is called, on the loop, whenever somebody came, went, or changed span, state or addresses."""
-        self._subscribers.append(changed)
+    def subscribe(self, on_change: Callable[[], None]) -> None:
+        """Has `on_change` called, on the loop, whenever a peer came, went, or changed span, state or addresses."""
+        self._subscribers.append(on_change)
 
-    def speak_progress(self, progress: Callable[[], Progress | None]) -> None:
-        """Where `run` gets this peer's progress from, each time it publishes it."""
-        self._progress = progress
+    # --- the own claim
 
-    # --- joining and leaving
+    async def claim_span(self, length: int = 1, pinned: Span | None = None) -> Placement:
+        """Claims a span as joining: `pinned`, or the best one of `length` stages, chosen again while others collide.
 
-    async def join(self, claim: Claim, length: int, pinned: Span | None = None) -> Placement:
-        """Chooses a span of `length` stages (or takes `pinned`), claims it as joining, and settles collisions.
-
-        `claim` says everything but the span. Returns the placement that stands; `confirm` asks once more before
-        serving.
+        A peer that claims stages already gives them up by this: the new claim is a new incarnation. Returns the
+        placement that stands; `confirm` asks once more before serving.
         """
         await self.refresh()
-        placement = self._place(length, pinned)
-        claim = replace(claim, span=placement.span, state="joining")
+        others, count = self.view.without(self.me), self._config.stage_count
         if pinned is None:
-            return await self._settle(claim, placement)
-        await self.announce(claim)
-        return self._chosen(placement)
+            return await self._settle(choose_span(others, count, length, self._rng))
+        placement = pinned_span(others, count, pinned)
+        await self._publish_new_claim(placement.span)
+        return self._report_chosen(placement)
 
     async def confirm(self) -> Placement | None:
-        """Asks once more, with a fresh view, right before serving: None when the claimed span still stands.
+        """Asks once more, with a fresh view, right before serving. Returns None when the claimed span still stands.
 
-        Otherwise the placement to load instead, already claimed and settled as in `join`. Raises LocalError before
-        `join`.
+        Otherwise returns the placement to load instead, already claimed and settled. Raises LocalError before the first
+        claim.
         """
         await self.refresh()
-        verdict = self.judge()
-        before = self._own
-        if before is None or not verdict.choose_again:
+        collision = self.judge()
+        claimed = self._claim
+        if claimed is None or not collision.choose_again:
             return None
-        placement = await self._settle(_reborn(before, verdict), Placement(verdict.span, verdict.reason))
-        return placement if placement.span != before.span else None
+        placement = await self._settle(Placement(collision.span, collision.reason))
+        return placement if placement.span != claimed.span else None
 
-    async def _settle(self, claim: Claim, placement: Placement) -> Placement:
-        """Claims the placement, and another one as long as peers that chose at once come first."""
-        kept = 0
-        await self.announce(claim)
-        for _ in range(MOST_ROUNDS):
+    async def _settle(self, placement: Placement) -> Placement:
+        """Claims the placement, and other ones for as long as peers that chose at the same time come first."""
+        settling = Settling(placement)
+        await self._publish_new_claim(placement.span)
+        while not settling.settled:
             await asyncio.sleep(self._config.settle_s * self._rng.uniform(1.0, 2.0))
             await self.refresh()
-            verdict = self.judge()
-            kept = 0 if verdict.choose_again else kept + 1
-            if verdict.settled or kept == KEPT_ROUNDS:
-                break
-            if verdict.choose_again:
-                claim, placement = _reborn(claim, verdict), Placement(verdict.span, verdict.reason)
-            await self.announce(claim)
-        return self._chosen(placement)
+            claimed, settling = settling.placement, next_settling_step(settling, self.judge())
+            if settling.placement is not claimed:
+                await self._publish_new_claim(settling.placement.span)
+            elif not settling.settled:
+                await self._publish_claim()
+        return self._report_chosen(settling.placement)
 
-    def _chosen(self, placement: Placement) -> Placement:
+    def _report_chosen(self, placement: Placement) -> Placement:
         self._report(events.SpanChosen(placement.span.first, placement.span.last, placement.reason))
         return placement
 
     def judge(self) -> Collision:
-        """Whether the claimed span is still right, as far as the view knows. Raises LocalError before `join`."""
-        me = self.view.peers.get(self.me)
-        if me is None:
+        """Decides from the present view whether the claimed span is still right. Raises LocalError before a claim."""
+        seen = self.view.peers.get(self.me)
+        if seen is None:
             raise LocalError("this peer has claimed no stages yet; join first")
-        return judge_collision(self.view, me, self._config.stage_count, self._config.run)
+        return judge_collision(self.view, seen, self._config.stage_count, self._config.run)
 
-    async def announce(self, claim: Claim) -> None:
-        """Publishes this peer's claim, now and from now on."""
-        self._own = claim
+    async def announce(self, state: str) -> None:
+        """Publishes the claim with another state ("serving", "leaving"), now and from now on."""
+        if self._claim is not None:
+            await self._publish_changed(replace(self._claim, state=state))
+
+    async def _publish_new_claim(self, span: Span) -> None:
+        if self._claim is None:
+            config = self._config
+            claim = Claim(self.me, span, config.incarnation, config.addresses, "joining", 0.0)
+        else:
+            claim = claim_of_span(self._claim, span)
+        await self._publish_changed(claim)
+
+    async def _publish_changed(self, claim: Claim) -> None:
+        self._claim = claim
         self._merge([claim])
         await self._publish_claim()
 
-    async def say(self, state: str) -> None:
-        """Publishes the claim with another state: "serving", "leaving"."""
-        if self._own is not None:
-            await self.announce(replace(self._own, state=state))
+    async def publish_progress(self, progress: Progress) -> None:
+        """Publishes this peer's progress now, as that of the present claim; does nothing when it is of other stages."""
+        if self._claim is not None and self._claim.span == progress.span:
+            progress = replace(progress, incarnation=self._claim.incarnation)
+            self._merge([progress])
+            await self._publish(progress, self._config.lifetime_s)
 
-    def _place(self, length: int, pinned: Span | None) -> Placement:
-        view, count = self.view.without(self.me), self._config.stage_count
-        return choose_span(view, count, length, self._rng) if pinned is None else pinned_span(view, count, pinned)
+    async def _publish_claim(self) -> None:
+        if self._claim is not None:
+            is_leaving = self._claim.state == "leaving"
+            await self._publish(self._claim, LEAVING_LIFETIME_S if is_leaving else self._config.lifetime_s)
+
+    async def _publish(self, record: Record, lifetime_s: float) -> None:
+        try:
+            await self._directory.publish(record, self._identity, lifetime_s)
+        except AgoraError as error:
+            self._report_trouble("publish", error)
+
+    def _report_trouble(self, what: str, error: AgoraError) -> None:
+        self._report(events.DirectoryTrouble(what, f"{error.code}: {error}"))
 
     # --- staying
 
     async def run(self) -> None:
         """Publishes and reads until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._keep_publishing(), name="publish claim")
-            group.create_task(self._keep_speaking(), name="publish progress")
+            group.create_task(self._keep_publishing_claim(), name="publish claim")
+            group.create_task(self._keep_publishing_progress(), name="publish progress")
             group.create_task(self._keep_reading(), name="read directory")
 
-    async def _keep_publishing(self) -> None:
+    async def _keep_publishing_claim(self) -> None:
         while True:
-            await asyncio.sleep(self._jittered(min(PUBLISH_S, self._config.lifetime_s / 3.0)))
+            await asyncio.sleep(self._jittered(min(PUBLISH_CLAIM_S, self._config.lifetime_s / 3.0)))
             await self._publish_claim()
 
-    async def _keep_speaking(self) -> None:
+    async def _keep_publishing_progress(self) -> None:
         while True:
-            await asyncio.sleep(self._jittered(PROGRESS_S))
+            await asyncio.sleep(self._jittered(PUBLISH_PROGRESS_S))
             progress = self._progress()
             if progress is not None:
-                await self.tell(progress)
-
-    async def tell(self, progress: Progress) -> None:
-        """Publishes this peer's progress now."""
-        if self._own is not None:
-            progress = replace(progress, incarnation=self._own.incarnation)
-            self._merge([progress])
-            await self._publish(progress, self._config.lifetime_s)
+                await self.publish_progress(progress)
 
     async def _keep_reading(self) -> None:
         while True:
-            took = await self.refresh()
-            await asyncio.sleep(self._jittered(read_interval_s(self._calm(), took)))
+            took_s = await self.refresh()
+            await asyncio.sleep(self._jittered(read_interval_s(self._is_calm(), took_s)))
 
-    def _calm(self) -> bool:
-        """Nothing changed lately, and nobody is missing."""
-        full = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
-        return full and self._now() - self._changed_at > 10.0
+    def _is_calm(self) -> bool:
+        """Whether every stage is served and nothing has changed lately."""
+        is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
+        return is_complete and loop_time() - self._changed_at > CALM_AFTER_S
 
     async def refresh(self) -> float:
-        """Reads every stage's claims and progress once, and merges them; how long that took, in seconds."""
-        started = self._now()
-        found = await asyncio.gather(self._read(Claim), self._read(Progress))
-        took = self._now() - started
-        self._linger_s = linger_s(took)
-        others = [record for records in found for record in records if getattr(record, "peer", None) != self.me]
-        self._merge(others)
-        return took
+        """Reads every stage's claims and progress once, and merges them. Returns how many seconds that took."""
+        started = loop_time()
+        claims, progress = await asyncio.gather(self._read(Claim), self._read(Progress))
+        took_s = loop_time() - started
+        self._linger_s = linger_s(took_s)
+        self._merge([record for record in (*claims, *progress) if getattr(record, "peer", None) != self.me])
+        return took_s
 
     async def _read(self, kind: type[Record]) -> list[Record]:
         try:
-            found = await self._directory.read_many(kind, range(self._config.stage_count))
+            by_stage = await self._directory.read_many(kind, range(self._config.stage_count))
         except AgoraError as error:
-            self._in_trouble("read", error)
+            self._report_trouble("read", error)
             return []
-        return [record for records in found.values() for record in records]
-
-    async def _publish_claim(self) -> None:
-        if self._own is not None:
-            leaving = self._own.state == "leaving"
-            await self._publish(self._own, LEAVING_LIFETIME_S if leaving else self._config.lifetime_s)
-
-    async def _publish(self, record: Record, lifetime_s: float) -> None:
-        try:
-            await self._directory.publish(record, self._identity, lifetime_s)
-        except AgoraError as error:
-            self._in_trouble("publish", error)
-
-    def _in_trouble(self, what: str, error: AgoraError) -> None:
-        self._report(events.DirectoryTrouble(what, f"{error.code}: {error}"))
-
-    # --- the view
-
-    def _merge(self, records: Sequence[Record]) -> None:
-        now = self._unix()
-        renewed = [*records, self._own] if self._own is not None else records
-        self._adopt(merge(self.view, renewed, now, self._linger_s))
-
-    def _adopt(self, view: View) -> None:
-        before, self.view = self.view, view
-        changed = changes(before, view)
-        for event in changed:
-            self._report(event)
-        if changed:
-            self._changed_at = self._now()
-            for subscriber in self._subscribers:
-                subscriber()
+        return [record for records in by_stage.values() for record in records]
 
     def _jittered(self, seconds: float) -> float:
         return seconds * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+    # --- the view
+
+    def _merge(self, records: Sequence[Record]) -> None:
+        """Merges records into the view, in which this peer itself never expires; reports and notifies of changes."""
+        renewed = [*records, self._claim] if self._claim is not None else records
+        former, self.view = self.view, merge(self.view, renewed, self._unix(), self._linger_s)
+        changed = changes(former, self.view)
+        for event in changed:
+            self._report(event)
+        if changed:
+            self._changed_at = loop_time()
+            for on_change in self._subscribers:
+                on_change()
 
 
-def _reborn(claim: Claim, verdict: Collision) -> Claim:
-    """The claim of another span is a new life: the one before stays in the directory until it ends."""
-    return replace(claim, span=verdict.span, incarnation=claim.incarnation + 1)
+def read_interval_s(is_calm: bool, took_s: float) -> float:
+    """Returns how long to rest between two reads: 1 s while things change, 4 s when calm, longer where reading is slow.
 
-
-def read_interval_s(calm: bool, took_s: float) -> float:
-    """How long to rest between two reads: a second while things change, four when calm, more where reading is slow."""
-    return min(MOST_READ_S, max(CALM_READ_S if calm else READ_S, 3.0 * took_s))
+    took_s: how long the last read took.
+    """
+    return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
 
 
 def linger_s(took_s: float) -> float:
-    """How long a peer is believed after a read that took `took_s` found it: until the next can have been answered.
+    """Returns how long a peer stays in the view after a read that found it: until the next read can have been answered.
 
-    A slow read of the directory is no death. The next begins after the longest rest that follows this one, and may be
-    twice as slow.
+    took_s: how long the read took. A slow read of the directory must not look like a peer's death. The next read begins
+    after the longest rest that can follow this one, and may take twice as long.
     """
     return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_S, 2.0 * took_s)
 
 
 def changes(before: View, after: View) -> list[events.Event]:
-    """What is worth telling about the difference: who came, went, or changed span, state or addresses."""
+    """Returns one event for each peer that came, went, or changed span, state, incarnation or addresses."""
     told: list[events.Event] = []
     for peer, seen in after.peers.items():
         known = before.peers.get(peer)
-        if known is None or _face(known) != _face(seen):
+        if known is None or _claimed(known) != _claimed(seen):
             told.append(events.PeerSeen(peer, seen.span.first, seen.span.last, seen.state))
     for peer in before.peers.keys() - after.peers.keys():
         told.append(events.PeerGone(peer, "its claim ended"))
     return told
 
 
-def _face(seen: PeerView) -> tuple[object, ...]:
+def _claimed(seen: PeerView) -> tuple[object, ...]:
+    """Returns what of a peer is worth an event when it changes."""
     return seen.span, seen.state, seen.incarnation, seen.addresses

@@ -1,9 +1,9 @@
-"""Which span a peer should claim, and who must choose again when two chose at once. Pure.
+"""Decides which span a peer should claim, and which peers must choose again when several chose at once. Pure.
 
-Knows the view and how thin each stage is. Must not know memory, devices or the directory: how many stages fit is
-passed in, and ties are broken by a random generator that is passed in. The rule is Petals' (arXiv 2312.08361,
-appendix; its `choose_best_blocks`): of all contiguous spans of the length take the one whose stages, sorted by how
-thinly they are held, come first. That raises the thinnest stage, then the next thinnest.
+Knows: the view, and how many peers hold each stage. Must not know: memory, devices or the directory. The number of stages
+that fit is passed in, and so is the random generator that breaks ties. The rule is that of Petals (arXiv 2312.08361,
+appendix; its `choose_best_blocks`): of all contiguous spans of the length, take the one whose numbers of holders, in
+ascending order, come first. That raises the stage with the fewest holders, then the next.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agora_protocol.ids import PeerId, RunId, Span
+from agora_protocol.records import Claim
 
 from agora.swarm.view import PeerView, View
+
+MAX_SETTLING_ROUNDS = 12
+ROUNDS_TO_KEEP = 3
+"""A span that was kept in so many rounds in a row is settled, although others still have to choose again: their owners
+may have pinned their spans.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Collision:
-    """The span to hold after the jitter, whether it is another than the one claimed, and why.
+    """What a look at the other claims says. span: to hold from now on; choose_again: it is not the one claimed.
 
     settled: no joiner in the view has to choose again, so there is nothing to wait for.
     """
@@ -39,22 +46,62 @@ class Collision:
     settled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """How far the settling of a claim has come: the placement claimed, the rounds done, and how many in a row kept it.
+
+    settled: the placement stands; the peer loads it.
+    """
+
+    placement: Placement
+    rounds: int = 0
+    kept: int = 0
+    settled: bool = False
+
+
+def next_settling_step(settling: Settling, collision: Collision) -> Settling:
+    """Returns the next state of settling, after the other claims had time to be seen.
+
+    | the look at the other claims says         | next                                                  |
+    |-------------------------------------------|-------------------------------------------------------|
+    | choose again                              | claim the other span; settled only after the last round |
+    | kept, and no joiner has to choose again   | settled                                               |
+    | kept ROUNDS_TO_KEEP times in a row        | settled                                               |
+    | kept                                      | look again; settled after the last round              |
+    """
+    rounds = settling.rounds + 1
+    is_last = rounds >= MAX_SETTLING_ROUNDS
+    if collision.choose_again:
+        return Settling(Placement(collision.span, collision.reason), rounds, 0, is_last)
+    kept = settling.kept + 1
+    settled = collision.settled or kept >= ROUNDS_TO_KEEP or is_last
+    return replace(settling, rounds=rounds, kept=kept, settled=settled)
+
+
+def claim_of_span(claim: Claim, span: Span) -> Claim:
+    """Returns the claim of another span: a new incarnation that joins.
+
+    The former claim stays in the directory until it expires. Readers prefer the newer incarnation, so it cannot return.
+    """
+    return replace(claim, span=span, state="joining", incarnation=claim.incarnation + 1)
+
+
 def choose_span(view: View, stage_count: int, length: int, rng: random.Random) -> Placement:
-    """The contiguous span of `length` stages (at most all) that raises the thinnest stage of the view."""
+    """Returns the contiguous span of `length` stages, at most all, that raises the stage with the fewest holders."""
     length = max(1, min(length, stage_count))
     holders = holders_by_stage(view.peers.values(), stage_count)
     first = rng.choice(_best_starts(holders, length))
     span = Span(first, first + length - 1)
-    return Placement(span, _because(holders, span))
+    return Placement(span, _reason(holders, span))
 
 
 def pinned_span(view: View, stage_count: int, span: Span) -> Placement:
-    """The span that the owner asked for, with what it means for the swarm."""
-    return Placement(span, "as asked for; " + _because(holders_by_stage(view.peers.values(), stage_count), span))
+    """Returns the span that the owner asked for, and how many peers hold its stages."""
+    return Placement(span, "as asked for; " + _reason(holders_by_stage(view.peers.values(), stage_count), span))
 
 
 def holders_by_stage(peers: Iterable[PeerView], stage_count: int) -> list[int]:
-    """How many peers serve each stage or are about to; those that leave do not count."""
+    """Returns how many peers serve each stage or are about to; those that leave do not count."""
     holders = [0] * stage_count
     for seen in peers:
         if seen.state != "leaving":
@@ -65,22 +112,23 @@ def holders_by_stage(peers: Iterable[PeerView], stage_count: int) -> list[int]:
 
 
 def judge_collision(view: View, me: PeerView, stage_count: int, run: RunId) -> Collision:
-    """Which span this peer, still joining, should hold, given that others may have chosen at the same time.
+    """Decides which span this peer, still joining, should hold, since others may have chosen at the same time.
 
-    To be asked once the claim had time to be seen, and again right before serving. Who stands well beside everybody
-    else's claim stays. The other joiners stand in the order of a hash of (run, peer): each in turn keeps its span if
-    that is a best choice given those who serve, those who stand well and those before it, else it gets the best one
-    then. Every peer that sees the same view computes the same outcome, so they settle in one round; with views that
-    differ they settle when the views do.
+    To be asked once the claim had time to be seen, and again right before serving. A joiner whose span is a best choice
+    beside all other claims keeps it. The other joiners take turns in the order of a hash of (run, peer): each keeps its
+    span if that is a best choice beside those who serve, those who keep theirs, and those whose turn came before; else
+    it gets the best span then. Every peer that sees the same view computes the same outcome, so they settle in one
+    round; peers whose views differ settle once the views agree.
     """
-    moving = [p for p in view.peers.values() if p.state == "joining" and not _stands_well(view, p, stage_count)]
+    everybody = holders_by_stage(view.peers.values(), stage_count)
+    moving = [p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(everybody, p)]
     if me.peer not in {p.peer for p in moving}:
         reason = f"stages {me.span} are the best choice beside everybody else's"
         return Collision(me.span, False, reason, settled=not moving)
     holders = holders_by_stage((p for p in view.peers.values() if p not in moving), stage_count)
     ahead = 0
     for turn in sorted(moving, key=lambda p: hash_order(run, p.peer)):
-        span = _settled_span(holders, turn, run)
+        span = _span_in_turn(holders, turn, run)
         if turn.peer == me.peer:
             break
         ahead += 1
@@ -88,16 +136,17 @@ def judge_collision(view: View, me: PeerView, stage_count: int, run: RunId) -> C
             holders[stage] += 1
     if span == me.span:
         return Collision(span, False, f"of those that chose stages {span} at once, others come later and give way")
-    return Collision(span, True, f"{ahead} peers that chose at once come first; {_because(holders, span)}")
+    return Collision(span, True, f"{ahead} peers that chose at once come first; {_reason(holders, span)}")
 
 
-def _stands_well(view: View, peer: PeerView, stage_count: int) -> bool:
-    others = view.without(peer.peer).peers.values()
-    return peer.span.first in _best_starts(holders_by_stage(others, stage_count), len(peer.span))
+def _is_best_choice(everybody: Sequence[int], peer: PeerView) -> bool:
+    """Whether the peer's span is a best choice beside all others. everybody: holders of each stage, itself included."""
+    others = [count - (stage in peer.span) for stage, count in enumerate(everybody)]
+    return peer.span.first in _best_starts(others, len(peer.span))
 
 
-def _settled_span(holders: Sequence[int], turn: PeerView, run: RunId) -> Span:
-    """What a joiner holds when its turn comes; ties are broken by its hash, so that everybody computes the same."""
+def _span_in_turn(holders: Sequence[int], turn: PeerView, run: RunId) -> Span:
+    """Returns what a joiner holds when its turn comes. Its hash breaks ties, so that every peer computes the same."""
     starts = _best_starts(holders, len(turn.span))
     if turn.span.first in starts:
         return turn.span
@@ -106,18 +155,20 @@ def _settled_span(holders: Sequence[int], turn: PeerView, run: RunId) -> Span:
 
 
 def hash_order(run: RunId, peer: PeerId) -> bytes:
-    """Where a peer stands among those that do something at the same time; nobody can choose it for a given run."""
+    """Returns the key by which peers that act at the same time are sorted; nobody can choose its own for a run."""
     return hashlib.sha256(f"agora order 1\0{run}\0{peer}".encode()).digest()
 
 
 def _best_starts(holders: Sequence[int], length: int) -> list[int]:
+    """Returns the first stages of all best spans of `length` stages; see the rule at the top of this module."""
+    length = min(length, len(holders))  # a claim may name stages that the run does not have
     starts = range(len(holders) - length + 1)
-    thinness = {start: sorted(holders[start : start + length]) for start in starts}
-    least = min(thinness.values())
-    return [start for start in starts if thinness[start] == least]
+    counts = {start: sorted(holders[start : start + length]) for start in starts}
+    least = min(counts.values())
+    return [start for start in starts if counts[start] == least]
 
 
-def _because(holders: Sequence[int], span: Span) -> str:
+def _reason(holders: Sequence[int], span: Span) -> str:
     thinnest = min(span.stages, key=lambda stage: holders[stage])
     count = holders[thinnest]
     peers = "nobody" if count == 0 else "1 peer" if count == 1 else f"{count} peers"

@@ -1,24 +1,29 @@
-"""What one peer believes of the swarm: every live peer's span, state and progress, merged from signed records. Pure.
+"""What this peer knows of the swarm: every live peer's span, state and progress, merged from signed records. Pure.
 
-Knows claims, progress and their age. Must not know where records come from, nor any clock: `now_unix` is passed in.
+Knows: claims, progress and their age. Must not know: where records come from, nor any clock: `now_unix` is passed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Claim, Progress, Record
 
-STEP_EMA = 0.3
+from agora.moving_average import MovingAverage
+
+STEP_SECONDS_WEIGHT = 0.3
+_NO_STEPS = MovingAverage(STEP_SECONDS_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """One live peer. `steps` has one number per stage of the span; `stepped_unix` is when any of them last grew.
+    """What is known of one live peer.
 
-    `step_s` is the mean time between two steps of this peer as far as seen, None before the second.
+    steps: optimizer steps taken, one number for each stage of the span. stepped_unix: when any of them last grew.
     """
 
     peer: PeerId
@@ -36,7 +41,12 @@ class PeerView:
     expires_unix: float = 0.0
     seen_unix: float = 0.0
     stepped_unix: float | None = None
-    step_s: float | None = None
+    mean_step_s: MovingAverage = _NO_STEPS
+
+    @property
+    def step_s(self) -> float | None:
+        """The mean seconds between two steps, as far as seen; None before the second step."""
+        return self.mean_step_s.value
 
     def step_of(self, stage: int) -> int:
         """Optimizer steps taken at `stage`; 0 when unknown or outside the span."""
@@ -44,58 +54,72 @@ class PeerView:
         return self.steps[index] if 0 <= index < len(self.steps) else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
-    """Every peer believed to be live, by id."""
+    """Every peer that is believed to be live, by id. The peers of each stage are sorted once for each view object."""
 
     peers: Mapping[PeerId, PeerView] = field(default_factory=dict)
 
-    def replicas(self, stage: int) -> list[PeerView]:
+    def replicas(self, stage: int) -> tuple[PeerView, ...]:
         """The peers that serve `stage` now, by id; only these are sent microbatches."""
-        return [p for p in self._by_id() if stage in p.span and p.state == "serving"]
+        return self._serving.get(stage, ())
 
-    def claimants(self, stage: int) -> list[PeerView]:
-        """The peers that serve `stage` or are about to; what placement counts."""
-        return [p for p in self._by_id() if stage in p.span and p.state != "leaving"]
+    def claimants(self, stage: int) -> tuple[PeerView, ...]:
+        """The peers that serve `stage` or are about to, by id; what placement counts."""
+        return self._claiming.get(stage, ())
 
     def without(self, peer: PeerId) -> View:
         """The view as it would be if `peer` were gone."""
         return View({other: seen for other, seen in self.peers.items() if other != peer})
 
-    def _by_id(self) -> list[PeerView]:
-        return sorted(self.peers.values(), key=lambda seen: seen.peer)
+    @cached_property
+    def _serving(self) -> Mapping[int, tuple[PeerView, ...]]:
+        return _by_stage(self.peers.values(), ("serving",))
+
+    @cached_property
+    def _claiming(self) -> Mapping[int, tuple[PeerView, ...]]:
+        return _by_stage(self.peers.values(), ("serving", "joining"))
+
+
+def _by_stage(peers: Iterable[PeerView], states: Collection[str]) -> Mapping[int, tuple[PeerView, ...]]:
+    """Returns the peers in one of `states` by the stages that they hold, each stage's in the order of their ids."""
+    holders: dict[int, list[PeerView]] = defaultdict(list)
+    for seen in sorted((seen for seen in peers if seen.state in states), key=lambda seen: seen.peer):
+        for stage in seen.span.stages:
+            holders[stage].append(seen)
+    return {stage: tuple(held_by) for stage, held_by in holders.items()}
 
 
 def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: float) -> View:
-    """The view after these verified, unexpired records were found at `now_unix`.
+    """Returns the view after these verified, unexpired records were read at `now_unix`.
 
-    The newest incarnation of a peer wins. A peer whose records were not found for `linger_s` is dropped; progress of a
-    peer that has no claim of the same incarnation is ignored. A record that says again what is known renews it.
+    The newest incarnation of a peer wins. A peer whose records were not read for `linger_s` is dropped. Progress of a
+    peer that has no claim of the same incarnation is ignored. A record that repeats what is known renews it.
     """
-    peers = dict(view.peers)
-    found = list(records)
-    for record in found:
+    peers, read = dict(view.peers), list(records)
+    for record in read:
         if isinstance(record, Claim):
-            _take_claim(peers, record, now_unix, linger_s)
-    for record in found:
+            _merge_claim(peers, record, now_unix, linger_s)
+    for record in read:
         if isinstance(record, Progress):
-            _take_progress(peers, record, now_unix)
+            _merge_progress(peers, record, now_unix)
     return View({peer: seen for peer, seen in peers.items() if seen.expires_unix > now_unix})
 
 
 _STATES = ("joining", "serving", "leaving")
+"""In the order in which one incarnation of a peer goes through them."""
 
 
-def _take_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:
+def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:
     known = peers.get(claim.peer)
     if known is not None and known.incarnation > claim.incarnation:
         return
-    same = known is not None and known.incarnation == claim.incarnation and known.span == claim.span
-    if same and known is not None and _STATES.index(claim.state) < _STATES.index(known.state):
-        return  # an older record of the same life, still found under another stage's key
-    before = known if same and known is not None else PeerView(claim.peer, claim.span, claim.incarnation)
+    if known is None or known.incarnation != claim.incarnation or known.span != claim.span:
+        known = PeerView(claim.peer, claim.span, claim.incarnation)
+    elif _STATES.index(claim.state) < _STATES.index(known.state):
+        return  # an older record of the same incarnation, read under another stage's key
     peers[claim.peer] = replace(
-        before,
+        known,
         addresses=claim.addresses,
         state=claim.state,
         capacity=claim.capacity,
@@ -105,13 +129,17 @@ def _take_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, li
     )
 
 
-def _take_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: float) -> None:
+def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: float) -> None:
     known = peers.get(progress.peer)
     if known is None or known.incarnation != progress.incarnation or known.span != progress.span:
         return
     if any(new < old for new, old in zip(progress.steps, known.steps, strict=False)):
-        return  # read back from a slower node of the directory
-    grown = sum(progress.steps) - sum(known.steps) if known.steps else 0
+        return  # an older record, read from a slower node of the directory
+    grown = sum(progress.steps) - sum(known.steps)
+    is_first = not known.steps
+    mean_step_s = known.mean_step_s
+    if grown and not is_first and known.stepped_unix is not None:
+        mean_step_s = mean_step_s.updated((now_unix - known.stepped_unix) * len(progress.span) / grown)
     peers[progress.peer] = replace(
         known,
         steps=progress.steps,
@@ -119,19 +147,6 @@ def _take_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: 
         loss=progress.loss,
         queue=progress.queue,
         completed=progress.completed,
-        step_s=_step_seconds(known, grown / len(progress.span), now_unix) if grown else known.step_s,
-        stepped_unix=_stepped(known, progress, grown, now_unix),
+        mean_step_s=mean_step_s,
+        stepped_unix=now_unix if grown else known.stepped_unix,
     )
-
-
-def _stepped(known: PeerView, progress: Progress, grown: int, now_unix: float) -> float | None:
-    if grown or (not known.steps and any(progress.steps)):
-        return now_unix
-    return known.stepped_unix
-
-
-def _step_seconds(known: PeerView, steps: float, now_unix: float) -> float | None:
-    if known.stepped_unix is None or steps <= 0:
-        return known.step_s
-    seconds = (now_unix - known.stepped_unix) / steps
-    return seconds if known.step_s is None else known.step_s + STEP_EMA * (seconds - known.step_s)

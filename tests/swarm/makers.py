@@ -7,7 +7,8 @@ import hashlib
 from agora_protocol.ids import PeerId, RunId, Span, peer_id_of
 from agora_protocol.records import Claim, Progress
 
-from agora.swarm.view import PeerView, View
+from agora.moving_average import MovingAverage
+from agora.swarm.view import STEP_SECONDS_WEIGHT, PeerView, View
 
 RUN = RunId("ab" * 32)
 
@@ -25,7 +26,9 @@ def progress(name: str, span: str, steps: tuple[int, ...], *, incarnation: int =
     return Progress(peer_id(name), Span.parse(span), incarnation, steps, rate, loss, 3, 40)
 
 
-def seen(name: str, span: str, state: str = "serving", **rest) -> PeerView:
+def seen(name: str, span: str, state: str = "serving", step_s: float | None = None, **rest) -> PeerView:
+    """A peer of the view; `step_s`: the mean seconds between two of its steps."""
+    rest["mean_step_s"] = MovingAverage(STEP_SECONDS_WEIGHT, step_s, int(step_s is not None))
     values = {"seen_unix": 1000.0, "expires_unix": 1e9, "steps": (0,) * len(Span.parse(span))} | rest
     return PeerView(peer_id(name), Span.parse(span), 1, state=state, **values)
 

@@ -64,20 +64,24 @@ class Peer:
     def __init__(self, store: Store, stages: int, seed: int) -> None:
         self.identity = Identity.generate()
         self.events: list = []
-        config = MembershipConfig(RUN, stages)
+        self.directory = Directory(store)
+        self.progress: Progress | None = None
         self.membership = Membership(
-            config, Directory(store), self.identity, self.events.append, rng=random.Random(seed), unix=unix
+            MembershipConfig(RUN, stages, incarnation=7),
+            self.directory,
+            self.identity,
+            self.events.append,
+            progress=lambda: self.progress,
+            rng=random.Random(seed),
+            unix=unix,
         )
         self.task: asyncio.Task | None = None
 
-    def claim(self) -> Claim:
-        return Claim(self.identity.peer, Span(0, 0), int(unix() * 1e9), (), "joining", 0.0)
-
     async def join(self, length: int = 1, pinned: Span | None = None) -> None:
-        await self.membership.join(self.claim(), length, pinned)
+        await self.membership.claim_span(length, pinned)
 
     async def serve(self) -> None:
-        await self.membership.say("serving")
+        await self.membership.announce("serving")
         self.task = asyncio.create_task(self.membership.run())
 
     async def stop(self) -> None:
@@ -120,8 +124,8 @@ def test_a_collision_found_after_loading_moves_one_of_the_two_right_before_it_se
         assert {peer.membership.claim.span for peer in peers} == {Span(0, 0)}, "neither sees the other yet"
         seen = Store()
         for peer in peers:
-            peer.membership._directory = Directory(seen)
-            await peer.membership.announce(peer.membership.claim)
+            peer.directory.store = seen
+            await peer.membership.announce("joining")
         found = await asyncio.gather(*(peer.membership.confirm() for peer in peers))
         assert [placement.span for placement in found if placement] == [Span(1, 1)]
         assert sorted(peer.membership.claim.span.first for peer in peers) == [0, 1]
@@ -162,7 +166,7 @@ def test_a_killed_peer_leaves_the_view_and_a_new_one_comes_into_it() -> None:
         assert [p.peer for p in a.membership.view.replicas(stage)] == [b.identity.peer]
         await b.stop()
         await asyncio.sleep(40.0)
-        assert a.membership.view.replicas(stage) == []
+        assert a.membership.view.replicas(stage) == ()
         assert [e.peer for e in a.events if isinstance(e, PeerGone)] == [b.identity.peer]
         calm = len(woken)
         c = Peer(store, 2, 3)
@@ -186,7 +190,7 @@ def test_leaving_is_seen_within_seconds() -> None:
             await peer.serve()
         await asyncio.sleep(5.0)
         assert len(a.membership.view.replicas(0)) == 2
-        await b.membership.say("leaving")
+        await b.membership.announce("leaving")
         await asyncio.sleep(3.0)
         assert [p.peer for p in a.membership.view.replicas(0)] == [a.identity.peer]
         await a.stop()
@@ -218,32 +222,27 @@ def test_a_directory_in_trouble_is_told_and_the_last_view_stays_for_a_while() ->
     run(work())
 
 
-def test_progress_is_spoken_and_reaches_the_others() -> None:
+def test_progress_is_published_and_reaches_the_others() -> None:
     async def work() -> None:
         store = Store()
         a, b = Peer(store, 1, 1), Peer(store, 1, 2)
         for peer in (a, b):
             await peer.join()
             await peer.serve()
-        steps = [0]
-
-        def progress() -> Progress:
-            steps[0] += 1
-            return Progress(b.identity.peer, Span(0, 0), 1, (steps[0],), 12.5, 3.25, 4, 99)
-
-        b.membership.speak_progress(progress)
-        await asyncio.sleep(20.0)
+        for step in range(1, 6):
+            b.progress = Progress(b.identity.peer, Span(0, 0), 1, (step,), 12.5, 3.25, 4, 99)
+            await asyncio.sleep(4.0)
         seen = a.membership.view.peers[b.identity.peer]
         assert seen.steps[0] >= 3 and (seen.loss, seen.tokens_per_second) == (3.25, 12.5)
         assert seen.stepped_unix is not None and seen.step_s == pytest.approx(4.0, rel=0.5)
-        assert b.membership.view.peers[b.identity.peer].steps[0] == steps[0], "our own is known at once"
+        assert b.membership.view.peers[b.identity.peer].steps[0] >= 4, "our own is known at once"
         await a.stop()
         await b.stop()
 
     run(work())
 
 
-def test_choosing_again_is_a_new_life_so_that_the_old_claim_cannot_come_back() -> None:
+def test_choosing_again_is_a_new_incarnation_so_that_the_old_claim_cannot_come_back() -> None:
     async def work() -> None:
         store = Store()
         a, b = Peer(store, 2, 1), Peer(store, 2, 1)
@@ -256,6 +255,36 @@ def test_choosing_again_is_a_new_life_so_that_the_old_claim_cannot_come_back() -
             await b.membership.refresh()
             for one, other in ((a, b), (b, a)):
                 assert one.membership.view.peers[other.identity.peer].span == other.membership.claim.span
+
+    run(work())
+
+
+def test_a_peer_that_serves_moves_to_another_span_and_the_others_follow_it() -> None:
+    async def work() -> None:
+        store = Store()
+        a, b = Peer(store, 2, 1), Peer(store, 2, 2)
+        await a.join(pinned=Span(0, 0))
+        await b.join(pinned=Span(0, 0))
+        await a.serve()
+        await b.serve()
+        await asyncio.sleep(5.0)
+        old_progress = Progress(b.identity.peer, Span(0, 0), 1, (5,), 1.0, None, 0, 0)
+        await b.membership.publish_progress(old_progress)
+        await b.membership.announce("leaving")
+        placement = await b.membership.claim_span(1, Span(1, 1))
+        await b.membership.publish_progress(old_progress)
+        assert placement.reason == "as asked for; stage 1 is the thinnest, held by nobody"
+        assert b.membership.claim is not None
+        assert (b.membership.claim.incarnation, b.membership.claim.state) == (8, "joining")
+        await asyncio.sleep(5.0)
+        assert a.membership.view.replicas(1) == () and len(a.membership.view.claimants(1)) == 1
+        await b.membership.announce("serving")
+        await asyncio.sleep(5.0)
+        assert [p.peer for p in a.membership.view.replicas(0)] == [a.identity.peer]
+        (moved,) = a.membership.view.replicas(1)
+        assert moved.peer == b.identity.peer and moved.steps == (), "progress of the former span is not published"
+        await a.stop()
+        await b.stop()
 
     run(work())
 
@@ -282,8 +311,7 @@ def test_nobody_goes_where_reads_are_slow(delay_s: float) -> None:
             await peer.join()
             await peer.serve()
             claim = peer.membership.claim
-            own = Progress(peer.identity.peer, claim.span, claim.incarnation, (1,), 1.0, None, 0, 0)
-            peer.membership.speak_progress(lambda own=own: own)
+            peer.progress = Progress(peer.identity.peer, claim.span, claim.incarnation, (1,), 1.0, None, 0, 0)
         await asyncio.sleep(5.0)
         store.delay_s = delay_s
         await asyncio.sleep(300.0)

@@ -8,9 +8,21 @@ from agora_protocol.ids import RunId, Span
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agora.swarm.placement import choose_span, hash_order, holders_by_stage, judge_collision, pinned_span
+from agora.swarm.placement import (
+    MAX_SETTLING_ROUNDS,
+    Collision,
+    Placement,
+    Settling,
+    choose_span,
+    claim_of_span,
+    hash_order,
+    holders_by_stage,
+    judge_collision,
+    next_settling_step,
+    pinned_span,
+)
 from agora.swarm.view import View
-from tests.swarm.makers import RUN, seen, view
+from tests.swarm.makers import RUN, claim, seen, view
 
 
 def choose(peers: View, stages: int, length: int = 1, seed: int = 0):
@@ -111,3 +123,49 @@ def test_joiners_that_all_choose_at_once_settle_and_leave_no_stage_thinner_than_
     holders = holders_by_stage(now.peers.values(), stages)
     if length == 1:
         assert max(holders) - min(holders) <= 1
+
+
+def test_a_claim_of_stages_that_the_run_does_not_have_harms_nobody() -> None:
+    peers = view(seen("a", "0", "joining"), seen("b", "0-900", "joining"))
+    for me in peers.peers.values():
+        judge_collision(peers, me, 2, RUN)
+
+
+CLAIMED = Settling(Placement(Span(0, 0), "chosen"))
+KEPT, LAST_KEPT = (Collision(Span(0, 0), False, "others give way", settled=last) for last in (False, True))
+MOVED = Collision(Span(1, 1), True, "others come first")
+
+
+def settle(*collisions: Collision, settling: Settling = CLAIMED) -> Settling:
+    for collision in collisions:
+        assert not settling.settled
+        settling = next_settling_step(settling, collision)
+    return settling
+
+
+def test_a_span_is_settled_at_once_when_no_joiner_has_to_choose_again() -> None:
+    assert settle(LAST_KEPT) == Settling(CLAIMED.placement, rounds=1, kept=1, settled=True)
+
+
+def test_a_span_that_was_kept_three_times_in_a_row_is_settled_although_others_still_choose() -> None:
+    assert not settle(KEPT, KEPT).settled
+    assert settle(KEPT, KEPT, KEPT).settled
+
+
+def test_a_joiner_that_must_choose_again_claims_the_other_span_and_begins_to_count_anew() -> None:
+    moved = settle(KEPT, KEPT, MOVED)
+    assert moved == Settling(Placement(Span(1, 1), "others come first"), rounds=3, kept=0, settled=False)
+    assert not settle(KEPT, KEPT, settling=moved).settled
+
+
+def test_settling_ends_after_its_last_round_whatever_others_do() -> None:
+    moved = settle(*[MOVED] * MAX_SETTLING_ROUNDS)
+    assert moved.settled and moved.placement.span == Span(1, 1)
+    assert settle(*[KEPT, MOVED] * (MAX_SETTLING_ROUNDS // 2)).settled
+
+
+def test_a_claim_of_another_span_is_a_new_incarnation_that_joins() -> None:
+    former = claim("a", "0", state="serving", incarnation=4)
+    moved = claim_of_span(former, Span(1, 2))
+    assert (moved.span, moved.incarnation, moved.state) == (Span(1, 2), 5, "joining")
+    assert (moved.peer, moved.addresses) == (former.peer, former.addresses)

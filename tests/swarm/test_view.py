@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agora.swarm import view as views
-from agora.swarm.view import View
-from tests.swarm.makers import claim, peer_id, progress
+from agora.swarm.view import PeerView, View
+from tests.swarm.makers import claim, peer_id, progress, seen
 
 A, B = peer_id("a"), peer_id("b")
 
@@ -25,7 +28,7 @@ def test_claims_make_replicas_and_only_serving_peers_are_sent_microbatches() -> 
     seen = merge(View(), [claim("a", "0-1"), claim("b", "1", state="joining"), claim("c", "1", state="leaving")], 100.0)
     assert [p.peer for p in seen.replicas(1)] == [A]
     assert {p.peer for p in seen.claimants(1)} == {A, B}
-    assert seen.replicas(2) == [] and seen.without(A).replicas(0) == []
+    assert seen.replicas(2) == () and seen.without(A).replicas(0) == ()
 
 
 def test_a_peer_is_dropped_when_its_records_are_not_found_for_a_while_but_not_at_once() -> None:
@@ -119,3 +122,40 @@ def test_the_order_in_which_the_directory_answers_does_not_matter(records: list,
 def test_merging_the_same_records_again_changes_nothing(records: list) -> None:
     once = merge(View(), records, 100.0)
     assert merge(once, records, 100.0) == once
+
+
+class CountingPeers(Mapping[PeerId, PeerView]):
+    """The peers of a view, and how many of them were looked at."""
+
+    def __init__(self, peers: dict[PeerId, PeerView]) -> None:
+        self.peers, self.looked_at = peers, 0
+
+    def __getitem__(self, peer: PeerId) -> PeerView:
+        self.looked_at += 1
+        return self.peers[peer]
+
+    def __iter__(self) -> Iterator[PeerId]:
+        return iter(self.peers)
+
+    def __len__(self) -> int:
+        return len(self.peers)
+
+
+def test_each_peer_of_a_view_is_looked_at_once_however_often_stages_are_asked_for() -> None:
+    stages, count = 32, 10_000
+    template = seen("a", "0")
+    peers = {
+        PeerId(f"p{n}"): replace(template, peer=PeerId(f"p{n}"), span=Span(n % stages, n % stages))
+        for n in range(count)
+    }
+    counting = CountingPeers(peers)
+    crowd = View(counting)
+    for _ in range(100):
+        for stage in range(stages):
+            assert crowd.replicas(stage) is crowd.replicas(stage)
+    assert counting.looked_at == count
+    assert sum(len(crowd.replicas(stage)) for stage in range(stages)) == count
+    assert [p.peer for p in crowd.replicas(5)] == sorted(p.peer for p in peers.values() if 5 in p.span)
+    for _ in range(100):
+        crowd.claimants(5)
+    assert counting.looked_at == 2 * count
