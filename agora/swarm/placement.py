@@ -1,9 +1,9 @@
 """Decides which span a peer should claim, and which peers must choose again when several chose at once. Pure.
 
-Knows: the view, and how many peers hold each stage. Must not know: memory, devices or the directory. The number of stages
-that fit is passed in, and so is the random generator that breaks ties. The rule is that of Petals (arXiv 2312.08361,
-appendix; its `choose_best_blocks`): of all contiguous spans of the length, take the one whose numbers of holders, in
-ascending order, come first. That raises the stage with the fewest holders, then the next.
+Knows: the view, and how many peers hold each stage. Must not know: memory, devices or the directory. The number of
+stages that fit is passed in, and so is the random generator that breaks ties. The rule is that of Petals (arXiv
+2312.08361, appendix; its `choose_best_blocks`): of all contiguous spans of the length, take the one whose numbers of
+holders, in ascending order, come first. That raises the stage with the fewest holders, then the next.
 """
 
 from __future__ import annotations

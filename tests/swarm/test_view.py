@@ -143,11 +143,8 @@ class CountingPeers(Mapping[PeerId, PeerView]):
 
 def test_each_peer_of_a_view_is_looked_at_once_however_often_stages_are_asked_for() -> None:
     stages, count = 32, 10_000
-    template = seen("a", "0")
-    peers = {
-        PeerId(f"p{n}"): replace(template, peer=PeerId(f"p{n}"), span=Span(n % stages, n % stages))
-        for n in range(count)
-    }
+    spans = {PeerId(f"p{n}"): Span(n % stages, n % stages) for n in range(count)}
+    peers = {peer: replace(seen("a", "0"), peer=peer, span=span) for peer, span in spans.items()}
     counting = CountingPeers(peers)
     crowd = View(counting)
     for _ in range(100):
