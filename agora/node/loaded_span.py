@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import torch
 from agora_protocol.errors import AgoraError, InputError, LocalError, ProtocolError
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import (
     Contribute,
@@ -170,7 +170,7 @@ async def load_span(startup: Startup, peer: Peer, wanted: Span | None) -> AsyncI
             compute,
             lambda: peer.membership.view,
             peer.network,
-            _false_state_reporter(peer),
+            peer.offences.report_offence,
         )
         closing.callback(collector.close)
         closing.enter_context(peer.requests.answering(_work_answerers(hop, replicas)))
@@ -296,9 +296,9 @@ def _make_keeper(startup: Startup, peer: Peer, compute: Compute) -> StateKeeper:
         stage: Slices(compute.layout(stage).numel, manifest.averaging.fraction, manifest.seed)
         for stage in compute.span.stages
     }
-    report_false_state = _false_state_reporter(peer)
+    report_offence = peer.offences.report_offence
     return StateKeeper(
-        config, compute, slices, lambda: peer.membership.view, peer.network, startup.report, report_false_state
+        config, compute, slices, lambda: peer.membership.view, peer.network, startup.report, report_offence
     )
 
 
@@ -307,13 +307,6 @@ def stage_layouts(manifest: Manifest) -> list[Layout]:
     count, stages = manifest.stage_count, range(manifest.stage_count)
     shapes = [parameter_shapes(manifest.model, manifest.layers_of(stage), stage, count) for stage in stages]
     return [lay_out(of_stage.items()) for of_stage in shapes]
-
-
-def _false_state_reporter(peer: Peer) -> Callable[[PeerId, ProtocolError], None]:
-    def report_false_state(other: PeerId, error: ProtocolError) -> None:
-        peer.offences.report_offence(other, Offence.FALSE_STATE, f"{error.code}: {error}")
-
-    return report_false_state
 
 
 def _make_hop(startup: Startup, peer: Peer, compute: Compute, admission: Admission, gate: StepGate | None) -> Hop:

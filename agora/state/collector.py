@@ -25,8 +25,9 @@ from agora.state.export import SOURCE_BYTES, StageFile
 from agora.state.files import remove_folder, replace_tensors, sync_folder
 from agora.state.layout import Layout, StageState
 from agora.state.rules import most_advanced_first
-from agora.state.stages import ExportedStages, OnOffence, StageHolders
+from agora.state.stages import KeptStages, StageHolders
 from agora.state.transfer import StateFetch
+from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
 COLLECT_S: Final = 3500.0
@@ -42,10 +43,10 @@ class StageCollector:
         run: RunId,
         folder: Path,
         layouts: Callable[[], Sequence[Layout]],
-        held: ExportedStages,
+        held: KeptStages,
         holders: Callable[[], StageHolders],
         caller: Caller,
-        on_offence: OnOffence,
+        report_offence: ReportOffence,
         spare_bytes: int = SPARE_BYTES,
     ) -> None:
         """layouts: returns the layout of each stage of the run, in order; called in a thread. holders: returns the
@@ -57,7 +58,7 @@ class StageCollector:
         self._held = held
         self._holders = holders
         self._caller = caller
-        self._on_offence = on_offence
+        self._report_offence = report_offence
         self._spare_bytes = spare_bytes
         self._task: asyncio.Task[list[StageFile]] | None = None
         self._closed = False
@@ -118,7 +119,7 @@ class StageCollector:
 
     async def _fetch(self, stage: int, numel: int, deadline: float) -> StageState:
         """Fetches a stage's state from its replicas; when these fail, from replicas that have come since."""
-        fetch = StateFetch(self._caller, stage, numel, on_offence=self._on_offence)
+        fetch = StateFetch(self._caller, stage, numel, report_offence=self._report_offence)
         asked: set[PeerId] = set()
         reasons: tuple[str, ...] = ()
         while sources := [peer for peer in self._sources(stage) if peer not in asked]:

@@ -23,7 +23,7 @@ from agora.observe import events
 from agora.observe.events import Report
 from agora.state.checkpoint import Checkpoint, CheckpointError, newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import ELEMENT_BYTES, Flat, StageState
-from agora.state.missed_slices import chunk_blocks, fetch_slices, slice_reply
+from agora.state.missed_slices import SliceFetch, chunk_blocks, slice_reply
 from agora.state.rules import (
     checkpoint_due,
     choose_start,
@@ -35,8 +35,9 @@ from agora.state.rules import (
     usual_lag_limit,
 )
 from agora.state.snapshot import Snapshots
-from agora.state.stages import KeptStages, OnOffence, StageHolders, StageSlices
+from agora.state.stages import KeptStages, StageHolders, StageSlices
 from agora.state.transfer import StateFetch, TransferConfig
+from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
 FETCH_S: Final = 1800.0  # for one state
@@ -71,7 +72,7 @@ class StateKeeper:
         holders: Callable[[], StageHolders],
         caller: Caller,
         report: Report,
-        on_offence: OnOffence,
+        report_offence: ReportOffence,
     ) -> None:
         """slices: how averaging cuts each stage of the span. holders: returns the newest view of the swarm."""
         self._config = config
@@ -80,7 +81,7 @@ class StateKeeper:
         self._holders = holders
         self._caller = caller
         self._report = report
-        self._on_offence = on_offence
+        self._report_offence = report_offence
         averaging = config.manifest.averaging
         self._lag_limit = usual_lag_limit(averaging.every, averaging.fraction)
         self._found: dict[int, Checkpoint] = {}
@@ -169,7 +170,7 @@ class StateKeeper:
             self._stages.layout(stage).numel,
             config=TransferConfig(lag_limit=0) if exact else TransferConfig(),
             plausible_step=lambda: plausibility_bound(self._serving_steps(stage), lag_limit),
-            on_offence=self._on_offence,
+            report_offence=self._report_offence,
         )
         offers = self._offers(stage).values()
         at_least = lowest_step_to_fetch(at_least, offers, self._config.manifest.averaging.every)
@@ -211,9 +212,8 @@ class StateKeeper:
         async def put(number: int, values: Flat) -> None:
             await self._stages.replace_blocks(stage, slices.blocks(number), values)
 
-        deadline = loop_time() + SLICES_S
-        missing = await fetch_slices(
-            self._caller, stage, sources, sizes, put, deadline=deadline, on_offence=self._on_offence
+        missing = await SliceFetch(self._caller, stage, sources, loop_time() + SLICES_S, self._report_offence).run(
+            sizes, put
         )
         await self._stages.catch_up(stage, newest)
         return len(sizes) - len(missing)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -23,8 +22,8 @@ from agora.calls import Caller, Reply
 from agora.clock import loop_time
 from agora.state.answers import FalseStateError, check_slice
 from agora.state.layout import Flat
-from agora.state.stages import OnOffence
 from agora.state.transfer import milliseconds_until
+from agora.swarm.conduct import Offence, ReportOffence
 
 SLICE_CHUNK: Final = STATE_CHUNK_BYTES // 4  # elements of a slice that one call brings
 CALLS_AT_ONCE: Final = 4
@@ -49,98 +48,66 @@ def slice_reply(values: Flat, step: int) -> Reply:
     return Reply(Slice(step), [WireTensor("float32", data.shape, data.data.cast("B"))])
 
 
-async def fetch_slices(
-    caller: Caller,
-    stage: int,
-    sources: Sequence[PeerId],
-    sizes: Mapping[int, int],
-    put: PutSlice,
-    *,
-    deadline: float,
-    on_offence: OnOffence = lambda _peer, _error: None,
-) -> list[int]:
-    """Fetches the slices of the rounds in `sizes` (round -> elements) and hands each to `put` when it is whole.
-
-    The sources take turns. One that fails, refuses or sends false values is not asked again. Returns the rounds whose
-    slices nobody gave before `deadline` (loop time).
-    """
-    fetch = _SliceFetch(caller, stage, sources, sizes, put, deadline, on_offence)
-    workers = [asyncio.create_task(fetch.work()) for _ in range(CALLS_AT_ONCE)]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-    return sorted(fetch.missing)
-
-
-@dataclass(slots=True)
-class _PartialSlice:
-    """A slice of which `chunks_left` chunks are still to come."""
-
-    values: Flat
-    chunks_left: int
-
-
-class _SliceFetch:
-    """What the workers of one `fetch_slices` share. missing: the rounds whose slices are not whole yet."""
+class SliceFetch:
+    """Fetches slices of one stage. The sources take turns; one that fails, refuses or sends false values is dropped."""
 
     def __init__(
-        self,
-        caller: Caller,
-        stage: int,
-        sources: Sequence[PeerId],
-        sizes: Mapping[int, int],
-        put: PutSlice,
-        deadline: float,
-        on_offence: OnOffence,
+        self, caller: Caller, stage: int, sources: Sequence[PeerId], deadline: float, report_offence: ReportOffence
     ) -> None:
-        self.missing = set(sizes)
+        """deadline: loop time after which nobody is asked any more."""
         self._caller = caller
         self._stage = stage
         self._sources = deque(dict.fromkeys(sources))  # the next to ask is the first
-        self._sizes = sizes
-        self._put = put
         self._deadline = deadline
-        self._on_offence = on_offence
-        self._partial: dict[int, _PartialSlice] = {}
-        self._queue = deque((number, first) for number, size in sizes.items() for first in range(0, size, SLICE_CHUNK))
+        self._report_offence = report_offence
+        self._free_calls = asyncio.Semaphore(CALLS_AT_ONCE)
 
-    async def work(self) -> None:
-        """Fetches one chunk after the other until the queue is empty; does nothing once no source is left."""
-        while self._queue:
-            number, first = self._queue.popleft()
-            size = min(SLICE_CHUNK, self._sizes[number] - first)
-            values = await self._fetch_chunk(number, first // SLICE_CHUNK, size)
+    async def run(self, sizes: Mapping[int, int], put: PutSlice) -> list[int]:
+        """Fetches the slices of the rounds in `sizes` (round -> elements) and hands each to `put` when it is whole.
+
+        Returns the rounds whose slices nobody gave before the deadline.
+        """
+        missing = set(sizes)
+
+        async def fetch_and_put(number: int) -> None:
+            values = await self._fetch_slice(number, sizes[number])
             if values is not None:
-                await self._store_chunk(number, first, values)
+                await put(number, values)
+                missing.remove(number)
 
-    async def _store_chunk(self, number: int, first: int, values: Flat) -> None:
-        """Adds a chunk that begins at element `first` to its slice; hands the slice on when it is whole."""
-        size = self._sizes[number]
-        partial = self._partial.setdefault(number, _PartialSlice(np.empty(size, np.float32), -(-size // SLICE_CHUNK)))
-        partial.values[first : first + SLICE_CHUNK] = values
-        partial.chunks_left -= 1
-        if partial.chunks_left == 0:
-            del self._partial[number]
-            await self._put(number, partial.values)
-            self.missing.remove(number)
+        tasks = [asyncio.create_task(fetch_and_put(number)) for number in sizes]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return sorted(missing)
+
+    async def _fetch_slice(self, number: int, size: int) -> Flat | None:
+        """Returns the `size` values of the slice of round `number`; None when one of its chunks is not to be had."""
+        firsts = range(0, size, SLICE_CHUNK)
+        chunks = await asyncio.gather(
+            *(self._fetch_chunk(number, index, min(SLICE_CHUNK, size - first)) for index, first in enumerate(firsts))
+        )
+        arrived = [chunk for chunk in chunks if chunk is not None]
+        return np.concatenate(arrived) if len(arrived) == len(chunks) else None
 
     async def _fetch_chunk(self, number: int, chunk: int, size: int) -> Flat | None:
         """Returns `size` values of the slice of round `number`; None when no source gives them before the deadline."""
-        while self._sources and loop_time() < self._deadline:
-            peer = self._sources[0]
-            self._sources.rotate(-1)
-            ends = min(self._deadline, loop_time() + CALL_S)
-            request = GetSlice(self._stage, number, chunk, milliseconds_until(ends))
-            try:
-                return check_slice(await self._caller.call(peer, request, deadline=ends), size)
-            except Busy as error:
-                pause_s = max(error.retry_after_ms / 1000, PAUSE_S)
-                await asyncio.sleep(min(pause_s, max(self._deadline - loop_time(), 0)))
-            except AgoraError as error:
-                self._drop_source(peer, error)
+        async with self._free_calls:
+            while self._sources and loop_time() < self._deadline:
+                peer = self._sources[0]
+                self._sources.rotate(-1)
+                ends = min(self._deadline, loop_time() + CALL_S)
+                request = GetSlice(self._stage, number, chunk, milliseconds_until(ends))
+                try:
+                    return check_slice(await self._caller.call(peer, request, deadline=ends), size)
+                except Busy as error:
+                    pause_s = max(error.retry_after_ms / 1000, PAUSE_S)
+                    await asyncio.sleep(min(pause_s, max(self._deadline - loop_time(), 0)))
+                except AgoraError as error:
+                    self._drop_source(peer, error)
         return None
 
     def _drop_source(self, peer: PeerId, error: AgoraError) -> None:
@@ -148,4 +115,4 @@ class _SliceFetch:
         if peer in self._sources:
             self._sources.remove(peer)
             if isinstance(error, FalseStateError):
-                self._on_offence(peer, error)
+                self._report_offence(peer, Offence.FALSE_STATE, f"{error.code}: {error}")

@@ -5,18 +5,14 @@ Knows shapes and units only. The daemon passes in the real ones (train.Compute, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId, Span
 from numpy.typing import NDArray
 
 from agora.state.layout import Flat, Layout, StageState
-
-OnOffence = Callable[[PeerId, ProtocolError], None]
-"""Takes a peer that sent what cannot be true, and the error that says what. Must not block and must not raise."""
 
 
 class SliceValues(Protocol):
@@ -26,8 +22,8 @@ class SliceValues(Protocol):
         """Returns the values as an array."""
 
 
-class ExportedStages(Protocol):
-    """The stages of this peer's span, as far as a copy of them is wanted."""
+class KeptStages(Protocol):
+    """The stages of this peer's span, whose state can be read and replaced while they train."""
 
     @property
     def span(self) -> Span:
@@ -35,10 +31,6 @@ class ExportedStages(Protocol):
 
     async def export_state(self, stage: int) -> StageState:
         """Returns a consistent copy of the stage's weights and moments as of its last step."""
-
-
-class KeptStages(ExportedStages, Protocol):
-    """The stages of this peer's span, whose state can be read and replaced while they train."""
 
     def layout(self, stage: int) -> Layout:
         """Returns where the stage's named tensors lie in its flat weights."""

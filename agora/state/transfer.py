@@ -22,7 +22,7 @@ from agora.clock import loop_time
 from agora.state.answers import ChunkValues, FalseStateError, Offer, check_chunk, check_offer
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.layout import StageState, chunk_bytes, chunk_count, chunk_range
-from agora.state.stages import OnOffence
+from agora.swarm.conduct import Offence, ReportOffence
 
 TICK_S: Final = 0.05  # how often slow sources are looked for while nothing arrives
 MAX_PAUSE_S: Final = 10.0
@@ -89,7 +89,7 @@ class StateFetch:
         *,
         config: TransferConfig | None = None,
         plausible_step: Callable[[], float] = lambda: math.inf,
-        on_offence: OnOffence = lambda _peer, _error: None,
+        report_offence: ReportOffence,
     ) -> None:
         """plausible_step: the plausibility bound; a source that offers a later step is not used."""
         self.schedule = ChunkSchedule(chunk_count(numel))
@@ -98,7 +98,7 @@ class StateFetch:
         self._numel = numel
         self._config = config or TransferConfig()
         self._plausible_step = plausible_step
-        self._on_offence = on_offence
+        self._report_offence = report_offence
         self._weights, self._mean, self._square = (np.empty(numel, np.float32) for _ in range(3))
         self._versions: dict[int, tuple[int, int]] = {}  # (step, updates) behind each chunk that has arrived
         self._sources: list[_Source] = []
@@ -280,7 +280,7 @@ class StateFetch:
             return
         source.last_error = str(error)
         if isinstance(error, FalseStateError):
-            self._on_offence(source.peer, error)
+            self._report_offence(source.peer, Offence.FALSE_STATE, f"{error.code}: {error}")
             self._give_up(source, str(error))
         elif isinstance(error, Busy):
             source.not_before = loop_time() + min(max(error.retry_after_ms / 1000, self._config.pause_s), MAX_PAUSE_S)

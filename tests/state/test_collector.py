@@ -79,7 +79,7 @@ class Scene:
             self.held,
             lambda: self.view,
             self.world,
-            self.world.on_offence,
+            self.world.report_offence,
             spare_bytes,
         )
 

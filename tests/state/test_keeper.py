@@ -38,7 +38,7 @@ def keeper_of(stages: Any, folder: Path, claims: dict[PeerId, int], world: World
     slices = {0: Slices(stages.layout(0).numel, manifest.averaging.fraction, manifest.seed)}
     world = world or World()
     config = KeeperConfig(ME, RUN, manifest, folder)
-    return StateKeeper(config, stages, slices, lambda: view, world, Events(), world.on_offence)
+    return StateKeeper(config, stages, slices, lambda: view, world, Events(), world.report_offence)
 
 
 async def given_state(keeper: StateKeeper) -> StateIndex:

@@ -9,7 +9,7 @@ import pytest
 from agora_protocol.errors import Busy, ProtocolError
 from agora_protocol.messages import Slice
 
-from agora.state.missed_slices import SLICE_CHUNK, chunk_blocks, fetch_slices, slice_reply
+from agora.state.missed_slices import SLICE_CHUNK, SliceFetch, chunk_blocks, slice_reply
 from tests.pipeline.virtual_time import run
 from tests.state.world import Replica, World
 
@@ -30,9 +30,7 @@ async def caught_up(world: World, within_s: float = 60.0) -> tuple[dict[int, flo
         applied[round_] = float(values[0])
 
     deadline = asyncio.get_running_loop().time() + within_s
-    left = await fetch_slices(
-        world, 0, list(world.replicas), SIZES, put, deadline=deadline, on_offence=world.on_offence
-    )
+    left = await SliceFetch(world, 0, list(world.replicas), deadline, world.report_offence).run(SIZES, put)
     assert world.open == 0 and len(asyncio.all_tasks()) == 1
     return applied, left
 
@@ -82,7 +80,7 @@ def test_an_error_while_a_slice_is_put_ends_it() -> None:
             raise ValueError("the device is gone")
 
         with pytest.raises(ValueError, match="gone"):
-            await fetch_slices(world, 0, list(world.replicas), SIZES, put, deadline=2000.0)
+            await SliceFetch(world, 0, list(world.replicas), 2000.0, world.report_offence).run(SIZES, put)
         assert world.open == 0
 
     run(work())
@@ -101,7 +99,8 @@ def test_a_large_slice_comes_in_chunks_from_several_sources() -> None:
             applied.append(whole)
 
         deadline = asyncio.get_running_loop().time() + 60
-        left = await fetch_slices(world, 0, list(world.replicas), {5: values.size}, put, deadline=deadline)
+        fetch = SliceFetch(world, 0, list(world.replicas), deadline, world.report_offence)
+        left = await fetch.run({5: values.size}, put)
         assert not left and len(applied) == 1 and world.most_open == 3
         np.testing.assert_array_equal(applied[0], values)
 

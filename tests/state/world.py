@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from agora_protocol.errors import AgoraError, ProtocolError
+from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetChunk, GetSlice, GetState
 from agora_protocol.tensors import WireTensor
@@ -19,6 +19,7 @@ from agora.net.errors import ConnectionBroken, DeadlinePassed
 from agora.state.layout import CHUNK_ELEMENTS, ELEMENT_BYTES, StageState
 from agora.state.missed_slices import SLICE_CHUNK, slice_reply
 from agora.state.snapshot import Snapshots
+from agora.swarm.conduct import Offence
 
 WINDOW = 3
 
@@ -96,7 +97,7 @@ class World:
     def __init__(self, downlink: float = 1e12) -> None:
         self.downlink = Link(downlink)
         self.replicas: dict[PeerId, Replica] = {}
-        self.offences: list[tuple[PeerId, ProtocolError]] = []
+        self.offences: list[tuple[PeerId, str]] = []
         self.open = 0
         self.most_open = 0
 
@@ -104,8 +105,9 @@ class World:
         replica = self.replicas[PeerId(name)] = Replica(state, Link(uplink), **faults)  # type: ignore[arg-type]
         return replica
 
-    def on_offence(self, peer: PeerId, error: ProtocolError) -> None:
-        self.offences.append((peer, error))
+    def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
+        assert offence is Offence.FALSE_STATE
+        self.offences.append((peer, text))
 
     def asked(self) -> int:
         """Calls for chunks that reached a living replica."""
