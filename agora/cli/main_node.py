@@ -36,7 +36,8 @@ def join(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")],
     device: Annotated[str | None, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1. Default auto.")] = None,
     stages: Annotated[
-        str | None, typer.Option(metavar="auto|A-B", help="The stages to hold; auto (default) raises the thinnest.")
+        str | None,
+        typer.Option(metavar="auto|A-B", help="The stages to hold; auto (default) takes those with the fewest peers."),
     ] = None,
     directory: DIRECTORY = None,
     listen: Annotated[
@@ -47,7 +48,7 @@ def join(
         str | None,
         typer.Option(
             metavar="RATE,RTT[,JITTER[,LOSS]]",
-            help="Behave as behind a link like 200Mbit,50ms; see docs/links.md. Default the network as it is.",
+            help="Imitate a link such as 200Mbit,50ms; see docs/links.md. Default the network as it is.",
         ),
     ] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Compute threads; default all cores.")] = None,
@@ -61,16 +62,17 @@ def join(
 ) -> None:
     """Join a run and train until stopped.
 
-    Checks this machine, finds the other peers, claims the stages that the swarm needs most and computes microbatches
-    for them. The first to join a manifest signs it with its own key if it is unsigned, and prints the invite for the
-    others. Stop it with Ctrl-C, SIGTERM or `agora-node leave`: it finishes what it holds and goes within 10 seconds.
+    The daemon checks this machine, finds the other peers, claims the stages that the swarm needs most and computes
+    microbatches for them. The first to join a manifest signs it with its own key if it is unsigned, and prints the
+    invite for the others. Stop it with Ctrl-C, SIGTERM or `agora-node leave`: it finishes what it holds and ends
+    within 10 seconds.
 
     \b
     Examples:
       agora-node join run.toml
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
     """
-    from agora.cli import join as command
+    from agora.cli import node_commands
 
     flags = {
         "device": device,
@@ -82,56 +84,79 @@ def join(
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
         "log_level": log_level,
     }
-    raise typer.Exit(command.join(run, directory, {key: value for key, value in flags.items() if value is not None}))
+    raise typer.Exit(
+        node_commands.join(run, directory, {key: value for key, value in flags.items() if value is not None})
+    )
 
 
 @app.command()
 def leave(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
     """Make the daemon on this machine leave its run, as SIGTERM would.
 
-    It says so to the others first, finishes what it holds and exits; nothing is lost and it can join again at any time.
+    It tells the other peers first, finishes what it holds and exits. Nothing is lost, and it can join again later.
 
     \b
     Example:
       agora-node leave
     """
-    from agora.cli import join as command
+    from agora.cli import node_commands
 
-    command.tell("leave", run, directory)
+    node_commands.leave(run, directory)
 
 
 @app.command()
 def pause(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
-    """Give the machine back for a while: the daemon stays connected but computes nothing.
+    """Use the machine for something else for a while: the daemon stays connected but computes nothing.
 
-    Microbatches in hand are finished, new ones are refused at once, so the others route around this peer.
+    It finishes the microbatches that it holds and refuses new ones at once, so the other peers route around it.
 
     \b
     Example:
       agora-node pause
     """
-    from agora.cli import join as command
+    from agora.cli import node_commands
 
-    command.tell("pause", run, directory)
+    node_commands.ask_and_print("pause", run, directory)
 
 
 @app.command()
 def resume(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
-    """Go on after a pause.
+    """Let a paused daemon compute again.
 
-    The daemon offers its stages again; work arrives within seconds.
+    It offers its stages again, and work arrives within seconds.
 
     \b
     Example:
       agora-node resume
     """
-    from agora.cli import join as command
+    from agora.cli import node_commands
 
-    command.tell("resume", run, directory)
+    node_commands.ask_and_print("resume", run, directory)
+
+
+@app.command()
+def move(
+    stages: Annotated[str, typer.Option(metavar="A-B", help="The stages to hold from now on; one stage is A.")],
+    run: RUN_OR_NONE = None,
+    directory: DIRECTORY = None,
+) -> None:
+    """Let the running daemon hold other stages, without leaving the run.
+
+    It finishes or hands back what it holds, fetches the state of the new stages from their replicas and serves them.
+    Its connections stay, and a microbatch that it has finished is still answered. The command ends when it serves.
+
+    \b
+    Examples:
+      agora-node move --stages 2-3
+      agora-node move --stages 0 --dir /data/agora
+    """
+    from agora.cli import node_commands
+
+    node_commands.ask_and_print("move", run, directory, node_commands.MOVE_SECONDS, stages=stages)
 
 
 def main() -> None:
-    """The console script."""
+    """Runs the command `agora-node` and exits."""
     console.run(app)
 
 

@@ -40,9 +40,9 @@ def new(
       swarm new run.toml
       swarm new poems.toml --preset small --name poems
     """
-    from agora.cli import new as command
+    from agora.cli import new_manifest
 
-    command.write(manifest, preset, name)
+    new_manifest.write(manifest, preset, name)
 
 
 @app.command()
@@ -64,9 +64,9 @@ def status(
       swarm status run.toml --watch
       swarm status agora://... --json
     """
-    from agora.cli import status as command
+    from agora.cli import status_command
 
-    raise typer.Exit(command.show(run, directory, watch=watch, as_json=as_json))
+    raise typer.Exit(status_command.show(run, directory, watch=watch, as_json=as_json))
 
 
 @app.command()
@@ -108,7 +108,7 @@ def demo(
       swarm demo
       swarm demo --peers 8 --stages 4 --steps 100 --kill-every 10 --json
     """
-    from agora.cli import demo as command
+    from agora.cli import demo as demo_command
     from agora.cli.demo_plan import DemoPlan
 
     if more_data and not data:
@@ -125,7 +125,7 @@ def demo(
         seed=seed,
         directory=directory,
     )
-    raise typer.Exit(command.run(plan, as_json=as_json))
+    raise typer.Exit(demo_command.run(plan, as_json=as_json))
 
 
 @app.command()
@@ -159,7 +159,7 @@ def export(
 
 
 def main() -> None:
-    """The console script."""
+    """Runs the command `swarm` and exits."""
     console.run(app)
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agora.cli import console, main_node, main_swarm, status
+from agora.cli import console, main_node, main_swarm, status_command
 from agora.cli.console import Failure, explain
 from agora.node import control_client, paths
 
 Completed = subprocess.CompletedProcess[str]
-COMMANDS = [("node", name) for name in ("join", "leave", "pause", "resume")]
+COMMANDS = [("node", name) for name in ("join", "leave", "pause", "resume", "move")]
 COMMANDS += [("swarm", name) for name in ("new", "status", "demo", "export")]
 
 
@@ -49,7 +49,8 @@ def one_sentence(done: Completed, code: int, *expected: str) -> None:
 
 def test_importing_the_commands_imports_nothing_heavy() -> None:
     code = (
-        "import sys, agora.cli.main_node, agora.cli.main_swarm, agora.cli.join, agora.cli.status, agora.cli.new, "
+        "import sys, agora.cli.main_node, agora.cli.main_swarm, agora.cli.node_commands, "
+        "agora.cli.status_command, agora.cli.new_manifest, agora.cli.local_swarm, "
         "agora.cli.demo, agora.cli.export\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'safetensors', 'hivemind', 'numpy', "
         "'pydantic', 'libp2p', 'trio', 'uvloop', 'rich', 'cryptography', "
@@ -127,9 +128,31 @@ def test_join_refuses_an_identity_that_others_can_read(tmp_path: Path, run: Call
     one_sentence(run("node", "join", "good.toml"), 1, "chmod 600")
 
 
-def test_telling_a_daemon_that_is_not_there(run: Callable[..., Completed]) -> None:
-    for name in ("leave", "pause", "resume"):
-        one_sentence(run("node", name), 1, "no such daemon", "agora-node join RUN")
+def test_asking_a_daemon_that_is_not_there(run: Callable[..., Completed]) -> None:
+    for arguments in (["leave"], ["pause"], ["resume"], ["move", "--stages", "1-2"]):
+        one_sentence(run("node", *arguments), 1, "no such daemon", "agora-node join RUN")
+
+
+def test_move_asks_the_daemon_for_the_stages_and_prints_its_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, str, dict[str, Any]]] = []
+
+    def ask(path: Path, question: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        asked.append((str(path), question, arguments))
+        if arguments["stages"] == "9":
+            raise control_client.DaemonRefused("local", "the run has stages 0 to 3")
+        return {"text": "moved to stages 2-3"}
+
+    entry = paths.Entry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
+    monkeypatch.setattr(paths, "daemons", lambda: [entry])
+    monkeypatch.setattr(control_client, "ask", ask)
+    moved = CliRunner().invoke(main_node.app, ["move", "--stages", "2-3"])
+    assert moved.exit_code == 0 and "moved to stages 2-3" in moved.stderr
+    refused = CliRunner().invoke(main_node.app, ["move", "--stages", "9"])
+    assert isinstance(refused.exception, Failure) and "stages 0 to 3" in str(refused.exception)
+    assert asked == [("/nowhere.sock", "move", {"stages": stages}) for stages in ("2-3", "9")]
+    assert CliRunner().invoke(main_node.app, ["move"]).exit_code == 2
 
 
 def test_status_of_a_run_that_nobody_answers_for_is_4_and_still_an_object(
@@ -166,10 +189,10 @@ def example(state: str) -> dict[str, Any]:
 def test_the_exit_code_of_status_is_the_health(
     state: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(status, "fetch", lambda run, home: example(state))
-    assert status.show("poems", None, watch=False, as_json=True) == code
+    monkeypatch.setattr(status_command, "fetch", lambda run, home: example(state))
+    assert status_command.show("poems", None, watch=False, as_json=True) == code
     assert json.loads(capsys.readouterr().out) == example(state)
-    assert status.show("poems", None, watch=False, as_json=False) == code
+    assert status_command.show("poems", None, watch=False, as_json=False) == code
     shown = capsys.readouterr().out
     assert f"health  {state}  why: because" in shown and ("do: this" in shown) == (state != "OK")
     assert "olive-heron" in shown and "0-1" in shown
@@ -184,9 +207,9 @@ def test_watch_shows_again_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys:
         except StopIteration:
             raise KeyboardInterrupt from None
 
-    monkeypatch.setattr(status, "fetch", fetch)
-    monkeypatch.setattr(status, "WATCH_SECONDS", 0.0)
-    assert status.show("poems", None, watch=True, as_json=False) == 3
+    monkeypatch.setattr(status_command, "fetch", fetch)
+    monkeypatch.setattr(status_command, "WATCH_SECONDS", 0.0)
+    assert status_command.show("poems", None, watch=True, as_json=False) == 3
     assert capsys.readouterr().out.count("health  ") == 2
 
 
@@ -198,7 +221,7 @@ def test_a_daemon_of_the_run_is_asked_before_the_network(monkeypatch: pytest.Mon
     entry = paths.Entry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
     monkeypatch.setattr(paths, "daemons", lambda: [entry])
     monkeypatch.setattr(control_client, "ask", lambda path, question: example("OK") | {"asked": [str(path), question]})
-    found = status.fetch("ab" * 32, paths.Home(tmp_path))
+    found = status_command.fetch("ab" * 32, paths.Home(tmp_path))
     assert found["asked"] == ["/nowhere.sock", "status"]
 
 

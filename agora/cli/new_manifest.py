@@ -12,7 +12,7 @@ from agora.cli.console import USAGE, Failure, say
 
 
 def write(path: Path, preset_name: str, name: str | None) -> None:
-    """Writes the preset to `path`, never over a file that is there."""
+    """Writes the preset as a commented manifest. Raises Failure when `path` exists or cannot be written."""
     from agora_protocol import manifest
     from agora_protocol.errors import ManifestError
 
@@ -31,5 +31,5 @@ def write(path: Path, preset_name: str, name: str | None) -> None:
 
 
 def _name_from(path: Path) -> str:
-    """The file's name as far as a run's name may have its characters."""
+    """Returns the file's name without the characters that a run's name must not have."""
     return re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", path.stem)[:64] or "run"

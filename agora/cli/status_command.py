@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ Status = Mapping[str, Any]
 
 
 def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int:
-    """Prints the status, once or until Ctrl-C; the exit code is that of the last one. JSON is one object: once."""
+    """Prints the status once, or until Ctrl-C, and returns the exit code of the last one."""
     if watch and as_json:
         raise console.Failure(
             "--json prints one object and --watch shows many; leave one out, or call with --json again and again",
@@ -53,7 +53,7 @@ def _watch(run: str, home: paths.Home) -> int:
 
 
 def fetch(run: str, home: paths.Home) -> Status:
-    """The status as COMMANDS says; nobody to ask is a status, too: UNREACHABLE."""
+    """Returns a run's status, from a daemon of this machine or over the network; UNREACHABLE if nobody answers."""
     from agora.node import runs
 
     reference = runs.resolve(run, home)
@@ -68,10 +68,10 @@ def fetch(run: str, home: paths.Home) -> Status:
         return _unreachable(
             reference.run, reference.name, why, "give the invite (agora://...), or start `agora-node join`"
         )
-    return _from_afar(reference.run, reference.name, reference.addresses)
+    return _fetch_over_network(reference.run, reference.name, reference.addresses)
 
 
-def _from_afar(run: str, name: str, addresses: tuple[str, ...]) -> Status:
+def _fetch_over_network(run: str, name: str, addresses: tuple[str, ...]) -> Status:
     from agora_protocol.errors import AgoraError
     from agora_protocol.ids import RunId
 
@@ -98,32 +98,30 @@ def _unreachable(run: str, name: str, why: str, do: str) -> Status:
 
 
 def _print(status: Status) -> None:
-    for line in header(status):
-        print(line)
+    print(headline(status))
     if status["stages"]:
-        _table(["STAGE", "REPLICAS", "STEP", "TOK/S"], stage_rows(status))
-        _table(["PEER", "NAME", "STAGES", "STATE", "STEP", "TOK/S", "PATH", "SEEN", "NOTE"], peer_rows(status))
+        _print_table(["STAGE", "REPLICAS", "STEP", "TOK/S"], stage_rows(status))
+        _print_table(["PEER", "NAME", "STAGES", "STATE", "STEP", "TOK/S", "PATH", "SEEN", "NOTE"], peer_rows(status))
     print(health_line(status), flush=True)
 
 
-def header(status: Status) -> list[str]:
-    """The run in one line."""
+def headline(status: Status) -> str:
+    """Returns the run in one line: its name, step, loss and throughput."""
     loss = f"loss {status['loss']:.3f}" if status["loss"] is not None else "no loss yet"
-    step = f"step {status['step']}"
     run = f"{status['name'] or 'unnamed'} ({status['run_id'][:12] or 'unsigned'})"
-    return [f"run     {run}  {step}  {loss}  {status['tokens_per_second']:.0f} tokens/s"]
+    return f"run     {run}  step {status['step']}  {loss}  {status['tokens_per_second']:.0f} tokens/s"
 
 
 def stage_rows(status: Status) -> list[list[str]]:
-    """One row for each stage."""
+    """Returns one table row for each stage."""
     return [
-        [str(s["stage"]), str(s["replicas"]), _count(s["step"]), f"{s['tokens_per_second']:.0f}"]
-        for s in status["stages"]
+        [str(row["stage"]), str(row["replicas"]), _count(row["step"]), f"{row['tokens_per_second']:.0f}"]
+        for row in status["stages"]
     ]
 
 
 def peer_rows(status: Status) -> list[list[str]]:
-    """One row for each peer."""
+    """Returns one table row for each peer."""
     return [
         [
             f"...{peer['peer'][-6:]}",
@@ -141,7 +139,7 @@ def peer_rows(status: Status) -> list[list[str]]:
 
 
 def health_line(status: Status) -> str:
-    """State, why, and what to do about it."""
+    """Returns the state of the run, why it is so, and what to do about it."""
     health = status["health"]
     return f"health  {health['state']}  why: {health['why']}" + (f"  do: {health['do']}" if health["do"] else "")
 
@@ -150,23 +148,8 @@ def _count(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _table(columns: list[str], rows: Iterable[list[str]]) -> None:
-    if sys.stdout.isatty():
-        _rich_table(columns, rows)
-        return
+def _print_table(columns: list[str], rows: list[list[str]]) -> None:
     lines = [columns, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _rich_table(columns: list[str], rows: Iterable[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, no_wrap=column != "NOTE")
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
