@@ -36,7 +36,7 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     reference = runs.resolve(text, home)
     _make(home)
     lock = DirectoryLock(home.lock)
-    reporter = Reporter([_journal(home), log.choose(chosen.log_level)])
+    reporter = Reporter([_journal(home), log.choose_log(chosen.log_level)])
     try:
         _arm_faults()
         notifier = Notifier()

@@ -26,10 +26,10 @@ from agora.node.background import BackgroundTasks
 from agora.node.control import ControlSocket
 from agora.node.loaded_span import LoadedSpan, load_span
 from agora.node.node_report import (
+    NO_TRAFFIC,
     NodeReport,
     SpanReport,
     StageReport,
-    TrafficReport,
     WindowedRate,
     progress_record,
     status_json,
@@ -169,7 +169,7 @@ class Node:
             self._rate.per_second,
             view,
             {other: seen.path for other, seen in peer.network.statistics().peers.items()} if peer else {},
-            _traffic_of(peer) if peer else TrafficReport(),
+            _traffic_of(peer) if peer else NO_TRAFFIC,
             _span_report(self.span) if self.span else None,
         )
 
@@ -370,10 +370,10 @@ class Node:
         self.report(events.StateChanged("left", "the daemon has ended"))
 
 
-def _traffic_of(peer: Peer) -> TrafficReport:
+def _traffic_of(peer: Peer) -> events.Traffic:
     network, sent = peer.network.statistics(), peer.sent
-    return TrafficReport(
-        network.bytes_out, network.bytes_in, sent.boundary_bytes, sent.averaging_bytes, sent.state_bytes
+    return events.Traffic(
+        sent.boundary_bytes, network.bytes_out, network.bytes_in, sent.averaging_bytes, sent.state_bytes
     )
 
 

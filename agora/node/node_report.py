@@ -7,7 +7,7 @@ Knows: names, types, the JSON of the commands' contract. Must not know: where a 
 | `status_json` | `swarm status --json`, and the answer to GetStatus |
 | `report_json` | the control question "report": demo, benchmarks, tests |
 | `progress_record` | the directory |
-| `traffic_event` | the journal, where it survives a kill |
+| `traffic` | the journal, where it survives a kill |
 | `service_status` | systemd's STATUS line |
 """
 
@@ -28,6 +28,7 @@ from agora.swarm.status import PeerFacts, RunFacts, status
 from agora.swarm.view import View
 
 RATE_WINDOW_S = 15.0
+NO_TRAFFIC = Traffic(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +62,6 @@ class SpanReport:
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficReport:
-    """Bytes since the start: everything on the streams, and tensors sent by kind."""
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    boundary_bytes: int = 0
-    averaging_bytes: int = 0
-    state_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class NodeReport:
     """One daemon at one moment.
 
@@ -93,7 +83,7 @@ class NodeReport:
     tokens_per_second: float = 0.0
     view: View = field(default_factory=View)
     paths: Mapping[PeerId, str] = field(default_factory=dict)
-    traffic: TrafficReport = field(default_factory=TrafficReport)
+    traffic: Traffic = NO_TRAFFIC
     span: SpanReport | None = None
 
     @property
@@ -123,18 +113,6 @@ def progress_record(report: NodeReport) -> Progress | None:
         span.loss if span.is_origin else counters.stage_loss,
         span.queue,
         max(counters.counted.values(), default=0),
-    )
-
-
-def traffic_event(report: NodeReport) -> Traffic:
-    """Returns the byte counts as an event."""
-    traffic = report.traffic
-    return Traffic(
-        traffic.boundary_bytes,
-        traffic.sent_bytes,
-        traffic.received_bytes,
-        traffic.averaging_bytes,
-        traffic.state_bytes,
     )
 
 

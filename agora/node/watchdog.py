@@ -7,12 +7,11 @@ proves progress or states what it waits for; that this loop runs proves nothing.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from agora.clock import loop_time
-from agora.node.node_report import NodeReport, service_status, traffic_event
+from agora.node.node_report import NO_TRAFFIC, NodeReport, service_status
 from agora.node.systemd import Notifier
 from agora.observe import events
 from agora.observe.events import Report
@@ -68,7 +67,7 @@ class Watchdog:
         self._began_unix = began_unix
         self._health = ""
         self._has_served = False
-        self._traffic: events.Traffic | None = None
+        self._traffic = NO_TRAFFIC
 
     async def run(self) -> None:
         """Looks every second until cancelled."""
@@ -85,10 +84,9 @@ class Watchdog:
 
     def report_traffic(self, node: NodeReport) -> None:
         """Reports the byte counts, if they have changed."""
-        traffic = traffic_event(node)
-        if traffic != self._traffic and any(dataclasses.astuple(traffic)):
-            self._traffic = traffic
-            self._report(traffic)
+        if node.traffic != self._traffic:
+            self._traffic = node.traffic
+            self._report(node.traffic)
 
     def _report_first_hop(self, node: NodeReport) -> None:
         first_unix = node.counters.first_counted_unix

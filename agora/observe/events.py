@@ -17,11 +17,6 @@ from typing import ClassVar, Literal
 Level = Literal["debug", "info", "warning", "error"]
 
 
-def name_of(microbatch: bytes) -> str:
-    """Returns the 32 hex characters by which events name a 16-byte microbatch id."""
-    return microbatch.hex()
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """Something that happened in a daemon. The subclasses below are the whole list.

@@ -1,10 +1,15 @@
-"""Named fault points: what the tests use to kill, freeze or delay a real daemon at an exact place of the protocol.
+"""Named points of the program at which tests kill, freeze or delay a real daemon.
 
-Knows: AGORA_FAULTS ("point:action:nth[,...]") and AGORA_FAULTS_LOG. Must not know: what happens at the points. Without
-AGORA_FAULTS a point costs one comparison. Actions: `kill` (SIGKILL to this process), `hang` (this task, or this thread,
-never goes on; the rest of the process lives), `stop` (SIGSTOP: the whole process freezes), `sleep=SECONDS`. `nth`
-counts from 1 (the default); `3+` fires at the third time and every time after. Each firing is appended to the file
-named by AGORA_FAULTS_LOG before it acts, so that a test can count what really fired.
+Knows: AGORA_FAULTS ("point:action[:nth][,...]"), AGORA_FAULTS_LOG. Must not know: what happens at the points. Without
+AGORA_FAULTS a point costs one comparison. `nth` counts arrivals from 1 (the default); `3+` stands for the third and
+every later one. Each fault is appended to the file AGORA_FAULTS_LOG before it acts, so that a test can count them.
+
+| action | effect |
+|---|---|
+| kill | SIGKILL to this process |
+| stop | SIGSTOP: the whole process freezes |
+| hang | this task, or this thread, never goes on; the rest of the process lives |
+| sleep=SECONDS | this task, or this thread, goes on later |
 """
 
 from __future__ import annotations
@@ -17,22 +22,18 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-POINTS = (
-    "hop.accepted",
-    "hop.forwarded",
-    "hop.before-answer",
-    "device.job",
-    "state.giving",
-    "averaging.sending",
-    "averaging.received",
-    "averaging.gathered",
-    "averaging.answered",
-)
-"""hop.accepted: a seat is taken, nothing computed; hop.forwarded: this span's forward is done, its backward is not;
-hop.before-answer: everything is counted, the answer not sent; device.job: at the start of each job of the compute
-thread; state.giving: a joiner's request for state is understood, nothing answered; averaging.sending: before a member
-sends a part; averaging.received: an owner has a member's part and has not averaged it; averaging.gathered: an owner has
-averaged a part and not answered this member; averaging.answered: its answer to one member is ready to leave."""
+POINTS = {
+    "hop.accepted": "a seat is taken, nothing is computed",
+    "hop.forwarded": "this span's forward is done, its backward is not",
+    "hop.before-answer": "everything is counted, the answer is not sent",
+    "device.job": "a job of the compute thread begins",
+    "state.giving": "a joiner's request for state is understood, nothing is answered",
+    "averaging.sending": "a member is about to send a part",
+    "averaging.received": "an owner has a member's part and has not averaged it",
+    "averaging.gathered": "an owner has averaged a part and not answered this member",
+    "averaging.answered": "an owner's answer to one member is ready to leave",
+}
+HANG_S = 1e8
 ACTIONS = ("kill", "hang", "stop", "sleep")
 
 ReachFault = Callable[[str], Awaitable[None]]
@@ -40,12 +41,12 @@ ReachFault = Callable[[str], Awaitable[None]]
 
 
 class FaultSpecError(ValueError):
-    """AGORA_FAULTS does not say what to do where."""
+    """AGORA_FAULTS names an unknown point or action, or a malformed number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One entry of AGORA_FAULTS."""
+    """One entry of AGORA_FAULTS. `onward`: it acts at the nth arrival and at every later one."""
 
     point: str
     action: str
@@ -54,16 +55,17 @@ class Fault:
     onward: bool
 
     def fires(self, count: int) -> bool:
-        """Whether the `count`-th time (from 1) at the point is meant."""
+        """Whether the fault acts at arrival number `count`, from 1."""
         return count >= self.nth if self.onward else count == self.nth
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Reads "point:action[:nth][,...]"; raises FaultSpecError naming what is wrong."""
+    """Returns the entries of "point:action[:nth][,...]". Raises FaultSpecError, which names the mistake."""
     return tuple(_parse_one(part.strip()) for part in text.split(",") if part.strip())
 
 
 def _parse_one(text: str) -> Fault:
+    """Returns the fault of one entry."""
     point, _, rest = text.partition(":")
     action, _, nth = rest.partition(":")
     action, _, seconds = action.partition("=")
@@ -78,7 +80,7 @@ def _parse_one(text: str) -> Fault:
 
 
 class Faults:
-    """The plan of one process and how often each point was reached. `reach` and `reach_blocking` are thread-safe."""
+    """The faults of one process, and how often each point was reached. Thread-safe."""
 
     def __init__(self, plan: tuple[Fault, ...], log_path: str | None) -> None:
         self._plan = plan
@@ -87,7 +89,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def due(self, point: str) -> Fault | None:
-        """Counts one arrival at `point`; the fault that fires now, already written to the log."""
+        """Counts one arrival at `point`, and returns the fault that acts now, already logged; None: no fault."""
         with self._lock:
             count = self._counts[point] = self._counts.get(point, 0) + 1
         fault = next((f for f in self._plan if f.point == point and f.fires(count)), None)
@@ -96,6 +98,7 @@ class Faults:
         return fault
 
     def _write(self, line: str) -> None:
+        """Appends a line to the log, if there is one."""
         if self._log_path:
             handle = os.open(self._log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
@@ -105,7 +108,7 @@ class Faults:
 
 
 def from_environment() -> Faults | None:
-    """The plan of AGORA_FAULTS, None when it is empty; raises FaultSpecError."""
+    """Returns the faults of AGORA_FAULTS, None when it is empty. Raises FaultSpecError."""
     text = os.environ.get("AGORA_FAULTS", "")
     return Faults(parse(text), os.environ.get("AGORA_FAULTS_LOG")) if text else None
 
@@ -114,40 +117,27 @@ _active: Faults | None = None
 
 
 def activate(faults: Faults | None) -> None:
-    """Installs a plan for this process (the daemon does so once at its start; tests restore None)."""
+    """Sets the faults of this process; None for none."""
     global _active
     _active = faults
 
 
 async def reach(point: str) -> None:
-    """A fault point inside a coroutine."""
-    if _active is None:
-        return
-    fault = _active.due(point)
-    if fault is None:
-        return
-    if fault.action == "sleep":
-        await asyncio.sleep(fault.seconds)
-    elif fault.action == "hang":
-        await asyncio.Event().wait()
-    else:
-        _signal_self(fault)
+    """Marks that a coroutine has reached `point`; the fault that is due there acts."""
+    if _active is not None and (wait_s := _act(_active.due(point))):
+        await asyncio.sleep(wait_s)
 
 
 def reach_blocking(point: str) -> None:
-    """A fault point on a thread that is not the event loop's."""
-    if _active is None:
-        return
-    fault = _active.due(point)
+    """Marks that a thread other than the event loop's has reached `point`; the fault that is due there acts."""
+    if _active is not None and (wait_s := _act(_active.due(point))):
+        time.sleep(wait_s)
+
+
+def _act(fault: Fault | None) -> float:
+    """Kills or stops this process, if the fault says so; returns the seconds that the caller must wait."""
     if fault is None:
-        return
-    if fault.action == "sleep":
-        time.sleep(fault.seconds)
-    elif fault.action == "hang":
-        threading.Event().wait()
-    else:
-        _signal_self(fault)
-
-
-def _signal_self(fault: Fault) -> None:
-    os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+        return 0.0
+    if fault.action in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+    return HANG_S if fault.action == "hang" else fault.seconds

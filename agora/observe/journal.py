@@ -1,7 +1,7 @@
-"""The journal: every event as one JSON line in DIR/events.jsonl, bounded by rotation, whole after a SIGKILL.
+"""Writes every event as one JSON line to DIR/events.jsonl, and reads the lines back.
 
-Knows: the file, its rotation, how to read it back and how to follow it. Must not know: what the events mean. Each event
-is one write(2) to a file opened with O_APPEND, so that what was reported before a SIGKILL is in the file after it.
+Knows: the file, its rotation, how to read and to follow it. Must not know: what the events mean. Each event is one
+write(2) to a file opened with O_APPEND, so that what was reported before a SIGKILL is in the file after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ KEPT_FILES = 3
 
 
 class Journal:
-    """A reporter's sink. Raises OSError when the file cannot be written; the reporter then goes on without it."""
+    """A reporter's sink that appends to the journal. Raises OSError when the file cannot be written.
+
+    At `max_file_bytes` the file is rotated; `kept_files` files are kept.
+    """
 
     def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES, kept_files: int = KEPT_FILES) -> None:
         self.path = directory / FILE_NAME
@@ -35,7 +38,7 @@ class Journal:
         self._size = os.fstat(self._handle).st_size
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Appends one line; a line that would pass the bound rotates first."""
+        """Appends one line; rotates the file first when the line would exceed its limit."""
         line = encode(event, at_unix)
         if self._size and self._size + len(line) > self._max_file_bytes:
             self._rotate()
@@ -49,9 +52,11 @@ class Journal:
         os.close(self._handle)
 
     def _open(self) -> int:
+        """Returns a handle of the file, which only this user can read."""
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _rotate(self) -> None:
+        """Renames the files so that a new one begins, and the oldest is overwritten."""
         os.close(self._handle)
         for number in range(self._kept_files - 1, 0, -1):
             older, newer = rotated(self.path, number), rotated(self.path, number - 1)
@@ -62,12 +67,12 @@ class Journal:
 
 
 def rotated(path: Path, number: int) -> Path:
-    """events.jsonl, events.jsonl.1 (older), events.jsonl.2 (older still)..."""
+    """Returns the path of the file rotated `number` times: events.jsonl, events.jsonl.1 (older), events.jsonl.2 ..."""
     return path if number == 0 else path.with_name(f"{path.name}.{number}")
 
 
 def encode(event: Event, at_unix: float) -> bytes:
-    """One line of the journal; non-finite numbers become null, since JSON has none."""
+    """Returns the event's line. Numbers that are not finite become null, since JSON has none."""
     fields = {"at_unix": round(at_unix, 6)} | to_json(event)
     try:
         return (json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n").encode()
@@ -77,7 +82,7 @@ def encode(event: Event, at_unix: float) -> bytes:
 
 
 def read(directory: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of the journal and of what was rotated away, oldest first; a torn last line is left out."""
+    """Yields every whole line of all files of the journal, oldest first; a torn last line is left out."""
     newest = directory / FILE_NAME
     for number in range(KEPT_FILES, -1, -1):
         path = rotated(newest, number)
@@ -87,16 +92,16 @@ def read(directory: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Follower:
-    """Reads on from where it stopped, through rotations; used by whoever watches another process's journal."""
+    """Follows the journal of another process: reads on from where it stopped, through rotations."""
 
     directory: Path
     _inode: int = 0
     _offset: int = 0
 
     def news(self) -> list[dict[str, Any]]:
-        """The whole lines written since the last call."""
+        """Returns the whole lines that were written since the last call."""
         path = self.directory / FILE_NAME
-        found: list[dict[str, Any]] = []
+        lines: list[dict[str, Any]] = []
         for file in self._unread(path):
             with file.open("rb") as handle:
                 inode = os.fstat(handle.fileno()).st_ino
@@ -105,11 +110,11 @@ class Follower:
                 data = handle.read()
             whole = data[: data.rfind(b"\n") + 1]
             self._inode, self._offset = inode, offset + len(whole)
-            found.extend(_parsed(whole))
-        return found
+            lines.extend(_parsed(whole))
+        return lines
 
     def _unread(self, path: Path) -> list[Path]:
-        """The file we were in (wherever rotation moved it) and every newer one, oldest first."""
+        """Returns the file that was read last, wherever rotation has moved it, and every newer one, oldest first."""
         files: list[Path] = []
         for number in range(KEPT_FILES + 1):
             candidate = rotated(path, number)
@@ -122,6 +127,7 @@ class Follower:
 
 
 def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects of whole lines; other lines are left out."""
     for line in data.split(b"\n")[:-1]:
         try:
             fields = json.loads(line)
@@ -132,7 +138,7 @@ def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """The event as a JSON object: its fields and `event`, its name."""
+    """Returns the event as a JSON object: its fields, and its name as "event". Raises TypeError for an unlisted one."""
     name = type(event).__name__
     if EVENTS.get(name) is not type(event):
         raise TypeError(f"{name} is not in the closed list of agora.observe.events")
@@ -140,7 +146,7 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def from_json(fields: Mapping[str, Any]) -> Event | None:
-    """The event that `to_json` wrote; None for a name or a shape that this version does not know."""
+    """Returns the event that `to_json` wrote; None for a name or fields that this version does not know."""
     cls = EVENTS.get(str(fields.get("event")))
     if cls is None:
         return None

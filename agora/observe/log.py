@@ -1,4 +1,4 @@
-"""The log on standard error: lines for people on a terminal, JSON lines under systemd; quiet while all is well.
+"""Writes events to standard error: sentences for people, JSON lines for journald.
 
 Knows: how an event looks to a person and to journald. Must not know: what to do about it. Nothing reads the log back.
 """
@@ -20,7 +20,7 @@ REPEAT_SECONDS = 10.0
 
 
 def under_systemd(stream: TextIO = sys.stderr) -> bool:
-    """Whether standard error is a socket to journald: JOURNAL_STREAM names its device and inode."""
+    """Whether standard error goes to journald: then JOURNAL_STREAM names the stream's device and inode."""
     named = os.environ.get("JOURNAL_STREAM", "")
     try:
         status = os.fstat(stream.fileno())
@@ -30,7 +30,10 @@ def under_systemd(stream: TextIO = sys.stderr) -> bool:
 
 
 class HumanLog:
-    """A reporter's sink: `12:00:01 what happened`; equal sentences within 10 s are told once with their number."""
+    """A reporter's sink that writes `12:00:01 sentence` for each event of `level` or above.
+
+    Equal warnings within 10 s are written once; the next one says how many there were.
+    """
 
     def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:
         self._stream = stream if stream is not None else sys.stderr
@@ -39,51 +42,48 @@ class HumanLog:
         self._last: dict[str, tuple[float, int]] = {}
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Writes the event's sentence when its level is wanted."""
+        """Writes the event's sentence, unless its level is too low or the sentence was written just before."""
         if LEVELS.index(event.level) < self._floor:
             return
-        said = event.describe()
-        told_unix, held_back = self._last.get(said, (0.0, 0))
-        if event.level != "info" and at_unix - told_unix < REPEAT_SECONDS:
-            self._last[said] = (told_unix, held_back + 1)
+        sentence = event.describe()
+        written_unix, repeats = self._last.get(sentence, (0.0, 0))
+        if event.level != "info" and at_unix - written_unix < REPEAT_SECONDS:
+            self._last[sentence] = (written_unix, repeats + 1)
             return
-        self._remember(said, at_unix)
-        self._write(event.level, said + (f" ({held_back + 1} times)" if held_back else ""), at_unix)
-
-    def _remember(self, said: str, at_unix: float) -> None:
         if len(self._last) >= 256:
             self._last.clear()
-        self._last[said] = (at_unix, 0)
+        self._last[sentence] = (at_unix, 0)
+        self._write(event.level, sentence + (f" ({repeats + 1} times)" if repeats else ""), at_unix)
 
-    def _write(self, level: str, said: str, at_unix: float) -> None:
+    def _write(self, level: str, sentence: str, at_unix: float) -> None:
         clock = time.strftime("%H:%M:%S", time.localtime(at_unix))
         mark = f"{level} " if level in ("warning", "error") else ""
-        line = f"{clock} {mark}{said}"
+        line = f"{clock} {mark}{sentence}"
         if self._colour and level in _COLOURS:
             line = f"{_COLOURS[level]}{line}\x1b[0m"
         print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """The stream belongs to the process."""
+        """Does nothing: the stream belongs to the process."""
 
 
 class JsonLog:
-    """A reporter's sink for journald: `<priority>{json}` per line, the same fields as the journal file."""
+    """A reporter's sink for journald: a line `<priority>{json}` for each event, with the fields of the journal file."""
 
     def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:
         self._stream = stream if stream is not None else sys.stderr
         self._floor = LEVELS.index(level)
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Writes the event when its level is wanted."""
+        """Writes the event, unless its level is too low."""
         if LEVELS.index(event.level) >= self._floor:
             line = journal.encode(event, at_unix).decode().rstrip("\n")
             print(f"<{_PRIORITY[event.level]}>{line}", file=self._stream, flush=True)
 
     def close(self) -> None:
-        """The stream belongs to the process."""
+        """Does nothing: the stream belongs to the process."""
 
 
-def choose(level: str = "info") -> HumanLog | JsonLog:
-    """JSON lines when journald listens, lines for people otherwise."""
+def choose_log(level: str = "info") -> HumanLog | JsonLog:
+    """Returns JSON lines when standard error goes to journald, else lines for people."""
     return JsonLog(level=level) if under_systemd() else HumanLog(level=level)

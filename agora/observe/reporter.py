@@ -1,6 +1,6 @@
-"""The reporter: one call that hands an event to every sink, from any thread, and never fails.
+"""Passes each event to every sink, from any thread and without ever failing, and counts it.
 
-Knows: sinks and the counters behind `status` and `report`. Must not know: files, formats, the network.
+Knows: sinks, counters. Must not know: files, formats, the network.
 """
 
 from __future__ import annotations
@@ -18,30 +18,25 @@ from agora.observe.events import Event
 
 
 class Sink(Protocol):
-    """Takes events in the order in which they were reported; called under the reporter's lock, so it must be quick."""
+    """Takes events in the order in which they were reported. It is called under a lock, so it must be quick."""
 
     def take(self, event: Event, at_unix: float) -> None:
-        """`at_unix` is the wall clock at the report."""
+        """Takes one event. at_unix: the wall clock when it was reported, in seconds."""
 
     def close(self) -> None:
-        """Nothing comes after this."""
+        """Ends the sink; nothing is given to it afterwards."""
 
 
 class Reporter:
-    """`report(event)` for every room of the daemon."""
+    """Passes the events of all rooms of a daemon to the sinks and the counters."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
         self._lock = threading.Lock()
         self.counters = Counters()
 
-    def add(self, sink: Sink) -> None:
-        """A further sink; it sees what is reported from now on."""
-        with self._lock:
-            self._sinks.append(sink)
-
     def report(self, event: Event) -> None:
-        """Hands the event to the counters and to every sink; one that raises OSError is dropped, and that is told."""
+        """Passes the event on. A sink that raises OSError is dropped, which is reported as DiskTrouble."""
         now = time.time()
         broken: list[tuple[Sink, OSError]] = []
         with self._lock:
@@ -62,14 +57,14 @@ class Reporter:
             return copy.deepcopy(self.counters)
 
     def close(self) -> None:
-        """Closes every sink; later reports only count."""
+        """Closes every sink. Events that are reported later are only counted."""
         with self._lock:
             sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
 
 
-SIGNS_OF_LIFE = (
+SIGNS_OF_PROGRESS = (
     events.MicrobatchCompleted,
     events.MicrobatchCounted,
     events.MicrobatchRerouted,
@@ -77,12 +72,12 @@ SIGNS_OF_LIFE = (
     events.StepTaken,
     events.StartStep,
 )
-"""What proves that the work moves, and feeds the watchdog."""
+"""The events that prove to the watchdog that the work makes progress."""
 
 
 @dataclass
-class Purpose:
-    """What became of the microbatches that this peer originated, for one purpose."""
+class OriginatedCounts:
+    """Counts the microbatches that this peer originated for one purpose, "train" or "evaluate"."""
 
     started: int = 0
     completed: int = 0
@@ -93,10 +88,15 @@ class Purpose:
 
 @dataclass
 class Counters:
-    """Running totals over the event stream; read by the control socket."""
+    """Running totals of the events.
 
-    train: Purpose = field(default_factory=Purpose)
-    evaluate: Purpose = field(default_factory=Purpose)
+    counted: by stage, the microbatches whose gradient was added. steps: by stage, the newest step. stage_loss: the
+    newest loss that the last stage reported, None before. last_sign_unix: time of the last sign of progress. failures:
+    the newest 16 errors of tasks.
+    """
+
+    train: OriginatedCounts = field(default_factory=OriginatedCounts)
+    evaluate: OriginatedCounts = field(default_factory=OriginatedCounts)
     rerouted: int = 0
     repeats: int = 0
     refused: int = 0
@@ -114,15 +114,15 @@ class Counters:
     _started: dict[str, str] = field(default_factory=dict)
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Adds one event."""
+        """Counts one event."""
         match event:
             case events.MicrobatchStarted(microbatch, purpose):
                 self._started[microbatch] = purpose
-                self._of(purpose).started += 1
+                self._counts_for(purpose).started += 1
             case events.MicrobatchCompleted(microbatch, loss_sum, tokens, _, purpose):
                 self._completed(microbatch, loss_sum, tokens, purpose)
             case events.MicrobatchDropped(microbatch, _):
-                self._of(self._started.pop(microbatch, "train")).dropped += 1
+                self._counts_for(self._started.pop(microbatch, "train")).dropped += 1
             case events.MicrobatchCounted(_, stages, tokens):
                 self.counted.update(stages)
                 self.counted_tokens += tokens
@@ -133,7 +133,7 @@ class Counters:
                 self.stage_loss = self.stage_loss if loss is None else loss
             case _:
                 self._take_rare(event)
-        if isinstance(event, SIGNS_OF_LIFE):
+        if isinstance(event, SIGNS_OF_PROGRESS):
             self.last_sign_unix = at_unix
 
     def _take_rare(self, event: Event) -> None:
@@ -153,18 +153,18 @@ class Counters:
             case events.TaskFailed(task, error):
                 self.failures = [*self.failures[-15:], f"{task}: {error}"]
 
-    def _of(self, purpose: str) -> Purpose:
+    def _counts_for(self, purpose: str) -> OriginatedCounts:
         return self.evaluate if purpose == "evaluate" else self.train
 
     def _completed(self, microbatch: str, loss_sum: float, tokens: int, purpose: str) -> None:
         self._started.pop(microbatch, None)
-        total = self._of(purpose)
+        total = self._counts_for(purpose)
         total.completed += 1
         total.tokens += tokens
         total.loss_sum += loss_sum
 
     def summary(self) -> dict[str, Any]:
-        """The counters as JSON values (stage numbers become strings, as JSON wants its keys)."""
+        """Returns the counters as JSON values; stage numbers become strings, as JSON requires of keys."""
         return {
             "microbatches": {
                 "started": self.train.started,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from agora.model import Context, build_stage, stage_loss
-from agora.observe.events import GradientRefused, MicrobatchCounted, Report, name_of
+from agora.observe.events import GradientRefused, MicrobatchCounted, Report
 from agora.stepping import StageStepped, StepPolicy
 from agora.train.device import autocast
 from agora.train.held import LIMIT_PER_SEAT, Held, HeldForwards, NonFinite
@@ -149,7 +149,7 @@ class SpanTrainer:
         """Counts and reports a microbatch whose numbers are not finite."""
         self._stages[stage].refused += 1
         self._stages[stage].publish()
-        self._report(GradientRefused(stage, name_of(microbatch), reason))
+        self._report(GradientRefused(stage, microbatch.hex(), reason))
 
     # --- what others may ask
 
@@ -245,7 +245,7 @@ class SpanTrainer:
     def _count(
         self, microbatch: MicrobatchId, first: int, supervised: int, steps: Sequence[int], loss_sum: float = 0.0
     ) -> None:
-        name, stages = name_of(microbatch), self._stages_from(first)
+        name, stages = microbatch.hex(), self._stages_from(first)
         for number, step_at_forward in zip(stages, steps, strict=True):
             self._stages[number].count(name, supervised, loss_sum, step_at_forward)
         self._report(MicrobatchCounted(name, tuple(stages), supervised))
