@@ -47,7 +47,7 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenCall:
+class _SourceCall:
     """One open call to a source: for a chunk of its offer, or (chunk -1) for the offer itself."""
 
     began: float
@@ -61,7 +61,7 @@ class _Source:
 
     peer: PeerId
     offer: Offer | None = None
-    calls: dict[asyncio.Task[Offer | ChunkValues], _OpenCall] = field(default_factory=dict)
+    calls: dict[asyncio.Task[Offer | ChunkValues], _SourceCall] = field(default_factory=dict)
     failures: int = 0
     not_before: float = 0.0
     last_chunk_s: float = math.inf
@@ -168,7 +168,7 @@ class StateFetch:
         at_work = sum(1 for s in usable if (s.offer or s.offer_pending) and not self._is_slow(s, now))
         waiting = [s for s in usable if not (s.offer or s.offer_pending) and now >= s.not_before]
         for source in waiting[: max(self._config.sources - at_work, 0)]:
-            self._start_call(source, self._fetch_offer(source.peer), _OpenCall(now))
+            self._start_call(source, self._fetch_offer(source.peer), _SourceCall(now))
 
     def _ask_for_chunks(self, now: float) -> None:
         """Fills the window of every source that has made an offer, once the first offers are in."""
@@ -201,11 +201,11 @@ class StateFetch:
         if source.offer is None or (chunk := self.schedule.take(source.peer, now)) is None:
             return False
         self._start_call(
-            source, self._fetch_chunk(source.peer, source.offer, chunk), _OpenCall(now, source.offer, chunk)
+            source, self._fetch_chunk(source.peer, source.offer, chunk), _SourceCall(now, source.offer, chunk)
         )
         return True
 
-    def _start_call(self, source: _Source, work: Coroutine[Any, Any, Offer | ChunkValues], call: _OpenCall) -> None:
+    def _start_call(self, source: _Source, work: Coroutine[Any, Any, Offer | ChunkValues], call: _SourceCall) -> None:
         """Starts `work` as a task and remembers it as an open call of the source."""
         source.calls[asyncio.create_task(work, name=f"state from {source.peer}")] = call
 
@@ -231,7 +231,7 @@ class StateFetch:
 
     # --- handling calls that ended
 
-    def _handle_end(self, source: _Source, task: asyncio.Task[Offer | ChunkValues], call: _OpenCall) -> None:
+    def _handle_end(self, source: _Source, task: asyncio.Task[Offer | ChunkValues], call: _SourceCall) -> None:
         """Takes in what a finished call brought, or records its failure."""
         try:
             result = task.result()
@@ -252,7 +252,7 @@ class StateFetch:
                 source.failures = 0
                 self._store_chunk(source, call, result)
 
-    def _store_chunk(self, source: _Source, call: _OpenCall, values: ChunkValues) -> None:
+    def _store_chunk(self, source: _Source, call: _SourceCall, values: ChunkValues) -> None:
         """Copies a chunk's values into the state and cancels the other calls for it."""
         now = loop_time()
         source.last_chunk_s = now - call.began
@@ -266,7 +266,7 @@ class StateFetch:
         if call.offer:
             self._versions[call.chunk] = (call.offer.index.step, call.offer.index.updates)
 
-    def _handle_failure(self, source: _Source, error: AgoraError, call: _OpenCall) -> None:
+    def _handle_failure(self, source: _Source, error: AgoraError, call: _SourceCall) -> None:
         """Decides what a failed call means for its source.
 
         | error                                   | consequence                                             |
