@@ -49,14 +49,6 @@ class CheckpointError(LocalError):
     code: ClassVar[str] = "checkpoint"
 
 
-class _IndexedFile(BaseModel):
-    """The digest of one file of a checkpoint, as checkpoint.json has it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    size: int = Field(ge=0)
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
-
-
 class _CheckpointIndex(BaseModel):
     """The content of checkpoint.json. Keys that it does not know are ignored: earlier versions wrote more of them."""
 
@@ -67,7 +59,7 @@ class _CheckpointIndex(BaseModel):
     step: int = Field(ge=0)
     updates: int = Field(ge=0)
     tokens_total: int = Field(ge=0)
-    files: dict[str, _IndexedFile]
+    files: dict[str, FileDigest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +113,8 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
     index = _read_index(path)
     if (index.run, index.stage) != (run, stage):
         raise CheckpointError(f"{path} is of stage {index.stage} of run {index.run}, not of stage {stage} of {run}.")
-    for name, file in index.files.items():
-        _check_file(path / name, FileDigest(file.size, file.sha256))
+    for name, digest in index.files.items():
+        _check_file(path / name, digest)
     return Checkpoint(path, index.stage, index.step, index.updates, index.tokens_total)
 
 
@@ -160,10 +152,6 @@ def _write_files(place: Path, run: str, state: StageState, layout: Layout) -> Pa
     metadata = {"run": run, "stage": str(state.stage), "step": str(state.step)}
     moments = {MEAN + name: tensor for name, tensor in layout.named(state.mean).items()}
     moments |= {SQUARE + name: tensor for name, tensor in layout.named(state.square).items()}
-    digests = {
-        WEIGHTS: write_tensors(fresh / WEIGHTS, layout.named(state.weights), metadata),
-        MOMENTS: write_tensors(fresh / MOMENTS, moments, metadata),
-    }
     index = _CheckpointIndex(
         format=1,
         run=run,
@@ -171,7 +159,10 @@ def _write_files(place: Path, run: str, state: StageState, layout: Layout) -> Pa
         step=state.step,
         updates=state.updates,
         tokens_total=state.tokens_total,
-        files={name: _IndexedFile(size=digest.size, sha256=digest.sha256) for name, digest in digests.items()},
+        files={
+            WEIGHTS: write_tensors(fresh / WEIGHTS, layout.named(state.weights), metadata),
+            MOMENTS: write_tensors(fresh / MOMENTS, moments, metadata),
+        },
     )
     text = json.dumps(index.model_dump(), indent=2).encode() + b"\n"
     path = place / f"step-{state.step}-{write_file(fresh / INDEX, [text]).sha256[:NAME_DIGITS]}"

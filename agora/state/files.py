@@ -67,12 +67,13 @@ def replace_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], meta
     temporary = path.with_suffix(f".{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        remove_file(temporary)
+        temporary.unlink(missing_ok=True)
         written = write_tensors(temporary, tensors, metadata)
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        remove_file(temporary)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise DiskError(f"Cannot write {path} ({error.strerror}); free some space, or choose another --dir.") from error
     return written
 
@@ -111,9 +112,3 @@ def sync_folder(folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Removes `folder` and what is in it, as far as that is possible; raises nothing."""
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_file(path: Path) -> None:
-    """Removes `path` if it exists and can be removed; raises nothing."""
-    with contextlib.suppress(OSError):
-        os.unlink(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from agora_protocol.errors import Busy, DiskError, NotMyStage, Refused, Unavailable
-from agora_protocol.ids import PeerId, RunId, Span
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GetChunk, GetSlice, GetState
 
@@ -94,11 +94,6 @@ class StateKeeper:
         self._snapshots = Snapshots(self._export, lambda stage: ELEMENT_BYTES * stages.layout(stage).numel)
         self.fetched: set[int] = set()  # stages whose state came from other replicas
 
-    @property
-    def span(self) -> Span:
-        """The stages kept."""
-        return self._stages.span
-
     # --- filling the stages
 
     async def find_checkpoints(self) -> tuple[int, ...]:
@@ -106,11 +101,14 @@ class StateKeeper:
         config = self._config
 
         def find() -> dict[int, Checkpoint]:
-            newest = {s: newest_checkpoint(config.folder, config.run, s, self._report_damage) for s in self.span.stages}
+            newest = {
+                s: newest_checkpoint(config.folder, config.run, s, self._report_damage)
+                for s in self._stages.span.stages
+            }
             return {stage: checkpoint for stage, checkpoint in newest.items() if checkpoint is not None}
 
         self._found = await run_in_thread(find)
-        return tuple(self._found[stage].step if stage in self._found else 0 for stage in self.span.stages)
+        return tuple(self._found[stage].step if stage in self._found else 0 for stage in self._stages.span.stages)
 
     def _report_damage(self, error: CheckpointError) -> None:
         """Reports a checkpoint that is skipped."""
@@ -121,7 +119,7 @@ class StateKeeper:
 
         Raises Unavailable for a stage without an own checkpoint when no peer could give the state.
         """
-        sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self.span.stages]
+        sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self._stages.span.stages]
         self._found.clear()
         return "; ".join(sources)
 
@@ -234,8 +232,10 @@ class StateKeeper:
         """Answers a joining peer. Raises Busy while this peer has nothing yet, NotMyStage, Refused, ProtocolError."""
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
-        if request.stage not in self.span:
-            raise NotMyStage(f"this peer holds stages {self.span}, not {request.stage}; read the directory again")
+        if request.stage not in self._stages.span:
+            raise NotMyStage(
+                f"this peer holds stages {self._stages.span}, not {request.stage}; read the directory again"
+            )
         self._refuse_doubted(request.stage)
         if isinstance(request, GetState):
             reply = await self._snapshots.get_state(request)
