@@ -167,7 +167,7 @@ def manifest_table() -> str:
     """Every key of a manifest, in the order of its file."""
     rows = []
     for name, field in manifest.Manifest.model_fields.items():
-        inner = field.annotation.model_fields if isinstance(field.default, BaseModel) else {}  # type: ignore[union-attr]
+        inner = type(field.default).model_fields if isinstance(field.default, BaseModel) else {}
         for key, value in inner.items() or [("", field)]:
             rows.append(
                 [

@@ -15,7 +15,7 @@ import torch
 from agora_protocol.manifest import Manifest, OptimizerSection
 from torch import Tensor, nn
 
-from agora.model import Context, build_stage, stage_loss
+from agora.model import Context, family_of, stage_loss
 
 Batches = Sequence[Sequence[np.ndarray]]
 """Of each step, its microbatches: int32 [b, s + 1]."""
@@ -35,8 +35,7 @@ def run_plain_loop(manifest: Manifest, batches: Batches, between: Callable[[Tens
     between: what becomes of a boundary [b, s, k] between two stages, within the graph.
     """
     stages = [
-        build_stage(manifest.model, manifest.layers_of(k), k, manifest.stage_count, manifest.seed)
-        for k in range(manifest.stage_count)
+        family_of(manifest.model).build_stage(manifest.layers_of(k), manifest.seed) for k in range(manifest.stage_count)
     ]
     optimizers = [_optimizer(stage, manifest.optimizer) for stage in stages]
     losses = []

@@ -79,7 +79,7 @@ def manifest_of(plan: DemoPlan) -> Manifest:
         model = {"layers": max(base.model.layers, plan.stages)}
         boundary = {}
         if plan.codec:
-            model["subspace"], boundary = base.model.width, {"codec": plan.codec}
+            model, boundary = model | base.model.full_boundary(), {"codec": plan.codec}
         return base.replaced(
             name="demo",
             seed=plan.seed,

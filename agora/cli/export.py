@@ -1,7 +1,7 @@
-"""`swarm export`: the result of a run as a folder that Hugging Face's transformers loads.
+"""`swarm export`: writes the model of a run as a folder that Hugging Face's transformers loads.
 
-Knows: the order of things, and what it prints. Must not know: how stages are found (export_sources), checked and
-written (agora.state), or named (agora.model.hf); loads torch only once there is something to export.
+Knows: the order of the work, and what is printed. Must not know: how stages are found (export_sources), checked and
+written (agora.state), or exported by a family (agora.model). Loads torch only once there is something to export.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,18 +24,20 @@ from agora.cli.progress import ProgressDisplay
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
-    from agora.state.export import Dtype, Merge, Part
+    from agora.model import Family
     from agora.state.files import FileDigest
+    from agora.state.merged_model import Dtype, ExportedTensor
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-DTYPES: dict[str, str] = {"float32": "float32", "bf16": "bfloat16"}
+DTYPES: dict[Dtype, str] = {"float32": "float32", "bf16": "bfloat16"}
+"""The dtypes of --dtype, and their names in transformers."""
 SPARE_BYTES = 64 * 2**20
 SOURCES = {"daemon": "the swarm, through a daemon of it", "checkpoints": "checkpoints of its peers"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What was asked for."""
+class ExportRequest:
+    """The arguments of `swarm export`."""
 
     run: str
     out: Path
@@ -45,103 +47,98 @@ class Wish:
     force: bool
 
 
-def run(wish: Wish, *, as_json: bool) -> int:
-    """Finds, checks and writes; the exit code. Failure and AgoraError say what is wrong."""
-    from agora.state.folder import place_for
+def run(request: ExportRequest, *, as_json: bool) -> int:
+    """Finds, checks and writes the model. Returns the exit code. Raises Failure or AgoraError with what to do."""
+    from agora.state.result_folder import check_place
 
-    began = time.monotonic()
-    shard_bytes = size_of(wish.shard_size)
-    if wish.dtype not in DTYPES:
-        raise Failure(f"--dtype {wish.dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
-    place = place_for(wish.out, replace=wish.force)
-    with _terminated_as_interrupted():
-        sources = export_sources.find(wish.run, wish.directories)
-        written, parameters = _export(sources, place, wish.dtype, shard_bytes)
-    value = _result(sources, place, wish.dtype, parameters, written)
-    value["seconds"] = round(time.monotonic() - began, 3)
+    started = time.monotonic()
+    shard_bytes = parse_size(request.shard_size)
+    dtype = next((name for name in DTYPES if name == request.dtype), None)
+    if dtype is None:
+        raise Failure(f"--dtype {request.dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
+    place = check_place(request.out, replace=request.force)
+    with _sigterm_as_interrupt():
+        sources = export_sources.find_stages(request.run, request.directories)
+        written, parameters = _export(sources, place, dtype, shard_bytes)
+    sizes = {name: file.size for name, file in sorted(written.items())}
+    result = _summary(sources, dtype) | {"out": str(place), "parameters": parameters}
+    result |= {"bytes": sum(sizes.values()), "files": sizes, "seconds": round(time.monotonic() - started, 3)}
     if as_json:
-        console.print_json(value)
+        console.print_json(result)
     else:
-        _print(value)
+        _print(result)
     return console.DONE
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the work as Ctrl-C does, so that nothing half written stays; a second one ends it at once."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Within the `with`, SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that nothing half written stays."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
-def size_of(text: str) -> int:
-    """Bytes of "5GB", "200 MB". Raises Failure."""
+def parse_size(text: str) -> int:
+    """Returns the bytes of "5GB" or "200 MB". Raises Failure for any other text."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([KMGT]B)", text.strip().upper())
     if match is None or float(match[1]) == 0:
         raise Failure(f"--shard-size {text} is no size; write it as 5GB or 200MB", USAGE)
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def _export(sources: Sources, place: Path, dtype: str, shard_bytes: int) -> tuple[dict[str, FileDigest], int]:
-    """Everything is checked before the first byte is written; what was written, and the number of parameters."""
-    from agora.state.export import ITEM_BYTES, SOURCE_BYTES, Merge
-    from agora.state.folder import fresh_folder, write_list, write_text
+def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tuple[dict[str, FileDigest], int]:
+    """Checks everything, then writes the folder. Returns size and hash of every file, and the number of parameters."""
+    from agora.model import family_of
+    from agora.state.merged_model import ITEM_BYTES, SOURCE_BYTES, open_stages
+    from agora.state.result_folder import fresh_folder, write_list, write_public_file
 
-    wire: Dtype = "bf16" if dtype == "bf16" else "float32"
     manifest = sources.signed.manifest
-    with Merge(sources.signed.run_id, sources.files, parts_of(manifest)) as merge:
-        texts = _texts(sources, merge, dtype)
-        size = SOURCE_BYTES * merge.numel
+    family = family_of(manifest.model)
+    with open_stages(sources.signed.run_id, sources.files, _tensors_by_stage(family, manifest)) as model:
+        texts = _texts(sources, family, model.numel, DTYPES[dtype])
+        size = SOURCE_BYTES * model.numel
         with ProgressDisplay("checking", size) as bar:
-            merge.check(bar.advance)
-        with fresh_folder(place, ITEM_BYTES[wire] * merge.numel + SPARE_BYTES) as folder:
+            model.check(bar.advance)
+        with fresh_folder(place, ITEM_BYTES[dtype] * model.numel + SPARE_BYTES) as folder:
             with ProgressDisplay(f"writing {place}", size) as bar:
-                written = merge.write(folder, wire, shard_bytes, bar.advance)
-            written |= {name: write_text(folder / name, content) for name, content in texts.items()}
-            write_list(folder, _about(sources, dtype), written)
-    return written, merge.numel
+                written = model.write(folder, dtype, shard_bytes, bar.advance)
+            written |= {name: write_public_file(folder / name, content) for name, content in texts.items()}
+            write_list(folder, _summary(sources, dtype), written)
+    return written, model.numel
 
 
-def parts_of(manifest: Manifest) -> list[Part]:
-    """Every tensor of the run's model, in the order of its stages."""
-    from agora.model import hf, parameter_shapes
-    from agora.state.export import Part
-
-    count, unfolding = manifest.stage_count, hf.Unfolding(manifest.model, manifest.seed)
-    return [
-        Part(stage, name, hf.tensor_name(name), unfolding.shape(name, shape), shape, unfolding.of(name))
-        for stage in range(count)
-        for name, shape in parameter_shapes(manifest.model, manifest.layers_of(stage), stage, count).items()
-    ]
+def _tensors_by_stage(family: Family, manifest: Manifest) -> dict[int, list[ExportedTensor]]:
+    """Returns what is exported from each stage."""
+    return {
+        stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed)
+        for stage in range(manifest.stage_count)
+    }
 
 
-def _texts(sources: Sources, merge: Merge, dtype: str) -> dict[str, bytes]:
-    """Every file that is no shard, by name."""
+def _texts(sources: Sources, family: Family, parameters: int, dtype: str) -> dict[str, bytes]:
+    """Returns the content of every file that is no shard, by name. dtype: as transformers calls it."""
     from agora.data.tokenizer_files import tokenizer_files
-    from agora.model import hf
-    from agora.state.card import model_card
+    from agora.state.model_card import model_card
 
     manifest = sources.signed.manifest
     tokenizer = tokenizer_files(
         manifest.data.tokenizer, manifest.model.vocabulary, manifest.model.context, sources.base
     )
     steps = {file.stage: file.step for file in sources.files}
-    card = model_card(manifest, steps, merge.numel, DTYPES[dtype], SOURCES[sources.kind])
-    return tokenizer.files | {
-        "config.json": _json(hf.config(manifest.model, DTYPES[dtype], tokenizer.end_of_text)),
-        "generation_config.json": _json(hf.generation_config(tokenizer.end_of_text)),
+    card = model_card(manifest, family.describe(), steps, parameters, dtype, SOURCES[sources.kind])
+    configs = family.config_files(dtype, tokenizer.end_of_text)
+    return {
+        **tokenizer.files,
+        **{name: json.dumps(value, indent=2).encode() + b"\n" for name, value in configs.items()},
         "README.md": card.encode() + b"\n",
         "run.toml": sources.signed.to_toml().encode(),
     }
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=2).encode() + b"\n"
-
-
-def _about(sources: Sources, dtype: str) -> dict[str, Any]:
+def _summary(sources: Sources, dtype: str) -> dict[str, Any]:
+    """Returns what export.json and --json both begin with."""
     return {
         "schema": 1,
         "run_id": sources.signed.run_id,
@@ -152,25 +149,15 @@ def _about(sources: Sources, dtype: str) -> dict[str, Any]:
     }
 
 
-def _result(
-    sources: Sources, place: Path, dtype: str, parameters: int, written: dict[str, FileDigest]
-) -> dict[str, Any]:
-    sizes = {name: file.size for name, file in sorted(written.items())}
-    about = _about(sources, dtype)
-    return about | {"out": str(place), "parameters": parameters, "bytes": sum(sizes.values()), "files": sizes}
-
-
-def _print(value: dict[str, Any]) -> None:
-    shards = sum(name.endswith(".safetensors") for name in value["files"])
+def _print(result: dict[str, Any]) -> None:
+    """Prints the result for people, in four lines."""
+    shards = sum(name.endswith(".safetensors") for name in result["files"])
+    stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])
     for line in [
-        f"exported  {value['name']} ({value['run_id'][:12]}) to {value['out']}",
-        f"weights   {value['parameters']:,} parameters, {value['dtype']}, {value['bytes'] / 1e6:,.1f} MB in "
-        f"{len(value['files'])} files, {shards} of them shards",
-        f"stages    {_steps(value['stages'])}, from {SOURCES[value['from']]}",
-        f"load      AutoModelForCausalLM.from_pretrained({value['out']!r})",
+        f"exported  {result['name']} ({result['run_id'][:12]}) to {result['out']}",
+        f"weights   {result['parameters']:,} parameters, {result['dtype']}, {result['bytes'] / 1e6:,.1f} MB in "
+        f"{len(result['files'])} files, {shards} of them shards",
+        f"stages    {stages}, from {SOURCES[result['from']]}",
+        f"load      AutoModelForCausalLM.from_pretrained({result['out']!r})",
     ]:
         print(line)
-
-
-def _steps(stages: Sequence[dict[str, int]]) -> str:
-    return ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in stages)

@@ -1,6 +1,6 @@
-"""Where an export's stages come from: a daemon of the run on this machine, else the checkpoints on its disks.
+"""Finds the weights of every stage for an export: from a daemon of the run on this machine, else from checkpoints.
 
-Knows: data directories, the registry of daemons, what to ask them. Must not know: what is made of the files.
+Knows: data directories, the registry of daemons, their control sockets. Must not know: what is made of the files.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from agora_protocol.manifest import SignedManifest
 
     from agora.node.runs import RunReference
-    from agora.state.export import StageFile
+    from agora.state.merged_model import StageFile
 
 COLLECT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """A file for every stage; `kind` is "daemon" or "checkpoints". `base`: where the manifest's paths begin."""
+    """A file for every stage. kind: "daemon" or "checkpoints"; base: the folder that the manifest's paths begin in."""
 
     signed: SignedManifest
     kind: str
@@ -34,41 +34,42 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True)
-class _Machine:
-    """What of this run is on this machine."""
+class _LocalRun:
+    """The run on this machine: its data directories and its daemons."""
 
     reference: RunReference
     homes: tuple[paths.Home, ...]
     daemons: tuple[paths.Entry, ...]
 
 
-def find(run: str, directories: Sequence[Path]) -> Sources:
-    """A file for every stage of RUN, the newest there is. Failure with exit code 4 when one is missing."""
-    machine = _look(run, directories)
-    signed = _manifest(machine)
+def find_stages(run: str, directories: Sequence[Path]) -> Sources:
+    """Returns the newest file of every stage of RUN. Raises Failure with exit code 4 when a stage has none."""
+    local = _find_run(run, directories)
+    signed = _manifest(local)
     count, reasons = signed.manifest.stage_count, []
-    for entry in machine.daemons:
+    for entry in local.daemons:
         try:
             files = _collected(entry, count)
         except (control_client.DaemonUnreachable, control_client.DaemonRefused) as error:
             reasons.append(f"the daemon in {entry.root} could not collect the stages: {error}")
             say(f"{reasons[-1]}; looking for checkpoints")
             continue
-        return Sources(signed, "daemon", files, machine.reference.base)
-    files = _checkpoints(signed, machine.homes, reasons or ["no daemon of this run answers on this machine"])
-    return Sources(signed, "checkpoints", files, machine.reference.base)
+        return Sources(signed, "daemon", files, local.reference.base)
+    files = _checkpoints(signed, local.homes, reasons or ["no daemon of this run answers on this machine"])
+    return Sources(signed, "checkpoints", files, local.reference.base)
 
 
-def _look(run: str, directories: Sequence[Path]) -> _Machine:
+def _find_run(run: str, directories: Sequence[Path]) -> _LocalRun:
+    """Returns the data directories and daemons of RUN: a name, run id, file or invite. Raises InputError."""
     homes = [home for directory in directories for home in _homes_in(directory)] or [paths.default_home()]
     reference = _resolved(run, homes)
     daemons = tuple(entry for entry in paths.daemons() if reference.is_of(entry))
     all_homes = dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)])
-    return _Machine(reference, tuple(all_homes), daemons)
+    return _LocalRun(reference, tuple(all_homes), daemons)
 
 
 def _homes_in(directory: Path) -> list[paths.Home]:
-    """The data directory, or those in it: `swarm demo --dir` keeps one for each peer."""
+    """Returns the data directory, or those in it: `swarm demo --dir` keeps one for each peer."""
     home = paths.home_at(directory)
     if home.runs.is_dir():
         return [home]
@@ -76,7 +77,7 @@ def _homes_in(directory: Path) -> list[paths.Home]:
 
 
 def _resolved(run: str, homes: Sequence[paths.Home]) -> RunReference:
-    """What RUN means; a name may be known in any of the data directories."""
+    """Returns the run that RUN means in the first data directory that knows it. Raises InputError when none does."""
     from agora_protocol.errors import InputError
 
     from agora.node import runs
@@ -89,16 +90,17 @@ def _resolved(run: str, homes: Sequence[paths.Home]) -> RunReference:
     return runs.resolve(run, homes[-1])
 
 
-def _manifest(machine: _Machine) -> SignedManifest:
+def _manifest(local: _LocalRun) -> SignedManifest:
+    """Returns the signed manifest of the run. Raises Failure if it is not signed or not on this machine."""
     from agora.node import runs
 
-    reference = machine.reference
+    reference = local.reference
     if reference.signed is not None:
         return reference.signed
-    run = reference.run or next((entry.run for entry in machine.daemons), "")
+    run = reference.run or next((entry.run for entry in local.daemons), "")
     if not run:
         raise Failure(f"{reference.file} is not signed, so nobody has trained it; start it with `agora-node join`")
-    for home in machine.homes:
+    for home in local.homes:
         if (path := home.manifest(run)).is_file():
             signed = runs.from_file(path, home).signed
             if signed is not None and signed.run_id == run:
@@ -111,14 +113,15 @@ def _manifest(machine: _Machine) -> SignedManifest:
 
 
 def _collected(entry: paths.Entry, count: int) -> tuple[StageFile, ...]:
-    """What a daemon has fetched from the replicas of every stage."""
+    """Asks a daemon to fetch every stage from the swarm. Raises DaemonUnreachable or DaemonRefused."""
     with ProgressDisplay(f"the daemon in {entry.root} collects {count} stages from the swarm"):
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS)
-    return tuple(_file_of(stage, answer) for stage in range(count))
+    return tuple(_collected_file(stage, answer) for stage in range(count))
 
 
-def _file_of(stage: int, answer: Mapping[str, Any]) -> StageFile:
-    from agora.state.export import StageFile
+def _collected_file(stage: int, answer: Mapping[str, Any]) -> StageFile:
+    """Returns the file of one stage that a daemon's answer names. Raises DaemonRefused if it names none."""
+    from agora.state.merged_model import StageFile
 
     try:
         return StageFile(stage, int(answer["steps"][str(stage)]), Path(answer["files"][str(stage)]))
@@ -127,9 +130,9 @@ def _file_of(stage: int, answer: Mapping[str, Any]) -> StageFile:
 
 
 def _checkpoints(signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str]) -> tuple[StageFile, ...]:
-    """The newest whole checkpoint of every stage."""
-    found = [_newest(signed.run_id, stage, homes) for stage in range(signed.manifest.stage_count)]
-    missing = [str(stage) for stage, file in enumerate(found) if file is None]
+    """Returns the newest whole checkpoint of every stage. Raises Failure, with `reasons`, when a stage has none."""
+    files = [_newest_checkpoint(signed.run_id, stage, homes) for stage in range(signed.manifest.stage_count)]
+    missing = [str(stage) for stage, file in enumerate(files) if file is None]
     if missing:
         stages, places = ", ".join(missing), ", ".join(str(home.root) for home in homes)
         raise Failure(
@@ -137,16 +140,17 @@ def _checkpoints(signed: SignedManifest, homes: Sequence[paths.Home], reasons: S
             "`agora-node join RUN` runs here, or name the data directories of those who held it with --dir DIR",
             STALLED,
         )
-    return tuple(file for file in found if file is not None)
+    return tuple(file for file in files if file is not None)
 
 
-def _newest(run: str, stage: int, homes: Sequence[paths.Home]) -> StageFile | None:
+def _newest_checkpoint(run: str, stage: int, homes: Sequence[paths.Home]) -> StageFile | None:
+    """Returns the newest whole checkpoint of a stage in all data directories; None when there is none."""
     from agora.state.checkpoint import WEIGHTS, newest_checkpoint
-    from agora.state.export import StageFile
+    from agora.state.merged_model import StageFile
 
-    found = None
+    newest = None
     for home in homes:
         checkpoint = newest_checkpoint(home.checkpoints(run), run, stage, lambda error: say(f"passed over: {error}"))
-        if checkpoint is not None and (found is None or checkpoint.step > found.step):
-            found = StageFile(stage, checkpoint.step, checkpoint.path / WEIGHTS)
-    return found
+        if checkpoint is not None and (newest is None or checkpoint.step > newest.step):
+            newest = StageFile(stage, checkpoint.step, checkpoint.path / WEIGHTS)
+    return newest

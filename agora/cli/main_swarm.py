@@ -154,8 +154,8 @@ def export(
     """
     from agora.cli import export as command
 
-    wish = command.Wish(run, out, tuple(directories or ()), dtype, shard_size, force)
-    raise typer.Exit(command.run(wish, as_json=as_json))
+    request = command.ExportRequest(run, out, tuple(directories or ()), dtype, shard_size, force)
+    raise typer.Exit(command.run(request, as_json=as_json))
 
 
 def main() -> None:

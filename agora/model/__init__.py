@@ -1,5 +1,7 @@
 """Stages as torch modules. Knows families, layers and initial weights; must not know peers, streams or optimizers."""
 
-from agora.model.family import Context, Stage, build_stage, parameter_shapes, stage_loss
+from agora.model.family import Family
+from agora.model.registry import family_of
+from agora.model.stage_module import Context, Stage, stage_loss
 
-__all__ = ["Context", "Stage", "build_stage", "parameter_shapes", "stage_loss"]
+__all__ = ["Context", "Family", "Stage", "family_of", "stage_loss"]

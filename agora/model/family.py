@@ -1,52 +1,67 @@
-"""From the manifest to a stage: build stage k alone, with the weights that every peer gives it.
+"""What the product asks of a model family. Layers are numbered over the whole model; a stage is a range of them.
 
-Knows which families there are and how a seed becomes weights. Must not know how a family computes, nor peers.
+Knows: stages, tensors' names and shapes. Must not know: how a family computes, peers, files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import abc
+import math
+from typing import Any, Final
 
 import torch
-from agora_protocol.errors import ManifestError
-from agora_protocol.manifest import ModelSection
 
-from agora.model.initial import generator_for, normal_like
-from agora.model.stage import Context, Stage, stage_loss
-from agora.model.subspace import SubspaceStage
+from agora.model.initial_weights import fill_initial_weights
+from agora.model.stage_module import Stage
+from agora.state.merged_model import ExportedTensor
+from agora.state.model_card import ModelDescription
 
-__all__ = ["Context", "Stage", "build_stage", "parameter_shapes", "stage_loss"]
-
-FAMILIES: dict[str, Callable[[ModelSection, range, bool, bool], Stage]] = {"subspace": SubspaceStage}
+TRAINING_BYTES: Final = 16
+"""Bytes of a trained parameter: weight, gradient and two moments, float32."""
 
 
-def build_stage(model: ModelSection, layers: range, stage: int, stage_count: int, seed: int) -> Stage:
-    """Stage `stage` of `stage_count`, holding `layers`, with its initial weights, float32 on the CPU.
+class Family(abc.ABC):
+    """One family of models, with the sizes that one manifest gives it. What crosses a boundary: ModelSection."""
 
-    Each tensor's values depend on `seed` and its full name only: every cut of the model, on every peer, starts from the
-    same weights. Raises ManifestError for a family that this version does not have, DerivationError where this
-    machine's libraries would give its fixed tensors other values.
-    """
-    built = _make(model, layers, stage, stage_count)
-    built.derive(seed)
-    with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            std = built.initial_std(name)
-            if std is None:
-                parameter.fill_(1.0)
-            else:
-                parameter.copy_(normal_like(parameter.shape, std, generator_for(seed, name)))
-    return built
+    @abc.abstractmethod
+    def make_stage(self, layers: range) -> Stage:
+        """Returns the module of the stage that holds `layers`; its parameters have no values yet."""
 
+    @abc.abstractmethod
+    def memory_bytes(self, layers: range, tokens: int) -> int:
+        """Returns the least memory that training `layers` takes, with microbatches of `tokens` tokens."""
 
-def parameter_shapes(model: ModelSection, layers: range, stage: int, stage_count: int) -> dict[str, tuple[int, ...]]:
-    """Full name -> shape of every parameter of a stage, in its order, without allocating any."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in _make(model, layers, stage, stage_count).named_parameters()}
+    @abc.abstractmethod
+    def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
+        """Returns every tensor of the stage that holds `layers` as a Hugging Face folder has it. seed: the run's."""
 
+    @abc.abstractmethod
+    def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
+        """Returns the JSON files beside the tensors of a Hugging Face folder, by name.
 
-def _make(model: ModelSection, layers: range, stage: int, stage_count: int) -> Stage:
-    make = FAMILIES.get(model.family)
-    if make is None:
-        raise ManifestError(f"model.family {model.family!r} is unknown; use {' or '.join(map(repr, FAMILIES))}.")
-    return make(model, layers, stage == 0, stage == stage_count - 1)
+        dtype: "float32" or "bfloat16". end_of_text: the id that ends a document; None where there is none.
+        """
+
+    @abc.abstractmethod
+    def describe(self) -> ModelDescription:
+        """Returns the words of a model card that only the family knows."""
+
+    def build_stage(self, layers: range, seed: int) -> Stage:
+        """Returns the stage that holds `layers` with its initial weights, float32 on the CPU.
+
+        A tensor's values depend on the run's seed and its full name only: every cut of the model, on every peer, starts
+        from the same weights. Raises DerivationError if this machine would give its fixed tensors other values.
+        """
+        stage = self.make_stage(layers)
+        stage.derive(seed)
+        fill_initial_weights(stage, seed)
+        return stage
+
+    def parameter_shapes(self, layers: range) -> dict[str, tuple[int, ...]]:
+        """Returns full name -> shape of every parameter of a stage, in the stage's order, without allocating any."""
+        with torch.device("meta"):
+            return {name: tuple(p.shape) for name, p in self.make_stage(layers).named_parameters()}
+
+    def parameter_count(self, layers: range) -> int:
+        """Returns how many parameters the stage that holds `layers` has."""
+        return sum(math.prod(shape) for shape in self.parameter_shapes(layers).values())

@@ -1,7 +1,7 @@
-"""The checks that a daemon makes of its machine before it joins: disk and memory. Ports are checked by the host itself.
+"""Checks this machine before it joins a run: disk and memory. The host itself checks its ports.
 
-Knows: what a run needs. Must not know: the network. Every failure is one sentence with the measured value, the limit
-and what to do.
+Every failure is one sentence with the measured value, the limit and what to do. Knows: what a run needs. Must not know:
+the network.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from agora_protocol.errors import DiskError, MemoryError_
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
+from agora.model import family_of
+
 LEAST_FREE_BYTES = 64 * 2**20
 PROBE_BYTES = 64 * 1024
-BYTES_PER_PARAMETER = 16  # weight, gradient, two moments; float32
-BASE_BYTES = 256 * 2**20  # torch, the event loop, p2pd
+BASE_BYTES = 256 * 2**20
+"""Memory of a daemon without stages: torch, the event loop, p2pd."""
 
 
 def check_disk(directory: Path) -> str:
-    """Writes and removes a small file; a note with what is free. Raises DiskError."""
+    """Writes and removes a small file. Returns a note with the free space. Raises DiskError if there is too little."""
     probe = directory / f".probe-{os.getpid()}"
     try:
         with probe.open("wb") as file:
@@ -44,30 +46,15 @@ def check_disk(directory: Path) -> str:
     return f"{_mib(free)} of disk free"
 
 
-def parameters_of(manifest: Manifest, span: Span) -> int:
-    """How many parameters the span has."""
-    model, last = manifest.model, manifest.stage_count - 1
-    head = model.width // model.heads
-    inner = model.width**2 + 2 * model.width * head * model.key_value_heads + 2 * model.width * model.feed_forward
-    outputs = model.width + model.feed_forward  # for each number that a layer adds to the residual stream
-    layers = sum(len(manifest.layers_of(stage)) for stage in span.stages)
-    free = last in span  # the last layer adds all of the width
-    added = (layers - free) * model.subspace + free * model.width
-    ends = (0 in span) * model.subspace + free * model.width
-    return layers * (inner + 2 * model.width) + added * outputs + ends * model.vocabulary
-
-
-def need_bytes(manifest: Manifest, span: Span) -> int:
-    """What holding the span takes at least: weights, gradients, moments, and a few microbatches."""
-    tokens = manifest.tokens_per_microbatch
-    return BASE_BYTES + BYTES_PER_PARAMETER * parameters_of(manifest, span) + 64 * tokens * manifest.model.width
-
-
 def check_memory(manifest: Manifest, span: Span, limit_gib: float) -> str:
-    """Whether the span fits into what is free (or what the owner allows); a note. Raises MemoryError_."""
+    """Returns a note with the memory that the span needs at least. Raises MemoryError_ if it is more than allowed.
+
+    limit_gib: what the owner of the machine allows; 0: all that is free.
+    """
     free = psutil.virtual_memory().available
     allowed = min(free, int(limit_gib * 2**30)) if limit_gib else free
-    need = need_bytes(manifest, span)
+    stages = family_of(manifest.model).memory_bytes(manifest.layers_in(span), manifest.tokens_per_microbatch)
+    need = BASE_BYTES + stages
     if need > allowed:
         raise MemoryError_(
             f"Stages {span} need {_mib(need)} of memory and {_mib(allowed)} may be used; "
@@ -77,4 +64,5 @@ def check_memory(manifest: Manifest, span: Span, limit_gib: float) -> str:
 
 
 def _mib(size: int) -> str:
+    """Returns a number of bytes in MiB."""
     return f"{size / 2**20:,.0f} MiB"

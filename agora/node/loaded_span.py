@@ -44,7 +44,7 @@ from agora_protocol.records import Progress
 from agora.averaging.slices import Slices
 from agora.calls import Reply
 from agora.data import Sampler, open_corpus, open_tokenizer
-from agora.model import parameter_shapes
+from agora.model import family_of
 from agora.net.calls import IncomingCall
 from agora.node import doctor
 from agora.node.background import BackgroundTasks
@@ -248,7 +248,7 @@ async def _load_stages(startup: Startup, peer: Peer, span: Span) -> AsyncIterato
             in_flight=usual_in_flight(manifest),
             fault=faults.reach_blocking,
         )
-        count = doctor.parameters_of(manifest, span)
+        count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
         note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
     try:
         yield compute, batches
@@ -304,9 +304,8 @@ def _make_keeper(startup: Startup, peer: Peer, compute: Compute) -> StateKeeper:
 
 def stage_layouts(manifest: Manifest) -> list[Layout]:
     """Returns the layout of every stage of the run, held or not. Computed from the manifest; no stage is built."""
-    count, stages = manifest.stage_count, range(manifest.stage_count)
-    shapes = [parameter_shapes(manifest.model, manifest.layers_of(stage), stage, count) for stage in stages]
-    return [lay_out(of_stage.items()) for of_stage in shapes]
+    family, stages = family_of(manifest.model), range(manifest.stage_count)
+    return [lay_out(family.parameter_shapes(manifest.layers_of(stage)).items()) for stage in stages]
 
 
 def _make_hop(startup: Startup, peer: Peer, compute: Compute, admission: Admission, gate: StepGate | None) -> Hop:

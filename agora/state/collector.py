@@ -21,9 +21,9 @@ from agora_protocol.ids import PeerId, RunId
 
 from agora.calls import Caller
 from agora.clock import loop_time
-from agora.state.export import SOURCE_BYTES, StageFile
 from agora.state.files import remove_folder, replace_tensors, sync_folder
 from agora.state.layout import Layout, StageState
+from agora.state.merged_model import SOURCE_BYTES, StageFile
 from agora.state.rules import most_advanced_first
 from agora.state.stages import KeptStages, StageHolders
 from agora.state.transfer import StateFetch

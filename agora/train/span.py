@@ -16,7 +16,7 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from agora.model import Context, build_stage, stage_loss
+from agora.model import Context, family_of, stage_loss
 from agora.observe.events import GradientRefused, MicrobatchCounted, Report
 from agora.stepping import StageStepped, StepPolicy
 from agora.train.device import autocast
@@ -251,7 +251,7 @@ class SpanTrainer:
         self._report(MicrobatchCounted(name, tuple(stages), supervised))
 
     def _make_stage(self, manifest: Manifest, number: int, on_step: Callable[[StageStepped], None]) -> TrainedStage:
-        module = build_stage(manifest.model, manifest.layers_of(number), number, manifest.stage_count, manifest.seed)
+        module = family_of(manifest.model).build_stage(manifest.layers_of(number), manifest.seed)
         weights = StageWeights(module, self._device)
         return TrainedStage(
             number,

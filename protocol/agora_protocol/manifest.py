@@ -7,18 +7,26 @@ SHA-256(b"agora manifest 1\\0" || canonical bytes), the founder included, so not
 from __future__ import annotations
 
 import hashlib
+import operator
 import tomllib
 from dataclasses import dataclass
 from typing import Any, Final, Self, cast
 
-from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 
 from agora_protocol import manifest_toml
 from agora_protocol.codec_names import DIRECTIONS, parse_codec
 from agora_protocol.errors import ManifestError, ProtocolError
 from agora_protocol.identity import Identity, verify
-from agora_protocol.ids import PeerId, RunId
+from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.limits import MAX_MANIFEST_BYTES, STATE_CHUNK_BYTES
+from agora_protocol.manifest_model import (
+    ModelSection,
+    SubspaceSection,
+    changed_model,
+    link_subspace,
+    read_model_section,
+)
 from agora_protocol.manifest_rules import check_rules, explain, suggest
 from agora_protocol.manifest_sections import (
     MAX_SEED,
@@ -27,7 +35,6 @@ from agora_protocol.manifest_sections import (
     BoundarySection,
     CheckpointSection,
     DataSection,
-    ModelSection,
     OptimizerSection,
     ScheduleSection,
     Section,
@@ -48,6 +55,8 @@ __all__ = [
     "ScheduleSection",
     "SignedManifest",
     "StagesSection",
+    "SubspaceSection",
+    "link_subspace",
     "preset",
 ]
 
@@ -64,7 +73,7 @@ class Manifest(Section):
         default=0, ge=0, le=MAX_SEED, description="decides initial weights, samples and the held-out part"
     )
     founder: str = Field(default="", max_length=64, description="peer id of who signed; empty until then")
-    model: ModelSection = ModelSection()
+    model: SerializeAsAny[ModelSection] = SubspaceSection()
     stages: StagesSection = StagesSection()
     boundary: BoundarySection = BoundarySection()
     optimizer: OptimizerSection = OptimizerSection()
@@ -77,12 +86,19 @@ class Manifest(Section):
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, values: Any) -> Any:
-        return _prepared(values)
+        """Returns lists as tuples, which strict sections need, and -0.0 as 0.0, which makes the canonical form one."""
+        return _normalised(values)
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _read_model(cls, values: Any, info: ValidationInfo) -> Any:
+        """Returns the model section of the family that the table names. Raises ManifestError."""
+        return read_model_section(values, _source(info))
 
     @model_validator(mode="after")
-    def _hold_rules(self, info: ValidationInfo) -> Self:
-        """However a manifest is made, its values fit together. Raises ManifestError."""
-        check_rules(self, (info.context or {}).get("source", "manifest"))
+    def _check_rules(self, info: ValidationInfo) -> Self:
+        """Raises ManifestError for values that do not fit together, however the manifest was made."""
+        check_rules(self, _source(info))
         return self
 
     @classmethod
@@ -106,7 +122,7 @@ class Manifest(Section):
 
     def replaced(self, **overrides: Any) -> Manifest:
         """A copy with some values changed, sections as dicts: replaced(seed=1, stages={"count": 4})."""
-        return Manifest.from_values(_merged(self.model_dump(), overrides), "manifest")
+        return Manifest.from_values(_changed(self.model_dump(), overrides), "manifest")
 
     def canonical(self) -> bytes:
         """Deterministic msgpack of every field: maps sorted by key, floats as float64. Hashed and signed."""
@@ -130,14 +146,18 @@ class Manifest(Section):
         cuts = self.stages.first_layers or tuple(index * layers // count for index in range(count))
         return range(cuts[stage], cuts[stage + 1] if stage + 1 < count else layers)
 
+    def layers_in(self, span: Span) -> range:
+        """Returns the layers of all stages of a span."""
+        return range(self.layers_of(span.first).start, self.layers_of(span.last).stop)
+
     @property
     def tokens_per_microbatch(self) -> int:
         """Supervised tokens in one microbatch, b x s."""
         return self.schedule.microbatch * self.model.context
 
     def boundary_shape(self) -> tuple[int, int, int]:
-        """(b, s, subspace) of every boundary."""
-        return self.schedule.microbatch, self.model.context, self.model.subspace
+        """Returns (b, s, k) of every boundary: sequences, positions, values of each token."""
+        return self.schedule.microbatch, self.model.context, self.model.boundary_width
 
     @property
     def max_payload_bytes(self) -> int:
@@ -243,52 +263,37 @@ def _toml(text: str, source: str) -> dict[str, Any]:
         raise ManifestError(f"{source}: this is not valid TOML ({str(error)[:200]}); correct that line.") from None
 
 
-def _prepared(values: Any) -> Any:
-    """Lists as tuples (strict models want them), -0.0 as 0.0 (one canonical form), subspace defaulting to width."""
+def _source(info: ValidationInfo) -> str:
+    """Returns what begins the text of an error: where the values come from."""
+    return str((info.context or {}).get("source", "manifest"))
+
+
+def _normalised(values: Any) -> Any:
+    """Returns plain values with lists as tuples and -0.0 as 0.0."""
     if isinstance(values, dict):
-        prepared = {key: _prepared(value) for key, value in values.items()}
-        model = prepared.get("model")
-        if isinstance(model, dict) and "width" in model:
-            prepared["model"] = {"subspace": model["width"], **model}
-        return prepared
+        return {key: _normalised(value) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        return tuple(_prepared(value) for value in values)
+        return tuple(_normalised(value) for value in values)
     return values + 0.0 if isinstance(values, float) else values
 
 
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    if "subspace" in base and "width" in over and "subspace" not in over:
-        merged |= _subspace_of_width(over["width"], base)
-    return merged
-
-
-def _subspace_of_width(width: Any, model: dict[str, Any]) -> dict[str, int]:
-    """What `subspace` becomes when `model` gets another width: by the rule that gave it its own, if one did."""
-    for rule in (int, link_subspace):
-        if isinstance(width, int) and model["subspace"] == rule(model["width"]):
-            return {"subspace": rule(width)}
-    return {}
+def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a manifest's values with some changed; tables are changed key by key."""
+    changed = values | changes
+    for name in values.keys() & changes.keys():
+        if isinstance(values[name], dict) and isinstance(changes[name], dict):
+            change = changed_model if name == "model" else operator.or_
+            changed[name] = change(values[name], changes[name])
+    return changed
 
 
 LINK_CODEC: Final = "int6/int3"
-
-
-def link_subspace(width: int) -> int:
-    """The rank that reaches a loss soonest over links as people have them, crossing as LINK_CODEC: 7/16 of the width.
-
-    Why both: docs/codecs.md, with the figures of `./scripts/bench wan`.
-    """
-    return max(2, 7 * width // 16)
-
+"""The codec of the presets, for slow links; docs/codecs.md says why."""
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "tiny": {
         "name": "tiny",
-        "model": {"width": ModelSection().width, "subspace": link_subspace(ModelSection().width)},
+        "model": {"width": SubspaceSection().width, "subspace": link_subspace(SubspaceSection().width)},
         "boundary": {"codec": LINK_CODEC},
     },
     "small": {
@@ -314,4 +319,4 @@ def preset(name: str, /, **overrides: Any) -> Manifest:
     """A ready manifest, with some values changed: preset("tiny", seed=1, stages={"count": 4}). Raises ManifestError."""
     if name not in PRESETS:
         raise ManifestError(f"There is no preset {name[:40]!r}; {suggest(name, PRESETS)}")
-    return Manifest.from_values(_merged(PRESETS[name], overrides), f"preset {name}")
+    return Manifest.from_values(_changed(PRESETS[name], overrides), f"preset {name}")

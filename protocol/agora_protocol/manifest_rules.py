@@ -1,6 +1,7 @@
-"""What must hold between the values of a manifest, and how a wrong one is explained: one sentence and what to do.
+"""The rules between the sections of a manifest, and the sentences that explain a wrong manifest.
 
-Knows the sections; reads no files and makes no bytes.
+A rule's docstring is what must hold; the rule returns a sentence, remedy included, when it does not, and None when it
+does. Knows: the sections. Must not know: files, bytes, how a family's values fit together (manifest_model).
 """
 
 from __future__ import annotations
@@ -23,50 +24,23 @@ from agora_protocol.manifest_toml import toml_value
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
-SIGNING_BYTES: Final = 128  # room for founder, signature and their msgpack
+SIGNING_BYTES: Final = 128
+"""Bytes kept free for founder, signature and their msgpack."""
 
 
 def nearest_multiple(value: int, of: int) -> int:
-    """The multiple of `of` closest to value, at least one of it."""
+    """Returns the multiple of `of` closest to `value`, at least `of` itself."""
     return max(round(value / of), 1) * of
 
 
-def _heads(it: Manifest) -> str | None:
-    model = it.model
-    if model.width % model.heads:
-        return (
-            f"[model] width {model.width} is not divisible by heads {model.heads}; "
-            f"use a multiple of heads, such as width = {nearest_multiple(model.width, 2 * model.heads)}."
-        )
-    if model.heads % model.key_value_heads:
-        fitting = max(n for n in range(1, model.heads + 1) if model.heads % n == 0 and n <= model.key_value_heads)
-        return (
-            f"[model] heads {model.heads} is not a multiple of key_value_heads {model.key_value_heads}; "
-            f"use a divisor of heads, such as key_value_heads = {fitting}."
-        )
-    size = model.width // model.heads
-    if size % 2:
-        return (
-            f"[model] the head size width / heads = {size} is odd, and rotary positions need pairs; "
-            f"use width = {(size + 1) * model.heads}."
-        )
-    return None
+def _model(manifest: Manifest) -> str | None:
+    """The values of [model] fit together, by the rules of its family."""
+    return manifest.model.broken_rule()
 
 
-def _subspace(it: Manifest) -> str | None:
-    model = it.model
-    if model.subspace > model.width:
-        return f"[model] subspace {model.subspace} is more than width {model.width}; remove it, or set it to less."
-    if model.subspace < model.width and not model.embedding_is_fixed:
-        return (
-            f"[model] embedding learnt leaves tokens only a subspace of {model.subspace} in width {model.width}; "
-            f'use embedding = "fixed".'
-        )
-    return None
-
-
-def _stages(it: Manifest) -> str | None:
-    count, cuts, layers = it.stages.count, it.stages.first_layers, it.model.layers
+def _stages(manifest: Manifest) -> str | None:
+    """Every stage has at least one layer, and first_layers is a cut of all layers."""
+    count, cuts, layers = manifest.stages.count, manifest.stages.first_layers, manifest.model.layers
     if layers < count:
         return (
             f"[model] layers {layers} are fewer than [stages] count {count}, and every stage needs a layer; "
@@ -84,53 +58,59 @@ def _stages(it: Manifest) -> str | None:
     return None
 
 
-def _step_tokens(it: Manifest) -> str | None:
-    each = it.tokens_per_microbatch
-    if it.optimizer.target_tokens % each:
+def _step_tokens(manifest: Manifest) -> str | None:
+    """An optimizer step takes whole microbatches."""
+    each, target = manifest.tokens_per_microbatch, manifest.optimizer.target_tokens
+    if target % each:
         return (
-            f"[optimizer] target_tokens {it.optimizer.target_tokens} is not a multiple of the {each} tokens of a "
-            f"microbatch ([schedule] microbatch {it.schedule.microbatch} x [model] context {it.model.context}); "
-            f"use target_tokens = {nearest_multiple(it.optimizer.target_tokens, each)}."
+            f"[optimizer] target_tokens {target} is not a multiple of the {each} tokens of a "
+            f"microbatch ([schedule] microbatch {manifest.schedule.microbatch} x [model] context "
+            f"{manifest.model.context}); use target_tokens = {nearest_multiple(target, each)}."
         )
     return None
 
 
-def _warmup(it: Manifest) -> str | None:
-    if it.optimizer.warmup_steps >= it.optimizer.total_steps:
+def _warmup(manifest: Manifest) -> str | None:
+    """Warm-up ends before the run does."""
+    if manifest.optimizer.warmup_steps >= manifest.optimizer.total_steps:
         return (
-            f"[optimizer] warmup_steps {it.optimizer.warmup_steps} leaves nothing of total_steps "
-            f"{it.optimizer.total_steps}; use fewer warmup_steps."
+            f"[optimizer] warmup_steps {manifest.optimizer.warmup_steps} leaves nothing of total_steps "
+            f"{manifest.optimizer.total_steps}; use fewer warmup_steps."
         )
     return None
 
 
-def _codec(it: Manifest) -> str | None:
+def _codec(manifest: Manifest) -> str | None:
+    """The boundary codec is known, and sends fewer columns than a boundary has, or all."""
     try:
-        codec = parse_codec(it.boundary.codec)
+        codec = parse_codec(manifest.boundary.codec)
     except ManifestError as unknown:
         return str(unknown)
-    if codec.columns >= it.model.subspace:
+    if codec.columns >= manifest.model.boundary_width:
         return (
             f"[boundary] codec {codec.name} keeps {codec.columns} columns of boundaries that have "
-            f"{it.model.subspace}; use fewer, or no top{codec.columns}: to send all of them."
+            f"{manifest.model.boundary_width}; use fewer, or no top{codec.columns}: to send all of them."
         )
     return None
 
 
-def _payload(it: Manifest) -> str | None:
-    needed = it.max_payload_bytes
+def _payload(manifest: Manifest) -> str | None:
+    """A boundary fits into one frame."""
+    needed = manifest.max_payload_bytes
     if needed > MAX_PAYLOAD_BYTES:
-        model = it.model
+        model = manifest.model
         return (
-            f"A microbatch of {it.schedule.microbatch} x {model.context} x {model.subspace} {it.boundary.codec} is "
-            f"{needed} bytes on the wire, over the limit of {MAX_PAYLOAD_BYTES}; use a smaller [schedule] microbatch."
+            f"A microbatch of {manifest.schedule.microbatch} x {model.context} x {model.boundary_width} "
+            f"{manifest.boundary.codec} is {needed} bytes on the wire, over the limit of {MAX_PAYLOAD_BYTES}; "
+            "use a smaller [schedule] microbatch."
         )
     return None
 
 
-def _size(it: Manifest) -> str | None:
+def _size(manifest: Manifest) -> str | None:
+    """The signed manifest is not larger than peers accept, and is valid Unicode."""
     try:
-        size = len(it.canonical()) + SIGNING_BYTES
+        size = len(manifest.canonical()) + SIGNING_BYTES
     except UnicodeEncodeError as error:  # a lone surrogate, where pydantic lets it pass
         return f"The text {shown(error.object)} is not valid Unicode; write it again."
     if size > MAX_MANIFEST_BYTES:
@@ -141,23 +121,26 @@ def _size(it: Manifest) -> str | None:
     return None
 
 
-def _tokenizer(it: Manifest) -> str | None:
-    if it.data.tokenizer == "bytes" and it.model.vocabulary < 256:
+def _tokenizer(manifest: Manifest) -> str | None:
+    """The vocabulary holds every id of the bytes tokenizer."""
+    if manifest.data.tokenizer == "bytes" and manifest.model.vocabulary < 256:
         return (
-            f"[model] vocabulary {it.model.vocabulary} is too small for [data] tokenizer bytes, which has 256 ids; "
-            f"use vocabulary = 256."
+            f"[model] vocabulary {manifest.model.vocabulary} is too small for [data] tokenizer bytes, which has 256 "
+            "ids; use vocabulary = 256."
         )
     return None
 
 
-def _founder(it: Manifest) -> str | None:
-    if it.founder and not is_peer_id(it.founder):
+def _founder(manifest: Manifest) -> str | None:
+    """The founder is a peer id, or empty."""
+    if manifest.founder and not is_peer_id(manifest.founder):
         return "founder is not a peer id; remove it, joining signs the manifest and sets it."
     return None
 
 
-def _admission(it: Manifest) -> str | None:
-    mode, peers = it.admission.mode, it.admission.peers
+def _admission(manifest: Manifest) -> str | None:
+    """The listed peers are distinct peer ids, and listed only where the mode reads them."""
+    mode, peers = manifest.admission.mode, manifest.admission.peers
     for peer in peers:
         if not is_peer_id(peer):
             return (
@@ -174,8 +157,7 @@ def _admission(it: Manifest) -> str | None:
 
 
 RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
-    _heads,
-    _subspace,
+    _model,
     _stages,
     _step_tokens,
     _warmup,
@@ -189,32 +171,39 @@ RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
 
 
 def check_rules(manifest: Manifest, source: str) -> None:
-    """Raise ManifestError for the first rule between fields that does not hold."""
+    """Raises ManifestError, which begins with `source`, for the first rule that does not hold."""
     for rule in RULES:
         if problem := rule(manifest):
             raise ManifestError(f"{source}: {problem}")
 
 
-def explain(error: ValidationError, root: type[BaseModel], source: str) -> ManifestError:
-    """The first of pydantic's complaints as one sentence that names section, key, value and remedy."""
+def explain(error: ValidationError, section: type[BaseModel], source: str, within: str = "") -> ManifestError:
+    """Returns the first complaint of pydantic as one sentence that names section, key, value and remedy.
+
+    section: what was validated; within: its name in the manifest, empty for the manifest itself.
+    """
     first = error.errors(include_url=False)[0]
     path = first["loc"]
+    place = _place((within, *path) if within else path)
     if first["type"] == "extra_forbidden":
-        return ManifestError(f"{source}: {_unknown(path, root)}")
+        table = f"{place[: place.rindex(' ')]} has" if " " in place else "there is"
+        key, known = str(path[-1]), _fields_beside(path, section)
+        return ManifestError(f"{source}: {table} no key {key[:40]!r}; {suggest(key, known)}")
     value = first["input"]
-    said = f" {shown(value)}" if isinstance(value, int | float | str) else ""
-    default = _default_of(path, root)
+    value_text = f" {shown(value)}" if isinstance(value, int | float | str) else ""
+    default = _default_text(path, section)
     remedy = "correct it, or remove it" + (f" for the default {default}." if default else ".")
-    return ManifestError(f"{source}: {_where(path)}{said} {_complaint(first)}; {remedy}")
+    return ManifestError(f"{source}: {place}{value_text} {_complaint(first)}; {remedy}")
 
 
-def _where(path: Sequence[str | int]) -> str:
-    """("data", "corpus", 0) as "[data] corpus[0]"."""
-    words = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
-    return f"[{path[0]}] {words[1:]}" if words else f"{path[0]}" if path else "the manifest"
+def _place(path: Sequence[str | int]) -> str:
+    """Returns ("data", "corpus", 0) as "[data] corpus[0]"."""
+    keys = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
+    return f"[{path[0]}] {keys[1:]}" if keys else f"{path[0]}" if path else "the manifest"
 
 
 def _complaint(first: Mapping[str, Any]) -> str:
+    """Returns what pydantic says is wrong with a value, in words of a manifest file."""
     limits = first.get("ctx", {})
     match first["type"]:
         case "model_type" | "model_attributes_type":
@@ -232,30 +221,25 @@ def _complaint(first: Mapping[str, Any]) -> str:
     return str(first["msg"]).removeprefix("Input ").removeprefix("String ").replace("should", "must", 1)
 
 
-def _field_of(path: Sequence[str | int], root: type[BaseModel]) -> tuple[type[BaseModel] | None, FieldInfo | None]:
-    """The section that a path leads into, and the field it names there."""
-    section: Any = root
-    for name in path[:1] if len(path) > 1 else ():
-        field = section.model_fields.get(name)
-        section = field.annotation if field else None
-    if not (isinstance(section, type) and issubclass(section, BaseModel)):
-        return None, None
-    return section, section.model_fields.get(str(path[min(1, len(path) - 1)])) if path else None
+def _fields_beside(path: Sequence[str | int], section: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """Returns the fields of the table that holds the last key of `path`: `section` itself, or a section in it."""
+    fields = section.model_fields
+    if len(path) > 1 and isinstance(path[1], str):
+        table = fields[str(path[0])].default
+        fields = type(table).model_fields if isinstance(table, BaseModel) else {}
+    return fields
 
 
-def _default_of(path: Sequence[str | int], root: type[BaseModel]) -> str | None:
-    default = (_field_of(path, root)[1] or FieldInfo()).default
+def _default_text(path: Sequence[str | int], section: type[BaseModel]) -> str | None:
+    """Returns the default of the field at `path` as TOML writes it; None where there is none."""
+    keys = [part for part in path if isinstance(part, str)]
+    field = _fields_beside(path, section).get(keys[-1]) if keys else None
+    default = field.default if field else None
     return toml_value(default) if isinstance(default, int | float | str | tuple) else None
 
 
-def _unknown(path: Sequence[str | int], root: type[BaseModel]) -> str:
-    section, _ = _field_of(path, root)
-    inside = f"[{path[0]}] has" if len(path) > 1 else "there is"
-    return f"{inside} no key {str(path[-1])[:40]!r}; {suggest(str(path[-1]), section.model_fields if section else ())}"
-
-
 def suggest(word: str, known: Iterable[str]) -> str:
-    """What to do about an unknown word: the nearest known one, or all of them."""
+    """Returns the remedy for an unknown word: the nearest known one, or all of them."""
     names = list(known)
     close = difflib.get_close_matches(word[:64], names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}."

@@ -1,7 +1,7 @@
-"""The sections of a manifest: every field with its type, bounds, default and one line of documentation.
+"""The sections of a manifest but [model]: every field with its type, bounds, default and one line of documentation.
 
-Knows single values; what must hold between them is manifest_rules.py's business, reading and writing manifest.py's. The
-field descriptions become the comments of a manifest file.
+The field descriptions become the comments of a manifest file. Knows: single values. Must not know: rules between them
+(manifest_rules), reading and writing (manifest), models (manifest_model).
 """
 
 from __future__ import annotations
@@ -19,37 +19,6 @@ class Section(BaseModel):
     """Base of all sections: immutable, nothing beyond the declared fields, no silent conversions, no NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class ModelSection(Section):
-    """The decoder that the run trains."""
-
-    family: Literal["subspace"] = Field(
-        default="subspace", description="model family; subspace is a Llama-style decoder"
-    )
-    width: int = Field(default=128, ge=2, le=65_536, description="residual stream width d; a multiple of heads")
-    layers: int = Field(default=4, ge=1, le=1024, description="decoder layers in all; at least one for each stage")
-    heads: int = Field(
-        default=4, ge=1, le=1024, description="attention heads; width / heads must be even, for rotary positions"
-    )
-    key_value_heads: int = Field(default=2, ge=1, le=1024, description="heads of keys and values; divides heads")
-    feed_forward: int = Field(default=352, ge=1, le=524_288, description="inner width of the SwiGLU feed-forward")
-    context: int = Field(default=128, ge=1, le=1_048_576, description="tokens per sequence")
-    vocabulary: int = Field(default=256, ge=2, le=2_097_152, description="token ids; 256 for the bytes tokenizer")
-    subspace: int = Field(
-        default=128, ge=2, le=65_536, description="rank k of the subspace that boundaries carry; at most width"
-    )
-    embedding: Literal["auto", "fixed", "learnt"] = Field(
-        default="auto",
-        description="fixed adds rows that the seed decides, outside the subspace; auto: fixed if subspace < width",
-    )
-    rope_theta: float = Field(default=10000.0, gt=0, le=1e12, description="base of the rotary position frequencies")
-    norm_epsilon: float = Field(default=1e-5, gt=0, le=1, description="added to the mean square in RMSNorm")
-
-    @property
-    def embedding_is_fixed(self) -> bool:
-        """Whether a token has a fixed row beside what is learnt of it."""
-        return self.embedding == "fixed" or (self.embedding == "auto" and self.subspace < self.width)
 
 
 class StagesSection(Section):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from agora.model import family_of
 from benchmarks.agreement_settings import (
     DEFAULT,
     DEFAULTS,
@@ -106,7 +107,7 @@ def notes(effort: Effort) -> list[str]:
     own = schedule.microbatch * model.context
     cover = DEFAULTS.every / DEFAULTS.fraction
     return [
-        f"{REPLICAS} replicas of a Llama-style decoder (width {model.width}, {model.layers} layers, 256 byte tokens, "
+        f"{REPLICAS} replicas of a Llama-style decoder ({family_of(model).describe().shape}, "
         f"context {model.context}, float32) on the source of Python's standard library. Each of {effort.steps} steps "
         f"has {REPLICAS} times {own} tokens, the same for every setting, {effort.steps * REPLICAS * own / 1e6:.1f} M "
         f"in all; AdamW as a manifest has it, the learning rate's decay ending with the run.",

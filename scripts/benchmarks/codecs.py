@@ -146,8 +146,8 @@ def add_losses(rows: list[dict[str, Cell]], manifest: Manifest, steps: int, fold
     found |= {f"naive {name}, nearest": _naive_crossing(name) for name in NAIVE}
     for name, cross in found.items():
         _add_loss(rows, name, Stages(manifest, folder, cross), steps)
-    whole = manifest.replaced(model={"subspace": manifest.model.width})
-    for name in (*WHOLE, *(f"top{manifest.model.subspace}:{name}" for name in WHOLE)):
+    whole = manifest.replaced(model=manifest.model.full_boundary())
+    for name in (*WHOLE, *(f"top{manifest.model.boundary_width}:{name}" for name in WHOLE)):
         _add_loss(rows, f"k = d, {name}", Stages(whole, folder, crossing(BoundaryCodec(name, manifest.seed))), steps)
 
 

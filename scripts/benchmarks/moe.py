@@ -77,7 +77,7 @@ def serve_stage(spec: dict[str, Any], channel: Channel) -> None:
     last = work.manifest.stage_count - 1
     tokens = BatchTensorDescriptor(work.context, dtype=torch.int64)
     hidden = BatchTensorDescriptor(
-        work.context, work.manifest.model.width, requires_grad=True, compression=CompressionType.FLOAT16
+        work.context, work.manifest.model.boundary_width, requires_grad=True, compression=CompressionType.FLOAT16
     )
     module = LossStage(work.stage(stage)) if stage == last else work.stage(stage)
     backend = SteppingBackend(

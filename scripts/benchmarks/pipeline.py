@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from agora.model import family_of
 from benchmarks.children import Nursery
 from benchmarks.contenders import Contender, Gloo1F1B, HivemindMoe, SingleLoop
 from benchmarks.freezer import Freezer
@@ -82,8 +83,7 @@ def notes(effort: Effort) -> list[str]:
     model = manifest.model
     cores = usable_cores()
     return [
-        f"The same work for all: a Llama-style decoder (width {model.width}, {model.layers} layers, "
-        f"{model.heads} heads, feed-forward {model.feed_forward}, {model.vocabulary} byte tokens, context "
+        f"The same work for all: a Llama-style decoder ({family_of(model).describe().shape}, context "
         f"{model.context}), microbatches of {SEQUENCES} sequences, {MICROBATCHES_PER_STEP} per AdamW step, the source "
         "of Python's standard library.",
         f"Compute threads in all: {cores} on {cores} cores, but one at least per stage process. The networks' own "

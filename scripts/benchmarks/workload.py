@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer
-from agora.model import build_stage, stage_loss
+from agora.model import family_of, stage_loss
 from agora.train.schedule import learning_rate
 from benchmarks.task import MICROBATCHES_PER_STEP
 
@@ -48,9 +48,8 @@ class Work:
 
     def stage(self, stage: int) -> nn.Module:
         """The numbered stage with its seeded initial weights, taking [b, s] tokens or [b, s, width] hidden states."""
-        count = self.manifest.stage_count
         layers = self.manifest.layers_of(stage)
-        return Plain(build_stage(self.manifest.model, layers, stage, count, self.manifest.seed))
+        return Plain(family_of(self.manifest.model).build_stage(layers, self.manifest.seed))
 
     def optimizer(self, module: nn.Module) -> torch.optim.AdamW:
         """AdamW as the manifest says (weight decay on matrices only), fused: the fastest that torch has."""

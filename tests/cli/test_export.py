@@ -26,13 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agora.cli import console, export
 from agora.cli.console import Failure
-from agora.model import Context, Stage, build_stage, stage_loss
+from agora.model import Context, Stage, family_of, stage_loss
 from agora.node import paths, runs
 from agora.node.control import Ask, ControlSocket
 from agora.state.checkpoint import write_checkpoint
-from agora.state.export import ExportError
 from agora.state.files import replace_tensors
 from agora.state.layout import StageState
+from agora.state.merged_model import ExportError
 from agora.train.weights import StageWeights
 
 MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 64}
@@ -58,7 +58,7 @@ def signed() -> SignedManifest:
 @pytest.fixture(scope="module")
 def stages() -> list[Stage]:
     """Far from their initial values, gains included, so that no tensor could stand for another."""
-    return disturbed([build_stage(MANIFEST.model, MANIFEST.layers_of(k), k, 3, 5) for k in range(3)])
+    return disturbed([family_of(MANIFEST.model).build_stage(MANIFEST.layers_of(k), 5) for k in range(3)])
 
 
 @torch.no_grad()
@@ -91,8 +91,8 @@ def checkpoint(home: paths.Home, signed: SignedManifest, stages: list[Stage], st
 
 
 def run(wanted: str, out: Path, *directories: Path, dtype: str = "float32", size: str = "5GB", force: bool = False):
-    wish = export.Wish(wanted, out, directories, dtype, size, force)
-    return export.run(wish, as_json=True)
+    request = export.ExportRequest(wanted, out, directories, dtype, size, force)
+    return export.run(request, as_json=True)
 
 
 def logits_of(stages: list[Stage], tokens: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_a_narrow_subspace_becomes_a_plain_llama_with_the_same_logits(
     narrow = MANIFEST.replaced(name="narrow", model={"subspace": subspace, "embedding": embedding})
     founded = SignedManifest.sign(narrow, Identity.generate())
     runs.remember(home, founded)
-    built = disturbed([build_stage(narrow.model, narrow.layers_of(k), k, 3, narrow.seed) for k in range(3)])
+    built = disturbed([family_of(narrow.model).build_stage(narrow.layers_of(k), narrow.seed) for k in range(3)])
     for stage in range(3):
         checkpoint(home, founded, built, stage, STEPS[stage])
     assert run("narrow", tmp_path / "out") == console.DONE
@@ -356,7 +356,7 @@ def test_mistakes_end_before_anything_is_asked(checkpoints: paths.Home, tmp_path
         run("poems", checkpoints.root)
     with pytest.raises(InputError, match="'poms' is no file.*'poems'"):
         run("poms", tmp_path / "out")
-    assert (export.size_of("5GB"), export.size_of("1.5 mb")) == (5 * 10**9, 1_500_000)
+    assert (export.parse_size("5GB"), export.parse_size("1.5 mb")) == (5 * 10**9, 1_500_000)
 
 
 def test_sigterm_ends_the_wait_for_a_daemon(checkpoints: paths.Home, signed: SignedManifest, tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_sigterm_ends_the_wait_for_a_daemon(checkpoints: paths.Home, signed: Sig
 
 
 def test_people_get_four_lines(checkpoints: paths.Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    export.run(export.Wish("poems", tmp_path / "out", (), "bf16", "5GB", False), as_json=False)
+    export.run(export.ExportRequest("poems", tmp_path / "out", (), "bf16", "5GB", False), as_json=False)
     said = capsys.readouterr()
     assert [line.split()[0] for line in said.out.splitlines()] == ["exported", "weights", "stages", "load"]
     assert "0 at step 41, 1 at step 40, 2 at step 42, from checkpoints of its peers" in said.out

@@ -18,7 +18,7 @@ import pytest
 import torch
 from agora_protocol.manifest import Manifest, SignedManifest
 
-from agora.model import Context, build_stage, stage_loss
+from agora.model import Context, family_of, stage_loss
 from tests.process.harness import Daemon, Swarm, swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -146,7 +146,7 @@ def test_an_outsider_gets_the_gradient_that_a_node_would(node: tuple[Swarm, Daem
     (answer,) = done["answers"]
 
     manifest = node[0].manifest
-    stage = build_stage(manifest.model, manifest.layers_of(1), 1, 2, manifest.seed)
+    stage = family_of(manifest.model).build_stage(manifest.layers_of(1), manifest.seed)
     hidden = boundary.clone().requires_grad_()
     loss = stage_loss(stage(hidden, Context(tokens[:, :-1])), tokens[:, 1:])
     loss.backward()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agora_protocol.manifest import ModelSection
+from agora_protocol.manifest import SubspaceSection
 from torch import Tensor
 
-from agora.model import build_stage
+from agora.model import family_of
 
 RENAMED = {
     "attention_norm": "input_layernorm",
@@ -36,7 +36,7 @@ def hugging_face_name(name: str) -> str:
     return f"model.{layers}.{index}.{RENAMED[rest.removesuffix('.weight')]}.weight"
 
 
-def logits(weights: dict[str, Tensor], model: ModelSection, tokens: list[int]) -> Tensor:
+def logits(weights: dict[str, Tensor], model: SubspaceSection, tokens: list[int]) -> Tensor:
     """[s, vocabulary] for one sequence, in float64."""
     w = {name: value.double() for name, value in weights.items()}
     x = torch.stack([w["model.embed_tokens.weight"][token] for token in tokens])
@@ -51,11 +51,11 @@ def logits(weights: dict[str, Tensor], model: ModelSection, tokens: list[int]) -
     return norm(x, w["model.norm.weight"], model) @ w["lm_head.weight"].T
 
 
-def norm(x: Tensor, gain: Tensor, model: ModelSection) -> Tensor:
+def norm(x: Tensor, gain: Tensor, model: SubspaceSection) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + model.norm_epsilon) * gain
 
 
-def attention(x: Tensor, part: dict[str, Tensor], model: ModelSection) -> Tensor:
+def attention(x: Tensor, part: dict[str, Tensor], model: SubspaceSection) -> Tensor:
     e = model.width // model.heads
     q, k, v = (x @ part[f"self_attn.{name}_proj.weight"].T for name in "qkv")
     outputs = []
@@ -84,7 +84,7 @@ def turned(row: Tensor, position: int, theta: float) -> Tensor:
 
 @pytest.mark.parametrize("key_value_heads", [4, 2, 1])
 def test_logits_equal_those_of_an_independent_llama(key_value_heads: int) -> None:
-    model = ModelSection(
+    model = SubspaceSection(
         width=32,
         subspace=32,
         layers=2,
@@ -95,7 +95,7 @@ def test_logits_equal_those_of_an_independent_llama(key_value_heads: int) -> Non
         vocabulary=50,
         rope_theta=500.0,
     )
-    stages = [build_stage(model, range(k, k + 1), k, 2, 3) for k in range(2)]
+    stages = [family_of(model).build_stage(range(k, k + 1), 3) for k in range(2)]
     weights = {}
     with torch.no_grad():
         for name, p in ((name, p) for stage in stages for name, p in stage.named_parameters()):

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from agora_protocol.manifest import Manifest, ModelSection
+from agora_protocol.manifest import Manifest, SubspaceSection
 from torch import Tensor
 
-from agora.model import Context, Stage, build_stage, fixed, hf, parameter_shapes, stage_loss
-from agora.model.subspace import FIXED_SCALE
+from agora.model import Context, Stage, family_of, fixed_tensors, stage_loss
+from agora.model.subspace_stage import FIXED_SCALE
 from tests.model.test_llama_equivalence import attention, hugging_face_name, norm
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
 
 SEED, WIDTH, RANK, VOCABULARY = 9, 48, 10, 50
-MODEL = ModelSection(
+MODEL = SubspaceSection(
     width=WIDTH,
     subspace=RANK,
     layers=4,
@@ -37,10 +37,10 @@ SAME_WIDTH = MODEL.model_copy(update={"subspace": WIDTH, "embedding": "fixed"})
 STEPS = 5
 
 
-def cut(model: ModelSection, count: int) -> list[Stage]:
+def cut(model: SubspaceSection, count: int) -> list[Stage]:
     """Away from the initial values, so that every tensor counts; the same whatever the cut."""
     size = model.layers // count
-    stages = [build_stage(model, range(k * size, (k + 1) * size), k, count, SEED) for k in range(count)]
+    stages = [family_of(model).build_stage(range(k * size, (k + 1) * size), SEED) for k in range(count)]
     with torch.no_grad():
         for number, parameter in enumerate(p for stage in stages for p in stage.parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
@@ -48,7 +48,7 @@ def cut(model: ModelSection, count: int) -> list[Stage]:
     return stages
 
 
-def some_tokens(model: ModelSection, b: int = 2) -> Tensor:
+def some_tokens(model: SubspaceSection, b: int = 2) -> Tensor:
     return torch.randint(model.vocabulary, (b, model.context), generator=torch.Generator().manual_seed(3))
 
 
@@ -106,7 +106,7 @@ def plain_embedding() -> np.ndarray:
 class Reference:
     """The whole model in d coordinates. states: what every layer reads, [s, d] of each sequence."""
 
-    model: ModelSection
+    model: SubspaceSection
     weights: dict[str, Tensor]
     states: list[Tensor] = field(default_factory=list)
 
@@ -138,7 +138,7 @@ class Reference:
         return part | {"self_attn.o_proj.weight": out}
 
 
-def reference_of(model: ModelSection) -> Reference:
+def reference_of(model: SubspaceSection) -> Reference:
     named = {n: p.detach().double().requires_grad_() for n, p in cut(model, 1)[0].named_parameters()}
     return Reference(model, {hugging_face_name(name): p for name, p in named.items()})
 
@@ -147,43 +147,43 @@ def reference_of(model: ModelSection) -> Reference:
 
 
 def test_basis_and_signs_are_the_products_of_plain_matrices() -> None:
-    assert np.array_equal(fixed.basis(SEED, WIDTH, RANK), plain_basis())
-    assert np.array_equal(fixed.embedding(SEED, VOCABULARY, WIDTH), plain_embedding())
+    assert np.array_equal(fixed_tensors.basis(SEED, WIDTH, RANK), plain_basis())
+    assert np.array_equal(fixed_tensors.embedding(SEED, VOCABULARY, WIDTH), plain_embedding())
 
 
 @pytest.mark.parametrize("width", [2, 6, 24, 50, 128, 768, 1024])
 def test_the_basis_is_orthonormal_to_the_last_bit_and_spread_over_all_coordinates(width: int) -> None:
     rank = max(width // 3, 1)
-    basis = fixed.basis(SEED, width, rank)
+    basis = fixed_tensors.basis(SEED, width, rank)
     exact = basis.astype(np.float64)
     assert basis.dtype == np.float32 and np.array_equal(exact.T @ exact, np.eye(rank))
-    assert np.array_equal(fixed.basis(SEED, width, rank + 1)[:, :rank], basis) or rank + 1 == width
+    assert np.array_equal(fixed_tensors.basis(SEED, width, rank + 1)[:, :rank], basis) or rank + 1 == width
     if width >= 128:
         assert (exact**2).sum(1).max() < 2 * rank / width, "no coordinate belongs to the subspace much more than others"
-        assert not np.array_equal(fixed.basis(SEED + 1, width, rank), basis)
+        assert not np.array_equal(fixed_tensors.basis(SEED + 1, width, rank), basis)
 
 
 def test_a_subspace_that_is_the_whole_space_has_the_identity_for_a_basis() -> None:
-    assert np.array_equal(fixed.basis(SEED, 24, 24), np.eye(24))
+    assert np.array_equal(fixed_tensors.basis(SEED, 24, 24), np.eye(24))
 
 
 def test_the_bits_of_basis_and_embedding_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers of other machines and versions must agree; a machine that does not says so before it trains."""
-    fixed.check_derivation.cache_clear()
-    fixed.check_derivation()
+    fixed_tensors.check_derivation.cache_clear()
+    fixed_tensors.check_derivation()
     pinned = "b6dd8460cd61ee1dfc1d8c770288a0ecf2f41e3f58c29979a61989144b69a38a"
-    assert fixed.digest(7, 1000, 24, 5) == pinned
-    fixed.check_derivation.cache_clear()
-    monkeypatch.setattr(fixed, "embedding_signs", lambda *sizes: np.zeros(3, np.uint8))
-    with pytest.raises(fixed.DerivationError, match="b6dd8460cd61ee1d"):
-        build_stage(MODEL, range(4), 0, 1, SEED)
+    assert fixed_tensors.digest(7, 1000, 24, 5) == pinned
+    fixed_tensors.check_derivation.cache_clear()
+    monkeypatch.setattr(fixed_tensors, "embedding_signs", lambda *sizes: np.zeros(3, np.uint8))
+    with pytest.raises(fixed_tensors.DerivationError, match="b6dd8460cd61ee1d"):
+        family_of(MODEL).build_stage(range(4), SEED)
 
 
 def test_a_rows_signs_are_its_own_and_cost_a_bit_each() -> None:
-    signs = fixed.embedding_signs(SEED, 40_000, 100)
+    signs = fixed_tensors.embedding_signs(SEED, 40_000, 100)
     assert signs.nbytes == 40_000 * 13
-    assert np.array_equal(signs[:77], fixed.embedding_signs(SEED, 77, 100))
-    assert fixed.embedding(SEED, 40_000, 100).mean() == pytest.approx(0, abs=5 / 2000)
+    assert np.array_equal(signs[:77], fixed_tensors.embedding_signs(SEED, 77, 100))
+    assert fixed_tensors.embedding(SEED, 40_000, 100).mean() == pytest.approx(0, abs=5 / 2000)
 
 
 def test_stages_hold_what_is_fixed_in_no_parameter_and_no_state() -> None:
@@ -198,7 +198,7 @@ def test_stages_hold_what_is_fixed_in_no_parameter_and_no_state() -> None:
 
 @pytest.mark.parametrize("model", [MODEL, SAME_WIDTH], ids=["narrow", "same width"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_loss_and_gradients_across_boundaries_are_those_without_a_boundary(model: ModelSection, count: int) -> None:
+def test_loss_and_gradients_across_boundaries_are_those_without_a_boundary(model: SubspaceSection, count: int) -> None:
     tokens = some_tokens(model)
     loss, expected, _ = gradients(cut(model, 1), tokens)
     found_loss, found, boundaries = gradients(cut(model, count), tokens)
@@ -210,7 +210,7 @@ def test_loss_and_gradients_across_boundaries_are_those_without_a_boundary(model
 
 
 @pytest.mark.parametrize("model", [MODEL, SAME_WIDTH], ids=["narrow", "same width"])
-def test_coordinates_compute_what_full_matrices_and_a_full_residual_stream_compute(model: ModelSection) -> None:
+def test_coordinates_compute_what_full_matrices_and_a_full_residual_stream_compute(model: SubspaceSection) -> None:
     tokens = some_tokens(model)
     loss, found, _ = gradients([stage.double() for stage in cut(model, 4)], tokens)
     reference = reference_of(model)
@@ -249,7 +249,7 @@ def test_no_position_sees_a_later_token() -> None:
 
 
 def test_what_is_added_to_the_stream_costs_k_rows_and_the_last_layer_is_free() -> None:
-    shapes = parameter_shapes(MODEL, range(4), 0, 1)
+    shapes = family_of(MODEL).parameter_shapes(range(4))
     for layer in range(4):
         rows = WIDTH if layer == 3 else RANK
         assert shapes[f"layers.{layer}.attention.output.weight"] == (rows, WIDTH)
@@ -309,11 +309,12 @@ def test_any_number_of_stages_trains_as_one_plain_loop_does(spans: list[str], ac
 
 def test_trained_output_matrices_stay_in_the_subspace_but_for_the_last_layers() -> None:
     manifest = narrow_manifest(2)
-    unfolding, basis = hf.Unfolding(manifest.model, manifest.seed), fixed.basis(manifest.seed, 32, 6)
+    basis, exported = fixed_tensors.basis(manifest.seed, 32, 6), family_of(manifest.model).exported_tensors
+    converters = {tensor.source: tensor.convert for tensor in exported(range(4), manifest.seed)}
     for name, values in joined(asyncio.run(trained(manifest, ["0", "1"]))).items():
         if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
-            unfold = unfolding.of(name)
-            full = values if unfold is None else unfold(values)
+            convert = converters[name]
+            full = values if convert is None else convert(values)
             outside = relative_difference(basis @ (basis.T @ full), full)
             assert outside > 0.5 if name.startswith("layers.3.") else outside < 1e-6, name
 

@@ -14,7 +14,6 @@ from agora_protocol.errors import DiskError, MemoryError_
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.model import build_stage
 from agora.node import doctor
 
 Usage = namedtuple("Usage", "total used free")
@@ -46,12 +45,3 @@ def test_too_little_memory_names_the_need(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(50 * 2**20))
     with pytest.raises(MemoryError_, match="hold fewer stages"):
         doctor.check_memory(manifest, Span(0, 0), 0.0)
-
-
-@pytest.mark.parametrize("subspace", [128, 20])
-def test_parameters_are_counted_as_the_model_has_them(subspace: int) -> None:
-    manifest = preset("tiny", model={"layers": 5, "subspace": subspace}, stages={"count": 3})
-    for stage in range(3):
-        built = build_stage(manifest.model, manifest.layers_of(stage), stage, 3, 0)
-        exact = sum(parameter.numel() for parameter in built.parameters())
-        assert doctor.parameters_of(manifest, Span(stage, stage)) == pytest.approx(exact, rel=0.01)

@@ -18,7 +18,7 @@ from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
 from agora.data import Sampler, open_corpus, open_tokenizer, sample_id
-from agora.model import Context, build_stage, stage_loss
+from agora.model import Context, family_of, stage_loss
 from tests.oracle import Batches, relative_difference, run_plain_loop
 from tests.process.harness import Daemon, Swarm, swarm
 
@@ -133,7 +133,7 @@ def heldout_loss(manifest: Manifest, sampler: Sampler, weights: list[dict[str, n
     """Mean held-out loss per token of these weights, in this process."""
     stages = []
     for k, tensors in enumerate(weights):
-        stage = build_stage(manifest.model, manifest.layers_of(k), k, manifest.stage_count, manifest.seed)
+        stage = family_of(manifest.model).build_stage(manifest.layers_of(k), manifest.seed)
         stage.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in tensors.items()})
         stages.append(stage)
     total, tokens = 0.0, 0

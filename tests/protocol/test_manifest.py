@@ -12,7 +12,7 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES, STATE_CHUNK_BYTES
-from agora_protocol.manifest import PRESETS, Manifest, ModelSection, SignedManifest, is_signed, preset
+from agora_protocol.manifest import PRESETS, Manifest, SignedManifest, SubspaceSection, is_signed, preset
 
 
 def test_the_empty_file_is_the_tiny_preset_but_for_an_exact_boundary() -> None:
@@ -113,7 +113,10 @@ def test_admission(alice: Identity, bob: Identity) -> None:
         ("[model]\nwidth = 1000000", "[model] width 1000000 must be less than or equal to 65536"),
         ("[model]\nwidth = 128.0", "[model] width 128.0 must be a valid integer"),
         ("[model]\nwidth = true", "[model] width True must be a valid integer"),
-        ("[model]\nfamily = 'mamba'", "[model] family 'mamba' must be 'subspace'"),
+        ("[model]\nfamily = 'mamba'", "[model] family 'mamba' is unknown; use one of subspace."),
+        ("[model]\nfamily = 'subspac'", "[model] family 'subspac' is unknown; did you mean 'subspace'?"),
+        ("[model]\nfamily = 3", "[model] family 3 is unknown; use one of subspace."),
+        ("[model]\nfamily = [1]", "[model] family a tuple is unknown; use one of subspace."),
         ("[stages]\ncount = 5", "[model] layers 4 are fewer than [stages] count 5, and every stage needs a layer"),
         ("[stages]\ncount = 0", "[stages] count 0 must be greater than or equal to 1"),
         ("[stages]\nfirst_layers = [0]", "first_layers names 1 stages where count is 2"),
@@ -197,13 +200,13 @@ def test_a_boundary_has_the_subspaces_numbers_and_its_embedding_is_fixed() -> No
     narrow = preset("tiny", model={"subspace": 20})
     assert narrow.boundary_shape() == (8, 128, 20) and narrow.model.embedding_is_fixed
     assert preset("tiny").model.embedding_is_fixed and not Manifest().model.embedding_is_fixed
-    assert Manifest(model=ModelSection(embedding="fixed")).model.embedding_is_fixed
+    assert Manifest(model=SubspaceSection(embedding="fixed")).model.embedding_is_fixed
     assert preset("small", model={"subspace": 20}).max_payload_bytes >= 8 * 256 * 20 * 2
 
 
 def test_a_manifest_that_exists_is_valid_however_it_was_made() -> None:
     with pytest.raises(ManifestError, match="width 129 is not divisible"):
-        Manifest(model=ModelSection(width=129, subspace=129))
+        Manifest(model=SubspaceSection(width=129, subspace=129))
     with pytest.raises(ManifestError, match="more than width"):
         Manifest.model_validate({"model": {"width": 64, "subspace": 96}})
     assert Manifest.model_validate({"model": {"width": 64}, "data": {"corpus": ["a.txt"]}}).model.subspace == 64
@@ -214,7 +217,7 @@ def test_sections_are_immutable_and_closed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         section.width = 3
     with pytest.raises(ValueError, match="extra"):
-        ModelSection(depth=3)  # type: ignore[call-arg]
+        SubspaceSection(depth=3)  # type: ignore[call-arg]
 
 
 def test_signed_bytes_are_read_back_and_pinned_to_their_run(signed: SignedManifest) -> None:

@@ -17,7 +17,7 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import SignedManifest, preset
 from safetensors import safe_open
 
-from agora.model import build_stage
+from agora.model import family_of
 from agora.node.loaded_span import stage_layouts
 from agora.state import collector
 from agora.state.collector import SPARE_BYTES, StageCollector
@@ -38,7 +38,7 @@ def signed() -> SignedManifest:
 @pytest.fixture(scope="module")
 def layouts() -> list[Layout]:
     """As the peers that hold the stages have them."""
-    built = [build_stage(MANIFEST.model, MANIFEST.layers_of(k), k, 3, MANIFEST.seed) for k in range(3)]
+    built = [family_of(MANIFEST.model).build_stage(MANIFEST.layers_of(k), MANIFEST.seed) for k in range(3)]
     weights = [StageWeights(stage, torch.device("cpu")) for stage in built]
     return [each.layout for each in weights]
 

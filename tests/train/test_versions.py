@@ -17,7 +17,7 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.func import functional_call
 
-from agora.model import Context, build_stage
+from agora.model import Context, family_of
 from agora.stepping import StepPolicy
 from agora.train import memory
 from agora.train.memory import graphs_fit
@@ -81,7 +81,7 @@ class Bench:
         context, leaves = Context(hidden), {}
         for stage, values in zip(self.span.stages, weights, strict=True):
             model = self.manifest
-            module = build_stage(model.model, model.layers_of(stage), stage, model.stage_count, model.seed)
+            module = family_of(model.model).build_stage(model.layers_of(stage), model.seed)
             fresh = {name: value.clone().requires_grad_() for name, value in values.items()}
             hidden = functional_call(module, fresh, (hidden, context))
             leaves |= fresh

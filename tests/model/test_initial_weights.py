@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 
-from agora.model.initial import CHUNK, generator_for, normal_like
+from agora.model.initial_weights import CHUNK, generator_for, normal_like
 
 
 def test_values_have_the_asked_deviation_and_are_bounded() -> None:

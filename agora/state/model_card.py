@@ -1,11 +1,12 @@
-"""The model card of an export: what the model is, where it comes from, how to load it, what not to expect of it.
+"""Writes the model card of an export: what the model is, where it comes from, how to load it, what its limits are.
 
-Knows the manifest and how far each stage was. Must not know weights, files or peers.
+Knows: the manifest, the family's own words, the step of each stage. Must not know: weights, files, peers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from agora_protocol.codec_names import parse_codec
@@ -14,17 +15,30 @@ from agora_protocol.manifest import Manifest
 BYTES: Final = "bytes"
 
 
-def model_card(manifest: Manifest, steps: Mapping[int, int], parameters: int, dtype: str, source: str) -> str:
-    """README.md. steps: of each stage; dtype: as transformers calls it; source: in words, where the stages are from."""
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What only the family can say of a model. kind: such as "A Llama-style decoder"; shape: its sizes, in words."""
+
+    kind: str
+    shape: str
+
+
+def model_card(
+    manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], parameters: int, dtype: str, source: str
+) -> str:
+    """Returns the text of README.md.
+
+    steps: of each stage; dtype: as transformers calls it; source: where the stages come from, in words.
+    """
     return "\n\n".join(
         [
             "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- agora\n---",
             f"# {manifest.name}",
-            f"A Llama-style decoder of {parameters:,} parameters, trained from nothing by a swarm of peers: the agora "
+            f"{model.kind} of {parameters:,} parameters, trained from nothing by a swarm of peers: the agora "
             f"run `{manifest.run_id}`.",
-            _facts(manifest, steps, dtype, source),
+            _facts_table(manifest, model, steps, dtype, source),
             "## Load",
-            _load(manifest),
+            _loading(manifest),
             "## Limits",
             _limits(manifest, steps),
             "## The run",
@@ -35,12 +49,12 @@ def model_card(manifest: Manifest, steps: Mapping[int, int], parameters: int, dt
     )
 
 
-def _facts(manifest: Manifest, steps: Mapping[int, int], dtype: str, source: str) -> str:
-    model, least = manifest.model, min(steps.values())
+def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], dtype: str, source: str) -> str:
+    """Returns the table of sizes and training."""
+    least = min(steps.values())
     rows = {
-        "shape": f"width {model.width}, {model.layers} layers, {model.heads} heads of which {model.key_value_heads} "
-        f"have keys and values, feed-forward {model.feed_forward}, vocabulary {model.vocabulary}",
-        "context": f"{model.context} tokens",
+        "shape": model.shape,
+        "context": f"{manifest.model.context} tokens",
         "weights": dtype,
         "optimizer steps": ", ".join(f"stage {stage}: {step:,}" for stage, step in sorted(steps.items())),
         "tokens": f"about {least * manifest.optimizer.target_tokens:,} "
@@ -51,9 +65,9 @@ def _facts(manifest: Manifest, steps: Mapping[int, int], dtype: str, source: str
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
-def _load(manifest: Manifest) -> str:
-    """Training adds no special tokens, so reading must not either; bytes have none to add."""
-    plain = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"
+def _loading(manifest: Manifest) -> str:
+    """Returns the code that loads the model. Training adds no special tokens, so reading must not add any either."""
+    no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"
     return f"""\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,12 +75,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "."
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
-text = tokenizer("The", return_tensors="pt"{plain})
+text = tokenizer("The", return_tensors="pt"{no_special_tokens})
 print(tokenizer.decode(model.generate(**text, max_new_tokens=100)[0]))
 ```"""
 
 
 def _limits(manifest: Manifest, steps: Mapping[int, int]) -> str:
+    """Returns the list of what not to expect of the model."""
     model = manifest.model
     lines = [
         f"- It has never seen more than {model.context} tokens at once; positions beyond that are untrained.",
@@ -77,8 +92,8 @@ def _limits(manifest: Manifest, steps: Mapping[int, int]) -> str:
     columns = parse_codec(manifest.boundary.codec).columns
     if columns:
         lines.append(
-            f"- It was trained with {columns} of its {model.subspace} columns between stages, and here has all of "
-            "them: it may predict worse than the swarm said, much worse where most were left out."
+            f"- It was trained with {columns} of its {model.boundary_width} columns between stages, and here has all "
+            "of them: it may predict worse than the swarm said, much worse where most were left out."
         )
     if manifest.data.tokenizer == BYTES:
         lines.append("- A token is a byte of UTF-8; id 0 ends a document. The tokenizer has no special tokens.")

@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from agora.state.export import INDEX, ExportError, Merge, Part, StageFile, cut_shards, to_bf16
 from agora.state.files import replace_tensors
+from agora.state.merged_model import INDEX, ExportedTensor, ExportError, StageFile, cut_shards, open_stages, to_bf16
 
 RUN = "ab" * 32
-PARTS = [
-    Part(0, "a", "model.a", (4, 3)),
-    Part(0, "b", "model.b", (5,)),
-    Part(1, "c", "model.c", (2, 2)),
-]
+EXPORTED = {
+    0: [ExportedTensor("a", "model.a", (4, 3)), ExportedTensor("b", "model.b", (5,))],
+    1: [ExportedTensor("c", "model.c", (2, 2))],
+}
+ALL = [*EXPORTED[0], *EXPORTED[1]]
 
 
-def values(part: Part) -> np.ndarray:
+def values(part: ExportedTensor) -> np.ndarray:
     return np.linspace(-1, 1, part.numel, dtype=np.float32).reshape(part.shape)
 
 
 def tensors(stage: int) -> dict[str, np.ndarray]:
-    return {part.name: values(part) for part in PARTS if part.stage == stage}
+    return {tensor.source: values(tensor) for tensor in EXPORTED[stage]}
 
 
 def about(stage: int, step: int = 7) -> dict[str, str]:
@@ -45,8 +45,8 @@ def files(tmp_path: Path) -> list[StageFile]:
 
 def check(files: list[StageFile]) -> list[int]:
     told: list[int] = []
-    with Merge(RUN, files, PARTS) as merge:
-        merge.check(told.append)
+    with open_stages(RUN, files, EXPORTED) as model:
+        model.check(told.append)
     return told
 
 
@@ -57,23 +57,23 @@ def test_shards_hold_every_tensor_under_its_new_name(
     assert check(files) == [48, 20, 16]
     out = tmp_path / "out"
     out.mkdir()
-    with Merge(RUN, files, PARTS) as merge:
-        written = merge.write(out, "float32", shard_bytes, lambda _: None)
+    with open_stages(RUN, files, EXPORTED) as model:
+        written = model.write(out, "float32", shard_bytes, lambda _: None)
     index = json.loads((out / INDEX).read_text())
     assert index["metadata"]["total_size"] == 84
     assert sorted(written) == sorted(path.name for path in out.iterdir()) and len(written) == shards + 1
-    for part in PARTS:
-        found = load_file(out / index["weight_map"][part.exported])[part.exported]
+    for part in ALL:
+        found = load_file(out / index["weight_map"][part.name])[part.name]
         assert np.array_equal(found.numpy(), values(part))
     assert all((out / name).stat().st_size == file.size for name, file in written.items())
 
 
 def test_bf16_halves_the_files_and_rounds_as_torch_does(files: list[StageFile], tmp_path: Path) -> None:
-    with Merge(RUN, files, PARTS) as merge:
-        merge.write(tmp_path, "bf16", 10**9, lambda _: None)
+    with open_stages(RUN, files, EXPORTED) as model:
+        model.write(tmp_path, "bf16", 10**9, lambda _: None)
     found = load_file(tmp_path / "model-00001-of-00001.safetensors")
-    for part in PARTS:
-        assert torch.equal(found[part.exported], torch.from_numpy(values(part)).bfloat16())
+    for part in ALL:
+        assert torch.equal(found[part.name], torch.from_numpy(values(part)).bfloat16())
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30))
@@ -84,7 +84,7 @@ def test_bf16_is_torchs_for_every_finite_value(numbers: list[float]) -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 100))
 def test_shards_keep_the_order_and_the_limit(sizes: list[int], limit: int) -> None:
-    parts = [Part(0, str(i), str(i), (size,)) for i, size in enumerate(sizes)]
+    parts = [ExportedTensor(str(i), str(i), (size,)) for i, size in enumerate(sizes)]
     shards = cut_shards(parts, 2, limit)
     assert [part for shard in shards for part in shard] == parts
     for shard, following in zip(shards, [*shards[1:], None], strict=True):

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 from agora_protocol.errors import ManifestError
-from agora_protocol.manifest import ModelSection
+from agora_protocol.manifest import SubspaceSection
 from torch import Tensor
 from torch.func import functional_call
 
-from agora.model import Context, Stage, build_stage, parameter_shapes, stage_loss
-from agora.model.subspace import rotate, rotation_table
+from agora.model import Context, Stage, family_of, stage_loss
+from agora.model.subspace_stage import apply_rotary, rotary_table
 
 SEED = 11
 
 
-def small(**changes: Any) -> ModelSection:
+def small(**changes: Any) -> SubspaceSection:
     sizes: dict[str, Any] = {
         "width": 32,
         "layers": 4,
@@ -28,12 +28,12 @@ def small(**changes: Any) -> ModelSection:
         "vocabulary": 50,
         "subspace": 32,
     }
-    return ModelSection(**(sizes | changes))
+    return SubspaceSection(**(sizes | changes))
 
 
-def cut(model: ModelSection, count: int, seed: int = SEED) -> list[Stage]:
+def cut(model: SubspaceSection, count: int, seed: int = SEED) -> list[Stage]:
     size = model.layers // count
-    return [build_stage(model, range(k * size, (k + 1) * size), k, count, seed) for k in range(count)]
+    return [family_of(model).build_stage(range(k * size, (k + 1) * size), seed) for k in range(count)]
 
 
 def run(stages: list[Stage], tokens: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def run(stages: list[Stage], tokens: Tensor) -> Tensor:
     return hidden
 
 
-def some_tokens(model: ModelSection, b: int = 2, seed: int = 0) -> Tensor:
+def some_tokens(model: SubspaceSection, b: int = 2, seed: int = 0) -> Tensor:
     return torch.randint(model.vocabulary, (b, model.context), generator=torch.Generator().manual_seed(seed))
 
 
@@ -64,8 +64,8 @@ def test_any_cut_starts_from_the_same_weights_and_computes_the_same(count: int) 
 
 def test_uneven_cuts_and_building_order_do_not_matter() -> None:
     model = small()
-    last = build_stage(model, range(3, 4), 1, 2, SEED)
-    first = build_stage(model, range(3), 0, 2, SEED)
+    last = family_of(model).build_stage(range(3, 4), SEED)
+    first = family_of(model).build_stage(range(3), SEED)
     whole = all_weights(cut(model, 1))
     assert all(torch.equal(value, whole[name]) for name, value in all_weights([first, last]).items())
 
@@ -87,11 +87,13 @@ def test_the_rotation_table_is_no_parameter_and_no_state() -> None:
     assert not [name for name in cut(small(), 1)[0].state_dict() if "table" in name]
 
 
-def test_shapes_are_known_without_building() -> None:
-    model = small()
-    for k, stage in enumerate(cut(model, 2)):
+@pytest.mark.parametrize("subspace", [32, 10])
+def test_shapes_and_parameter_count_are_known_without_building(subspace: int) -> None:
+    model = small(subspace=subspace)
+    for stage in cut(model, 2):
         built = {name: tuple(p.shape) for name, p in stage.named_parameters()}
-        assert parameter_shapes(model, stage.layer_range, k, 2) == built
+        assert family_of(model).parameter_shapes(stage.layer_range) == built
+        assert family_of(model).parameter_count(stage.layer_range) == sum(p.numel() for p in stage.parameters())
 
 
 def test_initial_deviations_follow_depth() -> None:
@@ -123,10 +125,10 @@ def test_shorter_sequences_than_the_context_are_fine() -> None:
 
 
 def test_scores_of_rotated_vectors_depend_on_the_distance_only() -> None:
-    table = rotation_table(64, 16, 10000.0)
+    table = rotary_table(64, 16, 10000.0)
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, 1, 16, generator=generator)
-    turned_query, turned_key = (rotate(x.expand(1, 1, 64, 16), table)[0, 0] for x in (query, key))
+    turned_query, turned_key = (apply_rotary(x.expand(1, 1, 64, 16), table)[0, 0] for x in (query, key))
     scores = turned_query @ turned_key.T
     for distance in (0, 3, 20):
         diagonal = scores.diagonal(-distance)
@@ -219,5 +221,5 @@ def test_a_tiny_model_learns_a_sequence_by_heart() -> None:
 
 
 def test_an_unknown_family_says_so() -> None:
-    with pytest.raises(ManifestError, match="'mamba' is unknown; use 'subspace'"):
-        build_stage(small().model_copy(update={"family": "mamba"}), range(4), 0, 1, 0)
+    with pytest.raises(ManifestError, match="'subspac' is unknown; did you mean 'subspace'"):
+        family_of(small().model_copy(update={"family": "subspac"}))

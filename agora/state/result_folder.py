@@ -1,6 +1,7 @@
-"""A result folder: complete in its place or not there at all; never put over what it did not write itself.
+"""Writes the folder of an export: complete in its place or not at all, and never over files of anybody else.
 
-Knows folders, and the list of files that says a folder is an export (export.json). Must not know what is in the files.
+Knows: folders, and export.json, the list of files by which a folder is known as an export. Must not know: what is in
+the files.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ MAX_LIST_BYTES: Final = 2**20
 FILE_MODE: Final = 0o644
 
 
-def place_for(out: Path, *, replace: bool) -> Path:
-    """`out` as an absolute path, if a folder may be put there. Raises InputError when something else is there."""
+def check_place(out: Path, *, replace: bool) -> Path:
+    """Returns `out` as an absolute path if an export may be written there.
+
+    Raises InputError for the current folder, a file, and a folder that holds anything but an earlier export; and for an
+    earlier export unless `replace`.
+    """
     place = out.expanduser().resolve()
     if place == Path.cwd():
         raise InputError(f"{place} is where this command runs; name a folder in it.")
@@ -32,22 +37,22 @@ def place_for(out: Path, *, replace: bool) -> Path:
         return place
     if not place.is_dir():
         raise InputError(f"{place} is a file; name a folder.")
-    there = sorted(path.name for path in place.iterdir())
-    listed = _listed(place)
-    if there and listed is None:
+    names = sorted(path.name for path in place.iterdir())
+    exported = _exported_names(place)
+    if names and exported is None:
         raise InputError(f"{place} is not empty and no earlier export; name a new folder.")
-    if listed is not None and (strange := [name for name in there if name not in listed]):
+    if exported is not None and (strange := [name for name in names if name not in exported]):
         raise InputError(f"{place} is an earlier export with {strange[0]} added to it; name a new folder.")
-    if there and not replace:
+    if names and not replace:
         raise InputError(f"{place} is an earlier export; give --force to replace it, or name a new folder.")
     return place
 
 
 @contextlib.contextmanager
 def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
-    """A folder beside `place` to write `need_bytes` into, moved there when all went well and removed when not.
+    """Yields a folder beside `place`; moves it to `place` at the end of the `with`, or removes it after an exception.
 
-    Raises DiskError, at once when the disk has too little room.
+    Raises DiskError, at once if the disk has less than `need_bytes` free.
     """
     fresh = place.with_name(f".{place.name}.{secrets.token_hex(4)}.new")
     try:
@@ -67,20 +72,20 @@ def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
 
 
 def write_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
-    """Writes export.json: `about`, and the size and SHA-256 of every file. Raises OSError."""
+    """Writes export.json: `about`, then the size and SHA-256 of every file. Raises OSError."""
     hashes = {name: {"size": file.size, "sha256": file.sha256} for name, file in sorted(files.items())}
-    write_text(folder / LIST, json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n")
+    write_public_file(folder / LIST, json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n")
 
 
-def write_text(path: Path, content: bytes) -> FileDigest:
-    """Creates a file that others may read, too. Raises OSError."""
+def write_public_file(path: Path, content: bytes) -> FileDigest:
+    """Creates a file that every user of the machine may read. Raises OSError."""
     written = write_file(path, [content])
     path.chmod(FILE_MODE)
     return written
 
 
-def _listed(folder: Path) -> set[str] | None:
-    """The names that an export has, None when the folder is none."""
+def _exported_names(folder: Path) -> set[str] | None:
+    """Returns the names of the files that an export wrote, export.json included; None if the folder is no export."""
     try:
         with (folder / LIST).open("rb") as file:
             names = json.loads(file.read(MAX_LIST_BYTES))["files"]
@@ -90,15 +95,15 @@ def _listed(folder: Path) -> set[str] | None:
 
 
 def _move(fresh: Path, place: Path) -> None:
-    """Puts `fresh` at `place`; what was there is aside until that has worked."""
-    aside = place.with_name(f".{place.name}.{secrets.token_hex(4)}.old")
+    """Renames `fresh` to `place`. An earlier folder there is removed afterwards, or put back if renaming fails."""
+    replaced = place.with_name(f".{place.name}.{secrets.token_hex(4)}.old")
     if place.exists():
-        os.rename(place, aside)
+        os.rename(place, replaced)
     try:
         os.rename(fresh, place)
     except OSError:
-        if aside.exists():
-            os.rename(aside, place)
+        if replaced.exists():
+            os.rename(replaced, place)
         raise
     sync_folder(place.parent)
-    remove_folder(aside)
+    remove_folder(replaced)

@@ -1,11 +1,12 @@
-"""The `subspace` family: a Llama decoder whose residual stream is k numbers for each token, and the token's id.
+"""The layers of the `subspace` family: a Llama decoder whose residual stream is k numbers of each token, and its id.
 
 Pre-norm RMSNorm with gains, rotary positions in the rotate-half form, grouped-query attention, SwiGLU, untied head.
-What enters a sublayer is x = U c + T[token]: c are the k coordinates, U [d, k] is the run's basis and T its fixed
-embedding. What leaves it is added to c, by output projections of k rows. So c loses nothing where the model is cut.
-The last layer is free: it turns c into x once, and goes on in all of d. Where k = d and nothing is fixed, x is c, and
-the model is a plain Llama. Source: Subspace Networks, arXiv 2506.01260, with the constraint built into the weights.
-Weights lie as in Hugging Face's Llama. Knows layers; must not know how a seed becomes values, nor peers.
+A sublayer reads x = U c + T[token]: c are the k coordinates, U [d, k] is the run's basis, T its fixed embedding. The
+sublayer adds its output to c (its output projection has k rows), so a boundary that carries c loses nothing. The last
+layer is free: it turns c into x once and goes on in all of d. Where k = d and no embedding is fixed, x is c and the
+model a plain Llama.
+Source: Subspace Networks, arXiv 2506.01260, with the constraint built into the weights. Weights lie as in Hugging
+Face's Llama. Knows: layers. Must not know: how a seed becomes values, peers.
 Tensor shapes: b sequences, s positions, d width, k subspace, h query heads, e head width.
 """
 
@@ -16,28 +17,26 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from agora_protocol.manifest import ModelSection
+from agora_protocol.manifest import SubspaceSection
 from torch import Tensor, nn
 
-from agora.model import fixed
-from agora.model.stage import Context, Stage, stage_loss
-
-__all__ = ["Context", "SubspaceStage", "rotate", "rotation_table", "stage_loss"]
+from agora.model import fixed_tensors
+from agora.model.stage_module import Context, Stage
 
 WEIGHT_STD = 0.02
-# Held-out loss of the tiny preset after 40 steps of 16,384 bytes of stdlib text: 2.32 with 0.02, 2.26 with 0.05. A head
-# of 0.02 instead of 1 / sqrt(width) was 0.2 behind after 40 steps of 4,096 bytes.
 EMBEDDING_STD = 0.05
+"""Measured, as is the head's 1 / sqrt(width): docs/notes/subspace.md."""
 FIXED_SCALE = 0.0625
 
-INTO_THE_STREAM = ("attention.output.weight", "feed_forward.down.weight")
+STREAM_PROJECTIONS = ("attention.output.weight", "feed_forward.down.weight")
+"""The ends of the names of the parameters whose outputs are added to the residual stream."""
 
-Full = Callable[[Tensor], Tensor]
-"""From what the residual stream holds, [b, s, k], to what a sublayer reads, [b, s, d]."""
+Expand = Callable[[Tensor], Tensor]
+"""Turns the residual stream [b, s, k] into the input of a sublayer [b, s, d]."""
 
 
 class Linear(nn.Module):
-    """y = x W^T, W [outputs, inputs]; values come from build_stage."""
+    """y = x W^T, W [outputs, inputs], without initial values."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -48,7 +47,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids [b, s] -> [b, s, d]; negative ids (ignored targets) read row 0."""
+    """Rows of a table for token ids [b, s]; negative ids (ignored targets) read row 0."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -58,8 +57,8 @@ class Embedding(nn.Module):
         return F.embedding(tokens.clamp(min=0), self.weight)
 
 
-class Norm(nn.Module):
-    """RMSNorm with a gain per channel."""
+class RmsNorm(nn.Module):
+    """RMSNorm with a gain for each channel."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -70,15 +69,15 @@ class Norm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
 
 
-def rotation_table(context: int, head_width: int, theta: float) -> Tensor:
-    """Cosines and sines of RoPE's angles, float32 [2, context, head_width / 2]. Source: Su et al., arXiv 2104.09864."""
+def rotary_table(context: int, head_width: int, theta: float) -> Tensor:
+    """Returns cosines and sines of RoPE's angles, float32 [2, context, head_width / 2] (arXiv 2104.09864)."""
     frequency = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """x [b, heads, s, e], channels i and i + e/2 turned by position times frequency i, in the table's float32."""
+def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
+    """Returns x [b, heads, s, e] with channels i and i + e/2 rotated by position x frequency i, computed in float32."""
     cosine, sine = table[:, : x.shape[-2]]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
@@ -87,7 +86,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention; each key and value head serves heads / key_value_heads query heads."""
 
-    def __init__(self, model: ModelSection, outputs: int) -> None:
+    def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
         self.heads, self.key_value_heads = model.heads, model.key_value_heads
         self.head_width = model.width // model.heads
@@ -98,22 +97,23 @@ class Attention(nn.Module):
         self.output = Linear(model.width, outputs)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        query = rotate(self._split(self.query(x), self.heads), table)
-        key = rotate(self._split(self.key(x), self.key_value_heads), table)
-        value = self._split(self.value(x), self.key_value_heads)
+        query = apply_rotary(self._split_heads(self.query(x), self.heads), table)
+        key = apply_rotary(self._split_heads(self.key(x), self.key_value_heads), table)
+        value = self._split_heads(self.value(x), self.key_value_heads)
         grouped = self.heads != self.key_value_heads
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return output
 
-    def _split(self, x: Tensor, heads: int) -> Tensor:
+    def _split_heads(self, x: Tensor, heads: int) -> Tensor:
+        """Returns [b, s, heads * e] as [b, heads, s, e]."""
         return x.view(*x.shape[:-1], heads, self.head_width).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate x) * up x)."""
 
-    def __init__(self, model: ModelSection, outputs: int) -> None:
+    def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
         self.gate = Linear(model.width, model.feed_forward)
         self.up = Linear(model.width, model.feed_forward)
@@ -125,28 +125,28 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer, whose sublayers read `width` numbers and write `outputs`."""
+    """One decoder layer. Its sublayers read `width` numbers of each token and add `outputs` to the residual stream."""
 
-    def __init__(self, model: ModelSection, outputs: int) -> None:
+    def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
-        self.attention_norm = Norm(model.width, model.norm_epsilon)
+        self.attention_norm = RmsNorm(model.width, model.norm_epsilon)
         self.attention = Attention(model, outputs)
-        self.feed_forward_norm = Norm(model.width, model.norm_epsilon)
+        self.feed_forward_norm = RmsNorm(model.width, model.norm_epsilon)
         self.feed_forward = FeedForward(model, outputs)
 
-    def forward(self, hidden: Tensor, table: Tensor, full: Full) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(full(hidden)), table)
-        return hidden + self.feed_forward(self.feed_forward_norm(full(hidden)))  # type: ignore[no-any-return]
+    def forward(self, hidden: Tensor, table: Tensor, expand: Expand) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(expand(hidden)), table)
+        return hidden + self.feed_forward(self.feed_forward_norm(expand(hidden)))  # type: ignore[no-any-return]
 
 
-class Space(nn.Module):
-    """The run's subspace: x = U c + T[token]. No parameters and no state; `derive` fills it."""
+class Subspace(nn.Module):
+    """The run's subspace: x = U c + T[token]. It has no parameters and no state; `derive` fills its buffers."""
 
     signs: Tensor
     bits: Tensor
     basis: Tensor | None
 
-    def __init__(self, model: ModelSection) -> None:
+    def __init__(self, model: SubspaceSection) -> None:
         super().__init__()
         self.vocabulary, self.width, self.rank = model.vocabulary, model.width, model.subspace
         empty = torch.empty(self.width, self.rank) if self.rank < self.width else None
@@ -156,64 +156,65 @@ class Space(nn.Module):
         self.register_buffer("bits", torch.arange(8, dtype=torch.uint8), persistent=False)
 
     def derive(self, seed: int) -> None:
-        """What the seed fixes. Raises DerivationError."""
-        fixed.check_derivation()
-        self.signs.copy_(torch.from_numpy(fixed.embedding_signs(seed, self.vocabulary, self.width)))
+        """Fills the buffers with what the seed fixes. Raises DerivationError."""
+        fixed_tensors.check_derivation()
+        self.signs.copy_(torch.from_numpy(fixed_tensors.embedding_signs(seed, self.vocabulary, self.width)))
         if self.basis is not None:
-            self.basis.copy_(torch.from_numpy(fixed.basis(seed, self.width, self.rank)))
+            self.basis.copy_(torch.from_numpy(fixed_tensors.basis(seed, self.width, self.rank)))
 
-    def at(self, tokens: Tensor) -> Full:
-        """The way from c to x for these tokens [b, s]; negative ids read row 0."""
+    def expand_for(self, tokens: Tensor) -> Expand:
+        """Returns the function from c to x for these tokens [b, s]; negative ids read row 0."""
         rows = self.fixed_rows(tokens)
 
-        def full(coordinates: Tensor) -> Tensor:
+        def expand(coordinates: Tensor) -> Tensor:
             inside = coordinates if self.basis is None else F.linear(coordinates, self.basis)
             return inside + rows
 
-        return full
+        return expand
 
     def fixed_rows(self, tokens: Tensor) -> Tensor:
-        """T[tokens], [..., d]: FIXED_SCALE or -FIXED_SCALE everywhere, in the dtype of the rest."""
+        """Returns T[tokens], [..., d]; every value is FIXED_SCALE or -FIXED_SCALE."""
         packed = self.signs[tokens.clamp(min=0).long()]
         signs = (packed.unsqueeze(-1) >> self.bits & 1).flatten(-2)[..., : self.width]
         return torch.where(signs.bool(), FIXED_SCALE, -FIXED_SCALE)
 
 
-def as_it_is(hidden: Tensor) -> Tensor:
-    """The way from the residual stream to a sublayer where both are the same."""
+def keep(hidden: Tensor) -> Tensor:
+    """Returns its argument: the Expand of a residual stream that has the whole width."""
     return hidden
 
 
 class SubspaceStage(Stage):
-    """See Stage."""
+    """A stage of the subspace family."""
 
     table: Tensor
 
-    def __init__(self, model: ModelSection, layer_range: range, is_first: bool, is_last: bool) -> None:
+    def __init__(self, model: SubspaceSection, layer_range: range) -> None:
+        is_first, is_last = layer_range.start == 0, layer_range.stop == model.layers
         super().__init__(layer_range, is_first=is_first, is_last=is_last)
         self.width = model.width
         self.free_layer = str(model.layers - 1)
         self.register_buffer(
-            "table", rotation_table(model.context, model.width // model.heads, model.rope_theta), persistent=False
+            "table", rotary_table(model.context, model.width // model.heads, model.rope_theta), persistent=False
         )
-        self.space = Space(model) if model.embedding_is_fixed else None
+        self.space = Subspace(model) if model.embedding_is_fixed else None
         if is_first:
             self.embedding = Embedding(model.vocabulary, model.subspace)
-        self.layers = nn.ModuleDict({str(index): Layer(model, outputs_of(model, index)) for index in layer_range})
+        self.layers = nn.ModuleDict({str(index): Layer(model, stream_width(model, index)) for index in layer_range})
         if is_last:
-            self.norm = Norm(model.width, model.norm_epsilon)
+            self.norm = RmsNorm(model.width, model.norm_epsilon)
             self.head = Linear(model.width, model.vocabulary)
 
     def forward(self, hidden: Tensor, context: Context | None = None) -> Tensor:
-        full: Full = as_it_is
+        expand: Expand = keep
         if self.space is not None:
-            full = self.space.at(self._tokens(hidden, context))
+            expand = self.space.expand_for(self._tokens(hidden, context))
         if self.is_first:
             hidden = self.embedding(hidden)
         for name, layer in self.layers.items():
             if name == self.free_layer:
-                hidden, full = full(hidden), as_it_is
-            hidden = layer(hidden, self.table, full)
+                hidden, expand = expand(hidden), keep
+            hidden = layer(hidden, self.table, expand)
         if self.is_last:
             hidden = self.head(self.norm(hidden))
         return hidden
@@ -223,18 +224,19 @@ class SubspaceStage(Stage):
             self.space.derive(seed)
 
     def initial_std(self, name: str) -> float | None:
-        """0.02, over sqrt(2 (layer + 1)) for projections to the residual stream; embedding and head have their own."""
+        """Returns 0.02; 0.02 / sqrt(2 (layer + 1)) for STREAM_PROJECTIONS; embedding and head have their own."""
         if "norm." in name:
             return None
         if name == "embedding.weight":
             return EMBEDDING_STD
         if name == "head.weight":
             return 1 / math.sqrt(self.width)
-        if name.endswith(INTO_THE_STREAM):
+        if name.endswith(STREAM_PROJECTIONS):
             return WEIGHT_STD / math.sqrt(2 * (int(name.split(".")[1]) + 1))
         return WEIGHT_STD
 
     def _tokens(self, hidden: Tensor, context: Context | None) -> Tensor:
+        """Returns the token ids: the input of the first stage, the context's after it."""
         if self.is_first:
             return hidden
         if context is None:
@@ -242,6 +244,6 @@ class SubspaceStage(Stage):
         return context.tokens
 
 
-def outputs_of(model: ModelSection, layer: int) -> int:
-    """How many numbers the sublayers of this layer add for each token: k, or d in the last layer."""
+def stream_width(model: SubspaceSection, layer: int) -> int:
+    """Returns how many numbers of each token the sublayers of a layer add to: d in the last layer, k in all others."""
     return model.width if layer == model.layers - 1 else model.subspace

@@ -1,6 +1,6 @@
-"""What every model family's stage is, and the loss that follows the last one.
+"""The module of a stage, whatever its family, and the loss after the last stage.
 
-Knows the shapes that go in and out. Must not know how any family computes.
+Knows: the shapes that enter and leave a stage. Must not know: how any family computes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ IGNORED = -1
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a stage may need of a microbatch beside the hidden state.
-
-    tokens: the input ids, [b, s], any integer type.
-    """
+    """What a stage may need of a microbatch beside the hidden state. tokens: input ids [b, s], any integer type."""
 
     tokens: Tensor
 
@@ -39,7 +36,7 @@ class Stage(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, hidden: Tensor, context: Context | None = None) -> Tensor:
-        """[b, s, k] -> [b, s, k], where k is what crosses a boundary for each token.
+        """Returns the boundary [b, s, k] that leaves the stage, from the boundary [b, s, k] that enters it.
 
         The first stage takes token ids [b, s] for `hidden` (a negative id, which marks an ignored target, is read as
         0); the last stage returns logits [b, s, vocabulary].
@@ -50,11 +47,11 @@ class Stage(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def initial_std(self, name: str) -> float | None:
-        """Standard deviation of the initial values of the parameter of this full name; None: all ones."""
+        """Returns the standard deviation of the initial values of the named parameter; None: all values are one."""
 
 
 def stage_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the token cross entropies, a float32 scalar.
+    """Returns the sum of the tokens' cross entropies, a float32 scalar.
 
     logits: [b, s, vocabulary], any float type; targets: [b, s], any integer type, -1 where nothing is supervised.
     """

@@ -1,0 +1,92 @@
+"""Derives the tensors that a run's seed fixes for ever in the subspace family: the basis and the fixed embedding.
+
+Every machine and library gives the same bits: random words come from SHA-256 and Philox (agora.codec.seeded_random),
+and the basis is a product of permutations, sign changes and Hadamard matrices, integers until the last division.
+Knows: integers. Must not know: torch, layers, peers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import ClassVar
+
+import numpy as np
+from agora_protocol.errors import LocalError
+from numpy.typing import NDArray
+
+from agora.codec.seeded_random import random_words
+
+KNOWN_DIGEST = "b6dd8460cd61ee1dfc1d8c770288a0ecf2f41e3f58c29979a61989144b69a38a"
+"""The digest for seed 7, 1000 tokens, width 24 and rank 5 on a correct machine; see check_derivation."""
+
+
+class DerivationError(LocalError):
+    """This machine's libraries derive other tensors from a seed than those of other peers."""
+
+    code: ClassVar[str] = "derivation"
+
+
+def basis(seed: int, width: int, rank: int) -> NDArray[np.float32]:
+    """Returns U, [width, rank], with orthonormal columns that spread evenly over all coordinates.
+
+    U is the first columns of a random orthogonal matrix, made in rounds: permute the rows, change signs, multiply
+    blocks of rows by a Hadamard matrix. A block is the largest power of two that divides the width. There are twice as
+    many rounds as every row needs to reach every other. Columns do not depend on the rank. rank = width: the identity.
+    """
+    if rank == width:
+        return np.eye(width, dtype=np.float32)
+    block, rounds = width & -width, 1
+    while block**rounds < width:
+        rounds += 1
+    matrix = np.eye(width, rank, dtype=np.int64)
+    for drawn in random_words(f"basis {width}", seed, 2 * rounds * width).reshape(2 * rounds, width):
+        signs = 1 - 2 * (drawn & np.uint64(1)).astype(np.int64)
+        matrix = _hadamard_product(matrix[np.argsort(drawn, kind="stable")] * signs[:, None], block)
+    columns: NDArray[np.float32] = (matrix / block**rounds).astype(np.float32)
+    return columns
+
+
+def embedding_signs(seed: int, vocabulary: int, width: int) -> NDArray[np.uint8]:
+    """Returns the fixed embedding's signs as bits, [vocabulary, ceil(width / 8)]: 1/32 of the float32 table.
+
+    Bit i % 8 of byte i // 8 of a token's row is set where its coordinate i is positive. The row is the first `width`
+    bits of the token's own ceil(width / 64) little-endian random words.
+    """
+    words_per_token = -(-width // 64)
+    drawn = random_words(f"fixed embedding {width}", seed, vocabulary * words_per_token)
+    return np.ascontiguousarray(drawn.view(np.uint8).reshape(vocabulary, 8 * words_per_token)[:, : -(-width // 8)])
+
+
+def embedding(seed: int, vocabulary: int, width: int) -> NDArray[np.float32]:
+    """Returns the fixed embedding's signs as 1 and -1, [vocabulary, width]."""
+    bits = np.unpackbits(embedding_signs(seed, vocabulary, width), axis=1, count=width, bitorder="little")
+    return np.where(bits, np.float32(1), np.float32(-1))
+
+
+def digest(seed: int, vocabulary: int, width: int, rank: int) -> str:
+    """Returns the SHA-256 in hex of the basis, float32, followed by the signs; the same on every peer of a run."""
+    state = hashlib.sha256(basis(seed, width, rank).astype("<f4").tobytes())
+    state.update(embedding_signs(seed, vocabulary, width).tobytes())
+    return state.hexdigest()
+
+
+@functools.cache
+def check_derivation() -> None:
+    """Raises DerivationError if this machine's digest is not KNOWN_DIGEST. Called before a stage is built."""
+    if (derived := digest(7, 1000, 24, 5)) != KNOWN_DIGEST:
+        raise DerivationError(
+            f"this machine derives other fixed tensors ({derived[:16]}, not {KNOWN_DIGEST[:16]}) from a seed than "
+            f"other peers, and cannot train with them; install another numpy than {np.__version__}"
+        )
+
+
+def _hadamard_product(matrix: NDArray[np.int64], block: int) -> NDArray[np.int64]:
+    """Returns [width, rank] with each block of rows multiplied by Sylvester's Hadamard matrix, entries +-1."""
+    width, rank = matrix.shape
+    step = 1
+    while step < block:
+        pairs = matrix.reshape(width // (2 * step), 2, step, rank)
+        matrix = np.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), axis=1).reshape(width, rank)
+        step *= 2
+    return matrix

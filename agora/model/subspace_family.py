@@ -1,0 +1,154 @@
+"""The `subspace` family: its stages, its memory, and its model as Hugging Face's LlamaForCausalLM.
+
+In an export, a matrix that adds to the k coordinates of the residual stream is multiplied by U and gets all d rows, and
+the embedding becomes the learnt rows times U^T plus the fixed rows. Every other tensor only gets another name. Knows:
+names of tensors, keys of config.json. Must not know: files, peers; nothing here needs the package transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import numpy as np
+from agora_protocol.manifest import SubspaceSection
+from numpy.typing import NDArray
+
+from agora.model import fixed_tensors
+from agora.model.family import TRAINING_BYTES, Family
+from agora.model.stage_module import Stage
+from agora.model.subspace_stage import FIXED_SCALE, STREAM_PROJECTIONS, SubspaceStage, stream_width
+from agora.state.merged_model import ExportedTensor
+from agora.state.model_card import ModelDescription
+
+ACTIVATION_BYTES: Final = 64
+"""Bytes for each token and channel: a few microbatches' activations, at least."""
+EMBEDDING: Final = "embedding.weight"
+LLAMA_NAMES: Final = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+LLAMA_LAYER_NAMES: Final = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.query.weight": "self_attn.q_proj.weight",
+    "attention.key.weight": "self_attn.k_proj.weight",
+    "attention.value.weight": "self_attn.v_proj.weight",
+    "attention.output.weight": "self_attn.o_proj.weight",
+    "feed_forward_norm.weight": "post_attention_layernorm.weight",
+    "feed_forward.gate.weight": "mlp.gate_proj.weight",
+    "feed_forward.up.weight": "mlp.up_proj.weight",
+    "feed_forward.down.weight": "mlp.down_proj.weight",
+}
+
+
+class SubspaceFamily(Family):
+    """The subspace family with the sizes of one manifest."""
+
+    def __init__(self, model: SubspaceSection) -> None:
+        self._model = model
+
+    def make_stage(self, layers: range) -> Stage:
+        return SubspaceStage(self._model, layers)
+
+    def memory_bytes(self, layers: range, tokens: int) -> int:
+        return TRAINING_BYTES * self.parameter_count(layers) + ACTIVATION_BYTES * tokens * self._model.width
+
+    def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
+        return [self._exported(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
+
+    def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
+        return {
+            "config.json": _llama_config(self._model, dtype, end_of_text),
+            "generation_config.json": _generation_config(end_of_text),
+        }
+
+    def describe(self) -> ModelDescription:
+        model = self._model
+        return ModelDescription(
+            kind="A Llama-style decoder",
+            shape=f"width {model.width}, {model.layers} layers, {model.heads} heads of which {model.key_value_heads} "
+            f"have keys and values, feed-forward {model.feed_forward}, vocabulary {model.vocabulary}",
+        )
+
+    def _exported(self, name: str, shape: tuple[int, ...], seed: int) -> ExportedTensor:
+        """Returns the parameter `name` of this shape as LlamaForCausalLM has it."""
+        model, llama = self._model, llama_name(name)
+        if name == EMBEDDING and model.embedding_is_fixed:
+            return ExportedTensor(
+                name, llama, (shape[0], model.width), shape, lambda rows: self._whole_rows(rows, seed)
+            )
+        if name.endswith(STREAM_PROJECTIONS) and stream_width(model, int(name.split(".")[1])) < model.width:
+            return ExportedTensor(
+                name, llama, (model.width, *shape[1:]), shape, lambda matrix: self._basis(seed) @ matrix
+            )
+        return ExportedTensor(name, llama, shape)
+
+    def _whole_rows(self, learnt: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
+        """Returns the embedding [V, d] = learnt U^T + T, from the learnt rows [V, k]."""
+        model = self._model
+        table = fixed_tensors.embedding(seed, model.vocabulary, model.width)
+        table *= np.float32(FIXED_SCALE)
+        table += learnt if model.subspace == model.width else learnt @ self._basis(seed).T
+        return table
+
+    def _basis(self, seed: int) -> NDArray[np.float32]:
+        """Returns U, [d, k], from a cache of one."""
+        return _cached_basis(seed, self._model.width, self._model.subspace)
+
+
+_cached_basis = functools.lru_cache(maxsize=1)(fixed_tensors.basis)
+
+
+def llama_name(name: str) -> str:
+    """Returns the name in LlamaForCausalLM of the parameter with this full name. Raises KeyError for any other name."""
+    if name in LLAMA_NAMES:
+        return LLAMA_NAMES[name]
+    layers, _, rest = name.partition(".")
+    index, _, inside = rest.partition(".")
+    if layers != "layers":
+        raise KeyError(name)
+    return f"model.layers.{int(index)}.{LLAMA_LAYER_NAMES[inside]}"
+
+
+def _llama_config(model: SubspaceSection, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+    """Returns config.json for transformers 4 and 5 (rope_theta and torch_dtype are keys of 4)."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.width,
+        "intermediate_size": model.feed_forward,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.key_value_heads,
+        "head_dim": model.width // model.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.context,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": model.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "bos_token_id": None,
+        "eos_token_id": end_of_text,
+        "pad_token_id": None,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def _generation_config(end_of_text: int | None) -> dict[str, Any]:
+    """Returns generation_config.json: sampling; the end of a document ends the text and pads."""
+    return {
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "bos_token_id": None,
+        "eos_token_id": end_of_text,
+        "pad_token_id": end_of_text,
+    }

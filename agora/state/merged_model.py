@@ -1,0 +1,199 @@
+"""Merges the weight files of all stages into the shards of one model: checks all of them, then writes.
+
+One tensor at a time is in memory. Knows: safetensors files, tensors' names and shapes, float32 and bf16. Must not know:
+families, peers, or who asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
+
+import numpy as np
+from agora_protocol.errors import LocalError
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from agora.state.files import FileDigest, safetensors_header, write_file
+from agora.state.result_folder import FILE_MODE, write_public_file
+
+Dtype = Literal["float32", "bf16"]
+ReportBytes = Callable[[int], None]
+"""Called with the number of bytes just done, counted as float32 in the result."""
+
+SOURCE_BYTES: Final = 4
+ITEM_BYTES: Final[Mapping[Dtype, int]] = {"float32": 4, "bf16": 2}
+FILE_DTYPES: Final[Mapping[Dtype, str]] = {"float32": "F32", "bf16": "BF16"}
+INDEX: Final = "model.safetensors.index.json"
+
+
+class ExportError(LocalError):
+    """A stage's weights are not what the manifest says; the text names the file and the tensor."""
+
+    code: ClassVar[str] = "export"
+
+
+@dataclass(frozen=True, slots=True)
+class StageFile:
+    """A safetensors file that should hold the weights of `stage` at `step`, float32, by their names in the run."""
+
+    stage: int
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedTensor:
+    """One tensor of an exported model, and the tensor in a stage's file that it is made from.
+
+    source: the name in the stage's file; name, shape: in the result. source_shape, convert: the shape in the file and
+    the function that makes the result of it, float32; None where the result is the same as in the file.
+    """
+
+    source: str
+    name: str
+    shape: tuple[int, ...]
+    source_shape: tuple[int, ...] | None = None
+    convert: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements in the result."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStage:
+    """The open file of one stage, and the tensors that are exported from it. reader: as safe_open gives it."""
+
+    path: Path
+    reader: Any
+    tensors: Sequence[ExportedTensor]
+
+    def check_names(self) -> None:
+        """Raises ExportError unless the file holds exactly the sources of the exported tensors."""
+        sources = {tensor.source for tensor in self.tensors}
+        if strange := sorted(sources ^ set(self.reader.keys())):
+            problem = "is missing" if strange[0] in sources else "is no tensor of this stage"
+            raise ExportError(f"{self.path}: {strange[0]} {problem}.")
+
+    def check(self, tensor: ExportedTensor) -> None:
+        """Reads the tensor's source. Raises ExportError for another type or shape, and for NaN or infinity."""
+        header = self.reader.get_slice(tensor.source)
+        format_in_file = header.get_dtype(), tuple(header.get_shape())
+        expected = tensor.shape if tensor.source_shape is None else tensor.source_shape
+        place = f"{self.path}: {tensor.source}"
+        if format_in_file != ("F32", expected):
+            raise ExportError(f"{place} is {format_in_file[0]} {format_in_file[1]}; the manifest says F32 {expected}.")
+        if not np.isfinite(self.reader.get_tensor(tensor.source)).all():
+            raise ExportError(f"{place} has values that are not finite.")
+
+    def read(self, tensor: ExportedTensor) -> NDArray[np.float32]:
+        """Returns the exported tensor's values, flat, float32 little-endian."""
+        values = self.reader.get_tensor(tensor.source)
+        if tensor.convert is not None:
+            values = tensor.convert(values)
+        return np.ascontiguousarray(values, "<f4").reshape(-1)
+
+
+class MergedModel:
+    """A whole model, read from the open files of its stages (see open_stages)."""
+
+    def __init__(self, stages: Sequence[OpenStage]) -> None:
+        self._stages = stages
+        self._tensors = [tensor for stage in stages for tensor in stage.tensors]
+        self._stage_of = {tensor.source: stage for stage in stages for tensor in stage.tensors}
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model."""
+        return sum(tensor.numel for tensor in self._tensors)
+
+    def check(self, report: ReportBytes) -> None:
+        """Reads every tensor. Raises ExportError for the first that is not as the manifest says."""
+        for stage in self._stages:
+            stage.check_names()
+        for tensor in self._tensors:
+            self._stage_of[tensor.source].check(tensor)
+            report(SOURCE_BYTES * tensor.numel)
+
+    def write(self, folder: Path, dtype: Dtype, shard_bytes: int, report: ReportBytes) -> dict[str, FileDigest]:
+        """Writes the shards and their index into `folder`. Returns their sizes and hashes by name. Raises OSError."""
+        shards = cut_shards(self._tensors, ITEM_BYTES[dtype], shard_bytes)
+        written: dict[str, FileDigest] = {}
+        file_of: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            written[name] = write_file(folder / name, self._shard_pieces(shard, dtype, report))
+            (folder / name).chmod(FILE_MODE)
+            file_of |= {tensor.name: name for tensor in shard}
+        index = {"metadata": {"total_size": ITEM_BYTES[dtype] * self.numel}, "weight_map": file_of}
+        written[INDEX] = write_public_file(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        return written
+
+    def _shard_pieces(
+        self, shard: Sequence[ExportedTensor], dtype: Dtype, report: ReportBytes
+    ) -> Iterator[bytes | memoryview]:
+        """Yields the bytes of a safetensors file: its header, then one tensor at a time."""
+        specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in shard}
+        yield safetensors_header(specs, {"format": "pt"})
+        for tensor in shard:
+            values = self._stage_of[tensor.source].read(tensor)
+            yield (to_bf16(values) if dtype == "bf16" else values).data.cast("B")
+            report(SOURCE_BYTES * tensor.numel)
+
+
+@contextlib.contextmanager
+def open_stages(
+    run: str, files: Sequence[StageFile], tensors: Mapping[int, Sequence[ExportedTensor]]
+) -> Iterator[MergedModel]:
+    """Opens the files of all stages for the time of the `with`. tensors: what is exported from each stage.
+
+    Raises ExportError for a file that cannot be read, or is of another run, stage or step.
+    """
+    with contextlib.ExitStack() as stack:
+        yield MergedModel(
+            [OpenStage(file.path, stack.enter_context(_opened(file, run)), tensors[file.stage]) for file in files]
+        )
+
+
+def cut_shards(tensors: Sequence[ExportedTensor], item_bytes: int, shard_bytes: int) -> list[list[ExportedTensor]]:
+    """Returns the tensors in their order, as few shards as `shard_bytes` allows; a larger tensor is a shard alone."""
+    shards: list[list[ExportedTensor]] = []
+    bytes_left = 0
+    for tensor in tensors:
+        size = item_bytes * tensor.numel
+        if not shards or size > bytes_left:
+            shards.append([])
+            bytes_left = shard_bytes
+        shards[-1].append(tensor)
+        bytes_left -= size
+    return shards
+
+
+def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Returns the bits of finite values in bfloat16, rounded to nearest, ties to even, as torch does."""
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return rounded.astype("<u2")
+
+
+@contextlib.contextmanager
+def _opened(file: StageFile, run: str) -> Iterator[Any]:
+    """Opens one file for the time of the `with`. Raises ExportError if it is unreadable, or of another run or step."""
+    try:
+        opened = safe_open(file.path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise ExportError(f"{file.path} cannot be read as safetensors ({error}).") from error
+    with opened as reader:
+        metadata = reader.metadata() or {}
+        expected = {"run": run, "stage": str(file.stage), "step": str(file.step)}
+        for key, value in expected.items():
+            if metadata.get(key) != value:
+                raise ExportError(f"{file.path} is of {key} {metadata.get(key, 'none')[:64]}, not {value}.")
+        yield reader

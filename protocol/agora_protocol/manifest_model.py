@@ -1,0 +1,184 @@
+"""The model section of a manifest: what every family's section has, one class per family, and the choice by `family`.
+
+Adding a family: a subclass of ModelSection here, named in MODEL_SECTIONS, and a Family in agora.model. Knows: single
+values and how those of one section fit together. Must not know: layers, tensors, other sections.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from pydantic import Field, ValidationError
+
+from agora_protocol.errors import ManifestError
+from agora_protocol.fields import shown
+from agora_protocol.manifest_rules import explain, nearest_multiple, suggest
+from agora_protocol.manifest_sections import Section
+
+DEFAULT_FAMILY: Final = "subspace"
+
+
+class ModelSection(Section, abc.ABC):
+    """Base of every family's model section: what the protocol asks of a model, whatever its family."""
+
+    if TYPE_CHECKING:  # Each family declares these with its own bounds and defaults, in the order of its file.
+        family: str
+        layers: int
+        context: int
+        vocabulary: int
+
+    @property
+    @abc.abstractmethod
+    def boundary_width(self) -> int:
+        """Returns how many values of each token a boundary carries."""
+
+    def full_boundary(self) -> dict[str, Any]:
+        """Returns the changes to the table that make boundaries carry the whole residual stream; empty if they do."""
+        return {}
+
+    def broken_rule(self) -> str | None:
+        """Returns a sentence, remedy included, about values that do not fit together; None when all do."""
+        return None
+
+    @classmethod
+    def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values of a table with the defaults that depend on other values."""
+        return values
+
+    @classmethod
+    def changed(cls, values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values of a table with some changed, and others that follow from the changed ones."""
+        return values | changes
+
+
+class SubspaceSection(ModelSection):
+    """The decoder that the run trains.
+
+    The family `subspace`: a Llama-style decoder whose boundaries carry `subspace` coordinates of each token.
+    """
+
+    family: Literal["subspace"] = Field(
+        default="subspace", description="model family; subspace is a Llama-style decoder"
+    )
+    width: int = Field(default=128, ge=2, le=65_536, description="residual stream width d; a multiple of heads")
+    layers: int = Field(default=4, ge=1, le=1024, description="decoder layers in all; at least one for each stage")
+    heads: int = Field(
+        default=4, ge=1, le=1024, description="attention heads; width / heads must be even, for rotary positions"
+    )
+    key_value_heads: int = Field(default=2, ge=1, le=1024, description="heads of keys and values; divides heads")
+    feed_forward: int = Field(default=352, ge=1, le=524_288, description="inner width of the SwiGLU feed-forward")
+    context: int = Field(default=128, ge=1, le=1_048_576, description="tokens per sequence")
+    vocabulary: int = Field(default=256, ge=2, le=2_097_152, description="token ids; 256 for the bytes tokenizer")
+    subspace: int = Field(
+        default=128, ge=2, le=65_536, description="rank k of the subspace that boundaries carry; at most width"
+    )
+    embedding: Literal["auto", "fixed", "learnt"] = Field(
+        default="auto",
+        description="fixed adds rows that the seed decides, outside the subspace; auto: fixed if subspace < width",
+    )
+    rope_theta: float = Field(default=10000.0, gt=0, le=1e12, description="base of the rotary position frequencies")
+    norm_epsilon: float = Field(default=1e-5, gt=0, le=1, description="added to the mean square in RMSNorm")
+
+    @property
+    def embedding_is_fixed(self) -> bool:
+        """Returns whether every token has a fixed row beside its learnt one."""
+        return self.embedding == "fixed" or (self.embedding == "auto" and self.subspace < self.width)
+
+    @property
+    def boundary_width(self) -> int:
+        return self.subspace
+
+    def full_boundary(self) -> dict[str, Any]:
+        return {"subspace": self.width}
+
+    def broken_rule(self) -> str | None:
+        return self._broken_head_rule() or self._broken_subspace_rule()
+
+    @classmethod
+    def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values with `subspace` = `width` where only `width` is given."""
+        return {"subspace": values["width"], **values} if "width" in values else values
+
+    @classmethod
+    def changed(cls, values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+        """Returns the changed values; a `subspace` that was `width` or link_subspace(width) follows a new width."""
+        changed, width = values | changes, changes.get("width")
+        if isinstance(width, int) and "subspace" not in changes:
+            for rule in (int, link_subspace):
+                if values["subspace"] == rule(values["width"]):
+                    return changed | {"subspace": rule(width)}
+        return changed
+
+    def _broken_head_rule(self) -> str | None:
+        """Returns a sentence when width, heads and key_value_heads do not divide one another; None when they do."""
+        if self.width % self.heads:
+            return (
+                f"[model] width {self.width} is not divisible by heads {self.heads}; "
+                f"use a multiple of heads, such as width = {nearest_multiple(self.width, 2 * self.heads)}."
+            )
+        if self.heads % self.key_value_heads:
+            fitting = max(n for n in range(1, self.heads + 1) if self.heads % n == 0 and n <= self.key_value_heads)
+            return (
+                f"[model] heads {self.heads} is not a multiple of key_value_heads {self.key_value_heads}; "
+                f"use a divisor of heads, such as key_value_heads = {fitting}."
+            )
+        size = self.width // self.heads
+        if size % 2:
+            return (
+                f"[model] the head size width / heads = {size} is odd, and rotary positions need pairs; "
+                f"use width = {(size + 1) * self.heads}."
+            )
+        return None
+
+    def _broken_subspace_rule(self) -> str | None:
+        """Returns a sentence when `subspace` exceeds `width`, or needs a fixed embedding; None when all is well."""
+        if self.subspace > self.width:
+            return f"[model] subspace {self.subspace} is more than width {self.width}; remove it, or set it to less."
+        if self.subspace < self.width and not self.embedding_is_fixed:
+            return (
+                f"[model] embedding learnt leaves tokens only a subspace of {self.subspace} in width {self.width}; "
+                f'use embedding = "fixed".'
+            )
+        return None
+
+
+MODEL_SECTIONS: Final[dict[str, type[ModelSection]]] = {"subspace": SubspaceSection}
+
+
+def link_subspace(width: int) -> int:
+    """Returns the subspace for slow links, 7/16 of the width; docs/codecs.md says why."""
+    return max(2, 7 * width // 16)
+
+
+def read_model_section(values: Any, source: str) -> Any:
+    """Returns the section of the family that a [model] table names; anything but a table as it is.
+
+    Raises ManifestError, which begins with `source`, for an unknown family and for wrong values.
+    """
+    if not isinstance(values, dict):
+        return values
+    section = _section_of(values)
+    if section is None:
+        family = values["family"]
+        raise ManifestError(
+            f"{source}: [model] family {shown(family)} is unknown; {suggest(str(family), MODEL_SECTIONS)}"
+        )
+    try:
+        return section.model_validate(section.completed(values))
+    except ValidationError as error:
+        raise explain(error, section, source, within="model") from None
+
+
+def changed_model(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the [model] table `values` with some values changed; `changes` alone where they name another family."""
+    section = _section_of(values | changes)
+    if section is None or section is not _section_of(values):
+        return changes
+    return section.changed(values, changes)
+
+
+def _section_of(values: dict[str, Any]) -> type[ModelSection] | None:
+    """Returns the class of the family that a [model] table names; None for an unknown one."""
+    family = values.get("family", DEFAULT_FAMILY)
+    return MODEL_SECTIONS.get(family) if isinstance(family, str) else None
