@@ -54,10 +54,11 @@ from agora.node.replicas import Replicas
 from agora.node.requests import Answerer
 from agora.node.startup import Startup
 from agora.observe import events, faults
-from agora.pipeline.admission import Admission
-from agora.pipeline.gate import StepGate
+from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.hop import Hop, HopConfig
-from agora.pipeline.origin import Origin, OriginConfig, OwnStage, Share
+from agora.pipeline.ledger import WorkLedger
+from agora.pipeline.opening import Share
+from agora.pipeline.origin import Origin, OriginConfig, OwnStage
 from agora.state.collector import StageCollector
 from agora.state.keeper import KeeperConfig, StateKeeper
 from agora.state.layout import Layout, lay_out
@@ -78,7 +79,7 @@ class LoadedSpan:
     compute: Compute
     keeper: StateKeeper
     replicas: Replicas
-    admission: Admission
+    ledger: WorkLedger
     hop: Hop
     origin: Origin | None
     collector: StageCollector
@@ -92,7 +93,7 @@ class LoadedSpan:
     @property
     def in_hand(self) -> int:
         """How many microbatches this peer has accepted or originated and not finished."""
-        return self.admission.taken + (self.origin.open_microbatches if self.origin else 0)
+        return self.ledger.taken + (self.origin.open_microbatches if self.origin else 0)
 
     def pause(self) -> None:
         """Takes and opens no more microbatches; those in hand are finished."""
@@ -158,9 +159,8 @@ async def load_span(startup: Startup, peer: Peer, wanted: Span | None) -> AsyncI
             startup.report,
             peer.offences.report_offence,
         )
-        gate = step_gate(manifest, compute)
-        admission = Admission(peer.seats)
-        hop = _make_hop(startup, peer, compute, admission, gate)
+        barrier = step_barrier(manifest, compute)
+        hop = _make_hop(startup, peer, compute, barrier)
         origin = None if batches is None else _make_origin(startup, peer, hop, batches, replicas)
         collected = startup.home.collected(peer.signed.run_id)
         collector = StageCollector(
@@ -174,10 +174,10 @@ async def load_span(startup: Startup, peer: Peer, wanted: Span | None) -> AsyncI
         )
         closing.callback(collector.close)
         closing.enter_context(peer.requests.answering(_work_answerers(hop, replicas)))
-        tasks.start("step events", _follow_steps(compute, keeper, replicas, gate, origin))
+        tasks.start("step events", _follow_steps(compute, keeper, replicas, barrier, origin))
         tasks.start("keeper", keeper.run())
         tasks.start("replicas", replicas.run())
-        yield LoadedSpan(compute, keeper, replicas, admission, hop, origin, collector, tasks)
+        yield LoadedSpan(compute, keeper, replicas, peer.ledger, hop, origin, collector, tasks)
 
 
 # --- placement, and the loading that goes with it
@@ -308,17 +308,17 @@ def stage_layouts(manifest: Manifest) -> list[Layout]:
     return [lay_out(family.parameter_shapes(manifest.layers_of(stage)).items()) for stage in stages]
 
 
-def _make_hop(startup: Startup, peer: Peer, compute: Compute, admission: Admission, gate: StepGate | None) -> Hop:
+def _make_hop(startup: Startup, peer: Peer, compute: Compute, barrier: StepBarrier | None) -> Hop:
     manifest = peer.signed.manifest
+    peer.ledger.accept_new()  # after a move; the hop before has refused new work when it left
     config = HopConfig(startup.peer, manifest.stage_count, wire_shapes(manifest))
     return Hop(
         config,
         compute,
         peer.router,
-        admission,
-        results=peer.answered,
+        peer.ledger,
         report=startup.report,
-        gate=gate,
+        barrier=barrier,
         fault=faults.reach,
     )
 
@@ -358,20 +358,20 @@ def _make_origin(startup: Startup, peer: Peer, hop: Hop, batches: OriginBatches,
     )
 
 
-def step_gate(manifest: Manifest, compute: Compute) -> StepGate | None:
+def step_barrier(manifest: Manifest, compute: Compute) -> StepBarrier | None:
     """Returns where microbatches wait for their step; None in an asynchronous run, in which none ever waits."""
-    return StepGate(compute.span, compute.step_of) if manifest.schedule.kind == "synchronous" else None
+    return StepBarrier(compute.span, compute.step_of) if manifest.schedule.kind == "synchronous" else None
 
 
 async def _follow_steps(
-    compute: Compute, keeper: StateKeeper, replicas: Replicas, gate: StepGate | None, origin: Origin | None
+    compute: Compute, keeper: StateKeeper, replicas: Replicas, barrier: StepBarrier | None, origin: Origin | None
 ) -> None:
     """Passes each step that the device thread takes on to everyone whom it concerns."""
     async for event in compute.step_events():
         replicas.stepped(event.stage, event.step, event.own_tokens)
         keeper.note_step(event.stage, event.step)
-        if gate is not None:
-            gate.stepped()
+        if barrier is not None:
+            barrier.stepped()
         if origin is not None:
             origin.stepped()
 

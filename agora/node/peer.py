@@ -37,7 +37,7 @@ from agora.node.requests import CountingCaller, RequestHandler, SentTensors
 from agora.node.startup import Startup
 from agora.observe import events
 from agora.pipeline.interfaces import WireShapes
-from agora.pipeline.results import ResultCache
+from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.router import Router
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.offences import OffenceLog
@@ -65,7 +65,7 @@ class Peer:
     caller: CountingCaller
     requests: RequestHandler
     offences: OffenceLog
-    answered: ResultCache
+    ledger: WorkLedger
     sent: SentTensors
     seats: int
     tasks: BackgroundTasks
@@ -92,7 +92,8 @@ async def open_peer(
         with startup.steps.step("doctor") as note:
             note.text = doctor.check_disk(startup.home.root)
         seats = seats_of(manifest, available_bytes(torch.device("cpu")))
-        requests = RequestHandler(signed, status, sent)
+        ledger = WorkLedger(startup.peer, seats, startup.report)
+        requests = RequestHandler(signed, status, sent, ledger)
         network = _make_network(startup, signed, host, addresses, requests, offences, seats)
         closing.push_async_callback(network.close)
         await network.start()
@@ -118,7 +119,7 @@ async def open_peer(
             caller,
             requests,
             offences,
-            ResultCache(),
+            ledger,
             sent,
             seats,
             tasks,

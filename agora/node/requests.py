@@ -44,6 +44,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import Caller, OnProgress, Reply
 from agora.net.calls import IncomingCall
+from agora.pipeline.ledger import WorkLedger
 
 JOINING_RETRY_MS = 1000
 
@@ -96,14 +97,24 @@ class CountingCaller:
 
 
 class RequestHandler:
-    """Answers the requests of other peers. `status` returns what `swarm status --json` prints."""
+    """Answers the requests of other peers.
 
-    def __init__(self, signed: SignedManifest, status: Callable[[], dict[str, Any]], sent: SentTensors) -> None:
+    status: returns what `swarm status --json` prints. ledger: answers a repeat of a microbatch while no span is held.
+    """
+
+    def __init__(
+        self,
+        signed: SignedManifest,
+        status: Callable[[], dict[str, Any]],
+        sent: SentTensors,
+        ledger: WorkLedger | None = None,
+    ) -> None:
         self._signed = signed
         self._manifest_bytes = signed.to_bytes()
         self._run = bytes.fromhex(signed.run_id)
         self._status = status
         self._sent = sent
+        self._ledger = ledger
         self._answerers: dict[type[Message], Answerer] = {}
 
     @contextmanager
@@ -137,11 +148,17 @@ class RequestHandler:
 
     async def _answer_by_span(self, call: IncomingCall, request: Message) -> Reply:
         answerer = self._answerers.get(type(request))
-        if answerer is None:
-            raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
-        reply = await answerer(call)
+        reply = self._answer_without_span(call, request) if answerer is None else await answerer(call)
         self._sent.add(request, reply.tensors)
         return reply
+
+    def _answer_without_span(self, call: IncomingCall, request: Message) -> Reply:
+        """Answers a repeat of a microbatch that a former span has finished; everything else is refused Busy."""
+        if self._ledger is not None and isinstance(request, Process):
+            answer = self._ledger.answer_repeat(request, call.progress)
+            if answer is not None:
+                return Reply(answer.message, list(answer.tensors))
+        raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
 
     def _check_member(self, call: IncomingCall) -> None:
         if not self._signed.manifest.admits(call.peer):

@@ -1,12 +1,17 @@
 """One peer's work on one microbatch: the nested call of which the whole pipeline is the recursion.
 
-Knows the order of things: seat, forward, onward, backward, answer. Must not know how tensors are computed
-(interfaces.SpanCompute), which peer comes next (router) or who draws microbatches (origin).
+Knows: the order of things (seat, forward, next stage, backward, answer). Must not know: how tensors are computed
+(interfaces.SpanCompute), which peer comes next (router), or who draws microbatches (origin).
 
-What a caller may rely on. Refused (Busy, NotMyStage, ProtocolError) means that no work was done. A repeat of a
-microbatch is answered from the cache or joins the running work. A caller that leaves (CANCEL, or its deadline) frees
-the seat, the forward's memory and the calls downstream, unless the gradient is already being counted: then the hop
-runs to its end and keeps the result. A caller that vanishes without a word changes nothing.
+What a caller may rely on:
+
+| the caller                         | then                                                             |
+|------------------------------------|------------------------------------------------------------------|
+| is refused (Busy, NotMyStage, ...) | no work was done                                                 |
+| repeats a microbatch               | it gets the kept answer, or joins the running work               |
+| leaves (CANCEL, its deadline)      | seat, forward and calls downstream are freed, unless the         |
+|                                    | gradient may be counted already                                  |
+| vanishes without a word            | nothing changes: the work ends and its answer is kept            |
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from agora_protocol.errors import Busy, NotMyStage, PeerFailed, ProtocolError, Refused, Unavailable
+from agora_protocol.errors import NotMyStage, PeerFailed, ProtocolError, Refused, Unavailable
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import MAX_DEADLINE_MS
 from agora_protocol.messages import Advance, Process, Processed
@@ -26,30 +31,26 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress
 from agora.clock import loop_time
+from agora.moving_average import MovingAverage
 from agora.observe import events, faults
 from agora.observe.events import Report
 from agora.observe.faults import ReachFault
-from agora.pipeline.admission import Admission
-from agora.pipeline.deadline import downstream_deadline, is_hopeless
-from agora.pipeline.gate import StepGate
-from agora.pipeline.inflight import InProgress, Work
+from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.interfaces import BackwardResult, HopAnswer, LossSum, SpanCompute, WireShapes
-from agora.pipeline.results import ResultCache, WorkKey
+from agora.pipeline.ledger import Work, WorkKey, WorkLedger
+from agora.pipeline.routing import MAX_OWN_SHARE
 
 if TYPE_CHECKING:
     from agora.pipeline.router import Router
 
-ELSEWHERE_RETRY_MS = 1000
-MOST_AHEAD = 1
-"""By so many steps a microbatch may be early. An origin's stage takes a step when all its tokens have been counted at
-every stage, by replicas that had taken all before it: one that is further behind is no help before it has new state.
-"""
-PATHS = 33
+MIN_USEFUL_S = 0.001
+"""Less time than this is not worth starting for."""
+PATH_SAMPLES = 33
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A Process message, understood: everything about it that a hop needs."""
+    """A Process request with its tensors checked: everything about it that a hop needs."""
 
     message: Process
     boundary: WireTensor | None
@@ -58,18 +59,18 @@ class Job:
 
     @property
     def key(self) -> WorkKey:
-        """What makes a repeat a repeat."""
-        return WorkKey(self.message.microbatch, self.message.stage)
+        """What makes a repeat the same work."""
+        return WorkKey.of(self.message)
 
     @property
     def train(self) -> bool:
-        """Whether there is a backward, and something to count."""
+        """Whether the microbatch has a backward and is counted."""
         return self.message.purpose == "train"
 
 
 @dataclass(frozen=True, slots=True)
 class HopConfig:
-    """Who this peer is in the pipeline."""
+    """Who this peer is, how many stages the run has, and which tensors it allows."""
 
     me: PeerId
     stage_count: int
@@ -77,215 +78,204 @@ class HopConfig:
 
 
 class Hop:
-    """This peer's place in the pipeline; other peers and the local origin enter through `process`."""
+    """This peer's place in the pipeline while it holds its span. Other peers and the own origin enter by `process`."""
 
     def __init__(
         self,
         config: HopConfig,
         compute: SpanCompute,
         router: Router,
-        admission: Admission,
+        ledger: WorkLedger,
         *,
-        results: ResultCache,
         report: Report,
-        gate: StepGate | None = None,
+        barrier: StepBarrier | None = None,
         fault: ReachFault = faults.reach,
     ) -> None:
         self._config = config
         self._compute = compute
         self._router = router
-        self._admission = admission
-        self._results = results
+        self._ledger = ledger
         self._report = report
-        self._gate = gate
+        self._barrier = barrier
         self._fault = fault
-        self._running = InProgress()
-        self._in_hand = 0
-        self._busy_s = 0.0
-        self._backward_s = 0.0
-        self._paths_s: deque[float] = deque(maxlen=PATHS)
+        self._on_device = 0
+        self._busy_s = MovingAverage(0.1)
+        self._backward_s = MovingAverage(0.1)
+        self._paths_s: deque[float] = deque(maxlen=PATH_SAMPLES)
 
     @property
     def span(self) -> Span:
         """The stages that this peer serves."""
         return self._compute.span
 
-    async def process(
-        self, message: Process, tensors: Sequence[WireTensor], deadline: float, progress: OnProgress
-    ) -> HopAnswer:
-        """One hop: compute this peer's span, await the gradient from downstream, return the gradient upstream.
+    @property
+    def queue(self) -> int:
+        """Microbatches that wait for the device or are on it."""
+        return self._on_device
 
-        tensors: [boundary, tokens]; the boundary is missing or ignored at stage 0. deadline: on the loop's clock. The
-        answer carries the gradient of the boundary, in its shape; none at stage 0 and when evaluating. Raises Busy,
-        NotMyStage or ProtocolError before any work is done, Unavailable when nobody downstream answered in time, and
-        what the compute raises; nothing is counted then.
+    async def process(
+        self, message: Process, tensors: Sequence[WireTensor], deadline: float, on_progress: OnProgress
+    ) -> HopAnswer:
+        """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
+
+        tensors: [boundary, tokens]; the boundary may be missing at stage 0. deadline: on the loop's clock. The answer
+        carries the gradient of the boundary, in its shape; none at stage 0 and when evaluating. Raises Busy, NotMyStage
+        or ProtocolError before any work is done, Unavailable when nobody downstream answered in time, and what the
+        compute raises; nothing is counted then.
         """
         try:
-            job = self._understood(message, tensors, deadline)
-            kept = self._results.get(job.key, loop_time())
-            if kept is None:
-                self._refuse_another_entry(job)
-                if self._gate is not None and message.step:
-                    await self._gate.passed(message.stage, message.step - MOST_AHEAD, loop_time())
-                    await self._gate.passed(message.stage, message.step, deadline)
-                answer = await self._joined_or_begun(job, progress)
-            else:
-                answer = self._repeated(job, kept, progress)
+            answer = self._ledger.answer_repeat(message, on_progress, self._on_device)
+            if answer is None:
+                answer = await self._join_or_start(self._checked(message, tensors, deadline), on_progress)
         except Refused as refusal:
             self._report(events.HopRefused(message.microbatch.hex(), message.stage, refusal.code))
             raise
         await self._fault("hop.before-answer")
         return answer
 
-    async def _joined_or_begun(self, job: Job, progress: OnProgress) -> HopAnswer:
-        if self._running.has(job.key):
-            self._report(events.RepeatServed(job.message.microbatch.hex(), job.message.stage))
-        elif is_hopeless(loop_time(), job.deadline, self._busy_s):
-            raise Unavailable(job.message.stage, [f"{job.deadline - loop_time():.3f} s are too short for this hop"])
-        return await self._running.run(job.key, job.deadline, progress, lambda work: self._hop(job, work))
-
-    async def _hop(self, job: Job, work: Work) -> HopAnswer:
-        """The hop itself, from seat to answer."""
-        started = loop_time()
-        with self._admission.enter(started):
-            work.advance(self._news(job, "accepted"))
-            await self._fault("hop.accepted")
-            answer = await (self._finish(job, work) if self._is_last else self._pass_on(job, work))
-            self._results.put(job.key, answer, loop_time())
-            work.advance(self._news(job, "finished"))
-            self._admission.held(loop_time() - started)
-            return answer
-
-    async def _finish(self, job: Job, work: Work) -> HopAnswer:
-        """The last hop: loss and gradient in one go."""
-        if job.train:
-            work.commit()
-        with self._in_hands():
-            done = await self._compute.finish(
-                job.message.microbatch, job.message.stage, job.boundary, job.tokens, job.train
-            )
-        return self._answer(job, done, done.busy_s, done.gradient)
-
-    async def _pass_on(self, job: Job, work: Work) -> HopAnswer:
-        """Any other hop: forward, the rest of the pipeline, backward."""
-        microbatch, held = job.message.microbatch, job.train
-        try:
-            with self._in_hands():
-                output = await self._compute.forward(microbatch, job.message.stage, job.boundary, job.tokens, job.train)
-            await self._fault("hop.forwarded")
-            while True:
-                below = await self._onward(job, output, work)
-                if not job.train:
-                    return self._answer(job, below.message, 0.0, None, below.message.path_ms)
-                done = await self._backward(below, job, work)
-                if done is not None:
-                    held = False
-                    return self._answer(job, below.message, done.busy_s, done.gradient, below.message.path_ms)
-        finally:
-            if held:
-                self._compute.forget(microbatch)
-
-    async def _onward(self, job: Job, output: WireTensor, work: Work) -> HopAnswer:
-        """The rest of the pipeline, done early enough that our own backward still makes our deadline."""
-        onward = replace(job.message, stage=self.span.last + 1)
-        until = downstream_deadline(loop_time(), job.deadline, self._backward_s)
-        return await self._router.send(onward, [output, job.tokens], until, work.advance)
-
-    async def _backward(self, below: HopAnswer, job: Job, work: Work) -> BackwardResult | None:
-        """Our backward; None when the peer below sent values that no gradient has: then the forward is still held."""
-        if below.gradient is None or below.peer is None:
-            raise PeerFailed("no gradient came back from downstream")
-        work.commit()
-        started = loop_time()
-        try:
-            with self._in_hands():
-                done = await self._compute.backward(job.message.microbatch, below.gradient)
-        except ProtocolError as error:
-            work.uncommit()
-            self._router.blame(self.span.last + 1, below.peer, error)
-            return None
-        self._backward_s += 0.1 * (loop_time() - started - self._backward_s)
-        return done
-
-    def _answer(
-        self, job: Job, sums: LossSum, busy_s: float, gradient: WireTensor | None, below_ms: float = 0.0
-    ) -> HopAnswer:
-        """What goes upstream; when training, the microbatch has been counted by now. below_ms: the way after ours."""
-        path_s = busy_s + below_ms / 1000.0
-        if job.train:
-            self._busy_s += 0.1 * (busy_s - self._busy_s) if self._busy_s else busy_s
-            self._paths_s.append(path_s)
-        busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (busy_s, path_s))
-        return HopAnswer(
-            Processed(sums.loss_sum, sums.tokens, busy_ms, path_ms), [] if gradient is None else [gradient]
-        )
-
-    def _understood(self, message: Process, tensors: Sequence[WireTensor], deadline: float) -> Job:
-        """Everything that can be refused before a seat is taken."""
+    def _checked(self, message: Process, tensors: Sequence[WireTensor], deadline: float) -> Job:
+        """Returns the request as a Job. Raises NotMyStage or ProtocolError when this peer cannot take it."""
         if message.stage not in self.span:
             raise NotMyStage(f"this peer holds stages {self.span}, not {message.stage}; read the directory again")
         boundary, tokens = self._config.shapes.boundary_and_tokens(message, tensors)
         return Job(message, boundary, tokens, deadline)
 
-    def _refuse_another_entry(self, job: Job) -> None:
-        """A microbatch is counted once per stage here, also when a repeat enters the span at another stage.
+    async def _join_or_start(self, job: Job, on_progress: OnProgress) -> HopAnswer:
+        """Refuses what may not start here now, waits for the microbatch's step, then joins or starts its work."""
+        first, step = job.message.stage, job.message.step
+        if job.train:
+            self._ledger.refuse_overlap(job.key, self.span.last)
+        if self._barrier is not None and step:
+            self._barrier.refuse_early(first, step)
+            await self._barrier.wait_for_step(first, step, job.deadline)
+        left_s = job.deadline - loop_time()
+        if not self._ledger.is_running(job.key) and is_hopeless(left_s, self._busy_s.value or 0.0):
+            raise Unavailable(first, [f"{left_s:.3f} s are too short for this hop"])
+        return await self._ledger.run(
+            job.key, self.span.last, job.deadline, on_progress, lambda work: self._perform(job, work)
+        )
 
-        The gradient of the boundary that the repeat asks for was never made, so there is nothing to answer; the peer
-        before us finds a sibling, or its own caller comes back to the stage that we did answer.
+    async def _perform(self, job: Job, work: Work) -> HopAnswer:
+        """The hop itself, from its seat to its answer."""
+        work.publish(self._advance(job, "accepted"))
+        await self._fault("hop.accepted")
+        is_last = self.span.last == self._config.stage_count - 1
+        answer = await (self._finish(job, work) if is_last else self._pass_on(job, work))
+        work.publish(self._advance(job, "finished"))
+        return answer
+
+    async def _finish(self, job: Job, work: Work) -> HopAnswer:
+        """Computes the last hop: forward, loss and backward as one job of the device."""
+        if job.train:
+            work.commit()
+        with self._counted_on_device():
+            result = await self._compute.finish(
+                job.message.microbatch, job.message.stage, job.boundary, job.tokens, job.train
+            )
+        return self._answer(job, result, result.busy_s, result.gradient)
+
+    async def _pass_on(self, job: Job, work: Work) -> HopAnswer:
+        """Computes any other hop: forward, the rest of the pipeline, backward."""
+        microbatch, kept = job.message.microbatch, job.train
+        try:
+            with self._counted_on_device():
+                output = await self._compute.forward(microbatch, job.message.stage, job.boundary, job.tokens, job.train)
+            await self._fault("hop.forwarded")
+            while True:
+                below = await self._send_on(job, output, work)
+                if not job.train:
+                    return self._answer(job, below.message, 0.0, None, below.message.path_ms)
+                result = await self._backward(below, job, work)
+                if result is not None:
+                    kept = False
+                    return self._answer(job, below.message, result.busy_s, result.gradient, below.message.path_ms)
+        finally:
+            if kept:
+                self._compute.forget(microbatch)
+
+    async def _send_on(self, job: Job, output: WireTensor, work: Work) -> HopAnswer:
+        """Sends the output to the next stage and returns its answer, in time for the backward here."""
+        message = replace(job.message, stage=self.span.last + 1)
+        until = downstream_deadline(loop_time(), job.deadline, self._backward_s.value or 0.0)
+        return await self._router.send(message, [output, job.tokens], until, work.publish)
+
+    async def _backward(self, below: HopAnswer, job: Job, work: Work) -> BackwardResult | None:
+        """Runs the backward here; returns None, with the forward still kept, when the gradient received is unusable."""
+        if below.gradient is None or below.peer is None:
+            raise PeerFailed("no gradient came back from downstream")
+        work.commit()
+        started = loop_time()
+        try:
+            with self._counted_on_device():
+                result = await self._compute.backward(job.message.microbatch, below.gradient)
+        except ProtocolError as error:
+            work.uncommit()
+            self._router.report_useless_gradient(self.span.last + 1, below.peer, error)
+            return None
+        self._backward_s = self._backward_s.updated(loop_time() - started)
+        return result
+
+    def _answer(
+        self, job: Job, loss: LossSum, busy_s: float, gradient: WireTensor | None, below_ms: float = 0.0
+    ) -> HopAnswer:
+        """Returns the answer for upstream, and records how long this way takes when nothing waits.
+
+        When training, the microbatch has been counted by now. below_ms: time of the way after this span.
         """
-        if not job.train:
-            return
-        stage = self._running.entered_elsewhere(job.key)
-        if stage is None:
-            stage = self._results.entered_elsewhere(job.key, loop_time())
-        if stage is not None:
-            raise Busy(f"this microbatch entered this peer at stage {stage} before", ELSEWHERE_RETRY_MS)
+        path_s = busy_s + below_ms / 1000.0
+        if job.train:
+            self._busy_s = self._busy_s.updated(busy_s)
+            self._paths_s.append(path_s)
+        busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (busy_s, path_s))
+        message = Processed(loss.loss_sum, loss.tokens, busy_ms, path_ms)
+        return HopAnswer(message, [] if gradient is None else [gradient])
 
-    def _repeated(self, job: Job, kept: HopAnswer, progress: OnProgress) -> HopAnswer:
-        self._report(events.RepeatServed(job.message.microbatch.hex(), job.message.stage))
-        progress(self._news(job, "finished"))
-        return kept
-
-    def _news(self, job: Job, what: str) -> Advance:
-        return Advance(job.message.stage, self._config.me, what, self._in_hand)
-
-    @property
-    def _is_last(self) -> bool:
-        return self.span.last == self._config.stage_count - 1
+    def _advance(self, job: Job, what: str) -> Advance:
+        """Returns the progress message of this hop."""
+        return Advance(job.message.stage, self._config.me, what, self._on_device)
 
     @contextmanager
-    def _in_hands(self) -> Iterator[None]:
-        """Counts what is with the device: the queue that callers are told of."""
-        self._in_hand += 1
+    def _counted_on_device(self) -> Iterator[None]:
+        """Counts one microbatch more in the device's queue while the context lasts."""
+        self._on_device += 1
         try:
             yield
         finally:
-            self._in_hand -= 1
-
-    @property
-    def queue(self) -> int:
-        """Microbatches that wait for the device or are on it."""
-        return self._in_hand
+            self._on_device -= 1
 
     def path_s(self) -> float | None:
-        """About how long a microbatch needs from here to the end and back if it never waits; None until measured.
+        """Seconds that a microbatch takes from here to the last stage and back when nothing waits; None until measured.
 
-        The sum of what all peers on its way measured, each its own device time and its link to the next; the median of
-        the last PATHS, since the first ones waited for connections.
+        The sum of what every peer on its way measured: its device time and its link to the next. It is the median of
+        the last PATH_SAMPLES, because the first microbatches waited for connections.
         """
         return median(self._paths_s) if self._paths_s else None
 
     def pause(self, reason: str = "paused by its owner") -> None:
         """Refuses new microbatches; those inside are finished."""
-        self._admission.close(reason)
+        self._ledger.refuse_new(reason)
 
     def resume(self) -> None:
-        """Takes microbatches again."""
-        self._admission.open()
+        """Takes new microbatches again."""
+        self._ledger.accept_new()
 
-    async def leave(self, within_s: float) -> bool:
-        """Refuses newcomers, waits for those inside for at most `within_s`, then cancels; whether all were finished."""
-        self._admission.close("leaving")
-        drained = await self._admission.drained(loop_time() + within_s)
-        await self._running.close()
-        return drained
+    async def leave(self, within_s: float, reason: str = "leaving") -> bool:
+        """Refuses new microbatches, waits at most `within_s` for those inside, then cancels them.
+
+        Returns whether all were finished. The ledger keeps refusing until `resume` of this hop or of the next one.
+        """
+        self._ledger.refuse_new(reason)
+        idle = await self._ledger.wait_until_idle(loop_time() + within_s)
+        await self._ledger.cancel_all()
+        return idle
+
+
+def downstream_deadline(now: float, deadline: float, own_s: float) -> float:
+    """Returns when the gradient must be back so that a backward of about `own_s` seconds still makes `deadline`."""
+    remaining = max(0.0, deadline - now)
+    return deadline - min(1.5 * own_s, MAX_OWN_SHARE * remaining)
+
+
+def is_hopeless(left_s: float, own_s: float) -> bool:
+    """Whether `left_s` seconds are too short even for this hop's own work of about `own_s` seconds."""
+    return left_s < max(MIN_USEFUL_S, 0.5 * own_s)

@@ -1,13 +1,14 @@
-"""Draws microbatches and stays with each until it is completed: where everything that the swarm trains on begins.
+"""Draws microbatches and keeps each until it is completed: where everything that the swarm trains on begins.
 
-Knows credit, schedules, patience and what was completed. Must not know routing, tensors' contents, or other origins
-beyond how many there are. A microbatch once started is never dropped while this origin lives: a failed attempt is
-followed by another of the same id and the same data, with twice the time. Only leaving drops, and counts what it drops.
+Knows: what was opened and what came back. Must not know: routing, the contents of tensors, or of other origins more
+than how many there are. A microbatch once started is never dropped while this origin lives: a failed attempt is
+followed by another of the same id and the same data, with twice the time. Only leaving drops microbatches.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,28 +20,38 @@ from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.clock import loop_time
+from agora.moving_average import MovingAverage
 from agora.observe import events
 from agora.observe.events import Report
-from agora.pipeline.credit import PER_STAGE, Credit, Pace, in_flight, step_share
+from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.interfaces import BatchSource, HopAnswer, HopEntrance
-from agora.pipeline.signal import Signal
+from agora.pipeline.opening import (
+    PER_STAGE,
+    Credit,
+    Opening,
+    OriginState,
+    Pace,
+    Share,
+    StepQuota,
+    StepState,
+    measured_credit,
+    next_opening,
+)
 
-LEAST_PATIENCE_S = 20.0
+MIN_PATIENCE_S = 20.0
 PATIENCE_TRIPS = 10.0
 """An attempt may take this many times what attempts usually take: room for a hung peer at every stage."""
-MOST_PATIENCE_S = MAX_DEADLINE_MS / 1000.0
-RETRY_S, RETRY_MOST_S = 0.05, 2.0
-LOOK_S = 0.5
-GRACE_S = 3.0
-"""Without a step for so long and nothing open, an origin of a synchronous run looks what the step lacks."""
+MAX_PATIENCE_S = MAX_DEADLINE_MS / 1000.0
+RETRY_S, MAX_RETRY_S = 0.05, 2.0
+LOOK_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class OriginConfig:
     """How this origin opens microbatches.
 
-    `ceiling`: most microbatches in flight that memory allows (admission's seats). `max_in_flight`: the manifest's, 0
-    for measured. `first_patience_s`: for the first attempt, before anything is measured.
+    ceiling: most microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to measure it.
+    first_patience_s: time of the first attempt, before any was measured.
     """
 
     me: PeerId
@@ -54,16 +65,12 @@ class OriginConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """This origin is the `rank`-th of `origins` that share a synchronous step."""
-
-    rank: int = 0
-    origins: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class OwnStage:
-    """Stage 0 here: steps it has taken, tokens its replicas still lack for the next, whether the run may go on."""
+    """What an origin asks of its stage 0.
+
+    step_of: steps it has taken. missing_tokens: tokens that its replicas still lack for the next step. ready: whether
+    enough replicas serve the run.
+    """
 
     step_of: Callable[[], int]
     missing_tokens: Callable[[], int]
@@ -72,7 +79,7 @@ class OwnStage:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The held-out loss: `loss` is the mean per token over `tokens`."""
+    """The held-out loss: the mean per token, in nats, over `tokens`."""
 
     loss: float
     tokens: int
@@ -80,35 +87,40 @@ class Evaluation:
 
 @dataclass(slots=True)
 class OriginStatistics:
-    """What became of this origin's training microbatches, since its start."""
+    """What became of this origin's training microbatches since its start."""
 
     started: int = 0
     completed: int = 0
     dropped: int = 0
     retried: int = 0
     tokens: int = 0
-    loss: float | None = None
+    mean_loss: MovingAverage = field(default_factory=lambda: MovingAverage(0.05))
+
+    @property
+    def loss(self) -> float | None:
+        """Moving average of the loss per token, in nats; None before the first microbatch."""
+        return self.mean_loss.value
 
 
 @dataclass(slots=True)
-class _Parcel:
-    """One microbatch of this origin: its data, and who has taken it in earlier attempts."""
+class Microbatch:
+    """One microbatch of this origin: its data, and the peer last seen to hold it at each stage."""
 
-    microbatch: MicrobatchId
+    id: MicrobatchId
     tokens: WireTensor
     purpose: str
     started: float
     step: int = 0
     path: dict[int, PeerId] = field(default_factory=dict)
 
-    def heard(self, news: Advance) -> None:
-        """Keeps the newest peer seen to hold each stage."""
+    def take_in(self, news: Advance) -> None:
+        """Records the newest peer seen at a stage, as the hint of the next attempt."""
         if news.stage > 0:
             self.path[news.stage] = news.peer
 
 
 class Origin:
-    """Opens microbatches into this peer's own hop. `run` until cancelled or left."""
+    """Opens microbatches into this peer's own hop, for as long as the peer holds stage 0. `run` until it leaves."""
 
     def __init__(
         self,
@@ -133,15 +145,13 @@ class Origin:
         self._ids = 0
         self._drawn = 0
         self._open: set[asyncio.Task[None]] = set()
-        self._changed = Signal()
+        self._changed = ChangeNotifier()
         self._paused = False
         self._leaving = False
-        self._step_left = 0
-        self._step = -1
-        self._stuck_since: float | None = None
+        self._quota = StepQuota()
         self._pace = Pace()
-        self._most = PER_STAGE * config.stage_count  # rises with completions: doubled in a trip, as TCP starts
-        self._trip_s = 0.0
+        self._credit_ceiling = PER_STAGE * config.stage_count  # doubles at most in a trip, as TCP starts
+        self._trip_s = MovingAverage(0.1)
         self.statistics = OriginStatistics()
         self.credit = Credit(1, "not measured yet")
 
@@ -153,14 +163,14 @@ class Origin:
     async def run(self) -> None:
         """Trains until `leave` has ended, or until cancelled, which drops what is open."""
         async with asyncio.TaskGroup() as group:
-            while await self._may_open():
-                parcel = self._draw()
-                task = group.create_task(self._train(parcel), name=f"microbatch {parcel.microbatch.hex()}")
+            while await self._wait_for_opening():
+                microbatch = self._draw()
+                task = group.create_task(self._train(microbatch), name=f"microbatch {microbatch.id.hex()}")
                 self._open.add(task)
-                task.add_done_callback(self._closed)
+                task.add_done_callback(self._close)
 
     async def leave(self, within_s: float) -> int:
-        """Opens nothing more, waits at most `within_s` for what is open, then gives it up; how many were dropped."""
+        """Opens nothing more and waits at most `within_s` for what is open; returns how many it dropped then."""
         self._leaving = True
         self._changed.notify()
         until = loop_time() + within_s
@@ -181,165 +191,166 @@ class Origin:
         self._pace = self._pace.interrupted()
         self._changed.notify()
 
-    async def evaluate(self, count: int, within_s: float) -> Evaluation:
-        """The mean loss per token over at most `count` held-out microbatches, each sent through the swarm.
+    def stepped(self) -> None:
+        """Looks again whether to open microbatches; call it after each step of the own stage 0."""
+        self._changed.notify()
 
-        Raises Unavailable when they are not back in `within_s`, or when nothing is held out.
+    async def evaluate(self, count: int, within_s: float) -> Evaluation:
+        """Sends at most `count` held-out microbatches through the swarm and returns their mean loss per token.
+
+        Raises Unavailable when they are not back in `within_s`, or when no text is held out.
         """
-        started, sums = loop_time(), [0.0, 0]
+        started, loss_sum, token_count = loop_time(), 0.0, 0
         seats = asyncio.Semaphore(max(2, self.credit.limit // 2))
 
-        async def one(tokens: WireTensor) -> None:
+        async def evaluate_one(tokens: WireTensor) -> None:
+            nonlocal loss_sum, token_count
             async with seats:
-                answer = await self._deliver(self._parcel(tokens, "evaluate"))
-                sums[0] += answer.message.loss_sum
-                sums[1] += answer.message.tokens
+                answer = await self._deliver(self._new_microbatch(tokens, "evaluate"))
+                loss_sum += answer.message.loss_sum
+                token_count += answer.message.tokens
 
         try:
             async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
                 for tokens in self._batches.heldout(count):
-                    group.create_task(one(tokens), name="evaluation")
+                    group.create_task(evaluate_one(tokens), name="evaluation")
         except TimeoutError:
             raise Unavailable(0, [f"the evaluation did not end in {within_s:.0f} s"]) from None
-        if not sums[1]:
+        if not token_count:
             raise Unavailable(0, ["no held-out text; raise data.heldout in the manifest of the next run"])
-        result = Evaluation(sums[0] / sums[1], int(sums[1]))
+        result = Evaluation(loss_sum / token_count, token_count)
         self._report(events.EvaluationDone(result.loss, result.tokens, loop_time() - started))
         return result
 
     # --- opening
 
-    async def _may_open(self) -> bool:
-        """Waits until the next microbatch may be opened; False when this origin is leaving."""
-        while not self._leaving:
-            ready = self._stage is None or self._stage.ready()
-            if ready and not self._paused and self._has_room():
-                return True
-            patient = ready and not self._config.synchronous
-            await self._changed.wait(None if patient else loop_time() + LOOK_S)
-        return False
+    async def _wait_for_opening(self) -> bool:
+        """Waits until the next microbatch may be opened; returns False when this origin is leaving."""
+        while True:
+            opening = self._decide()
+            if opening.action != "wait":
+                return opening.action == "open"
+            may_wait_long = self._is_ready() and not self._config.synchronous
+            await self._changed.wait(None if may_wait_long else loop_time() + LOOK_AGAIN_S)
 
-    def _has_room(self) -> bool:
+    def _decide(self) -> Opening:
+        """Decides whether to open a microbatch now, and records the quota that is left."""
         config = self._config
+        step = self._step_state() if config.synchronous else None
+        credit = Credit(config.ceiling, f"{config.ceiling} seats") if config.synchronous else self._measured_credit()
+        state = OriginState(credit, len(self._open), self._leaving, self._paused, self._is_ready(), step)
+        opening = next_opening(loop_time(), state, self._quota)
         if not config.synchronous:
-            self.credit = self._measured_credit()
-            return len(self._open) < self.credit.limit
-        if not self._step_left and not self._open:
-            self._step_left = self._next_share()
-            self.credit = Credit(min(self._step_left, config.ceiling), f"{self._step_left} microbatches to the step")
-        return self._step_left > 0 and len(self._open) < config.ceiling
+            self.credit = credit
+        elif opening.action == "open" and not self._open:
+            left = opening.quota.left + 1
+            self.credit = Credit(min(left, config.ceiling), f"{left} microbatches to the step")
+        self._quota = opening.quota
+        return opening
 
-    def _next_share(self) -> int:
-        """Microbatches of a synchronous step that this origin opens now: its share once the stage is at a new step.
+    def _is_ready(self) -> bool:
+        """Whether enough replicas serve the run."""
+        return self._stage is None or self._stage.ready()
 
-        Shares need not add up, when origins come and go: what a step still lacks after GRACE_S is opened by everyone
-        who has nothing else to do, in parts.
-        """
-        config, share = self._config, self._share()
-        step = self._step + 1 if self._stage is None else self._stage.step_of()
-        if step != self._step:
-            self._step, self._stuck_since = step, None
-            return step_share(config.target_tokens, config.tokens_per_microbatch, share.rank, share.origins)
-        if self._stuck_since is None:
-            self._stuck_since = loop_time()
-        if loop_time() - self._stuck_since < GRACE_S:
-            return 0
-        self._stuck_since = None
-        lacking = -(-self._stage.missing_tokens() // config.tokens_per_microbatch) if self._stage else 0
-        return -(-lacking // share.origins)
-
-    def stepped(self) -> None:
-        """The own stage 0 has taken a step."""
-        self._changed.notify()
+    def _step_state(self) -> StepState:
+        """Returns the synchronous step that stage 0 is at; without a stage every step is taken at once."""
+        config, stage = self._config, self._stage
+        whole = math.ceil(config.target_tokens / config.tokens_per_microbatch)
+        if stage is None:
+            return StepState(self._quota.step + 1, whole, 0, self._share())
+        lacking = math.ceil(stage.missing_tokens() / config.tokens_per_microbatch)
+        return StepState(stage.step_of(), whole, lacking, self._share())
 
     def _measured_credit(self) -> Credit:
+        """Returns the manifest's limit, or the measured credit."""
         config = self._config
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
             return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
-        most = min(self._most, config.ceiling)
-        return in_flight(self._path_s(), self._pace.period_s, config.stage_count, most)
+        ceiling = min(self._credit_ceiling, config.ceiling)
+        return measured_credit(self._path_s(), self._pace.period_s, config.stage_count, ceiling)
 
-    def _draw(self) -> _Parcel:
+    def _draw(self) -> Microbatch:
+        """Draws the next training microbatch."""
         tokens = self._batches.draw(self._drawn)
         self._drawn += 1
-        self._step_left = max(0, self._step_left - 1)
-        return self._parcel(tokens, "train", max(self._step, 0))
+        return self._new_microbatch(tokens, "train", max(self._quota.step, 0))
 
-    def _parcel(self, tokens: WireTensor, purpose: str, step: int = 0) -> _Parcel:
+    def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
+        """Gives the tokens an id that is unique in the run."""
         microbatch = microbatch_id(self._session, self._ids)
         self._ids += 1
-        return _Parcel(microbatch, tokens, purpose, loop_time(), step)
+        return Microbatch(microbatch, tokens, purpose, loop_time(), step)
 
-    # --- carrying
+    # --- delivering
 
-    async def _train(self, parcel: _Parcel) -> None:
-        """One training microbatch, until it is completed."""
-        self.statistics.started += 1
-        answer = None
+    async def _train(self, microbatch: Microbatch) -> None:
+        """Delivers one training microbatch and counts what became of it."""
+        statistics, answer = self.statistics, None
+        statistics.started += 1
         try:
-            answer = await self._deliver(parcel)
+            answer = await self._deliver(microbatch)
         finally:
             if answer is None:
-                self.statistics.dropped += 1
-        message, statistics = answer.message, self.statistics
+                statistics.dropped += 1
+        message = answer.message
         statistics.completed += 1
         statistics.tokens += message.tokens
         if message.tokens:
-            loss = message.loss_sum / message.tokens
-            statistics.loss = loss if statistics.loss is None else statistics.loss + 0.05 * (loss - statistics.loss)
+            statistics.mean_loss = statistics.mean_loss.updated(message.loss_sum / message.tokens)
         self._pace = self._pace.completed(loop_time())
-        self._most = min(self._most + 1, 2 * self.credit.limit)
+        self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
 
-    async def _deliver(self, parcel: _Parcel) -> HopAnswer:
-        """The answer to a microbatch: attempts follow each other until one succeeds."""
-        name = parcel.microbatch.hex()
-        self._report(events.MicrobatchStarted(name, parcel.purpose))
+    async def _deliver(self, microbatch: Microbatch) -> HopAnswer:
+        """Makes attempts until one succeeds, and returns its answer."""
+        name = microbatch.id.hex()
+        self._report(events.MicrobatchStarted(name, microbatch.purpose))
         attempt, answer = 0, None
         try:
             while answer is None:
-                answer = await self._attempt(parcel, attempt)
+                answer = await self._attempt(microbatch, attempt)
                 attempt += 1
         finally:
             if answer is None:
                 self._report(events.MicrobatchDropped(name, "this peer is leaving"))
         message = answer.message
-        seconds = loop_time() - parcel.started
-        self._report(events.MicrobatchCompleted(name, message.loss_sum, message.tokens, seconds, parcel.purpose))
+        seconds = loop_time() - microbatch.started
+        self._report(events.MicrobatchCompleted(name, message.loss_sum, message.tokens, seconds, microbatch.purpose))
         return answer
 
-    async def _attempt(self, parcel: _Parcel, attempt: int) -> HopAnswer | None:
-        """One attempt through the whole pipeline; None when it failed and the next may begin."""
-        patience = self._patience(attempt)
-        deadline, wait = loop_time() + patience, RETRY_S * 2.0 ** min(attempt, 16)
-        hint = tuple(sorted(parcel.path.items())[:MAX_HINTS])
-        message = Process(
-            parcel.microbatch, self._config.me, 0, parcel.purpose, max(1, int(1000.0 * patience)), hint, parcel.step
-        )
-        started = loop_time()
+    async def _attempt(self, microbatch: Microbatch, attempt: int) -> HopAnswer | None:
+        """Sends the microbatch through the whole pipeline once; returns None when that failed."""
+        started, patience = loop_time(), self._patience_s(attempt)
+        deadline, wait = started + patience, RETRY_S * 2.0 ** min(attempt, 16)
+        hint = tuple(sorted(microbatch.path.items())[:MAX_HINTS])
+        deadline_ms = max(1, int(1000.0 * patience))
+        message = Process(microbatch.id, self._config.me, 0, microbatch.purpose, deadline_ms, hint, microbatch.step)
         try:
             async with asyncio.timeout_at(deadline):
-                answer = await self._entrance.process(message, [parcel.tokens], deadline, parcel.heard)
-            self._trip_s += 0.1 * (loop_time() - started - self._trip_s) if self._trip_s else loop_time() - started
+                answer = await self._entrance.process(message, [microbatch.tokens], deadline, microbatch.take_in)
+            self._trip_s = self._trip_s.updated(loop_time() - started)
             return answer
         except Busy as refusal:
             wait = max(wait, refusal.retry_after_ms / 1000.0)
         except (TimeoutError, AgoraError) as error:
-            self._failed(parcel, error)
-        await asyncio.sleep(min(wait, RETRY_MOST_S))
+            self._take_failure(microbatch, error)
+        await asyncio.sleep(min(wait, MAX_RETRY_S))
         return None
 
-    def _failed(self, parcel: _Parcel, error: Exception) -> None:
+    def _take_failure(self, microbatch: Microbatch, error: Exception) -> None:
+        """Counts and reports a failed attempt."""
         self.statistics.retried += 1
         self._pace = self._pace.interrupted()
         reason = str(error) or "the attempt's time was over"
-        self._report(events.MicrobatchRerouted(parcel.microbatch.hex(), 0, self._config.me, reason))
+        self._report(events.MicrobatchRerouted(microbatch.id.hex(), 0, self._config.me, reason))
 
-    def _patience(self, attempt: int) -> float:
-        """How long an attempt may take: what trips usually take, many times; doubled with each attempt."""
-        first = max(LEAST_PATIENCE_S, PATIENCE_TRIPS * self._trip_s) if self._trip_s else self._config.first_patience_s
-        return min(MOST_PATIENCE_S, first * 2.0 ** min(attempt, 16))
+    def _patience_s(self, attempt: int) -> float:
+        """Returns how long an attempt may take: PATIENCE_TRIPS times the usual trip, doubled with each attempt."""
+        trip_s = self._trip_s.value
+        first = self._config.first_patience_s if trip_s is None else max(MIN_PATIENCE_S, PATIENCE_TRIPS * trip_s)
+        return min(MAX_PATIENCE_S, first * 2.0 ** min(attempt, 16))
 
-    def _closed(self, task: asyncio.Task[None]) -> None:
+    def _close(self, task: asyncio.Task[None]) -> None:
+        """Forgets a microbatch that is over, and looks whether to open the next one."""
         self._open.discard(task)
         self._changed.notify()

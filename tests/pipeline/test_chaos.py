@@ -124,10 +124,11 @@ def check_leftovers(world: World) -> None:
     """Nobody holds a seat, a forward or running work for a microbatch that is over."""
     for node in world.nodes.values():
         if not node.frozen:
-            assert node.admission.taken == 0 and not node.compute.held and node.hop.queue == 0
-            assert len(node.hop._running) == 0
+            assert node.ledger.taken == 0 and not node.compute.held and node.hop.queue == 0
             assert all(
-                cost.calls == 0 for stage in range(world.stage_count) for cost in node.router.costs(stage).values()
+                cost.open_calls == 0
+                for stage in range(world.stage_count)
+                for cost in node.router.table.costs(stage).values()
             )
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 from agora_protocol.errors import AgoraError, Busy, DeviceError, NotMyStage, ProtocolError, Unavailable
-from agora_protocol.ids import MicrobatchId, microbatch_id
+from agora_protocol.ids import MicrobatchId, Span, microbatch_id
 from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
-from agora.pipeline.gate import StepGate
+from agora.pipeline.barrier import StepBarrier
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import Node, World, boundary_of, gradient_of, loss_of, offences_of, peer_id, tokens_of
 
@@ -41,7 +41,7 @@ def test_a_microbatch_goes_through_any_cut_of_the_pipeline_and_back(spans: list[
         answer = await enter(nodes[0])
         assert answer.message.loss_sum == loss_of(tokens_of(7)) and answer.tensors == []
         assert counted(world) == [1, 1, 1, 1]
-        assert all(node.compute.held == set() and node.admission.taken == 0 for node in nodes)
+        assert all(node.compute.held == set() and node.ledger.taken == 0 for node in nodes)
 
     run(work())
 
@@ -112,7 +112,7 @@ def test_tensors_that_the_run_does_not_imply_are_refused_before_any_work(tensors
         node = world.add("peer", "1-2")
         with pytest.raises(ProtocolError):
             await node.hop.process(process(1), tensors, asyncio.get_running_loop().time() + 9.0, lambda a: None)
-        assert node.compute.busy_s == 0.0 and node.admission.taken == 0
+        assert node.compute.busy_s == 0.0 and node.ledger.taken == 0
 
     run(work())
 
@@ -130,7 +130,7 @@ def test_without_a_seat_the_answer_is_busy_before_any_work() -> None:
                 await enter(node)
             assert refusal.value.retry_after_ms > 0
         assert counted(world) == [0, 0] and last.calls_in == 2
-        assert node.admission.refused == 1
+        assert [e.code for e in node.events if isinstance(e, HopRefused)] == ["busy"]
         await enter(node)
 
     run(work())
@@ -152,8 +152,8 @@ def test_a_deadline_that_cannot_be_met_is_refused_once_the_hop_knows_its_own_tim
 def test_a_microbatch_waits_for_the_next_step_and_is_sent_away_at_once_with_any_later_one() -> None:
     async def work() -> None:
         world, steps, now = World(2), [0, 3], asyncio.get_running_loop().time
-        last = world.add("last", "1")
-        last.hop._gate = gate = StepGate(last.span, steps.__getitem__)
+        barrier = StepBarrier(Span(1, 1), steps.__getitem__)
+        last = world.add("last", "1", barrier=barrier)
 
         async def ask(number: int, step: int) -> float:
             microbatch, began = microbatch_id(b"session0", number), now()
@@ -167,12 +167,12 @@ def test_a_microbatch_waits_for_the_next_step_and_is_sent_away_at_once_with_any_
             began = now()
             with pytest.raises(Busy, match="stage 1 has not taken"):
                 await ask(number, step)
-            assert now() == began and last.admission.taken == 0
+            assert now() == began and last.ledger.taken == 0
         early = asyncio.create_task(ask(4, 4))
         await asyncio.sleep(10.0)
         assert not early.done()
         steps[1] = 4
-        gate.stepped()
+        barrier.stepped()
         assert 10.0 <= await early < 11.0
 
     run(work())
@@ -260,15 +260,15 @@ def test_a_caller_that_cancels_frees_the_seat_the_forward_and_everything_downstr
         await asyncio.sleep(0.0)
         task = asyncio.create_task(enter(nodes[0]))
         await asyncio.sleep(2.0)
-        assert [node.admission.taken for node in nodes] == [1, 1, 2]
+        assert [node.ledger.taken for node in nodes] == [1, 1, 2]
         task.cancel()
         await asyncio.wait([task])
         await asyncio.sleep(0.1)
-        assert [node.admission.taken for node in nodes] == [0, 0, 2], "the last was committed: it may have been counted"
+        assert [node.ledger.taken for node in nodes] == [0, 0, 2], "the last was committed: it may have been counted"
         assert not nodes[0].compute.held and not nodes[1].compute.held
         await blocker
         await asyncio.sleep(200.0)
-        assert [node.admission.taken for node in nodes] == [0, 0, 0] and counted(world) == [0, 0, 1]
+        assert [node.ledger.taken for node in nodes] == [0, 0, 0] and counted(world) == [0, 0, 1]
 
     run(work())
 
@@ -325,7 +325,7 @@ def test_a_failure_of_our_own_device_is_passed_up_and_counts_nothing() -> None:
         node.compute.fail_next.append(DeviceError("the device failed"))
         with pytest.raises(DeviceError):
             await enter(node)
-        assert counted(world) == [0, 0] and node.admission.taken == 0 and last.calls_in == 0
+        assert counted(world) == [0, 0] and node.ledger.taken == 0 and last.calls_in == 0
         await enter(node)
         assert counted(world) == [1, 1]
 
@@ -363,7 +363,7 @@ def test_nobody_downstream_becomes_a_typed_refusal_before_our_own_deadline() -> 
             await enter(node, 1, within_s=7.0)
         assert refusal.value.stage == 2 and "no live peer holds stage 2" in str(refusal.value)
         assert asyncio.get_running_loop().time() - started <= 7.0
-        assert not node.compute.held and node.admission.taken == 0
+        assert not node.compute.held and node.ledger.taken == 0
 
     run(work())
 
@@ -407,7 +407,7 @@ def test_leaving_waits_for_what_is_seated_but_not_for_ever() -> None:
         assert asyncio.get_running_loop().time() - started == pytest.approx(5.0)
         with pytest.raises((AgoraError, asyncio.CancelledError)):
             await task
-        assert node.admission.taken == 0 and not node.compute.held
+        assert node.ledger.taken == 0 and not node.compute.held
 
     run(work())
 

@@ -12,7 +12,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import EvaluationDone, MicrobatchDropped
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.origin import Origin, OriginConfig, Share
+from agora.pipeline.opening import Share
+from agora.pipeline.origin import Origin, OriginConfig
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
     TOKENS,
@@ -307,7 +308,7 @@ def test_an_evaluation_that_cannot_end_in_time_says_so() -> None:
         with pytest.raises(Unavailable) as refusal:
             await world.origin(node).evaluate(3, within_s=30.0)
         assert "did not end in 30 s" in str(refusal.value)
-        assert node.admission.taken == 0
+        assert node.ledger.taken == 0
 
     run(work())
 

@@ -13,7 +13,7 @@ from agora_protocol.messages import Advance, Pong, Process, Processed
 from agora.net.errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.router import NEWS_PER_STAGE, Trip
+from agora.pipeline.router import NEWS_PER_STAGE
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
     Faults,
@@ -183,12 +183,12 @@ def test_a_sibling_that_is_called_by_others_too_is_called_less() -> None:
         await asyncio.sleep(5.0)
         mine = world.add("mine", "1", service_s=0.1, seen=False)
         world.claimed[mine.peer] = mine
-        real, other.router._view_of = other.router._view_of, lambda: world.view.without(mine.peer)
+        other.view_of = lambda: world.view.without(mine.peer)
         world.look()
         ours = world.origin(node, max_in_flight=4)
         await train(ours, 80)
         assert world.carried[node.peer, mine.peer] > 2 * world.carried[node.peer, shared.peer]
-        other.router._view_of = real
+        other.view_of = lambda: world.view
         await origin.leave(60.0)
         await elsewhere
 
@@ -260,14 +260,14 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
     flood, stages = 2_000, 3
 
     async def work() -> None:
-        world, trips, passed = World(stages), [], []
+        world, hints, passed = World(stages), [], []
         node, talker = world.add("first", "0"), world.add("talker", "1")
         world.add("last", "2")
-        choose, answer = node.router._choose, talker.hop.process
+        choose, answer = node.router.table.choose, talker.hop.process
 
-        def spy(now: float, trip: Trip):
-            trips.append(trip)
-            return choose(now, trip)
+        def spy(*args):
+            hints.append(args[-1])
+            return choose(*args)
 
         async def talk(message, tensors, deadline, progress) -> HopAnswer:
             for number in range(flood):
@@ -275,7 +275,7 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
                     progress(Advance(number % stages, peer_id(f"stranger {number}"), what, 0))
             return await answer(message, tensors, deadline, progress)
 
-        node.router._choose, talker.hop.process = spy, talk
+        node.router.table.choose, talker.hop.process = spy, talk
         process = Process(MB, peer_id("origin"), 1, "train", 60_000)
         deadline = asyncio.get_running_loop().time() + 60.0
         reply = await node.router.send(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append)
@@ -284,7 +284,7 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
         assert told == {(2, "accepted"): NEWS_PER_STAGE * (stages - 1) // stages}, (
             "every third is of a stage after ours"
         )
-        assert trips[-1].finished <= {talker.peer} and trips[-1].path.keys() <= set(range(stages))
+        assert hints[-1].finished <= {talker.peer} and hints[-1].peers.keys() <= set(range(stages))
 
     run(work())
 
@@ -300,7 +300,6 @@ def test_a_peer_that_cannot_get_further_is_left_for_one_that_can() -> None:
             raise ConnectionBroken("no way")
 
         cut_off.call = nowhere
-        cut_off.router._caller = cut_off
         for i in range(20):
             await send(first, microbatch_id(b"session0", i))
         assert last.calls_in == 20 and connected.calls_in == 20
@@ -333,13 +332,13 @@ def test_cancelling_a_send_leaves_no_trace_in_the_costs() -> None:
         node, only = world.add("first", "0"), world.add("only", "1", service_s=50.0)
         task = asyncio.create_task(send(node, purpose="evaluate"))
         await asyncio.sleep(1.0)
-        assert node.router.costs(1)[only.peer].calls == 1
+        assert node.router.table.costs(1)[only.peer].open_calls == 1
         task.cancel()
         await asyncio.wait([task])
         await asyncio.sleep(0.1)
-        cost = node.router.costs(1)[only.peer]
-        assert (cost.calls, cost.failures, cost.virtual_s) == (0, 0, 0.0)
-        assert only.admission.taken == 0, "the cancel went downstream"
+        cost = node.router.table.costs(1)[only.peer]
+        assert (cost.open_calls, cost.failures, cost.virtual_s) == (0, 0, 0.0)
+        assert only.ledger.taken == 0, "the cancel went downstream"
 
     run(work())
 
@@ -352,10 +351,10 @@ def test_peers_that_left_the_view_are_forgotten_and_enter_anew() -> None:
         world.hide(only)
         with pytest.raises(Unavailable):
             await send(node, microbatch_id(b"session0", 2), within_s=1.0)
-        assert node.router.costs(1) == {}
+        assert node.router.table.costs(1) == {}
         world.show(only)
         await send(node, microbatch_id(b"session0", 3))
-        assert node.router.costs(1)[only.peer].samples == 1
+        assert node.router.table.costs(1)[only.peer].answers == 1
 
     run(work())
 
@@ -379,7 +378,7 @@ def test_measured_costs_are_about_what_they_measure() -> None:
         node = world.add("first", "0")
         peers = {s: world.add(f"s{s}", "1", service_s=s) for s in (0.05, 0.2)}
         await train(world.origin(node, max_in_flight=6), 60)
-        costs = node.router.costs(1)
+        costs = node.router.table.costs(1)
         for service, peer in peers.items():
             assert costs[peer.peer].service_s == pytest.approx(service, rel=0.01)
             assert costs[peer.peer].round_trip_s == pytest.approx(0.01, rel=0.01)

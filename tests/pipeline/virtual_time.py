@@ -38,6 +38,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now
 
+    def open_timers(self) -> int:
+        """Number of timers that will still fire."""
+        return sum(not timer.cancelled() for timer in self._scheduled)
+
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, in virtual time."""

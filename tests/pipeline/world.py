@@ -28,11 +28,11 @@ from agora.observe.events import (
     MicrobatchStarted,
     OffenceRecorded,
 )
-from agora.pipeline.admission import Admission
+from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.hop import Hop, HopConfig
 from agora.pipeline.interfaces import HopAnswer, WireShapes
+from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.origin import Origin, OriginConfig
-from agora.pipeline.results import ResultCache
 from agora.pipeline.router import Router
 from agora.swarm.offences import OffenceLog
 from agora.swarm.view import PeerView, View
@@ -183,7 +183,14 @@ class Node:
     """One peer of the world."""
 
     def __init__(
-        self, world: World, name: str, span: Span, service_s: float, seats: int, link: LinkSpec | None
+        self,
+        world: World,
+        name: str,
+        span: Span,
+        service_s: float,
+        seats: int,
+        link: LinkSpec | None,
+        barrier: StepBarrier | None,
     ) -> None:
         self.world, self.name, self.peer, self.span = world, name, peer_id(name), span
         self.uplink = Uplink(link, world.rng) if link else None
@@ -193,14 +200,14 @@ class Node:
         self.incarnation = 1
         self.events: list[Event] = []
         self.compute = FakeCompute(self, span, service_s)
-        self.admission = Admission(seats)
-        self.results = ResultCache()
+        self.ledger = WorkLedger(self.peer, seats, self.events.append)
         self.reached: Counter[str] = Counter()
+        self.view_of = lambda: world.view
         self.calls_in = 0
         offences = OffenceLog(self.events.append)
         self.router = Router(
             self,
-            lambda: world.view,
+            lambda: self.view_of(),
             me=self.peer,
             stage_count=world.stage_count,
             shapes=SHAPES,
@@ -213,9 +220,9 @@ class Node:
             HopConfig(self.peer, world.stage_count, SHAPES),
             self.compute,
             self.router,
-            self.admission,
-            results=self.results,
+            self.ledger,
             report=self.events.append,
+            barrier=barrier,
             fault=self._fault,
         )
         self.fault = no_fault
@@ -274,8 +281,9 @@ class World:
         seats: int = 64,
         seen: bool = True,
         link: LinkSpec | None = None,
+        barrier: StepBarrier | None = None,
     ) -> Node:
-        node = Node(self, name, Span.parse(span), service_s, seats, link)
+        node = Node(self, name, Span.parse(span), service_s, seats, link, barrier)
         self.nodes[node.peer] = node
         if seen:
             self.show(node)

@@ -10,8 +10,8 @@ from agora_protocol.errors import Busy
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
-from agora.node.loaded_span import step_gate
-from agora.pipeline.gate import RETRY_MS, SHARE, StepGate
+from agora.node.loaded_span import step_barrier
+from agora.pipeline.barrier import MAX_WAIT_SHARE, RETRY_MS, StepBarrier
 from tests.pipeline.virtual_time import VirtualLoop, run
 
 
@@ -20,12 +20,12 @@ class Stages:
 
     def __init__(self) -> None:
         self.steps = {2: 0, 3: 0, 4: 0}
-        self.gate = StepGate(Span(2, 4), self.steps.__getitem__)
+        self.barrier = StepBarrier(Span(2, 4), self.steps.__getitem__)
 
     def step(self, *stages: int) -> None:
         for stage in stages:
             self.steps[stage] += 1
-        self.gate.stepped()
+        self.barrier.stepped()
 
 
 def now() -> float:
@@ -33,28 +33,27 @@ def now() -> float:
 
 
 def left_behind(stages: Stages) -> tuple[int, int]:
-    """Waiters in the gate, and timers of the loop."""
+    """Microbatches that wait at the barrier, and timers of the loop."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
-    timers = [it for it in loop._scheduled if not it.cancelled()]
-    return len(stages.gate._changed._waiters), len(timers)
+    return stages.barrier.waiting, loop.open_timers()
 
 
-@pytest.mark.parametrize(("kind", "gated"), [("synchronous", True), ("asynchronous", False)])
-def test_only_synchronous_runs_have_a_gate_whatever_a_caller_says_of_steps(kind: str, gated: bool) -> None:
+@pytest.mark.parametrize(("kind", "has_barrier"), [("synchronous", True), ("asynchronous", False)])
+def test_only_synchronous_runs_have_a_barrier_whatever_a_caller_says_of_steps(kind: str, has_barrier: bool) -> None:
     manifest = Manifest.model_validate(Manifest().model_dump() | {"schedule": {"kind": kind}})
     compute = SimpleNamespace(span=Span(0, 1), step_of=lambda stage: 0)
-    assert isinstance(step_gate(manifest, compute), StepGate) is gated
+    assert isinstance(step_barrier(manifest, compute), StepBarrier) is has_barrier
 
 
 def test_who_is_not_ahead_passes_at_once_and_asynchronous_runs_never_wait() -> None:
     async def work() -> None:
         stages, began = Stages(), now()
-        await stages.gate.passed(2, 0, began + 10.0)
+        await stages.barrier.wait_for_step(2, 0, began + 10.0)
         stages.step(2, 3, 4)
-        await stages.gate.passed(2, 0, began + 10.0)
-        await stages.gate.passed(2, 1, began + 10.0)
-        await stages.gate.passed(2, 1, began - 10.0)
+        await stages.barrier.wait_for_step(2, 0, began + 10.0)
+        await stages.barrier.wait_for_step(2, 1, began + 10.0)
+        await stages.barrier.wait_for_step(2, 1, began - 10.0)
         assert now() == began, "even when the deadline is over"
 
     run(work())
@@ -65,7 +64,7 @@ def test_it_waits_for_all_stages_that_the_microbatch_enters_and_for_no_other() -
         stages, passed = Stages(), []
 
         async def enter(first: int) -> None:
-            await stages.gate.passed(first, 1, now() + 100.0)
+            await stages.barrier.wait_for_step(first, 1, now() + 100.0)
             passed.append(first)
 
         waiting = [asyncio.create_task(enter(first)) for first in (2, 3, 4)]
@@ -85,7 +84,7 @@ def test_waiting_microbatches_go_step_by_step_and_within_a_step_in_the_order_the
         stages, passed = Stages(), []
 
         async def enter(name: int, step: int) -> None:
-            await stages.gate.passed(2, step, now() + 1000.0)
+            await stages.barrier.wait_for_step(2, step, now() + 1000.0)
             passed.append((step, name))
 
         steps = [3, 1, 2, 1, 3, 2, 1]
@@ -105,8 +104,8 @@ def test_who_is_not_let_in_is_sent_away_while_there_is_time_for_another_peer() -
         stages, began = Stages(), now()
         stages.step(2, 4)
         with pytest.raises(Busy) as refusal:
-            await stages.gate.passed(2, 1, began + 20.0)
-        assert now() - began == pytest.approx(SHARE * 20.0)
+            await stages.barrier.wait_for_step(2, 1, began + 20.0)
+        assert now() - began == pytest.approx(MAX_WAIT_SHARE * 20.0)
         assert "stage 3 has not taken step 1" in str(refusal.value) and refusal.value.retry_after_ms == RETRY_MS
         assert left_behind(stages) == (0, 0)
 
@@ -116,7 +115,7 @@ def test_who_is_not_let_in_is_sent_away_while_there_is_time_for_another_peer() -
 def test_steps_that_are_not_enough_do_not_lengthen_the_wait() -> None:
     async def work() -> None:
         stages, began = Stages(), now()
-        waiting = asyncio.create_task(stages.gate.passed(2, 50, began + 20.0))
+        waiting = asyncio.create_task(stages.barrier.wait_for_step(2, 50, began + 20.0))
         for _ in range(30):
             await asyncio.sleep(1.0)
             stages.step(2, 3, 4)
@@ -124,7 +123,7 @@ def test_steps_that_are_not_enough_do_not_lengthen_the_wait() -> None:
                 break
         with pytest.raises(Busy):
             await waiting
-        assert now() - began <= SHARE * 20.0 + 1.0
+        assert now() - began <= MAX_WAIT_SHARE * 20.0 + 1.0
 
     run(work())
 
@@ -133,7 +132,7 @@ def test_a_deadline_that_is_over_refuses_at_once() -> None:
     async def work() -> None:
         stages, began = Stages(), now()
         with pytest.raises(Busy):
-            await stages.gate.passed(2, 1, began - 5.0)
+            await stages.barrier.wait_for_step(2, 1, began - 5.0)
         assert now() == began
 
     run(work())
@@ -142,7 +141,7 @@ def test_a_deadline_that_is_over_refuses_at_once() -> None:
 def test_a_cancelled_wait_leaves_nothing_behind_and_holds_up_nobody() -> None:
     async def work() -> None:
         stages = Stages()
-        waiting = [asyncio.create_task(stages.gate.passed(2, 1, now() + 1000.0)) for _ in range(5)]
+        waiting = [asyncio.create_task(stages.barrier.wait_for_step(2, 1, now() + 1000.0)) for _ in range(5)]
         await asyncio.sleep(1.0)
         for task in waiting[:4]:
             task.cancel()
@@ -153,6 +152,6 @@ def test_a_cancelled_wait_leaves_nothing_behind_and_holds_up_nobody() -> None:
         stages.step(2, 3, 4)
         await asyncio.wait(waiting)
         assert left_behind(stages) == (0, 0), "also when the step and the cancellation come together"
-        await stages.gate.passed(2, 1, now() + 1.0)
+        await stages.barrier.wait_for_step(2, 1, now() + 1.0)
 
     run(work())

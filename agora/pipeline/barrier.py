@@ -1,0 +1,108 @@
+"""Waiting: for a change of any kind, and for the stages here to have taken a step.
+
+Knows: one event loop, steps by number. Must not know: what changes, who takes steps, or what a microbatch is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from agora_protocol.errors import Busy
+from agora_protocol.ids import Span
+
+from agora.clock import loop_time
+
+MAX_WAIT_SHARE = 0.5
+"""A microbatch waits here for at most this share of its remaining time; the rest is for a peer that is further."""
+MAX_STEPS_AHEAD = 1
+"""An origin opens a step's microbatches when all tokens of the step before were counted at every stage, by replicas
+that had taken all steps before that. A replica that is two steps behind must first fetch new state."""
+RETRY_MS = 200
+
+
+class ChangeNotifier:
+    """A condition without a lock: `notify` wakes every waiter, in the order in which they came, to look for itself."""
+
+    def __init__(self) -> None:
+        self._waiters: dict[asyncio.Future[None], None] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiters."""
+        return len(self._waiters)
+
+    def notify(self) -> None:
+        """Wakes every waiter. Call it on the loop."""
+        waiters, self._waiters = self._waiters, {}
+        for waiter in waiters:
+            _wake(waiter)
+
+    async def wait(self, until: float | None = None) -> None:
+        """Returns at the next `notify`, or at `until` on the loop's clock; None: no time limit."""
+        if until is not None and until <= loop_time():
+            return
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters[waiter] = None
+        timer = None if until is None else loop.call_at(until, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.pop(waiter, None)
+            if timer is not None:
+                timer.cancel()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    """Completes the future unless it is done already."""
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class StepBarrier:
+    """Holds a synchronous run's microbatches back until the stages here have taken the steps before theirs.
+
+    So no gradient of one step is ever counted into another, however far apart the replicas are. A microbatch that waits
+    takes no seat. step_of(stage): steps that a stage of `span` has taken.
+    """
+
+    def __init__(self, span: Span, step_of: Callable[[int], int]) -> None:
+        self._span = span
+        self._step_of = step_of
+        self._changed = ChangeNotifier()
+
+    @property
+    def waiting(self) -> int:
+        """Number of microbatches that wait here."""
+        return self._changed.waiting
+
+    def stepped(self) -> None:
+        """Wakes the waiting microbatches; call it after each step of a stage of the span."""
+        self._changed.notify()
+
+    def refuse_early(self, first: int, step: int) -> None:
+        """Raises Busy when a stage from `first` on is more than MAX_STEPS_AHEAD steps behind `step`."""
+        behind = self._behind(first, step - MAX_STEPS_AHEAD)
+        if behind is not None:
+            raise _not_there(behind, step - MAX_STEPS_AHEAD)
+
+    async def wait_for_step(self, first: int, step: int, deadline: float) -> None:
+        """Returns when the stages from `first` to the span's last have taken `step` steps.
+
+        Raises Busy after MAX_WAIT_SHARE of the time until `deadline`, so that the caller can still ask another peer.
+        """
+        until = loop_time() + MAX_WAIT_SHARE * (deadline - loop_time())
+        while (behind := self._behind(first, step)) is not None:
+            if loop_time() >= until:
+                raise _not_there(behind, step)
+            await self._changed.wait(until)
+
+    def _behind(self, first: int, step: int) -> int | None:
+        """Returns the first stage from `first` on that has taken fewer than `step` steps, None when there is none."""
+        return next((s for s in range(first, self._span.last + 1) if self._step_of(s) < step), None)
+
+
+def _not_there(stage: int, step: int) -> Busy:
+    """Returns the refusal of a microbatch whose step is not reached."""
+    return Busy(f"stage {stage} has not taken step {step} here yet", RETRY_MS)

@@ -1,0 +1,183 @@
+"""Decides when an origin opens its next microbatch, and how many it keeps in flight. Pure.
+
+Knows: measured times, bounds, the shares of a step. Must not know: who measured them, or a clock (`now` is passed in).
+
+By Little's law a pipeline that finishes one microbatch every `period` holds x = round trip / period of them when
+nothing ever waits. Exactly x starves the slowest stage at every hiccup, so 4 * sqrt(x) are added, the square-root
+staffing rule (Halfin and Whitt, "Heavy-traffic limits for queues with many exponential servers", 1981).
+
+`round_trip_s` must be free of queueing: a sum of device and link times, not an observed round trip. More credit makes
+longer queues, and an origin that counted them would ask for still more. So each link is known by its shortest waits, as
+BBR knows a path (Cardwell et al., "BBR: Congestion-based congestion control", 2016). While the pipeline is not full the
+period is the round trip divided by the credit, so the rule raises the credit by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from agora.moving_average import MovingAverage
+
+SAFETY = 4.0
+PER_STAGE = 2
+"""At the start, and at least: for each stage one microbatch that is computed and one that travels."""
+MAX_GAP_PERIODS = 10.0
+GRACE_S = 3.0
+"""How long an origin of a synchronous run waits, with nothing open, before it opens what the step still lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """At most `limit` microbatches of this origin are in flight, for `reason`."""
+
+    limit: int
+    reason: str
+
+
+def measured_credit(round_trip_s: float | None, period_s: float | None, stages: int, ceiling: int) -> Credit:
+    """Returns x + 4 * sqrt(x) for x = round trip / period: at least two for each stage, at most `ceiling` (memory).
+
+    round_trip_s: of a microbatch that never waits; period_s: between two completions. Either is None before measured.
+    """
+    ceiling = max(1, ceiling)
+    least = min(PER_STAGE * stages, ceiling)
+    if not round_trip_s or not period_s or round_trip_s <= 0 or period_s <= 0:
+        return Credit(least, f"{least}: {PER_STAGE} per stage until the round trip is measured")
+    load = round_trip_s / period_s
+    wanted = math.ceil(min(load + SAFETY * math.sqrt(load), 1e9))
+    limit = max(least, min(wanted, ceiling))
+    reason = (
+        f"round trip {round_trip_s:.3f} s / period {period_s:.3f} s = {load:.1f}, and {SAFETY:g} times its square root"
+    )
+    return Credit(limit, f"{limit}: {reason}" + (f", bounded by {ceiling}" if wanted > ceiling else ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The mean time between two completions, without the gaps that a stall or a pause makes."""
+
+    period: MovingAverage = field(default_factory=lambda: MovingAverage(0.03))
+    last: float | None = None
+
+    @property
+    def period_s(self) -> float | None:
+        """Mean seconds between two completions; None before the second one."""
+        return self.period.value
+
+    def completed(self, now: float) -> Pace:
+        """Returns the pace after a completion at `now`. One gap counts as at most MAX_GAP_PERIODS periods."""
+        if self.last is None:
+            return replace(self, last=now)
+        gap, known = now - self.last, self.period.value
+        if known is not None:
+            gap = min(gap, MAX_GAP_PERIODS * known + 1e-6)
+        return Pace(self.period.updated(gap), now)
+
+    def interrupted(self) -> Pace:
+        """Returns the pace after a pause or a stall: the gap to the next completion is not counted."""
+        return replace(self, last=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This origin is the `rank`-th of `origins` that share a synchronous step."""
+
+    rank: int = 0
+    origins: int = 1
+
+
+def step_share(microbatches: int, share: Share) -> int:
+    """Returns how many of a step's microbatches this origin opens; the shares of all origins sum to the whole step."""
+    base, rest = divmod(microbatches, max(1, share.origins))
+    return base + (1 if share.rank < rest else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """Stage 0 in a synchronous run: the step it is at, how many microbatches that step has, how many it still lacks."""
+
+    step: int
+    microbatches: int
+    lacking: int
+    share: Share
+
+
+@dataclass(frozen=True, slots=True)
+class StepQuota:
+    """How many microbatches of `step` this origin still opens. `idle_since`: when it had none left and none open."""
+
+    step: int = -1
+    left: int = 0
+    idle_since: float | None = None
+
+    def renewed(self, now: float, state: StepState) -> StepQuota:
+        """Returns the quota when all opened microbatches are back.
+
+        | stage 0                                      | the quota                                  |
+        |----------------------------------------------|--------------------------------------------|
+        | is at a new step                             | this origin's share of the step            |
+        | is at the same step, for less than GRACE_S   | none                                       |
+        | is at the same step, for GRACE_S             | this origin's part of what the step lacks  |
+
+        The last rule covers shares that do not add up, because origins come and go.
+        """
+        if state.step != self.step:
+            return StepQuota(state.step, step_share(state.microbatches, state.share))
+        if self.idle_since is None:
+            return replace(self, idle_since=now)
+        if now - self.idle_since < GRACE_S:
+            return self
+        return StepQuota(self.step, math.ceil(state.lacking / state.share.origins))
+
+
+@dataclass(frozen=True, slots=True)
+class OriginState:
+    """What the decision to open a microbatch depends on.
+
+    ready: enough replicas serve the run. open_count: microbatches in flight. step: None in an asynchronous run.
+    """
+
+    credit: Credit
+    open_count: int = 0
+    leaving: bool = False
+    paused: bool = False
+    ready: bool = True
+    step: StepState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the origin does now, and why; `quota` is the quota after it."""
+
+    action: Literal["open", "wait", "stop"]
+    reason: str
+    quota: StepQuota
+
+
+def next_opening(now: float, state: OriginState, quota: StepQuota) -> Opening:
+    """Decides whether to open a microbatch now. The first row that holds decides.
+
+    | state                                               | action |
+    |-----------------------------------------------------|--------|
+    | leaving                                             | stop   |
+    | too few replicas, or paused                         | wait   |
+    | synchronous, and the quota of the step is used up   | wait   |
+    | as many open as the credit allows                   | wait   |
+    | otherwise                                           | open   |
+    """
+    if state.leaving:
+        return Opening("stop", "this peer is leaving", quota)
+    if not state.ready:
+        return Opening("wait", "too few replicas serve the run", quota)
+    if state.paused:
+        return Opening("wait", "paused by its owner", quota)
+    if state.step is not None and not quota.left and not state.open_count:
+        quota = quota.renewed(now, state.step)
+    if state.step is not None and not quota.left:
+        return Opening("wait", f"this origin's share of step {quota.step} is opened", quota)
+    if state.open_count >= state.credit.limit:
+        return Opening("wait", f"{state.open_count} microbatches are open; credit {state.credit.reason}", quota)
+    left = max(0, quota.left - 1)
+    return Opening("open", state.credit.reason, replace(quota, left=left, idle_since=None))
