@@ -5,10 +5,10 @@ Knows: the journal's events. Must not know: processes, files. Pure: events come 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from agora.observe import events
 from agora.observe.journal import from_json
@@ -23,32 +23,17 @@ class PeerTotals:
     is_serving: bool = False
     unfinished: set[str] = field(default_factory=set)
     """Training microbatches that it originated and that have neither completed nor been dropped."""
-    counted: deque[tuple[str, int]] = field(default_factory=deque)
-    """Of stage 0: microbatches whose gradient is in no step yet, with their tokens, oldest first."""
-    unfilled: deque[tuple[int, int]] = field(default_factory=deque)
-    """Of stage 0: steps whose microbatches are not all known yet, with the tokens that lack, oldest first."""
     steps: dict[int, int] = field(default_factory=dict)
     traffic: events.Traffic = field(default_factory=lambda: events.Traffic(0, 0, 0))
     span: tuple[int, int] | None = None
     start_steps: list[dict[str, Any]] = field(default_factory=list)
 
 
-@dataclass
-class LossSum:
+class LossSum(NamedTuple):
     """A sum of token losses, in nats, and the number of tokens."""
 
     loss: float = 0.0
     tokens: int = 0
-
-    def add(self, other: LossSum) -> None:
-        """Adds another sum to this one."""
-        self.loss += other.loss
-        self.tokens += other.tokens
-
-    @property
-    def mean(self) -> float | None:
-        """Mean loss per token; None without tokens."""
-        return self.loss / self.tokens if self.tokens else None
 
 
 @dataclass
@@ -65,6 +50,8 @@ class DemoTotals:
     first_completed_unix: float | None = None
     last_completed_unix: float | None = None
     recent_loss: float | None = None
+    losses: list[float] = field(default_factory=list)
+    """Mean loss per token of the microbatches of each step, in the order in which they were completed."""
     refused_gradients: int = 0
     finished_rounds: set[tuple[int, int]] = field(default_factory=set)
     failed_parts: int = 0
@@ -72,9 +59,7 @@ class DemoTotals:
     _expected_members: int = 0
     _stepped_tokens: int = 0
     _times_counted: dict[str, Counter[int]] = field(default_factory=dict)
-    _step_of: dict[str, int] = field(default_factory=dict)
-    _loss_of: dict[str, LossSum] = field(default_factory=dict)
-    _loss_of_step: dict[int, LossSum] = field(default_factory=dict)
+    _loss_of_step: LossSum = field(default_factory=LossSum)
 
     def peer(self, index: int) -> PeerTotals:
         """Returns the totals of one peer, which are empty at its first mention."""
@@ -89,16 +74,17 @@ class DemoTotals:
                 self.first_started_unix = min(self.first_started_unix or at_unix, at_unix)
             case events.MicrobatchCompleted(microbatch, loss, tokens, _, "train"):
                 peer.unfinished.discard(microbatch)
-                self._add_completed(microbatch, LossSum(loss, tokens), at_unix)
+                self._add_completed(loss, tokens, at_unix)
             case events.MicrobatchDropped(microbatch, _) if microbatch in peer.unfinished:
                 peer.unfinished.discard(microbatch)
                 self.dropped += 1
             case events.MicrobatchRerouted():
                 self.rerouted += 1
-            case events.MicrobatchCounted(microbatch, stages, tokens):
-                self._add_counted(peer, microbatch, stages, tokens)
+            case events.MicrobatchCounted(microbatch, stages, _):
+                self._times_counted.setdefault(microbatch, Counter()).update(stages)
             case events.StepTaken(stage, step, tokens):
-                self._add_step(peer, stage, step, tokens)
+                peer.steps[stage] = step
+                self._stepped_tokens += tokens if stage == 0 else 0
             case event:
                 self._add_rare(peer, event)
 
@@ -120,51 +106,20 @@ class DemoTotals:
                 self._expected_members += event.expected
             case events.GradientRefused():
                 self.refused_gradients += 1
-            case events.StepsSkipped(0, _, _, tokens) if tokens:
-                peer.unfilled.append((self._stepped_tokens // self.target_tokens + 1, tokens))
             case events.StartStep(name, seconds, _):
                 peer.start_steps.append({"name": name, "seconds": round(seconds, 3)})
 
-    def _add_completed(self, microbatch: str, loss: LossSum, at_unix: float) -> None:
+    def _add_completed(self, loss: float, tokens: int, at_unix: float) -> None:
+        """Adds a completed microbatch: its loss, summed over its tokens, and when it was back at its origin."""
         self.completed += 1
-        self.tokens += loss.tokens
+        self.tokens += tokens
         self.first_completed_unix = min(self.first_completed_unix or at_unix, at_unix)
         self.last_completed_unix = max(self.last_completed_unix or at_unix, at_unix)
-        self.recent_loss = loss.mean
-        self._loss_of[microbatch] = loss
-        self._add_loss_to_step(microbatch)
-
-    def _add_counted(self, peer: PeerTotals, microbatch: str, stages: tuple[int, ...], tokens: int) -> None:
-        self._times_counted.setdefault(microbatch, Counter()).update(stages)
-        if 0 in stages:
-            peer.counted.append((microbatch, tokens))
-            self._fill_steps(peer)
-
-    def _add_step(self, peer: PeerTotals, stage: int, step: int, tokens: int) -> None:
-        peer.steps[stage] = step
-        if stage == 0 and tokens:
-            peer.unfilled.append((self._stepped_tokens // self.target_tokens + 1, tokens))
-            self._stepped_tokens += tokens
-            self._fill_steps(peer)
-
-    def _fill_steps(self, peer: PeerTotals) -> None:
-        """Finds the microbatches of each step: the device counts them in order, and a step says how many tokens it has.
-
-        The device's thread reports a step, the event loop reports its last microbatch: either may come first.
-        """
-        while peer.unfilled and peer.counted:
-            (step, lacking), (microbatch, tokens) = peer.unfilled[0], peer.counted.popleft()
-            self._step_of[microbatch] = step
-            self._add_loss_to_step(microbatch)
-            if lacking > tokens:
-                peer.unfilled[0] = (step, lacking - tokens)
-            else:
-                peer.unfilled.popleft()
-
-    def _add_loss_to_step(self, microbatch: str) -> None:
-        """Adds a microbatch's loss to that of its step as soon as both are known, whichever is known first."""
-        if microbatch in self._step_of and microbatch in self._loss_of:
-            self._loss_of_step.setdefault(self._step_of[microbatch], LossSum()).add(self._loss_of.pop(microbatch))
+        self.recent_loss = loss / tokens if tokens else None
+        self._loss_of_step = LossSum(self._loss_of_step.loss + loss, self._loss_of_step.tokens + tokens)
+        if self._loss_of_step.tokens >= self.target_tokens:
+            self.losses.append(self._loss_of_step.loss / self._loss_of_step.tokens)
+            self._loss_of_step = LossSum()
 
     @property
     def step(self) -> int:
@@ -187,11 +142,6 @@ class DemoTotals:
         if self.first_started_unix is None or self.last_completed_unix is None:
             return self.tokens, 0.0
         return self.tokens, self.last_completed_unix - self.first_started_unix
-
-    @property
-    def losses(self) -> list[float]:
-        """Mean loss per token of the microbatches of each step of stage 0, in order."""
-        return [loss.mean for _, loss in sorted(self._loss_of_step.items()) if loss.mean is not None]
 
     @property
     def counted_twice(self) -> int:

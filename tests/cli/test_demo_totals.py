@@ -24,44 +24,24 @@ def add(totals: DemoTotals, peer: int, *happened: events.Event) -> None:
         totals.add(peer, journal_line(event, 1.0 + number))
 
 
-def test_a_step_is_made_of_the_microbatches_counted_into_it_in_whichever_order_the_news_come() -> None:
-    totals = DemoTotals(16)
-    for microbatch, loss in (("a", 40.0), ("b", 38.0), ("c", 30.0), ("d", 28.0)):
-        add(totals, 0, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, loss, 8, 0.1))
-    add(totals, 0, events.MicrobatchCounted("a", (0,), 8))
-    add(totals, 0, events.StepTaken(0, 1, 16, None, 0.1), events.MicrobatchCounted("b", (0,), 8))
-    add(totals, 0, events.MicrobatchCounted("c", (0,), 8), events.MicrobatchCounted("d", (0,), 8))
-    add(totals, 0, events.StepTaken(0, 2, 16, None, 0.1))
-    assert totals.losses == [78 / 16, 58 / 16]
-    assert (totals.step, totals.tokens, totals.completed) == (2, 32, 4)
-
-
-def test_a_replacement_goes_on_where_the_stage_was_not_where_it_began_itself() -> None:
-    totals = DemoTotals(8)
-    for peer, microbatch, loss in ((0, "a", 40.0), (5, "b", 32.0)):
-        add(totals, peer, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, loss, 8, 0.1))
-        add(totals, peer, events.MicrobatchCounted(microbatch, (0,), 8), events.StepTaken(0, 1, 8, None, 0.1))
-    assert totals.losses == [5.0, 4.0] and totals.step == 2
-
-
-def test_replicas_share_a_step() -> None:
+def test_the_loss_of_a_step_is_the_mean_over_the_microbatches_that_fill_it_whoever_originated_them() -> None:
     totals = DemoTotals(16)
     for peer, microbatch, loss in ((0, "a", 40.0), (1, "b", 24.0), (0, "c", 16.0)):
         add(totals, peer, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, loss, 8, 0.1))
-        add(totals, peer, events.MicrobatchCounted(microbatch, (0,), 8), events.StepTaken(0, 1, 8, None, 0.1))
-    assert totals.losses == [4.0, 2.0] and totals.step == 1
+    assert totals.losses == [4.0] and totals.recent_loss == 2.0
+    add(totals, 1, events.MicrobatchCompleted("d", 8.0, 8, 0.1))
+    assert totals.losses == [4.0, 1.5] and (totals.tokens, totals.completed) == (32, 4)
 
 
-def test_a_step_taken_without_tokens_or_skipped_shifts_no_microbatch_into_another() -> None:
-    totals = DemoTotals(8)
-    for microbatch in "abc":
-        add(totals, 0, events.MicrobatchStarted(microbatch), events.MicrobatchCompleted(microbatch, 8.0, 8, 0.1))
-    add(totals, 0, events.StepTaken(0, 1, 0, None, 0.1))
-    add(totals, 0, events.MicrobatchCounted("a", (0,), 8), events.StepTaken(0, 2, 8, None, 0.1))
-    add(totals, 0, events.MicrobatchCounted("b", (0,), 8), events.StepsSkipped(0, 9, 7, 8))
-    add(totals, 0, events.StepTaken(0, 9, 0, None, 0.1))
-    add(totals, 0, events.MicrobatchCounted("c", (0,), 8), events.StepTaken(0, 10, 8, None, 0.1))
-    assert not totals.peer(0).counted and not totals.peer(0).unfilled
+def test_replicas_share_a_step_and_a_replacement_goes_on_where_the_stage_was() -> None:
+    totals = DemoTotals(16)
+    for peer in (0, 1, 0):
+        add(totals, peer, events.MicrobatchCounted("a", (0,), 8), events.StepTaken(0, 1, 8, None, 0.1))
+    assert totals.step == 1, "three half steps, as long as no replica has taken more by itself"
+    add(totals, 5, events.StepTaken(0, 1, 8, None, 0.1), events.StepTaken(1, 9, 8, None, 0.1))
+    assert totals.step == 2, "a replacement that counts from 0 again"
+    add(totals, 0, events.StepTaken(0, 7, 0, None, 0.1))
+    assert totals.step == 7, "steps that other replicas' tokens made"
 
 
 def test_what_a_killed_origin_had_started_is_told_apart_from_what_was_dropped() -> None:
