@@ -1,4 +1,4 @@
-"""How every command ends and speaks: exit codes, one sentence for an error, JSON alone on standard output.
+"""How every command prints and ends: exit codes, one sentence for an error, JSON alone on standard output.
 
 Knows: streams and exit codes. Must not know: any command; imports the standard library and typer only.
 
@@ -25,7 +25,7 @@ STALLED = 4
 
 
 class Failure(Exception):
-    """A command ends with `code` and one sentence that says what is wrong and what to do."""
+    """Ends a command with exit code `code` and one sentence that says what is wrong and what to do."""
 
     def __init__(self, text: str, code: int = FAILED) -> None:
         super().__init__(text)
@@ -33,7 +33,7 @@ class Failure(Exception):
 
 
 def new_app(summary: str) -> typer.Typer:
-    """A typer application that prints plain text and leaves errors to `run`."""
+    """Returns a typer application without commands, which prints plain text and leaves errors to `run`."""
     return typer.Typer(
         help=summary,
         no_args_is_help=True,
@@ -44,37 +44,38 @@ def new_app(summary: str) -> typer.Typer:
     )
 
 
-def say(text: str) -> None:
-    """A line for people, on standard error."""
+def print_line(text: str) -> None:
+    """Prints a line for people on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """The one JSON object of a command, on standard output."""
+    """Prints the one JSON object of a command on standard output."""
     print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def run(app: typer.Typer) -> None:
-    """Runs a command line and exits; nothing that goes wrong shows a traceback."""
+    """Runs a command line and ends the process with its exit code; no error shows a traceback."""
     try:
         app()
     except KeyboardInterrupt:
-        _end("stopped", 130)
+        _exit_with("stopped", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     except Exception as error:
         text, code = explain(error)
-        _end(text, code)
+        _exit_with(text, code)
 
 
-def _end(text: str, code: int) -> None:
-    say(f"error: {text}")
+def _exit_with(text: str, code: int) -> None:
+    """Prints an error and ends the process."""
+    print_line(f"error: {text}")
     sys.exit(code)
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """The sentence and the exit code for what ended a command; unforeseen errors leave their traceback in a file."""
+    """Returns the sentence and the exit code for an error; the sentence names the file with an unforeseen traceback."""
     from agora_protocol.errors import AgoraError, InputError
 
     if isinstance(error, Failure):
@@ -83,10 +84,11 @@ def explain(error: Exception) -> tuple[str, int]:
         return str(error), USAGE
     if isinstance(error, AgoraError):
         return str(error), int(getattr(error, "exit_code", FAILED))
-    return f"{type(error).__name__}: {error}; the details are in {_written(error)}, please report them", FAILED
+    return f"{type(error).__name__}: {error}; the details are in {_write_traceback(error)}, please report them", FAILED
 
 
-def _written(error: Exception) -> str:
+def _write_traceback(error: Exception) -> str:
+    """Writes an error's traceback to a temporary file and returns the file's path."""
     try:
         handle, path = tempfile.mkstemp(prefix="agora-error-", suffix=".txt", text=True)
         with os.fdopen(handle, "w", encoding="utf-8") as file:

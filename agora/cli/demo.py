@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Protocol
 
 from agora.cli import console, demo_plan
-from agora.cli.console import Failure, say
+from agora.cli.console import Failure, print_line
 from agora.cli.demo_plan import DemoPlan
 from agora.cli.demo_result import Measured, failure_of, result_of, summary_of
 from agora.cli.demo_totals import DemoTotals, PeerTotals
@@ -59,7 +59,7 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
             try:
                 measured = demo.train()
             except Stopped:
-                say("stopped; the daemons are gone")
+                print_line("stopped; the daemons are gone")
                 return console.FAILED
             finally:
                 demo.stop()
@@ -67,7 +67,7 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
     if as_json:
         console.print_json(result)
     for line in summary_of(result):
-        (say if as_json else print)(line)
+        (print_line if as_json else print)(line)
     if reason := failure_of(result):
         raise Failure(reason)
     return console.DONE
@@ -167,7 +167,7 @@ class Demo:
         self._read_journals()
         stubborn = [name for name, code in codes.items() if code is None]
         if stubborn:
-            say(f"{', '.join(stubborn)} did not leave in time and were killed")
+            print_line(f"{', '.join(stubborn)} did not leave in time and were killed")
 
     def _train_to_the_last_step(self) -> None:
         """Watches the swarm until stage 0 has taken its steps, and kills peers in between where the plan says so."""
@@ -200,23 +200,27 @@ class Demo:
         return [(index, daemon) for index, daemon in enumerate(self._daemons) if index not in self._killed]
 
     def _serving(self) -> list[tuple[int, LocalDaemon]]:
+        """Returns the living daemons that serve their span, with their indices."""
         return [(index, daemon) for index, daemon in self._living() if self.totals.peer(index).is_serving]
 
     def _starting(self) -> list[tuple[int, LocalDaemon]]:
+        """Returns the living daemons that do not serve yet, with their indices."""
         return [(index, daemon) for index, daemon in self._living() if not self.totals.peer(index).is_serving]
 
     def _start_one(self) -> None:
+        """Starts the next daemon."""
         self._daemons.append(self.swarm.start(f"peer-{len(self._daemons)}"))
         self._not_started -= 1
 
     def _take_a_serving_peers_invite(self) -> None:
-        """Lets later peers join by whoever serves now: the peer that gave the last invite may be dead."""
+        """Takes an invite from a peer that serves now: the one that gave the last invite may be dead."""
         for _, daemon in self._serving():
             if answer := daemon.try_ask("invite"):
                 self.swarm.invite = str(answer["invite"])
                 return
 
     def _read_journals(self) -> None:
+        """Adds what all journals have gained to the totals."""
         for index, daemon in enumerate(self._daemons):
             for fields in daemon.new_events():
                 self.totals.add(index, fields)

@@ -94,4 +94,5 @@ def manifest_of(plan: DemoPlan) -> Manifest:
 
 
 def _absolute(source: str) -> str:
+    """Returns a data source with its path absolute; "stdlib" stays."""
     return source if source == "stdlib" else str(Path(source).expanduser().absolute())

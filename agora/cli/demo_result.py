@@ -71,6 +71,7 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
 
 
 def _microbatches(totals: DemoTotals) -> dict[str, int]:
+    """Returns what became of the microbatches."""
     return {
         "completed": totals.completed,
         "rerouted": totals.rerouted,
@@ -109,8 +110,10 @@ def summary_of(result: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(value: float | None, digits: int = 3) -> str:
+    """Returns a number as text, "-" for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _rounded(value: float | None) -> float | None:
+    """Returns a number with four digits behind the point; None for None and for what JSON cannot have."""
     return None if value is None or not math.isfinite(value) else round(value, 4)

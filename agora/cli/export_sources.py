@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agora.cli.console import STALLED, Failure, say
+from agora.cli.console import STALLED, Failure, print_line
 from agora.cli.progress import ProgressDisplay
 from agora.node import control_client, paths
 
@@ -52,7 +52,7 @@ def find_stages(run: str, directories: Sequence[Path]) -> Sources:
             files = _collected(entry, count)
         except (control_client.DaemonUnreachable, control_client.DaemonRefused) as error:
             reasons.append(f"the daemon in {entry.root} could not collect the stages: {error}")
-            say(f"{reasons[-1]}; looking for checkpoints")
+            print_line(f"{reasons[-1]}; looking for checkpoints")
             continue
         return Sources(signed, "daemon", files, local.reference.base)
     files = _checkpoints(signed, local.homes, reasons or ["no daemon of this run answers on this machine"])
@@ -150,7 +150,9 @@ def _newest_checkpoint(run: str, stage: int, homes: Sequence[paths.Home]) -> Sta
 
     newest = None
     for home in homes:
-        checkpoint = newest_checkpoint(home.checkpoints(run), run, stage, lambda error: say(f"passed over: {error}"))
+        checkpoint = newest_checkpoint(
+            home.checkpoints(run), run, stage, lambda error: print_line(f"passed over: {error}")
+        )
         if checkpoint is not None and (newest is None or checkpoint.step > newest.step):
             newest = StageFile(stage, checkpoint.step, checkpoint.path / WEIGHTS)
     return newest

@@ -256,4 +256,5 @@ def start_interpreter(arguments: Sequence[str], environment: Mapping[str, str], 
 
 
 def _terminate_with_parent() -> None:
+    """Lets the kernel send this process SIGTERM when its parent dies; runs in the child before it becomes a daemon."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)

@@ -26,6 +26,26 @@ RUN_OR_NONE = Annotated[
 ]
 
 
+STAGES = Annotated[
+    str | None,
+    typer.Option(metavar="auto|A-B", help="The stages to hold; auto (default) takes those with the fewest peers."),
+]
+LISTEN = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ADDR", help="Where to listen, /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330; may be repeated."),
+]
+LINK = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE,RTT[,JITTER[,LOSS]]",
+        help="Imitate a link such as 200Mbit,50ms; see docs/links.md. Default the network as it is.",
+    ),
+]
+CORPUS_CACHE = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where tokenised texts are kept; default in the data directory.")
+]
+
+
 @app.callback()
 def _root() -> None:
     """Contribute this machine to a training run: one daemon, started and stopped by you."""
@@ -35,26 +55,12 @@ def _root() -> None:
 def join(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")],
     device: Annotated[str | None, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1. Default auto.")] = None,
-    stages: Annotated[
-        str | None,
-        typer.Option(metavar="auto|A-B", help="The stages to hold; auto (default) takes those with the fewest peers."),
-    ] = None,
+    stages: STAGES = None,
     directory: DIRECTORY = None,
-    listen: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ADDR", help="Where to listen, /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330; may be repeated."),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE,RTT[,JITTER[,LOSS]]",
-            help="Imitate a link such as 200Mbit,50ms; see docs/links.md. Default the network as it is.",
-        ),
-    ] = None,
+    listen: LISTEN = None,
+    link: LINK = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Compute threads; default all cores.")] = None,
-    corpus_cache: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where tokenised texts are kept; default in the data directory.")
-    ] = None,
+    corpus_cache: CORPUS_CACHE = None,
     allow_files: Annotated[
         bool, typer.Option("--allow-files", help="Let an invited run read the files that its manifest names.")
     ] = False,

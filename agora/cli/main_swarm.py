@@ -17,6 +17,24 @@ app = console.new_app("Start, watch and measure training runs that belong to nob
 JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
 
 
+DATA = Annotated[
+    list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on, one or more. Default stdlib.")
+]
+CODEC = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A codec for all of the width, such as bf16; default the preset's boundary."),
+]
+LINK = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE,RTT[,JITTER[,LOSS]]", help="Put every daemon behind a link of its own, such as 200Mbit,50ms."
+    ),
+]
+KILL_EVERY = Annotated[
+    float | None, typer.Option(min=0.5, metavar="SECONDS", help="SIGKILL a random peer at this interval.")
+]
+
+
 @app.callback()
 def _root() -> None:
     """Start, watch and measure training runs that belong to nobody in particular."""
@@ -74,24 +92,12 @@ def demo(
     peers: Annotated[int, typer.Option(min=1, max=256, help="How many daemons.")] = 4,
     stages: Annotated[int, typer.Option(min=1, max=64, help="How many stages the model is cut into.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of stage 0 to train.")] = 40,
-    data: Annotated[
-        list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on, one or more. Default stdlib.")
-    ] = None,
+    data: DATA = None,
     more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")] = None,
     preset: Annotated[str, typer.Option(help="The model: tiny or small.")] = "tiny",
-    codec: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A codec for all of the width, such as bf16; default the preset's boundary."),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE,RTT[,JITTER[,LOSS]]", help="Every daemon behind a link of its own, such as 200Mbit,50ms."
-        ),
-    ] = None,
-    kill_every: Annotated[
-        float | None, typer.Option(min=0.5, metavar="SECONDS", help="SIGKILL a random peer at this interval.")
-    ] = None,
+    codec: CODEC = None,
+    link: LINK = None,
+    kill_every: KILL_EVERY = None,
     seed: Annotated[int, typer.Option(min=0, help="Seeds weights, data order and which peer is killed.")] = 0,
     directory: Annotated[
         Path | None, typer.Option("--dir", metavar="DIR", help="Keep everything here; default a temporary directory.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from agora.cli.console import USAGE, Failure, say
+from agora.cli.console import USAGE, Failure, print_line
 
 
 def write(path: Path, preset_name: str, name: str | None) -> None:
@@ -27,7 +27,7 @@ def write(path: Path, preset_name: str, name: str | None) -> None:
         raise Failure(f"{path} exists; choose another name, or remove it first") from None
     except OSError as error:
         raise Failure(f"cannot write {path} ({error.strerror}); choose another place") from None
-    say(f"wrote {path}: edit it, then start the run with `agora-node join {path}`")
+    print_line(f"wrote {path}: edit it, then start the run with `agora-node join {path}`")
 
 
 def _name_from(path: Path) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agora.cli.console import Failure, say
+from agora.cli.console import Failure, print_line
 from agora.node import control_client, paths
 
 LEAVE_SECONDS = 12.0
@@ -33,7 +33,7 @@ def leave(run: str | None, directory: Path | None) -> None:
         if time.monotonic() > deadline:
             raise Failure(f"the daemon with pid {entry.pid} is still there; stop it with `kill -9 {entry.pid}`")
         time.sleep(0.1)
-    say("it has left.")
+    print_line("it has left.")
 
 
 def ask_and_print(
@@ -52,7 +52,7 @@ def ask_and_print(
         raise Failure(
             f"the daemon with pid {entry.pid} does not answer ({error}); stop it with `kill {entry.pid}`"
         ) from None
-    say(str(answer.get("text", "done")))
+    print_line(str(answer.get("text", "done")))
     return entry
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from agora.cli.console import say
+from agora.cli.console import print_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -33,7 +33,7 @@ class ProgressDisplay:
         if sys.stderr.isatty():
             self._start_bar()
         else:
-            say(self._what)
+            print_line(self._what)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,7 +51,7 @@ class ProgressDisplay:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, description=text)
         elif now - self._last_line >= LINE_SECONDS and text != self._last_text:
-            say(f"{text}  {now - self._began:.0f} s")
+            print_line(f"{text}  {now - self._began:.0f} s")
             self._last_line, self._last_text = now, text
 
     def note(self, text: str) -> None:
@@ -59,7 +59,7 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False)
         else:
-            say(text)
+            print_line(text)
 
     def close(self) -> None:
         """Removes the bar; later notes are plain lines."""
@@ -68,6 +68,7 @@ class ProgressDisplay:
             self._bar = None
 
     def _start_bar(self) -> None:
+        """Shows the bar on the terminal."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -40,6 +40,7 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
 
 
 def _watch(run: str, home: paths.Home) -> int:
+    """Prints the status every 2 s until Ctrl-C, and returns the exit code of the last one."""
     status: Status = {}
     try:
         while True:
@@ -72,6 +73,7 @@ def fetch(run: str, home: paths.Home) -> Status:
 
 
 def _fetch_over_network(run: str, name: str, addresses: tuple[str, ...]) -> Status:
+    """Returns the status from a peer at one of these addresses; UNREACHABLE if none answers."""
     from agora_protocol.errors import AgoraError
     from agora_protocol.ids import RunId
 
@@ -84,6 +86,7 @@ def _fetch_over_network(run: str, name: str, addresses: tuple[str, ...]) -> Stat
 
 
 def _unreachable(run: str, name: str, why: str, do: str) -> Status:
+    """Returns the status of a run of which nobody answers. why, do: the reason and the remedy, in words."""
     return {
         "schema": 1,
         "run_id": run,
@@ -98,6 +101,7 @@ def _unreachable(run: str, name: str, why: str, do: str) -> Status:
 
 
 def _print(status: Status) -> None:
+    """Prints a status for people."""
     print(headline(status))
     if status["stages"]:
         _print_table(["STAGE", "REPLICAS", "STEP", "TOK/S"], stage_rows(status))
@@ -115,7 +119,7 @@ def headline(status: Status) -> str:
 def stage_rows(status: Status) -> list[list[str]]:
     """Returns one table row for each stage."""
     return [
-        [str(row["stage"]), str(row["replicas"]), _count(row["step"]), f"{row['tokens_per_second']:.0f}"]
+        [str(row["stage"]), str(row["replicas"]), _shown_step(row["step"]), f"{row['tokens_per_second']:.0f}"]
         for row in status["stages"]
     ]
 
@@ -128,7 +132,7 @@ def peer_rows(status: Status) -> list[list[str]]:
             peer["name"],
             "-".join(str(stage) for stage in dict.fromkeys(peer["span"])),
             peer["state"],
-            _count(peer["step"]),
+            _shown_step(peer["step"]),
             f"{peer['tokens_per_second']:.0f}",
             peer["path"],
             f"{peer['seen_seconds']:.0f} s",
@@ -144,11 +148,12 @@ def health_line(status: Status) -> str:
     return f"health  {health['state']}  why: {health['why']}" + (f"  do: {health['do']}" if health["do"] else "")
 
 
-def _count(value: int | None) -> str:
+def _shown_step(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
 def _print_table(columns: list[str], rows: list[list[str]]) -> None:
+    """Prints rows under their columns, each as wide as its widest cell."""
     lines = [columns, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
