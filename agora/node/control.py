@@ -1,4 +1,4 @@
-"""The control socket: JSON lines over a Unix socket that only this user can open; one question, one answer per line.
+"""Serves the control socket: a Unix socket that only this user can open; JSON lines, one answer for each question.
 
 Knows: the socket, limits, deadlines, errors as data. Must not know: what the questions do (the daemon gives handlers).
 
@@ -26,15 +26,15 @@ from agora.node import paths
 MAX_LINE_BYTES = 16 * 1024
 MAX_CONNECTIONS = 32
 IDLE_SECONDS = 300.0
-LOOK_SECONDS = 0.5
-"""Between two looks at whether who asked is still there."""
+POLL_SECONDS = 0.5
+"""Time between two checks whether the client is still there."""
 
 Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One thing that can be asked: the arguments it takes (with their JSON types) and how long an answer may take."""
+class Question:
+    """One question that can be asked: its arguments with their JSON types, and how long the answer may take."""
 
     handler: Callable[[Mapping[str, Any]], Awaitable[Answer]]
     arguments: Mapping[str, type]
@@ -42,17 +42,19 @@ class Ask:
 
 
 class _BadQuestion(Exception):
+    """A line that is no valid question; `code` is the word of the error that it is answered with."""
+
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
         self.code = code
 
 
 class ControlSocket:
-    """Serves `asks` at `path` (mode 0600) until `close`."""
+    """Answers `questions` at `path` (mode 0600) from `start` until `close`."""
 
-    def __init__(self, path: Path, asks: Mapping[str, Ask]) -> None:
+    def __init__(self, path: Path, questions: Mapping[str, Question]) -> None:
         self.path = path
-        self._asks = asks
+        self._questions = questions
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -70,7 +72,7 @@ class ControlSocket:
             ) from error
 
     async def close(self) -> None:
-        """Stops listening, ends open connections, removes the socket."""
+        """Stops listening, ends the open connections, and removes the socket."""
         if self._server is not None:
             self._server.close()
         for task in tuple(self._connections):
@@ -79,6 +81,7 @@ class ControlSocket:
         paths.unregister(self.path)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves a new connection in a task, or refuses it when too many are open."""
         if len(self._connections) >= MAX_CONNECTIONS:
             writer.write(_error("busy", f"{MAX_CONNECTIONS} connections are open; close some"))
             writer.close()
@@ -88,9 +91,10 @@ class ControlSocket:
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers the lines of one connection until it ends."""
         try:
-            while line := await asyncio.wait_for(_line(reader), IDLE_SECONDS):
-                writer.write(await self._answer_while_there(line, writer))
+            while line := await asyncio.wait_for(_read_line(reader), IDLE_SECONDS):
+                writer.write(await self._answer_unless_gone(line, writer))
                 await asyncio.wait_for(writer.drain(), IDLE_SECONDS)
         except _BadQuestion as error:
             writer.write(_error(error.code, str(error)))
@@ -101,13 +105,13 @@ class ControlSocket:
                 writer.close()
                 await asyncio.wait_for(writer.wait_closed(), 1.0)
 
-    async def _answer_while_there(self, line: bytes, writer: asyncio.StreamWriter) -> bytes:
-        """The answer; ConnectionError, and the work is cancelled, when nobody is there any more to read it."""
-        work, gone = asyncio.create_task(self._answer(line)), asyncio.create_task(_gone(writer))
+    async def _answer_unless_gone(self, line: bytes, writer: asyncio.StreamWriter) -> bytes:
+        """Returns the answer. When the client hangs up, cancels the work and raises ConnectionError."""
+        work, gone = asyncio.create_task(self._answer(line)), asyncio.create_task(_wait_until_gone(writer))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise ConnectionAbortedError("the asker has gone away")
+                raise ConnectionAbortedError("the client has hung up")
             return work.result()
         finally:
             work.cancel()
@@ -115,9 +119,10 @@ class ControlSocket:
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _answer(self, line: bytes) -> bytes:
+        """Returns the line that answers `line`: an answer, or an error as data."""
         try:
-            ask, arguments = self._read(line)
-            answer = await asyncio.wait_for(ask.handler(arguments), ask.deadline_s)
+            question, arguments = self._parse(line)
+            answer = await asyncio.wait_for(question.handler(arguments), question.deadline_s)
         except _BadQuestion as error:
             return _error(error.code, str(error))
         except TimeoutError:
@@ -126,7 +131,8 @@ class ControlSocket:
             return _error(error.code, str(error))
         return json.dumps({"answer": answer}).encode() + b"\n"
 
-    def _read(self, line: bytes) -> tuple[Ask, dict[str, Any]]:
+    def _parse(self, line: bytes) -> tuple[Question, dict[str, Any]]:
+        """Returns the question and its arguments. Raises _BadQuestion."""
         try:
             question = json.loads(line)
         except ValueError:
@@ -134,19 +140,19 @@ class ControlSocket:
         if not isinstance(question, dict) or not isinstance(question.get("ask"), str):
             raise _BadQuestion("bad-line", 'a question is an object with "ask"')
         name = question.pop("ask")
-        ask = self._asks.get(name)
-        if ask is None:
-            raise _BadQuestion("unknown", f"cannot be asked for {name[:40]!r}{_nearest(name, self._asks)}")
+        known = self._questions.get(name)
+        if known is None:
+            raise _BadQuestion("unknown", f"cannot be asked for {name[:40]!r}{_nearest(name, self._questions)}")
         for key, value in question.items():
-            if key not in ask.arguments:
-                raise _BadQuestion("unknown", f"{name} takes no {key[:40]!r}{_nearest(key, ask.arguments)}")
-            if type(value) is not ask.arguments[key]:
-                raise _BadQuestion("bad-line", f"{name}: {key} must be {ask.arguments[key].__name__}")
-        return ask, question
+            if key not in known.arguments:
+                raise _BadQuestion("unknown", f"{name} takes no {key[:40]!r}{_nearest(key, known.arguments)}")
+            if type(value) is not known.arguments[key]:
+                raise _BadQuestion("bad-line", f"{name}: {key} must be {known.arguments[key].__name__}")
+        return known, question
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    """The next line, b"" at the end; a longer one than the limit ends the connection with an error."""
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    """Returns the next line, b"" at the end. Raises _BadQuestion for a line longer than MAX_LINE_BYTES."""
     try:
         return await reader.readuntil(b"\n")
     except asyncio.IncompleteReadError:
@@ -155,18 +161,20 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
         raise _BadQuestion("too-large", f"a line of more than {MAX_LINE_BYTES} bytes") from None
 
 
-async def _gone(writer: asyncio.StreamWriter) -> None:
-    """Returns when the other end is closed; one that only writes no more is still there and waits for its answer."""
+async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
+    """Returns when the client has hung up; a client that only writes no more still waits for its answer."""
     hung_up = select.poll()
     hung_up.register(writer.get_extra_info("socket").fileno(), 0)
     while not writer.is_closing() and not hung_up.poll(0):  # noqa: ASYNC110 - no event tells of it
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:
+    """Returns the end of an error sentence: the known name that is most like `name`, or all of them."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known)) or 'nothing'}"
 
 
 def _error(code: str, text: str) -> bytes:
+    """Returns the line of an error."""
     return json.dumps({"error": {"code": code, "text": text}}).encode() + b"\n"

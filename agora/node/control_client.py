@@ -1,4 +1,4 @@
-"""The client side of the control socket: ask a daemon of this machine one thing, with a deadline.
+"""Asks a daemon of this machine a question over its control socket, with a deadline.
 
 Knows: one JSON line out, one JSON line back. Must not know: what is asked; imports the standard library only.
 """
@@ -15,11 +15,11 @@ MAX_ANSWER_BYTES = 4 * 2**20
 
 
 class DaemonUnreachable(Exception):
-    """Nobody answers on the socket."""
+    """No daemon answers on the socket in time."""
 
 
 class DaemonRefused(Exception):
-    """The daemon answered with an error: `code` and a sentence."""
+    """The daemon answered with an error: `code` is its word, the text a sentence."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class DaemonRefused(Exception):
 
 
 def ask(path: Path, question: str, *, timeout_s: float = 5.0, **arguments: Any) -> dict[str, Any]:
-    """The daemon's answer; raises DaemonUnreachable (no daemon, no answer in time) or DaemonRefused."""
+    """Returns the daemon's answer. Raises DaemonUnreachable or DaemonRefused."""
     deadline = time.monotonic() + timeout_s
     line = json.dumps({"ask": question, **arguments}).encode() + b"\n"
     try:
@@ -40,13 +40,14 @@ def ask(path: Path, question: str, *, timeout_s: float = 5.0, **arguments: Any) 
         raise DaemonUnreachable(f"no answer on {path}: {error}") from error
     if "error" in answer:
         raise DaemonRefused(str(answer["error"].get("code", "")), str(answer["error"].get("text", "")))
-    found = answer.get("answer")
-    if not isinstance(found, dict):
+    content = answer.get("answer")
+    if not isinstance(content, dict):
         raise DaemonUnreachable(f"an answer on {path} that is no object")
-    return found
+    return content
 
 
 def _read_line(channel: socket.socket, deadline: float) -> bytes:
+    """Returns the next line without its end. Raises an OSError at `deadline`, or when the line does not end."""
     parts: list[bytes] = []
     total = 0
     while not parts or b"\n" not in parts[-1]:

@@ -1,4 +1,4 @@
-"""The daemon as a process: data directory, lock, log, signals, event loop, exit code.
+"""Runs a daemon as a process: data directory, lock, log, signals, event loop, exit code.
 
 Knows: the process. Must not know: what the daemon does inside its loop (lifecycle.py), which is imported here, late and
 timed, because it brings torch and hivemind.
@@ -30,13 +30,17 @@ if TYPE_CHECKING:
 
 
 def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
-    """Runs the daemon of RUN until it leaves; its exit code. Raises an AgoraError when it cannot begin."""
+    """Runs the daemon of the run `text` until it leaves; returns its exit code.
+
+    text: a manifest file, an invite, or the name of a run. flags: the settings given on the command line. Raises an
+    AgoraError that says what to do when the daemon cannot begin, or ends by an error.
+    """
     incarnation = time.time_ns()
     chosen = settings.load(home.settings, flags)
     reference = runs.resolve(text, home)
-    _make(home)
+    _make_directory(home)
     lock = DirectoryLock(home.lock)
-    reporter = Reporter([_journal(home), log.choose_log(chosen.log_level)])
+    reporter = Reporter([_open_journal(home), log.choose_log(chosen.log_level)])
     try:
         _arm_faults()
         notifier = Notifier()
@@ -47,7 +51,7 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
         with steps.step("imports"):
             import agora.node.lifecycle  # noqa: F401
         startup = Startup(reference, home, chosen, identity, incarnation, reporter.report, steps)
-        ending = _in_loop(_live(startup, reporter, notifier))
+        ending = _run_in_loop(_live(startup, reporter, notifier))
     finally:
         reporter.close()
         lock.release()
@@ -56,14 +60,16 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     return ending.code
 
 
-def _make(home: paths.Home) -> None:
+def _make_directory(home: paths.Home) -> None:
+    """Makes the data directory if there is none. Raises DiskError."""
     try:
         home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise DiskError(f"Cannot make {home.root} ({error.strerror}); choose another directory with --dir.") from error
 
 
-def _journal(home: paths.Home) -> Journal:
+def _open_journal(home: paths.Home) -> Journal:
+    """Opens the journal in the data directory. Raises DiskError."""
     try:
         return Journal(home.root)
     except OSError as error:
@@ -73,6 +79,7 @@ def _journal(home: paths.Home) -> Journal:
 
 
 def _arm_faults() -> None:
+    """Activates the faults that AGORA_FAULTS asks for. Raises LocalError for a malformed value."""
     try:
         faults.activate(faults.from_environment())
     except faults.FaultSpecError as error:
@@ -80,6 +87,7 @@ def _arm_faults() -> None:
 
 
 async def _live(startup: Startup, reporter: Reporter, notifier: Notifier) -> Ending:
+    """Runs the node in the event loop, with the signals that make it leave."""
     from agora.node.lifecycle import Node
 
     node = Node(startup, reporter, notifier)
@@ -89,7 +97,7 @@ async def _live(startup: Startup, reporter: Reporter, notifier: Notifier) -> End
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event, clean: Callable[[], None]) -> Any:
-    """SIGTERM, SIGINT and SIGHUP leave in order; a second one leaves at once."""
+    """Sets `stop` at SIGTERM, SIGINT or SIGHUP; at a second signal, calls `clean` and ends the process at once."""
     loop = asyncio.get_running_loop()
 
     def handle() -> None:
@@ -108,8 +116,8 @@ def _signals(stop: asyncio.Event, clean: Callable[[], None]) -> Any:
             loop.remove_signal_handler(number)
 
 
-def _in_loop(coroutine: Coroutine[Any, Any, Ending]) -> Ending:
-    """On uvloop, or on asyncio where uvloop is not installed."""
+def _run_in_loop(coroutine: Coroutine[Any, Any, Ending]) -> Ending:
+    """Runs the coroutine on uvloop, or on asyncio's loop where uvloop is not installed."""
     try:
         import uvloop
 

@@ -1,4 +1,4 @@
-"""One daemon per data directory: a lock that the kernel frees when its holder dies, and that names its holder.
+"""Locks a data directory for one daemon; the kernel frees the lock when the daemon dies.
 
 Knows: flock. Must not know: what the directory is for.
 """
@@ -13,7 +13,7 @@ from agora_protocol.errors import DiskError, LocalError
 
 
 class DirectoryLock:
-    """Held from construction to `release`; raises LocalError naming the process that holds it."""
+    """A lock file, held from construction to `release`. Raises LocalError with the process id of another holder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,5 +34,5 @@ class DirectoryLock:
         os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Lets the next daemon in; the file stays, a lock file that is removed can be held twice."""
+        """Frees the lock. The file stays: a lock file that is removed can be locked twice."""
         os.close(self._handle)

@@ -1,7 +1,7 @@
-"""What an origin draws: the sampler's windows as wire tensors, never the same twice, also not after a restart.
+"""Draws an origin's microbatches from its text, never the same twice, also not after a restart.
 
-Knows: the sampler, the codec's tokens, one small file. Must not know: the pipeline. The counter is reserved in blocks
-ahead of its use, so that a killed daemon skips the rest of a block instead of drawing it again.
+Knows: the sampler, the codec's tokens, one small file. Must not know: the pipeline. Numbers are reserved on disk in
+blocks before they are used, so that a killed daemon skips the rest of a block and draws nothing again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 4096
 
 
 class OriginBatches:
-    """The pipeline's `Batches`: draw(counter) is a pure function of seed, origin and counter + where a start begins."""
+    """The pipeline's BatchSource: a microbatch is a function of the seed, the origin and its number."""
 
     def __init__(self, sampler: Sampler, origin: PeerId, microbatch: int, reserved: Path, report: Report) -> None:
         self._sampler = sampler
@@ -28,11 +28,11 @@ class OriginBatches:
         self._microbatch = microbatch
         self._file = reserved
         self._report = report
-        self._first = self._read()
+        self._first = self._read_reserved()
         self._reserved = self._first
 
     def draw(self, counter: int) -> WireTensor:
-        """Tokens of this start's `counter`-th training microbatch [b, s + 1]."""
+        """Returns the tokens [b, s + 1] of training microbatch number `counter` since this object was made."""
         number = self._first + counter
         if number >= self._reserved:
             self._reserve(number + BLOCK)
@@ -41,17 +41,19 @@ class OriginBatches:
         return encode_tokens(self._sampler.batch(ids))
 
     def heldout(self, count: int) -> Iterator[WireTensor]:
-        """At most `count` microbatches that are never trained on, the same at every call."""
+        """Yields at most `count` microbatches that are never trained on, the same at every call."""
         for tokens in self._sampler.heldout_batches(self._microbatch, count):
             yield encode_tokens(tokens)
 
-    def _read(self) -> int:
+    def _read_reserved(self) -> int:
+        """Returns the first number that was never reserved on this machine."""
         try:
             return max(0, int(self._file.read_text()))
         except (OSError, ValueError):
             return 0
 
     def _reserve(self, until: int) -> None:
+        """Reserves all numbers below `until`; without space on the disk they are only reserved in memory."""
         self._reserved = until
         try:
             temporary = self._file.with_suffix(".new")

@@ -13,7 +13,7 @@ from agora_protocol.errors import LocalError
 from agora_protocol.ids import Span
 
 from agora.clock import loop_time
-from agora.node.control import Answer, Ask
+from agora.node.control import Answer, Question
 from agora.node.node_report import report_json, status_json
 from agora.observe import events
 from agora.state.collector import COLLECT_S
@@ -30,22 +30,22 @@ WEIGHTS_SECONDS = 60.0
 MOVE_SECONDS = 3600.0
 
 
-def questions_of(node: Node) -> Mapping[str, Ask]:
+def questions_of(node: Node) -> Mapping[str, Question]:
     """Returns everything that `node` can be asked."""
     answers = ControlAnswers(node)
     return {
-        "status": Ask(answers.status, {}),
-        "report": Ask(answers.report, {}),
-        "invite": Ask(answers.invite, {}),
-        "addresses": Ask(answers.addresses, {}),
-        "pause": Ask(answers.pause, {}),
-        "resume": Ask(answers.resume, {}),
-        "leave": Ask(answers.leave, {}),
-        "move": Ask(answers.move, {"stages": str}, deadline_s=MOVE_SECONDS),
-        "drain": Ask(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
-        "weights": Ask(answers.weights, {}, deadline_s=WEIGHTS_SECONDS),
-        "collect": Ask(answers.collect, {}, deadline_s=COLLECT_S + 60.0),
-        "evaluate": Ask(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
+        "status": Question(answers.status, {}),
+        "report": Question(answers.report, {}),
+        "invite": Question(answers.invite, {}),
+        "addresses": Question(answers.addresses, {}),
+        "pause": Question(answers.pause, {}),
+        "resume": Question(answers.resume, {}),
+        "leave": Question(answers.leave, {}),
+        "move": Question(answers.move, {"stages": str}, deadline_s=MOVE_SECONDS),
+        "drain": Question(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
+        "weights": Question(answers.weights, {}, deadline_s=WEIGHTS_SECONDS),
+        "collect": Question(answers.collect, {}, deadline_s=COLLECT_S + 60.0),
+        "evaluate": Question(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
     }
 
 

@@ -14,7 +14,7 @@ import uvloop
 from agora_protocol.errors import AgoraError, LocalError
 
 from agora.node import control, control_client, paths
-from agora.node.control import Ask, ControlSocket
+from agora.node.control import ControlSocket, Question
 
 
 async def status(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,10 +32,10 @@ async def never(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-ASKS = {
-    "status": Ask(status, {}),
-    "evaluate": Ask(evaluate, {"batches": int}),
-    "never": Ask(never, {}, deadline_s=0.05),
+QUESTIONS = {
+    "status": Question(status, {}),
+    "evaluate": Question(evaluate, {"batches": int}),
+    "never": Question(never, {}, deadline_s=0.05),
 }
 
 
@@ -46,7 +46,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def served(tmp_path: Path, scenario: Callable[[Path], Awaitable[None]]) -> None:
     async def main() -> None:
-        socket = ControlSocket(tmp_path / "run" / "control.sock", ASKS)
+        socket = ControlSocket(tmp_path / "run" / "control.sock", QUESTIONS)
         await socket.start()
         try:
             await asyncio.wait_for(scenario(socket.path), 20)
@@ -164,7 +164,7 @@ def test_a_socket_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     async def main() -> None:
-        await ControlSocket(tmp_path / "file" / "control.sock", ASKS).start()
+        await ControlSocket(tmp_path / "file" / "control.sock", QUESTIONS).start()
 
     with pytest.raises(AgoraError, match=f"set {paths.RUNTIME_VARIABLE}"):
         asyncio.run(main())
@@ -185,11 +185,13 @@ def test_work_ends_when_the_asker_goes_away_and_not_when_it_only_stops_writing(
         return {}
 
     async def short(arguments: Mapping[str, Any]) -> dict[str, Any]:
-        await asyncio.sleep(3 * control.LOOK_SECONDS)
+        await asyncio.sleep(3 * control.POLL_SECONDS)
         return {"patient": True}
 
     async def main() -> None:
-        socket = ControlSocket(tmp_path / "run" / "control.sock", {"long": Ask(long, {}, 60), "short": Ask(short, {})})
+        socket = ControlSocket(
+            tmp_path / "run" / "control.sock", {"long": Question(long, {}, 60), "short": Question(short, {})}
+        )
         await socket.start()
         try:
             reader, writer = await asyncio.open_unix_connection(socket.path)
@@ -202,7 +204,7 @@ def test_work_ends_when_the_asker_goes_away_and_not_when_it_only_stops_writing(
             await asyncio.wait_for(begun.wait(), 5)
             assert not ended.is_set()
             writer.close()
-            await asyncio.wait_for(ended.wait(), 4 * control.LOOK_SECONDS)
+            await asyncio.wait_for(ended.wait(), 4 * control.POLL_SECONDS)
         finally:
             await socket.close()
 
