@@ -1,4 +1,4 @@
-"""Where things live on this machine: the data directory of one daemon, and how daemons are found by their sockets.
+"""Says where files of a daemon are on this machine, and finds running daemons by their sockets.
 
 Knows: file names and environment variables. Must not know: what is in the files; imports the standard library only,
 because every command uses it before anything heavy. Layout of a data directory (mode 0700):
@@ -36,7 +36,7 @@ class Home:
 
     @property
     def settings(self) -> Path:
-        """The optional settings file."""
+        """The settings file, which need not exist."""
         return self.root / "agora.toml"
 
     @property
@@ -46,43 +46,43 @@ class Home:
 
     @property
     def lock(self) -> Path:
-        """Held by the daemon that uses this directory."""
+        """The lock file of the daemon that uses this directory."""
         return self.root / "daemon.lock"
 
     @property
     def corpus(self) -> Path:
-        """Tokenised texts, unless the settings name another directory."""
+        """The directory of tokenised texts, unless the settings name another one."""
         return self.root / "corpus"
 
     @property
     def runs(self) -> Path:
-        """One directory for each run that this machine has joined."""
+        """The directory with one directory for each run that this machine has joined."""
         return self.root / "runs"
 
     def manifest(self, run: str) -> Path:
-        """The signed manifest of a run."""
+        """Returns the path of the signed manifest of a run."""
         return self.runs / run / "run.toml"
 
     def peers(self, run: str) -> Path:
-        """Addresses of a run's peers that were reached the last time, one in a line."""
+        """Returns the path of a run's known addresses, one in a line."""
         return self.runs / run / "peers.txt"
 
     def checkpoints(self, run: str) -> Path:
-        """The checkpoints of a run's stages."""
+        """Returns the directory of the checkpoints of a run."""
         return self.runs / run / "checkpoints"
 
     def collected(self, run: str) -> Path:
-        """The weights of every stage of a run, as they were last collected from the swarm."""
+        """Returns the directory of the weights of every stage of a run, as last collected from the swarm."""
         return self.runs / run / "collected"
 
     @property
     def name(self) -> str:
-        """Short and stable for this directory: the names of its socket and of its registry entry."""
+        """A short name of this directory, for its socket and its registry file; the same at every start."""
         return hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:16]
 
 
 def default_home() -> Home:
-    """AGORA_HOME, else XDG_DATA_HOME/agora, else ~/.local/share/agora."""
+    """Returns this user's data directory: AGORA_HOME, else XDG_DATA_HOME/agora, else ~/.local/share/agora."""
     if named := os.environ.get(HOME_VARIABLE):
         return Home(Path(named).expanduser())
     data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
@@ -90,12 +90,12 @@ def default_home() -> Home:
 
 
 def home_at(directory: Path | None) -> Home:
-    """The given data directory, or this user's."""
+    """Returns the given data directory; None: this user's."""
     return Home(directory.expanduser().absolute()) if directory is not None else default_home()
 
 
 def runtime_directory() -> Path:
-    """Where this user's daemons have their sockets: short, private, gone after a reboot.
+    """Returns the directory of the sockets of this user's daemons: a short path, private, gone after a reboot.
 
     AGORA_RUNTIME_DIR, else systemd's RUNTIME_DIRECTORY, else XDG_RUNTIME_DIR/agora, else /tmp/agora-UID; a directory
     whose name leaves no room for a socket's is passed over.
@@ -108,7 +108,7 @@ def runtime_directory() -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """Creates the directory with mode 0700; raises PermissionError when somebody else owns it or it is a link."""
+    """Makes the directory with mode 0700. Raises PermissionError when another user owns it, or when it is a link."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
@@ -119,7 +119,7 @@ def make_private(directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A running daemon, as its registry file beside its socket describes it."""
+    """A running daemon, as the registry file beside its socket describes it."""
 
     run: str
     name: str
@@ -131,7 +131,7 @@ class Entry:
 
     @property
     def alive(self) -> bool:
-        """Whether the process exists (a killed daemon leaves its files behind)."""
+        """Whether the process exists; a killed daemon leaves its files behind."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -142,16 +142,17 @@ class Entry:
 
 
 def socket_of(home: Home) -> Path:
-    """The control socket of the daemon that uses this data directory."""
+    """Returns the path of the control socket of the daemon that uses this data directory."""
     return runtime_directory() / f"{home.name}.sock"
 
 
 def _registry_file(socket: Path) -> Path:
+    """Returns the path of the registry file beside a socket."""
     return socket.with_suffix(".json")
 
 
 def register(entry: Entry) -> None:
-    """Makes a daemon findable; replaces what a killed daemon of the same data directory left."""
+    """Writes a daemon's registry file, over that of an earlier daemon of the same data directory."""
     path = _registry_file(Path(entry.socket))
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(asdict(entry)))
@@ -159,21 +160,21 @@ def register(entry: Entry) -> None:
 
 
 def unregister(socket: Path) -> None:
-    """Removes a daemon's socket and registry file; both may be gone already."""
+    """Removes a daemon's socket and registry file, if they are there."""
     socket.unlink(missing_ok=True)
     _registry_file(socket).unlink(missing_ok=True)
 
 
 def daemons() -> list[Entry]:
-    """This user's running daemons; what killed ones left behind is removed on the way."""
-    found: list[Entry] = []
+    """Returns this user's running daemons, and removes the files of daemons that were killed."""
+    running: list[Entry] = []
     for path in sorted(runtime_directory().glob("*.json")):
         try:
             entry = Entry(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             continue
         if entry.alive:
-            found.append(entry)
+            running.append(entry)
         else:
             unregister(Path(entry.socket))
-    return found
+    return running

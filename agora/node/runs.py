@@ -1,4 +1,4 @@
-"""What RUN means: a manifest file, an invite, or the name of a run that this machine has joined.
+"""Resolves what a user calls a run: a manifest file, an invite, or the name of a run that this machine has joined.
 
 Knows: files, invites, the registry of running daemons. Must not know: the network. Loads the manifest's code only when
 there is a manifest to read, so that asking about an invite stays instant.
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunReference:
-    """What is known of a run before anything is asked: `run` is "" for a manifest that nobody has signed yet."""
+    """What is known of a run before any peer is asked.
+
+    run: its id, "" for a manifest that is not signed yet (`draft`). addresses: of peers, from the invite or an earlier
+    start. signed: None when it must be fetched, or for a draft. file: the file that the manifest came from, if any.
+    """
 
     run: str
     name: str
@@ -37,22 +41,22 @@ class RunReference:
 
     @property
     def base(self) -> Path:
-        """Where relative paths of the manifest begin: beside its file, else here."""
+        """The directory at which relative paths of the manifest begin: that of its file, else the working directory."""
         return self.file.parent.absolute() if self.file is not None else Path.cwd()
 
     def is_of(self, entry: paths.Entry) -> bool:
-        """Whether a running daemon takes part in this run; a draft is the run that its founder signed."""
+        """Whether a running daemon takes part in this run. A draft is the run that the daemon's founder made of it."""
         if self.run:
             return entry.run == self.run
         return self.draft is not None and self.draft.model_copy(update={"founder": entry.founder}).run_id == entry.run
 
 
 def resolve(text: str, home: paths.Home) -> RunReference:
-    """Raises InputError for what is none of the three, ManifestError for a bad manifest; one sentence each."""
+    """Returns the run that `text` names. Raises InputError for an unknown one, ManifestError for a bad manifest."""
     if text.startswith(SCHEME):
         invite = Invite.parse(text)
-        known = _remembered(home, invite.run)
-        return RunReference(invite.run, invite.name, _merged(invite.addresses, known))
+        known = _remembered_addresses(home, invite.run)
+        return RunReference(invite.run, invite.name, tuple(dict.fromkeys([*invite.addresses, *known])))
     path = Path(text).expanduser()
     if path.is_file():
         return from_file(path, home)
@@ -64,7 +68,7 @@ def resolve(text: str, home: paths.Home) -> RunReference:
 
 
 def from_file(path: Path, home: paths.Home) -> RunReference:
-    """A manifest file, signed or not."""
+    """Returns the run of a manifest file, signed or not. Raises ManifestError or DiskError."""
     from agora_protocol.manifest import Manifest, SignedManifest, is_signed
 
     try:
@@ -77,11 +81,13 @@ def from_file(path: Path, home: paths.Home) -> RunReference:
         draft = Manifest.from_toml(text, str(path))
         return RunReference("", draft.name, draft=draft, file=path)
     signed = SignedManifest.from_toml(text, str(path))
-    return RunReference(signed.run_id, signed.manifest.name, _remembered(home, signed.run_id), signed, file=path)
+    return RunReference(
+        signed.run_id, signed.manifest.name, _remembered_addresses(home, signed.run_id), signed, file=path
+    )
 
 
 def entries_of(text: str, home: paths.Home, entries: Sequence[paths.Entry]) -> list[paths.Entry]:
-    """Those of the running daemons that take part in the run called `text` (a daemon's own name for it counts, too)."""
+    """Returns the running daemons that take part in the run `text`, which may be the name that a daemon gives it."""
     named = [entry for entry in entries if text in (entry.name, entry.run)]
     if named:
         return named
@@ -92,10 +98,10 @@ def entries_of(text: str, home: paths.Home, entries: Sequence[paths.Entry]) -> l
 def sign(
     reference: RunReference, identity: Identity, founded: Callable[[SignedManifest], None]
 ) -> tuple[SignedManifest, str]:
-    """Founds the run of a draft: signs it, writes the signature into its file; the second is a note of what was done.
+    """Signs a draft and writes the signature into its file; returns the signed manifest and a note of what was done.
 
     Two daemons that start from one draft found one run: the file is locked while it is read again and signed, and
-    `founded` is called before the lock is let go, so that the second finds the first in the registry.
+    `founded` is called before the lock is freed, so that the second daemon finds the first in the registry.
     """
     from agora_protocol.manifest import SignedManifest, is_signed
 
@@ -121,7 +127,7 @@ def sign(
 
 
 def _with_signature(text: str, signed: SignedManifest, source: str) -> str:
-    """The author's text, comments and all, plus founder and [signed]; written anew where that would not verify."""
+    """Returns the author's text with founder and [signed] added; a text of our own where that would not verify."""
     from agora_protocol.manifest import SignedManifest
 
     table = signed.to_toml().rpartition("\n[signed]")[2]
@@ -136,7 +142,7 @@ def _with_signature(text: str, signed: SignedManifest, source: str) -> str:
 
 
 def remember(home: paths.Home, signed: SignedManifest) -> None:
-    """Keeps the signed manifest in the data directory, so that its name is enough the next time. Raises DiskError."""
+    """Writes the signed manifest to the data directory, so that its name is enough next time. Raises DiskError."""
     path = home.manifest(signed.run_id)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -148,25 +154,23 @@ def remember(home: paths.Home, signed: SignedManifest) -> None:
 
 
 def remember_addresses(home: paths.Home, run: str, addresses: Sequence[str]) -> None:
-    """Keeps addresses for the next start. Raises OSError."""
+    """Writes addresses of peers to the data directory for the next start. Raises OSError."""
     home.peers(run).write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
 
 
-def _remembered(home: paths.Home, run: str) -> tuple[str, ...]:
+def _remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
+    """Returns the addresses that an earlier start has written."""
     try:
         return tuple(home.peers(run).read_text(encoding="utf-8").split()[:16])
     except (OSError, UnicodeDecodeError):
         return ()
 
 
-def _merged(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*first, *second]))
-
-
 def _by_name(text: str, home: paths.Home) -> RunReference:
+    """Returns the joined run of this name, id or beginning of an id. Raises InputError."""
     roots = dict.fromkeys([home.root, *(Path(entry.root) for entry in paths.daemons())])
-    found = {reference.run: reference for root in roots for reference in _joined(paths.Home(root))}
-    matching = [r for r in found.values() if text in (r.name, r.run) or (len(text) >= 6 and r.run.startswith(text))]
+    joined = {reference.run: reference for root in roots for reference in _joined(paths.Home(root))}
+    matching = [r for r in joined.values() if text in (r.name, r.run) or (len(text) >= 6 and r.run.startswith(text))]
     if len(matching) == 1:
         return matching[0]
     if matching:
@@ -174,12 +178,13 @@ def _by_name(text: str, home: paths.Home) -> RunReference:
         raise InputError(f"Several runs are called {text!r}; give the beginning of one's id: {listed}.")
     if is_run_id(text):
         return RunReference(RunId(text), "")
-    close = difflib.get_close_matches(text, [reference.name for reference in found.values()], n=1)
+    close = difflib.get_close_matches(text, [reference.name for reference in joined.values()], n=1)
     hint = f"did you mean {close[0]!r}?" if close else "give a manifest file (run.toml) or an invite (agora://...)."
     raise InputError(f"{text!r} is no file, no invite and no run that this machine has joined; {hint}")
 
 
 def _joined(home: paths.Home) -> Iterator[RunReference]:
+    """Yields the runs whose manifests are in a data directory."""
     from agora_protocol.manifest import SignedManifest
 
     for path in sorted(home.runs.glob("*/run.toml")):
@@ -187,4 +192,4 @@ def _joined(home: paths.Home) -> Iterator[RunReference]:
             signed = SignedManifest.from_toml(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError, ManifestError):
             continue
-        yield RunReference(signed.run_id, signed.manifest.name, _remembered(home, signed.run_id), signed)
+        yield RunReference(signed.run_id, signed.manifest.name, _remembered_addresses(home, signed.run_id), signed)

@@ -1,4 +1,4 @@
-"""The daemon's settings on this machine: flag, then AGORA_* environment, then DIR/agora.toml, then the default here.
+"""Reads the daemon's settings: from the command line, else AGORA_* variables, else DIR/agora.toml, else a default.
 
 Knows: names, types, where each value came from. Must not know: the run's manifest, which is the same for everybody and
 never sets anything about a machine.
@@ -28,7 +28,7 @@ _HOST_PORT = re.compile(r"(?P<host>\d+\.\d+\.\d+\.\d+):(?P<port>\d+)")
 
 
 class SettingsError(LocalError):
-    """A setting is unknown or impossible; the sentence names where it stands and what would be right."""
+    """A setting is unknown or impossible; the sentence names its source and what would be right."""
 
     code = "settings"
 
@@ -38,7 +38,7 @@ class SettingsError(LocalError):
 
 
 class Settings(pydantic.BaseModel):
-    """What an owner can decide about one daemon."""
+    """What the owner of a machine decides about its daemon."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
@@ -56,39 +56,44 @@ class Settings(pydantic.BaseModel):
     @pydantic.field_validator("listen", "announce", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
+        """Returns a tuple for a list, or for a text with commas."""
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value) if isinstance(value, list) else value
 
     @pydantic.field_validator("listen", "announce")
     @classmethod
-    def _multiaddrs(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns every address as a multiaddr."""
         return tuple(_multiaddr(address) for address in value)
 
     @pydantic.field_validator("stages")
     @classmethod
-    def _span(cls, value: str) -> str:
+    def _check_span(cls, value: str) -> str:
+        """Raises InputError for a text that is neither "auto" nor a span."""
         if value != "auto":
             Span.parse(value)
         return value
 
     @pydantic.field_validator("link")
     @classmethod
-    def _link(cls, value: str) -> str:
+    def _check_link(cls, value: str) -> str:
+        """Returns the link in its usual form; raises InputError for a malformed one."""
         return str(LinkSpec.parse(value)) if value else value
 
     @property
     def link_spec(self) -> LinkSpec | None:
-        """The link that the owner asked for; None is the network as it is."""
+        """The emulated link that the owner asked for; None: the network as it is."""
         return LinkSpec.parse(self.link) if self.link else None
 
     @property
     def span(self) -> Span | None:
-        """The span that the owner asked for; None lets placement choose."""
+        """The span that the owner asked for; None: placement chooses."""
         return None if self.stages == "auto" else Span.parse(self.stages)
 
 
 def _multiaddr(address: str) -> str:
+    """Returns a multiaddr for a multiaddr or HOST:PORT. Raises ValueError for anything else."""
     if address.startswith("/"):
         return address
     match = _HOST_PORT.fullmatch(address)
@@ -98,7 +103,7 @@ def _multiaddr(address: str) -> str:
 
 
 def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
-    """The settings in force; `flags` holds only what was given. Raises SettingsError with one sentence."""
+    """Returns the settings in force. flags: those of the command line, None for one not given. Raises SettingsError."""
     layers: list[tuple[str, dict[str, Any]]] = [
         (str(file), _from_file(file)),
         (ENVIRONMENT, _from_environment(environment)),
@@ -123,6 +128,7 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
 
 
 def _nearest(key: str, source: str) -> str:
+    """Returns the end of an error sentence: the setting that is most like `key`, or all of them."""
     close = difflib.get_close_matches(key, Settings.model_fields, n=1, cutoff=0.5)
     if not close:
         return f"; known are {', '.join(sorted(Settings.model_fields))}"
@@ -130,6 +136,7 @@ def _nearest(key: str, source: str) -> str:
 
 
 def _from_file(file: Path) -> dict[str, Any]:
+    """Returns the settings of a TOML file, none when there is no file. Raises SettingsError."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -141,5 +148,6 @@ def _from_file(file: Path) -> dict[str, Any]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the settings among the environment's variables."""
     ours = {key: value for key, value in environment.items() if key.startswith(PREFIX) and key not in OTHER_VARIABLES}
     return {key.removeprefix(PREFIX).lower(): value for key, value in ours.items()}
