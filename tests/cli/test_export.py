@@ -28,7 +28,7 @@ from agora.cli import console, export
 from agora.cli.console import Failure
 from agora.model import Context, Stage, family_of, stage_loss
 from agora.node import paths, runs
-from agora.node.control import Ask, ControlSocket
+from agora.node.control import ControlSocket, Question
 from agora.state.checkpoint import write_checkpoint
 from agora.state.files import replace_tensors
 from agora.state.layout import StageState
@@ -261,7 +261,7 @@ def daemon(
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    socket = ControlSocket(paths.socket_of(home), {"collect": Ask(collect, {}, 30.0)})
+    socket = ControlSocket(paths.socket_of(home), {"collect": Question(collect, {}, 30.0)})
     try:
         asyncio.run_coroutine_threadsafe(socket.start(), loop).result(10)
         entry = paths.Entry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), str(socket.path))
