@@ -10,7 +10,6 @@ import os
 import shutil
 from pathlib import Path
 
-import psutil
 from agora_protocol.errors import DiskError, MemoryError_
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
@@ -46,13 +45,12 @@ def check_disk(directory: Path) -> str:
     return f"{_mib(free)} of disk free"
 
 
-def check_memory(manifest: Manifest, span: Span, limit_gib: float) -> str:
+def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: float) -> str:
     """Returns a note with the memory that the span needs at least. Raises MemoryError_ if it is more than allowed.
 
-    limit_gib: what the owner of the machine allows; 0: all that is free.
+    free_bytes: of this machine; limit_gib: what its owner allows, 0 for all that is free.
     """
-    free = psutil.virtual_memory().available
-    allowed = min(free, int(limit_gib * 2**30)) if limit_gib else free
+    allowed = min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
     stages = family_of(manifest.model).memory_bytes(manifest.layers_in(span), manifest.tokens_per_microbatch)
     need = BASE_BYTES + stages
     if need > allowed:

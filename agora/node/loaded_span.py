@@ -66,6 +66,7 @@ from agora.swarm.conduct import Offence
 from agora.swarm.placement import Placement
 from agora.threads import run_in_thread
 from agora.train.compute import Compute
+from agora.train.memory import available_bytes
 
 MOST_LOADS = 3
 """When other peers take the span while this one loads it, it loads another; the last one it serves in any case."""
@@ -194,7 +195,9 @@ async def _claim(startup: Startup, peer: Peer, wanted: Span | None) -> Span:
 
 
 def _placement_note(startup: Startup, peer: Peer, placement: Placement) -> str:
-    need = doctor.check_memory(peer.signed.manifest, placement.span, startup.settings.memory_gib)
+    need = doctor.check_memory(
+        peer.signed.manifest, placement.span, available_bytes(torch.device("cpu")), startup.settings.memory_gib
+    )
     return f"stages {placement.span}: {placement.reason}; {need}"
 
 
