@@ -41,8 +41,8 @@ from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.router import Router
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.offences import OffenceLog
-from agora.train.held import LIMIT_PER_SEAT
 from agora.train.memory import available_bytes
+from agora.train.weight_versions import LIMIT_PER_SEAT
 
 LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE = 32, 4
 SEATS_SHARE, MOST_SEATS_BYTES = 0.125, 4 * 2**30

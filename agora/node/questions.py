@@ -134,7 +134,7 @@ class ControlAnswers:
         run = self._node.invite().run
         folder = self._node.startup.home.manifest(run).parent / "weights"
         for progress in compute.progress():
-            tensors = await compute.weights(progress.stage)
+            tensors = await compute.copy_weights(progress.stage)
             path = folder / f"stage-{progress.stage}.safetensors"
             about = {"run": run, "stage": str(progress.stage), "step": str(progress.step)}
             await asyncio.to_thread(replace_tensors, path, tensors, about)

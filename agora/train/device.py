@@ -1,4 +1,4 @@
-"""The compute device and the one thread that works on it.
+"""The compute device, and the one thread that runs jobs on it by priority.
 
 Knows: jobs, their order, torch devices. Must not know: what a job computes, microbatches, stages, peers.
 """
@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, TypeVarTuple
 
 import torch
@@ -23,11 +23,12 @@ Ts = TypeVarTuple("Ts")
 
 DEFAULT_LIMIT = 256
 PATIENCE_S = 2.0
-"""A busy device always has a forward waiting: an evaluation that waited this long goes between two other jobs."""
+"""An evaluation that has waited this long goes before other jobs, at most every second time: a busy device always has
+a forward waiting."""
 
 
 class Priority(enum.IntEnum):
-    """What goes first. A backward frees memory and is awaited all the way upstream, so it comes before new forwards."""
+    """Order of jobs. A backward frees memory and is awaited by every peer upstream: it comes before new forwards."""
 
     BACKWARD = 0
     FORWARD = 1
@@ -49,33 +50,27 @@ class DeviceStatistics:
         return self.busy_s / self.alive_s if self.alive_s > 0 else 0.0
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
-    """One call for the device thread, and the future of whoever awaits it."""
+    """One call for the device thread, and the future of the task that awaits it. See DeviceQueue.run."""
 
-    __slots__ = ("abandoned", "call", "future", "loop", "priority", "queued_at", "then", "waiting")
+    priority: Priority
+    call: Callable[[], Any]
+    then: Callable[[], None] | None
+    abandoned: Callable[[Any], None] | None
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    future: asyncio.Future[Any] = field(init=False)
+    queued_at: float = field(default_factory=time.monotonic)
+    is_queued: bool = True
 
-    def __init__(
-        self,
-        priority: Priority,
-        call: Callable[[], Any],
-        then: Callable[[], None] | None,
-        abandoned: Callable[[Any], None] | None,
-    ) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
-        self.priority = priority
-        self.call = call
-        self.then = then
-        self.abandoned = abandoned
-        self.waiting = True
-        self.queued_at = time.monotonic()
+    def __post_init__(self) -> None:
+        self.future = self.loop.create_future()
 
 
 class DeviceQueue:
-    """One compute thread and its bounded queue: backward before forward before evaluation, first come first served.
+    """One compute thread and its bounded queue: backward before forward before evaluation, in order of arrival.
 
-    `fault` is called with "device.job" at the start of each job, on the device thread. `failed` hears of an exception
-    in a `then`, which nobody awaits. One queue per device, so that kernels of two jobs never compete for it.
+    Make one queue for each device, so that kernels of two jobs never compete for it.
     """
 
     def __init__(
@@ -86,6 +81,11 @@ class DeviceQueue:
         fault: Callable[[str], None] | None = None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
+        """Starts the thread. limit: most jobs of one priority that wait. Both functions run on the device thread.
+
+        fault: is called with "device.job" at the start of each job. failed: is called with the exception of a `then`,
+        which nobody awaits.
+        """
         self._limit = limit
         self._fault = fault
         self._failed = failed
@@ -108,12 +108,12 @@ class DeviceQueue:
         then: Callable[[], None] | None = None,
         abandoned: Callable[[T], None] | None = None,
     ) -> T:
-        """The result of `function(*args)`, computed on the device thread.
+        """Runs `function(*args)` on the device thread and returns its result.
 
-        `then` runs right after the result was handed back and before any other job: work that nobody needs to wait for.
-        When the waiter is cancelled, a job still queued is dropped; one that already runs is finished, and if it
-        succeeds `abandoned` is called with its result on the loop, so that its effects can be undone.
-        Raises Busy at once when `limit` jobs of this priority wait, DeviceError when the thread is gone or closing.
+        then: runs right after the result was handed back, before any other job; for work that nobody waits for.
+        abandoned: is called on the event loop with the result when the caller was cancelled while the job ran, so that
+        its effects can be undone. A job that is still queued when its caller is cancelled never runs.
+        Raises Busy at once when `limit` jobs of this priority wait, and DeviceError when the thread has ended.
         """
         job = _Job(priority, lambda: function(*args), then, abandoned)
         self._push(job)
@@ -126,25 +126,27 @@ class DeviceQueue:
         return result
 
     def statistics(self) -> DeviceStatistics:
-        """How busy the device thread is; may be called from any thread."""
+        """How busy the device thread is. From any thread."""
         with self._condition:
             now = time.monotonic()
             running = now - self._job_started if self._job_started is not None else 0.0
             return DeviceStatistics(self._jobs, self._busy_s + running, now - self._born, self._waiting())
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """Fails what is queued, lets the running job end, and waits for the thread for at most `timeout_s`.
+        """Fails all queued jobs, lets the running one end, and waits for the thread for at most `timeout_s`.
 
-        False when the thread still works then; it is a daemon thread and does not keep the process alive.
+        Returns False when the thread still works then; it is a daemon thread and does not keep the process alive.
         """
         self._stop("the device queue is closed; this peer is leaving")
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
 
     def _waiting(self) -> int:
+        """Number of queued jobs."""
         return sum(map(len, self._queues.values()))
 
     def _push(self, job: _Job) -> None:
+        """Queues a job and wakes the thread. Raises Busy or DeviceError."""
         queue = self._queues[job.priority]
         with self._condition:
             if self._closing or not self._thread.is_alive():
@@ -155,14 +157,14 @@ class DeviceQueue:
             self._condition.notify()
 
     def _withdraw(self, job: _Job) -> None:
-        """Takes out a job whose waiter went away, so that cancelled jobs never fill the queue."""
+        """Takes a job whose caller was cancelled out of the queue, if it is still there."""
         with self._condition:
-            if job.waiting:
+            if job.is_queued:
                 self._queues[job.priority].remove(job)
-                job.waiting = False
+                job.is_queued = False
 
     def _work(self) -> None:
-        """The device thread. What ends it (SystemExit, a broken interpreter) fails everything that waits."""
+        """The device thread: runs jobs until the queue closes. Whatever ends the thread fails all queued jobs."""
         try:
             while (job := self._next()) is not None:
                 self._perform(job)
@@ -171,6 +173,7 @@ class DeviceQueue:
             self._stop("the compute thread has ended; restart this daemon")
 
     def _next(self) -> _Job | None:
+        """Waits for a job and takes it out of the queue. Returns None when the queue closes."""
         with self._condition:
             while not self._closing and not self._waiting():
                 self._condition.wait()
@@ -178,19 +181,20 @@ class DeviceQueue:
                 return None
             self._job_started = time.monotonic()
             job = self._choose(self._job_started).popleft()
-            job.waiting = False
+            job.is_queued = False
             self._last = job.priority
             return job
 
     def _choose(self, now: float) -> deque[_Job]:
+        """Returns the queue from which the next job is taken: the first that is not empty, or see PATIENCE_S."""
         evaluations = self._queues[Priority.EVALUATE]
-        patient = not evaluations or now - evaluations[0].queued_at < PATIENCE_S
-        if not patient and self._last is not Priority.EVALUATE:
+        is_overdue = bool(evaluations) and now - evaluations[0].queued_at >= PATIENCE_S
+        if is_overdue and self._last is not Priority.EVALUATE:
             return evaluations
         return next(queue for queue in self._queues.values() if queue)
 
     def _perform(self, job: _Job) -> None:
-        """One job and its `then`. What is no Exception ends the thread, after its waiter was told."""
+        """Runs one job and its `then`. What is not an Exception ends the thread, after failing the caller's future."""
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         delivered = False
         try:
@@ -201,20 +205,17 @@ class DeviceQueue:
             if job.then is not None:
                 job.then()
             failure = None
-        except Exception as error:  # a job ends here, and whoever waits for it hears why
+        except Exception as error:  # a job ends here, and its caller's future fails
             failure = error
         finally:
-            self._account()
-            if failure is not None:
-                self._tell(job, failure, delivered)
+            self._count_job()
+            if failure is not None and not delivered:
+                self._deliver(job, None, failure)
+            elif failure is not None and self._failed is not None:
+                self._failed(failure)
 
-    def _tell(self, job: _Job, failure: Exception, delivered: bool) -> None:
-        if not delivered:
-            self._deliver(job, None, failure)
-        elif self._failed is not None:
-            self._failed(failure)
-
-    def _account(self) -> None:
+    def _count_job(self) -> None:
+        """Adds the job that has just ended to the statistics."""
         with self._condition:
             if self._job_started is not None:
                 self._busy_s += time.monotonic() - self._job_started
@@ -222,24 +223,26 @@ class DeviceQueue:
             self._jobs += 1
 
     def _deliver(self, job: _Job, result: object, error: Exception | None) -> None:
+        """Hands the outcome of a job to its caller's event loop."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             job.loop.call_soon_threadsafe(_settle, job, result, error)
 
     def _stop(self, reason: str) -> None:
+        """Closes the queue and fails all queued jobs with a DeviceError that says `reason`."""
         with self._condition:
             self._closing = True
             jobs = [job for queue in self._queues.values() for job in queue]
             for queue in self._queues.values():
                 queue.clear()
             for job in jobs:
-                job.waiting = False
+                job.is_queued = False
             self._condition.notify_all()
         for job in jobs:
             self._deliver(job, None, DeviceError(reason))
 
 
 def _settle(job: _Job, result: object, error: Exception | None) -> None:
-    """On the loop: hands the outcome to the waiter, or undoes it when nobody waits any more."""
+    """Runs on the event loop: sets the outcome of a job's future, or undoes the job when its caller was cancelled."""
     if not job.future.done():
         if error is None:
             job.future.set_result(result)
@@ -250,14 +253,17 @@ def _settle(job: _Job, result: object, error: Exception | None) -> None:
 
 
 def _undo_delivered(job: _Job) -> None:
-    """The outcome arrived in the same turn of the loop as the cancellation: it is there, and nobody takes it."""
+    """Undoes a job whose result arrived in the same turn of the event loop as the cancellation of its caller."""
     delivered = job.future.done() and not job.future.cancelled()
     if delivered and job.future.exception() is None and job.abandoned is not None:
         job.abandoned(job.future.result())
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for "auto" (the first CUDA device, else the CPU), "cpu", "cuda" or "cuda:N"; raises DeviceError."""
+    """Returns the device for "auto" (the first CUDA device, else the CPU), "cpu", "cuda" or "cuda:N".
+
+    Raises DeviceError when this machine does not have it.
+    """
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if name == "cpu":
@@ -274,7 +280,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bf16 in hardware. The CPU is left out: few have it and the emulation is slow."""
+    """Returns whether the device multiplies bf16 in hardware. False for a CPU: few can, and the emulation is slow."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):
@@ -282,7 +288,7 @@ def has_native_bf16(device: torch.device) -> bool:
 
 
 def autocast(device: torch.device, enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Matrix products in bf16 inside this context when `enabled`; a context that does nothing otherwise."""
+    """Returns a context in which matrix products run in bf16 if `enabled`, and which does nothing otherwise."""
     if not enabled:
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[None] = torch.autocast(device.type, dtype=torch.bfloat16)

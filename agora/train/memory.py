@@ -1,4 +1,4 @@
-"""How much memory the device has left, whether the graphs of all microbatches in flight fit, and how malloc treats it.
+"""How much memory the device has left, whether the graphs of all microbatches in flight fit, and malloc's settings.
 
 Knows: bytes, the C library. Must not know: models, microbatches, peers.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 SHARE = 0.5
-"""Of the memory that is free, what graphs may take; the rest is for everything else on this machine."""
+"""Share of the free memory that graphs may take; the rest is for everything else on this machine."""
 REFRESH_S = 1.0
 KEEP_BYTES = 1 << 30
 """Freed memory up to this much stays with the process, and tensors up to this size are made in it."""
@@ -26,12 +26,12 @@ UNLIMITED = 1 << 62
 
 
 def graphs_fit(activation_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
-    """Whether `graphs_to_come` more graphs and a second version of the weights fit into the share of what is free."""
+    """Returns whether `graphs_to_come` more graphs and a second version of the weights fit into SHARE of the memory."""
     return activation_bytes * graphs_to_come + version_bytes <= SHARE * available_bytes
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that this process could still allocate on the device, container limits included."""
+    """Returns the bytes that this process could still allocate on the device, container limits included."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -39,7 +39,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _cgroup_left() -> int:
-    """What the container's limit leaves, where there is one (cgroup version 2); else more than any machine has."""
+    """Returns the bytes that the container's limit leaves (cgroup version 2), or UNLIMITED without a limit."""
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used = int((CGROUP / "memory.current").read_text())
@@ -51,10 +51,10 @@ def _cgroup_left() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """From now on malloc keeps what is freed, and threads begun later share one heap; False where there is no glibc.
+    """Makes malloc keep freed memory, and threads that start later share one heap. Returns False without glibc.
 
-    By default every graph that dies is given back to the kernel and faulted in again by the next: with 12 microbatches
-    of a stage of 1.5 M parameters in flight, 3 of 84 ms of each (AMD EPYC, 2026-11-21).
+    By default a graph's memory goes back to the kernel when the graph is freed, and the next graph causes page faults
+    for it: 3 of 84 ms of each microbatch (12 in flight, a stage of 1.5 M parameters, AMD EPYC, 2026-11-21).
     """
     mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is None or not hasattr(_libc(), "gnu_get_libc_version"):
@@ -64,7 +64,7 @@ def keep_freed_memory() -> bool:
 
 
 def freed_bytes() -> int:
-    """Bytes that this process has freed and malloc keeps, ready for it to use; 0 where it does not say."""
+    """Returns the bytes that this process has freed and malloc keeps for it; 0 where malloc does not tell."""
     mallinfo2 = getattr(_libc(), "mallinfo2", None)
     if mallinfo2 is None:
         return 0
@@ -73,43 +73,44 @@ def freed_bytes() -> int:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """See mallinfo(3)."""
+    """The C library's struct mallinfo2, see mallinfo(3)."""
 
     _fields_: ClassVar = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("last", ctypes.c_size_t)]
 
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
+    """Returns the C library of this process."""
     return ctypes.CDLL(None)
 
 
 class AvailableMemory:
-    """`available_bytes`, asked at most once a second."""
+    """Calling it returns `available_bytes` of one device, measured at most once a second."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._bytes = 0
-        self._asked = -REFRESH_S
+        self._measured_at = -REFRESH_S
 
     def __call__(self) -> int:
         now = time.monotonic()
-        if now - self._asked >= REFRESH_S:
-            self._bytes, self._asked = available_bytes(self._device), now
+        if now - self._measured_at >= REFRESH_S:
+            self._bytes, self._measured_at = available_bytes(self._device), now
         return self._bytes
 
 
 def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: set[int]) -> tuple[Tensor, int]:
-    """Runs `forward` with gradients on; its result, and the bytes that its graph keeps alive.
+    """Runs `forward` with gradients on. Returns its result, and the bytes that its graph keeps alive.
 
-    not_counted: data pointers of storages that live anyway (the weights).
+    not_counted: data pointers of storages that are alive anyway (the weights).
     """
-    seen: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
-    def pack(saved: Tensor) -> Tensor:
+    def record_size(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+        sizes[storage.data_ptr()] = storage.nbytes()
         return saved
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(record_size, lambda saved: saved):
         result = forward()
-    return result, sum(size for pointer, size in seen.items() if pointer not in not_counted)
+    return result, sum(size for pointer, size in sizes.items() if pointer not in not_counted)

@@ -1,11 +1,13 @@
-"""AdamW or NAdam over one stage's flat weights: mean over tokens, clipping, the step; non-finite sums refused.
+"""The optimizer step over one stage's flat weights: learning rate, clipping, and AdamW or NAdam.
 
-Knows: the manifest's optimizer section, flat tensors. Must not know: microbatches, versions, peers, clocks.
+Knows: the manifest's optimizer section, flat tensors. Must not know: microbatches, versions of weights, peers, clocks.
+Another optimizer is another function of UPDATES, and its name in the manifest's section.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,83 +18,101 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.nadam import nadam
 
-from agora.train.schedule import learning_rate
+from agora.state.layout import Layout
 
 MOMENTUM_DECAY = 4e-3
-"""Of NAdam, torch's own default."""
+"""NAdam's momentum decay; torch's own default."""
+
+
+def learning_rate(step: int, optimizer: OptimizerSection) -> float:
+    """Returns the learning rate of optimizer step number `step` (0 is the first).
+
+    | step                            | learning rate                                                       |
+    |---------------------------------|---------------------------------------------------------------------|
+    | below warmup_steps              | peak * (step + 1) / warmup_steps                                    |
+    | from there to total_steps       | peak * (minimum_ratio + (1 - minimum_ratio) * half cosine, 1 to 0)  |
+    | from total_steps on             | peak * minimum_ratio                                                |
+
+    Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), equation 5, one period.
+    """
+    peak = optimizer.learning_rate
+    if step < optimizer.warmup_steps:
+        return peak * (step + 1) / optimizer.warmup_steps
+    decay_steps = max(optimizer.total_steps - optimizer.warmup_steps, 1)
+    progress = min((step - optimizer.warmup_steps) / decay_steps, 1.0)
+    floor = optimizer.minimum_ratio
+    return peak * (floor + (1.0 - floor) * half_cosine(progress))
+
+
+def half_cosine(progress: float) -> float:
+    """Returns half a cosine wave: 1 at progress 0, falling to 0 at progress 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
-    """A step that was taken: its learning rate, and the norm of the mean gradient before clipping."""
+class StepResult:
+    """The learning rate of a step that was taken, and the norm of its mean gradient before clipping."""
 
     learning_rate: float
     gradient_norm: float
 
 
 class StageOptimizer:
-    """The optimizer of one stage. Its moments stay here; the weights may move to another tensor between steps.
+    """The optimizer of one stage. The moments stay in place; the weights may be another tensor at every step.
 
-    `mean` and `square` are the moments, flat like the weights; `updates` counts the steps that changed them, which are
-    fewer than the stage's steps where this peer had nothing to add to some. Clipping: the manifest's `clip` is meant
-    for the gradient of the whole model, which no peer sees; a stage clips at clip / sqrt(stages), which is the same
-    bound when all stages have equal norms. 0 switches it off.
+    `mean` and `square` are the moments, flat like the weights. `updates` counts the steps that changed them: fewer
+    than the stage's steps when this replica had no part in some. The manifest's `clip` bounds the gradient norm of the
+    whole model, which no peer sees; a stage clips at clip / sqrt(stages), the same bound when all stages have equal
+    norms. 0 switches clipping off. Weight decay applies to matrices only.
     """
 
-    def __init__(self, section: OptimizerSection, stage_count: int, decayed: int, gradient: Tensor) -> None:
-        """gradient: the stage's flat gradient sum; only its first `decayed` elements get weight decay."""
-        self.mean = torch.zeros_like(gradient)
-        self.square = torch.zeros_like(gradient)
+    def __init__(self, section: OptimizerSection, stage_count: int, layout: Layout, device: torch.device) -> None:
+        self.mean = torch.zeros(layout.numel, device=device)
+        self.square = torch.zeros(layout.numel, device=device)
         self.updates = 0
         self._section = section
-        self._gradient = gradient
         self._clip = section.clip / math.sqrt(stage_count)
-        self._parts = [part for part in (slice(0, decayed), slice(decayed, gradient.numel())) if part.start < part.stop]
-        self._moments = [
-            _Moments.of(section, self.mean[part], self.square[part], part.start < decayed) for part in self._parts
+        end = layout.matrices_end
+        parts = ((slice(0, end), section.weight_decay), (slice(end, layout.numel), 0.0))
+        self._parts = [
+            _Part.create(section, part, decay, self.mean, self.square)
+            for part, decay in parts
+            if part.start < part.stop
         ]
 
-    def step(self, weights: Tensor, number: int, tokens: int) -> StepDone | None:
-        """Changes `weights` in place by step `number` (0 the first) over `tokens`, and zeroes the gradient sum.
+    def step(self, weights: Tensor, gradient: Tensor, number: int, tokens: int = 1) -> StepResult | None:
+        """Changes `weights` [numel] in place by step `number` (0 the first) along gradient / tokens.
 
-        None when the sum is not finite: the weights and the moments are untouched, the sum is zeroed all the same.
+        gradient: a sum over `tokens`, or with the default of 1 a mean; overwritten. Returns None when its norm is not
+        finite; weights and moments are then unchanged.
         """
-        done = self.step_along(weights, self._gradient, number, tokens)
-        self._gradient.zero_()
-        return done
-
-    def step_along(self, weights: Tensor, gradient: Tensor, number: int, tokens: int = 1) -> StepDone | None:
-        """The same with another sum than this stage's own, or at `tokens` 1 with a mean; `gradient` is overwritten."""
         norm = float(torch.linalg.vector_norm(gradient)) / tokens
         if not math.isfinite(norm):
             return None
         scale = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
         gradient.mul_(scale / tokens)
         rate = learning_rate(number, self._section)
-        self._apply(weights, gradient, rate)
-        return StepDone(rate, norm)
-
-    @torch.no_grad()
-    def load(self, updates: int, mean: Tensor, square: Tensor) -> None:
-        """Goes on from these moments, copied, as if the `updates` that made them had been taken here."""
-        self.updates = updates
-        self.mean.copy_(mean)
-        self.square.copy_(square)
-        for moments in self._moments:
-            moments.step.fill_(updates)
-            moments.momentum.fill_(momentum_product(self._section.beta1, updates))
-
-    @torch.no_grad()
-    def _apply(self, weights: Tensor, gradient: Tensor, rate: float) -> None:
-        for moments, part in zip(self._moments, self._parts, strict=True):
-            moments.apply(self._section, weights[part], gradient[part], rate)
+        with torch.no_grad():
+            for part in self._parts:
+                UPDATES[self._section.name](part, weights[part.elements], gradient[part.elements], rate)
         self.updates += 1
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
         torch.autograd.graph.increment_version(weights)
+        return StepResult(rate, norm)
+
+    @torch.no_grad()
+    def load(self, updates: int, mean: Tensor, square: Tensor) -> None:
+        """Replaces the moments by copies of these, as if the `updates` that made them had been taken here."""
+        self.updates = updates
+        self.mean.copy_(mean)
+        self.square.copy_(square)
+        for part in self._parts:
+            part.step.fill_(updates)
+            part.momentum.fill_(momentum_product(self._section.beta1, updates))
 
 
 def momentum_product(beta1: float, updates: int) -> float:
-    """NAdam's product of its momenta over `updates`, rounded to float32 after each, as torch's own running product."""
+    """Returns the product of NAdam's momenta over `updates` steps, rounded to float32 after each, as torch does."""
     product = np.float32(1.0)
     for update in range(1, updates + 1):
         product *= np.float32(beta1 * (1.0 - 0.5 * 0.96 ** (update * MOMENTUM_DECAY)))
@@ -102,46 +122,41 @@ def momentum_product(beta1: float, updates: int) -> float:
 
 
 @dataclass(slots=True)
-class _Moments:
-    """The optimizer's state for one part of the weights.
+class _Part:
+    """The optimizer's state for one part of the flat weights, with the arguments that torch's functions take.
 
-    torch's optimizers as functions: their classes import torch._dynamo, which nothing here needs and which costs half
-    of a daemon's start.
+    `mean` and `square` are views of the moments; `momentum` is NAdam's running product. torch's optimizers are used
+    as functions: their classes import torch._dynamo, which nothing here needs and which doubles a daemon's start time.
     """
 
-    decay: float
+    elements: slice
     mean: Tensor
     square: Tensor
     step: Tensor
     momentum: Tensor
+    options: dict[str, Any]
 
     @classmethod
-    def of(cls, section: OptimizerSection, mean: Tensor, square: Tensor, decayed: bool) -> _Moments:
-        """Before the first step; `mean` and `square` are that part of the moments."""
-        decay = section.weight_decay if decayed else 0.0
+    def create(cls, section: OptimizerSection, part: slice, decay: float, mean: Tensor, square: Tensor) -> _Part:
+        """Returns the state before the first step. decay: weight decay of this part."""
+        options = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "weight_decay": decay}
         # The fused kernel wants its step count on the device; nadam's scalars stay on the CPU, as its class has them.
         step = torch.zeros((), device=mean.device if section.name == "adamw" else "cpu")
-        return cls(decay, mean, square, step, torch.ones(()))
+        return cls(part, mean[part], square[part], step, torch.ones(()), {**options, "maximize": False})
 
-    def apply(self, section: OptimizerSection, weights: Tensor, gradient: Tensor, rate: float) -> None:
-        """One step, in place."""
-        common: dict[str, Any] = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "lr": rate}
-        common |= {"weight_decay": self.decay, "maximize": False}
-        if section.name == "nadam":
-            step = self.step
-            nadam(
-                [weights],
-                [gradient],
-                [self.mean],
-                [self.square],
-                [self.momentum],
-                [step],
-                foreach=True,
-                decoupled_weight_decay=True,
-                momentum_decay=MOMENTUM_DECAY,
-                **common,
-            )
-        else:
-            adamw(
-                [weights], [gradient], [self.mean], [self.square], [], [self.step], fused=True, amsgrad=False, **common
-            )
+
+def _update_adamw(part: _Part, weights: Tensor, gradient: Tensor, rate: float) -> None:
+    """Changes one part of the weights and its moments in place by one AdamW step."""
+    options: dict[str, Any] = {"fused": True, "amsgrad": False, "lr": rate, **part.options}
+    adamw([weights], [gradient], [part.mean], [part.square], [], [part.step], **options)
+
+
+def _update_nadam(part: _Part, weights: Tensor, gradient: Tensor, rate: float) -> None:
+    """Changes one part of the weights and its moments in place by one NAdam step with decoupled weight decay."""
+    options: dict[str, Any] = {"foreach": True, "decoupled_weight_decay": True, "momentum_decay": MOMENTUM_DECAY}
+    options |= {"lr": rate, **part.options}
+    nadam([weights], [gradient], [part.mean], [part.square], [part.momentum], [part.step], **options)
+
+
+UPDATES: dict[str, Callable[[_Part, Tensor, Tensor, float], None]] = {"adamw": _update_adamw, "nadam": _update_nadam}
+"""The update of one part of the weights, by the manifest's `optimizer.name`."""

@@ -28,8 +28,8 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
 from agora.stepping import EVERY_STEP, StepPolicy
-from agora.train.replicas import Blocks, StageReplica
-from agora.train.span import SpanTrainer
+from agora.train.span_trainer import SpanTrainer
+from agora.train.stage_replica import Blocks, StageReplica
 from benchmarks.agreement_settings import REPLICAS, Setting
 from benchmarks.worker import Channel
 
@@ -58,11 +58,11 @@ class Replica:
 
     def step_alone(self) -> None:
         """From now on it steps after each of its own microbatches."""
-        self.trainer.publish_policy(0, StepPolicy(self.tokens))
+        self.trainer.stage(0).policy = StepPolicy(self.tokens)
 
     def step_together(self) -> None:
         """From now on it waits for the mean gradient of all replicas."""
-        self.trainer.publish_policy(0, StepPolicy(self.tokens, exact_steps=EVERY_STEP))
+        self.trainer.stage(0).policy = StepPolicy(self.tokens, exact_steps=EVERY_STEP)
 
     def draw(self, step: int) -> Tensor:
         """This replica's samples of a step, token ids [b, s + 1]."""
@@ -249,7 +249,7 @@ def judge(replicas: Sequence[Replica], heldout: Sequence[Tensor]) -> dict[str, f
     mean = torch.stack([replica.flat for replica in replicas]).mean(dim=0)
     distance = statistics.fmean(float((replica.flat - mean).square().mean()) for replica in replicas) ** 0.5
     apart = distance / float(mean.square().mean()) ** 0.5
-    replicas[0].stage.make_way().copy_(mean)
+    replicas[0].stage.writable_weights().copy_(mean)
     return {"loss_of_mean": replicas[0].loss(heldout), "loss_of_replica": statistics.fmean(alone), "apart": apart}
 
 

@@ -20,7 +20,7 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
 from agora.stepping import StepPolicy
-from agora.train.span import SpanTrainer
+from agora.train.span_trainer import SpanTrainer
 
 ORIGIN: Final = PeerId("samples")
 HELD_OUT: Final = 8
@@ -101,5 +101,5 @@ def _trainer(manifest: Manifest, number: int) -> SpanTrainer:
     trainer = SpanTrainer(
         manifest, Span(number, number), torch.device("cpu"), report=lambda event: None, bf16=False, in_flight=1
     )
-    trainer.publish_policy(number, StepPolicy(manifest.tokens_per_microbatch))
+    trainer.stage(number).policy = StepPolicy(manifest.tokens_per_microbatch)
     return trainer

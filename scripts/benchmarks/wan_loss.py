@@ -13,8 +13,8 @@ import torch
 from agora_protocol.manifest import Manifest
 
 from agora.codec import BoundaryCodec
-from agora.train.held import NonFinite
 from agora.train.memory import keep_freed_memory
+from agora.train.span_trainer import NonFinite
 from benchmarks.codec_samples import Stages
 from benchmarks.codecs import crossing
 from benchmarks.wan_curves import Length

@@ -17,7 +17,7 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer
 from agora.model import family_of, stage_loss
-from agora.train.schedule import learning_rate
+from agora.train.optimizer import learning_rate
 from benchmarks.task import MICROBATCHES_PER_STEP
 
 

@@ -33,7 +33,7 @@ from agora.state.checkpoint import write_checkpoint
 from agora.state.files import replace_tensors
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportError
-from agora.train.weights import StageWeights
+from agora.train.weight_versions import StageWeights
 
 MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 64}
 VALUES = {"name": "poems", "model": MODEL | {"rope_theta": 777.0, "norm_epsilon": 1e-3}, "stages": {"count": 3}}

@@ -26,7 +26,7 @@ from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportedTensor
 from agora.state.model_card import ModelDescription
-from agora.train.weights import StageWeights
+from agora.train.weight_versions import StageWeights
 from tests.train.support import batches_for, microbatch_id, pipeline_of, tokens_of, train_step
 
 TOML = """

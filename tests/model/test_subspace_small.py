@@ -287,7 +287,7 @@ def narrow_manifest(stages: int, activations: str = "recompute") -> Manifest:
 async def trained(manifest: Manifest, spans: list[str]) -> PlainRun:
     async with pipeline_of(manifest, spans) as pipeline:
         losses = [await train_step(pipeline, step, n) for n, step in enumerate(batches_for(manifest, STEPS))]
-        return PlainRun(losses, [await c.weights(stage) for c in pipeline for stage in c.span.stages])
+        return PlainRun(losses, [await c.copy_weights(stage) for c in pipeline for stage in c.span.stages])
 
 
 def joined(run: PlainRun) -> dict[str, np.ndarray]:

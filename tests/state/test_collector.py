@@ -23,7 +23,7 @@ from agora.state import collector
 from agora.state.collector import SPARE_BYTES, StageCollector
 from agora.state.layout import Layout, StageState
 from agora.swarm.view import PeerView, View
-from agora.train.weights import StageWeights
+from agora.train.weight_versions import StageWeights
 from tests.state.world import Replica, World, flipped, state
 
 MODEL = {"width": 32, "layers": 3, "heads": 2, "key_value_heads": 1, "feed_forward": 64, "context": 32}

@@ -17,7 +17,7 @@ from agora.codec import encode_tokens
 from agora.observe.events import GradientRefused, MicrobatchCounted, StepTaken, TaskFailed
 from agora.stepping import StepPolicy
 from agora.train.compute import Compute
-from agora.train.held import NonFinite
+from agora.train.span_trainer import NonFinite
 from tests.train.support import (
     Events,
     batches_for,
@@ -139,17 +139,17 @@ def test_a_bad_gradient_is_refused_and_a_good_one_from_a_sibling_may_follow(name
 
 def test_a_gradient_that_overflows_here_is_refused_and_nothing_of_it_is_added() -> None:
     async def test(compute: Compute) -> None:
-        untouched = await compute.weights(0)
+        untouched = await compute.copy_weights(0)
         await compute.forward(M, 0, None, a_batch(), True)
         with pytest.raises(NonFinite):
             await compute.backward(M, a_boundary(3e38))  # finite, as its sender may say
-        sums = compute._trainer._stages[0].weights.gradient
+        sums = compute.trainer.stage(0).sum.flat
         assert not sums.any()
         with pytest.raises(LocalError, match="sent again"):
             await compute.backward(M, a_boundary())
         (progress,) = compute.progress()
         assert (progress.tokens_total, progress.step, progress.refused_nonfinite) == (0, 0, 1)
-        assert all((untouched[name] == value).all() for name, value in (await compute.weights(0)).items())
+        assert all((untouched[name] == value).all() for name, value in (await compute.copy_weights(0)).items())
 
     assert len(with_compute("0", test).of(GradientRefused)) == 1
 
@@ -157,11 +157,11 @@ def test_a_gradient_that_overflows_here_is_refused_and_nothing_of_it_is_added() 
 def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() -> None:
     async def test(compute: Compute) -> None:
         compute.publish_policy(1, StepPolicy(64))
-        untouched = await compute.weights(1)
+        untouched = await compute.copy_weights(1)
         await compute.finish(M, 1, a_boundary(), a_batch(), True)
-        compute._trainer._stages[1].weights.gradient[5] = float("inf")
+        compute.trainer.stage(1).sum.flat[5] = float("inf")
         await compute.finish(microbatch_id(1), 1, a_boundary(), a_batch(), True)
-        assert all((untouched[name] == value).all() for name, value in (await compute.weights(1)).items())
+        assert all((untouched[name] == value).all() for name, value in (await compute.copy_weights(1)).items())
         (progress,) = compute.progress()
         assert (progress.step, progress.tokens_in_step, progress.tokens_total, progress.refused_nonfinite) == (
             0,
@@ -171,7 +171,7 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
         )
         for number in (2, 3):
             await compute.finish(microbatch_id(number), 1, a_boundary(), a_batch(), True)
-        changed = await compute.weights(1)
+        changed = await compute.copy_weights(1)
         assert any((untouched[name] != value).any() for name, value in changed.items())
         assert all(np.isfinite(value).all() for value in changed.values())
         assert compute.progress()[0].step == 1
@@ -187,7 +187,7 @@ def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
         compute.publish_policy(1, StepPolicy(32))
         for number in range(3):
             await compute.finish(microbatch_id(number), 1, a_boundary(), a_batch(), True)
-        await compute.weights(1)
+        await compute.copy_weights(1)
         (progress,) = compute.progress()
         assert (progress.step, progress.tokens_in_step, progress.tokens_total) == (3, 0, 96)
 
@@ -221,10 +221,8 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
             theirs = (await one.backward(M, (await two.backward(M, a_boundary())).gradient)).gradient
             np.testing.assert_array_equal(values_of(mine), values_of(theirs))
             assert [p.tokens_in_step for p in span.progress()] == [0, 32, 32]
-            assert not span._trainer._stages[0].weights.gradient.any()
-            np.testing.assert_array_equal(
-                span._trainer._stages[2].weights.gradient, two._trainer._stages[2].weights.gradient
-            )
+            assert not span.trainer.stage(0).sum.flat.any()
+            np.testing.assert_array_equal(span.trainer.stage(2).sum.flat, two.trainer.stage(2).sum.flat)
 
     asyncio.run(whole())
 
@@ -245,7 +243,7 @@ def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
         seen = await compute.finish(M, 1, a_boundary(), a_batch(), False)
         assert seen.gradient is None
         assert compute.progress()[0].tokens_total == 0
-        assert not compute._trainer._stages[1].weights.gradient.any()
+        assert not compute.trainer.stage(1).sum.flat.any()
         trained = await compute.finish(M, 1, a_boundary(), a_batch(), True)
         assert trained.loss_sum == pytest.approx(seen.loss_sum)
 
@@ -253,7 +251,7 @@ def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
 
     async def forward_only(compute: Compute) -> None:
         await compute.forward(M, 0, None, a_batch(), False)
-        assert len(compute._trainer.held) == 0
+        assert len(compute.trainer.stashed) == 0
 
     with_compute("0", forward_only)
 
@@ -295,14 +293,16 @@ def test_a_microbatch_that_enters_a_span_twice_keeps_its_two_forwards_apart() ->
 
 def test_undoing_an_abandoned_forward_spares_the_one_that_replaced_it() -> None:
     async def test(compute: Compute) -> None:
-        held = compute._trainer.held
+        stashed = compute.trainer.stashed
         await compute.forward(M, 0, None, a_batch(), True)
-        old = held._held[M, 0]
+        old = stashed.take(M)
         await compute.forward(M, 0, None, a_batch(), True)
-        held.forget_this(M, old)
-        assert len(held) == 1
-        held.forget_this(M, held._held[M, 0])
-        assert len(held) == 0
+        stashed.forget_exactly(M, old)
+        assert len(stashed) == 1
+        new = stashed.take(M)
+        stashed.add(M, new)
+        stashed.forget_exactly(M, new)
+        assert len(stashed) == 0
 
     with_compute("0", test)
 
@@ -329,23 +329,23 @@ def test_a_forward_whose_waiter_goes_away_leaves_nothing_behind() -> None:
         await asyncio.wait([running, queued])
         armed = False
         opened.set()
-        await compute.weights(0)
+        await compute.copy_weights(0)
         await asyncio.sleep(0)
-        assert len(compute._trainer.held) == 0
+        assert len(compute.trainer.stashed) == 0
         assert compute.statistics().jobs <= 3  # building, the first forward, the weights: the queued one never ran
 
     with_compute("0", test, fault=fault)
 
 
-def test_an_error_of_the_device_names_itself_and_spares_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_device_names_itself_and_spares_the_queue() -> None:
     async def test(compute: Compute) -> None:
         def broken(*arguments: object) -> None:
             raise RuntimeError("CUDA error: unspecified launch failure\nmore")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(compute._trainer, "_run", broken)
-            with pytest.raises(DeviceError, match=r"unspecified launch failure\)"):
-                await compute.forward(M, 0, None, a_batch(), True)
+        hook = compute.trainer.stage(0).weights.current.module.register_forward_pre_hook(broken)
+        with pytest.raises(DeviceError, match=r"unspecified launch failure\)"):
+            await compute.forward(M, 0, None, a_batch(), True)
+        hook.remove()
         await compute.forward(M, 0, None, a_batch(), True)
 
     with_compute("0", test)
@@ -357,10 +357,10 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
             raise RuntimeError("no memory for the moments")
 
         compute.publish_policy(1, StepPolicy(32))
-        monkeypatch.setattr(compute._trainer._stages[1].optimizer, "step", broken)
+        monkeypatch.setattr(compute.trainer.stage(1).optimizer, "step", broken)
         done = await compute.finish(M, 1, a_boundary(), a_batch(), True)
         assert done.tokens == 32
-        await compute.weights(1)
+        await compute.copy_weights(1)
 
     assert [e.task for e in with_compute("1", test).of(TaskFailed)] == ["device"]
 
@@ -368,8 +368,9 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
 def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
     async def test(compute: Compute) -> None:
         await compute.forward(M, 0, None, a_batch(), True)
-        held_s = compute._trainer.held._held[M, 0].seconds
-        assert (await compute.backward(M, a_boundary())).busy_s > held_s > 0
+        forward = compute.trainer.stashed.take(M)
+        compute.trainer.stashed.add(M, forward)
+        assert (await compute.backward(M, a_boundary())).busy_s > forward.device_s > 0
 
     with_compute("0", test)
 
@@ -377,7 +378,7 @@ def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
 def test_replicas_of_a_stage_start_from_the_same_weights_whatever_their_span() -> None:
     async def whole() -> None:
         async with pipeline_of(small_manifest(stages={"count": 4}), ["1", "0-2"]) as (alone, span):
-            mine, theirs = await alone.weights(1), await span.weights(1)
+            mine, theirs = await alone.copy_weights(1), await span.copy_weights(1)
             assert mine.keys() == theirs.keys()
             assert all((mine[name] == theirs[name]).all() for name in mine)
 
@@ -409,7 +410,7 @@ def test_what_cannot_be_built_leaves_no_thread_behind(monkeypatch: pytest.Monkey
     def refuse(*arguments: object) -> None:
         raise ManifestError("no such family")
 
-    monkeypatch.setattr("agora.train.span.build_stage", refuse)
+    monkeypatch.setattr("agora.train.span_trainer.family_of", refuse)
 
     async def whole() -> None:
         with pytest.raises(ManifestError, match="no such family"):

@@ -10,9 +10,9 @@ from agora_protocol.manifest import OptimizerSection
 from torch import nn
 
 from agora.state.layout import ALIGNMENT
-from agora.train.optimizer import StageOptimizer
-from agora.train.schedule import learning_rate
-from agora.train.weights import StageWeights
+from agora.train.optimizer import StageOptimizer, learning_rate
+from agora.train.trained_stage import GradientSum
+from agora.train.weight_versions import StageWeights
 from tests.oracle import plain_learning_rate
 
 CPU = torch.device("cpu")
@@ -66,9 +66,8 @@ def test_any_schedule_is_the_oracles_and_never_leaves_its_bounds(warmup: int, to
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_flat_steps_are_those_of_torch_on_separate_tensors(name: str, clip: float) -> None:
     plain, weights = Small(), StageWeights(Small(), CPU)
-    optimizer = StageOptimizer(
-        section(name=name, clip=clip, weight_decay=0.3), 4, weights.layout.matrices_end, weights.gradient
-    )
+    options = section(name=name, clip=clip, weight_decay=0.3)
+    optimizer, total = StageOptimizer(options, 4, weights.layout, CPU), GradientSum(weights.layout, CPU)
     groups = [
         {"params": [plain.matrix], "weight_decay": 0.3},
         {"params": [plain.gain, plain.bias], "weight_decay": 0.0},
@@ -89,15 +88,14 @@ def test_flat_steps_are_those_of_torch_on_separate_tensors(name: str, clip: floa
             group["lr"] = learning_rate(step, section())
         reference.step()
         loss = weights.current.module(x).square().sum()
-        for total, gradient in zip(
-            weights.gradients, torch.autograd.grad(loss, weights.current.parameters), strict=True
-        ):
-            total += gradient
-        done = optimizer.step(weights.current.flat, step, tokens=10)
+        gradients = torch.autograd.grad(loss, weights.current.parameters)
+        torch._foreach_add_(total.tensors, list(gradients))
+        done = optimizer.step(weights.current.flat, total.flat, step, tokens=10)
+        total.clear()
         assert done is not None and done.gradient_norm == pytest.approx(float(norm), rel=1e-5)
         if step == 2:
-            weights.turn_over()  # the moments stay, the weights move
-    for name_, value in weights.tensors().items():
+            weights.begin_version()  # the moments stay, the weights move
+    for name_, value in weights.copy_tensors().items():
         torch.testing.assert_close(value, plain.get_parameter(name_).detach(), rtol=1e-5, atol=1e-7)
 
 
@@ -105,13 +103,12 @@ def test_a_sum_that_is_not_finite_changes_neither_weights_nor_moments() -> None:
     values = []
     for poisoned in (False, True):
         weights = StageWeights(Small(), CPU)
-        optimizer = StageOptimizer(section(), 1, weights.layout.matrices_end, weights.gradient)
+        optimizer, gradient = StageOptimizer(section(), 1, weights.layout, CPU), torch.full((weights.numel,), 0.5)
         if poisoned:
-            weights.gradient[3] = float("nan")
-            assert optimizer.step(weights.current.flat, 0, tokens=1) is None
-            assert not weights.gradient.any()
-        weights.gradient.fill_(0.5)
-        assert optimizer.step(weights.current.flat, 0, tokens=1) is not None
+            bad = gradient.clone()
+            bad[3] = float("nan")
+            assert optimizer.step(weights.current.flat, bad, 0) is None
+        assert optimizer.step(weights.current.flat, gradient, 0) is not None
         values.append(weights.current.flat.clone())
     assert torch.equal(values[0], values[1])
 
@@ -127,12 +124,12 @@ def test_flat_weights_are_aligned_shared_where_shared_and_leave_out_what_is_froz
     x = torch.randn(3, 7)
     torch.testing.assert_close(module(x), original(x))
     before = weights.current.flat.clone()
-    weights.turn_over()
-    assert weights.former is not None
-    assert weights.former.module is module
+    weights.begin_version()
+    assert weights.previous is not None
+    assert weights.previous.module is module
     assert weights.current.module.frozen is original.frozen
     assert weights.current.module.table is original.table
     with torch.no_grad():
         weights.current.flat.add_(1.0)
-    assert torch.equal(weights.former.flat, before)
+    assert torch.equal(weights.previous.flat, before)
     assert not torch.equal(weights.current.module(x), module(x))

@@ -12,9 +12,8 @@ from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import OptimizerSection
 from torch import Tensor
 
-from agora.train.replicas import SliceRule, StageReplica
-from agora.train.schedule import drift_share
-from tests.train.test_versions import Bench, same
+from agora.train.stage_replica import SliceRule, StageReplica, drift_share
+from tests.train.test_weight_versions import Bench, same
 
 
 class SliceBench(Bench):
@@ -37,7 +36,7 @@ class SliceBench(Bench):
         """The slice of a stage whose weights would be `values` there: what lies between tensors is zero."""
         flat = torch.zeros(self.stage.weights.numel)
         flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)] = values.view(-1, SLICE_BLOCK)
-        self.stage.weights.clear_gaps(flat)
+        self.stage.weights.clear_padding(flat)
         return flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)].flatten()
 
 
@@ -112,7 +111,7 @@ def test_a_slice_between_steps_makes_no_third_version() -> None:
     bench.forward(2)
     second = bench.weights()
     bench.replica.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
-    assert (bench.alive(), bench.trainer.held.live_graphs()) == (2, 1)
+    assert (bench.alive(), bench.trainer.stashed.graph_count()) == (2, 1)
     bench.backward(2)
     before = bench.sums()
     assert same(before, bench.by_hand(2, second))
@@ -129,7 +128,7 @@ def test_with_recompute_the_backward_sees_the_slice() -> None:
     bench.backward(0)
     assert same(bench.sums(), bench.by_hand(0, bench.weights()))
     assert not same(bench.sums(), bench.by_hand(0, old))
-    assert bench.stage.weights.former is None
+    assert bench.stage.weights.previous is None
 
 
 @pytest.mark.parametrize("rule", ["delta", "ema"])

@@ -31,8 +31,8 @@ from tests.train.support import (
     tokens_of,
     train_step,
 )
-from tests.train.test_replica_slices import SliceBench
-from tests.train.test_versions import same
+from tests.train.test_weight_blocks import SliceBench
+from tests.train.test_weight_versions import same
 
 STEPS = 20
 MICROBATCHES = 5
@@ -79,7 +79,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
             for k, stage in enumerate(stages):
                 assert [c.progress()[0].step for c in stage] == [number] * replicas
                 await exchange(stage, k)
-        weights = [[await compute.weights(k) for compute in stage] for k, stage in enumerate(stages)]
+        weights = [[await compute.copy_weights(k) for compute in stage] for k, stage in enumerate(stages)]
     for first, *others in weights:
         assert all(np.array_equal(other[name], first[name]) for other in others for name in first)
     return PlainRun(losses, [stage[0] for stage in weights])
@@ -181,7 +181,7 @@ def test_a_step_with_a_mean_takes_only_the_step_whose_share_was_given() -> None:
 def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
     async def test(compute: Compute) -> None:
         await one_microbatch(compute, 0)
-        compute._trainer._stages[0].weights.gradient[7] = float("inf")
+        compute.trainer.stage(0).sum.flat[7] = float("inf")
         share = await compute.take_mean_gradient(0)
         assert (share.tokens, bool(share.values.any())) == (0, False)
 
@@ -246,7 +246,7 @@ def test_further_behind_what_was_counted_is_dropped_and_said_and_the_rate_follow
 def test_one_behind_with_a_sum_that_is_not_finite_the_step_is_taken_without_it() -> None:
     async def test(compute: Compute) -> None:
         await one_microbatch(compute, 0)
-        compute._trainer._stages[0].weights.gradient[7] = float("nan")
+        compute.trainer.stage(0).sum.flat[7] = float("nan")
         await compute.catch_up(0, 1)
         state = await compute.export_state(0)
         assert (state.step, state.updates) == (1, 0)
@@ -339,7 +339,7 @@ def test_a_state_is_a_copy_and_its_names_are_the_models() -> None:
     async def test(compute: Compute) -> None:
         state, layout = await compute.export_state(0), compute.layout(0)
         named = layout.named(state.weights)
-        weights = await compute.weights(0)
+        weights = await compute.copy_weights(0)
         assert named.keys() == weights.keys()
         assert all(np.array_equal(named[name], weights[name]) for name in named)
         assert layout.numel == state.numel and layout.numel % SLICE_BLOCK == 0

@@ -21,7 +21,7 @@ from agora.model import Context, family_of
 from agora.stepping import StepPolicy
 from agora.train import memory
 from agora.train.memory import graphs_fit
-from agora.train.span import SpanTrainer
+from agora.train.span_trainer import SpanTrainer
 from tests.train.support import Events, batches_for, microbatch_id, small_manifest
 
 NEVER = 1 << 40
@@ -58,7 +58,7 @@ class Bench:
 
     def step_after(self, tokens: int) -> None:
         for stage in self.span.stages:
-            self.trainer.publish_policy(stage, StepPolicy(tokens))
+            self.trainer.stage(stage).policy = StepPolicy(tokens)
 
     def step_with(self, number: int) -> None:
         self.forward(number)
@@ -66,14 +66,13 @@ class Bench:
         self.step()
 
     def weights(self) -> list[dict[str, Tensor]]:
-        return [self.trainer.weights(stage) for stage in self.span.stages]
+        return [self.trainer.stage(stage).weights.copy_tensors() for stage in self.span.stages]
 
     def sums(self) -> dict[str, Tensor]:
         """The gradient sums by name, copied."""
-        states = [self.trainer._stages[stage].weights for stage in self.span.stages]
-        return {
-            slot.name: w.gradient[slot.elements].view(slot.shape).clone() for w in states for slot in w.layout.slots
-        }
+        stages = [self.trainer.stage(number) for number in self.span.stages]
+        pairs = [pair for stage in stages for pair in zip(stage.weights.layout.slots, stage.sum.tensors, strict=True)]
+        return {slot.name: tensor.clone() for slot, tensor in pairs}
 
     def by_hand(self, number: int, weights: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The gradients of one microbatch on given weights, by plain autograd."""
@@ -89,7 +88,9 @@ class Bench:
         return dict(zip(leaves, found, strict=True))
 
     def alive(self) -> int:
-        return max(self.trainer.versions_alive(stage) for stage in self.span.stages)
+        """The most versions of one stage's weights that are needed: 1, or 2 while graphs on the previous are alive."""
+        previous = [self.trainer.stage(stage).weights.previous for stage in self.span.stages]
+        return 1 + any(bool(self.trainer.stashed.with_graph_on(version)) for version in previous)
 
 
 def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -124,7 +125,7 @@ def test_recompute_gives_the_gradient_of_the_weights_of_its_time() -> None:
     bench.backward(0)
     assert same(bench.sums(), bench.by_hand(0, bench.weights()))
     assert not same(bench.sums(), bench.by_hand(0, old))
-    assert bench.trainer._stages[0].weights.former is None
+    assert bench.trainer.stage(0).weights.previous is None
 
 
 def test_a_third_version_is_never_made_the_oldest_graphs_fall_back_to_recompute() -> None:
@@ -136,7 +137,7 @@ def test_a_third_version_is_never_made_the_oldest_graphs_fall_back_to_recompute(
     bench.forward(2)
     bench.step_with(3)
     assert bench.alive() == 2
-    assert bench.trainer.held.live_graphs() == 1
+    assert bench.trainer.stashed.graph_count() == 1
     bench.backward(2)
     after_two = bench.sums()
     assert same(after_two, bench.by_hand(2, second))
@@ -160,10 +161,10 @@ def test_an_old_graph_lives_on_while_steps_find_no_graph_on_the_current_weights(
 
 def test_a_step_without_live_graphs_changes_the_weights_in_place() -> None:
     bench = Bench("keep")
-    before = bench.trainer._stages[0].weights.current
+    before = bench.trainer.stage(0).weights.current
     bench.step_with(0)
-    assert bench.trainer._stages[0].weights.current is before
-    assert bench.trainer._stages[0].weights.former is None
+    assert bench.trainer.stage(0).weights.current is before
+    assert bench.trainer.stage(0).weights.previous is None
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "auto"])
@@ -195,9 +196,9 @@ def test_any_order_of_forwards_backwards_and_steps_adds_gradients_of_whole_weigh
         elif action == "forget" and seen and choices.random() < 0.3:
             number = choices.choice(list(seen))
             del seen[number]
-            bench.trainer.held.forget(microbatch_id(number))
+            bench.trainer.stashed.forget(microbatch_id(number))
         assert bench.alive() <= 2
-        assert len(bench.trainer.held) == len(seen)
+        assert len(bench.trainer.stashed) == len(seen)
         assert bench.trainer.progress()[0].step == steps
 
 
@@ -207,8 +208,9 @@ def test_autograd_itself_raises_should_weights_ever_change_under_a_live_graph() 
     bench.forward(0)
     bench.forward(1)
     bench.backward(1)
-    stage = bench.trainer._stages[0]
-    stage.optimizer.step(stage.weights.current.flat, 0, 32)
+    stage = bench.trainer.stage(0)
+    stage.optimizer.step(stage.weights.current.flat, stage.sum.flat, 0, 32)
+    stage.sum.clear()
     before = bench.sums()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         bench.backward(0)
@@ -225,7 +227,7 @@ def test_a_failure_in_the_middle_of_a_backward_adds_nothing_at_all() -> None:
     def fail(gradient: Tensor) -> Tensor:
         raise RuntimeError("the device broke")
 
-    handle = bench.trainer._stages[0].weights.current.parameters[0].register_hook(fail)
+    handle = bench.trainer.stage(0).weights.current.parameters[0].register_hook(fail)
     with pytest.raises(RuntimeError, match="the device broke"):
         bench.backward(0)
     handle.remove()
@@ -235,11 +237,14 @@ def test_a_failure_in_the_middle_of_a_backward_adds_nothing_at_all() -> None:
 
 def test_forgetting_frees_the_graph_and_the_former_weights() -> None:
     bench = Bench("keep")
-    bench.forward(0)
-    graph = weakref.ref(bench.trainer.held._held[microbatch_id(0), 0].output)
+    tokens = bench.batches[0]
+    forward = bench.trainer.forward(microbatch_id(0), 0, tokens[:, :-1], tokens, True)[1]
+    assert forward is not None
+    graph = weakref.ref(forward.output)
+    del forward
     bench.step_with(1)
     assert bench.alive() == 2
-    bench.trainer.held.forget(microbatch_id(0))
+    bench.trainer.stashed.forget(microbatch_id(0))
     assert graph() is None
     assert bench.alive() == 1
     with pytest.raises(LocalError, match="sent again"):
@@ -265,9 +270,9 @@ def test_auto_keeps_graphs_when_memory_allows_and_recomputes_otherwise(
     bench = Bench("auto")
     for number in range(4):
         bench.forward(number)  # the first one is measured, and recomputed
-    assert bench.trainer.held.live_graphs() == graphs
+    assert bench.trainer.stashed.graph_count() == graphs
     b, s, width = bench.manifest.boundary_shape()
-    measured = bench.trainer._activation_bytes[0]
+    measured = bench.trainer.activation_bytes[0]
     assert 10 * b * s * width * 4 < measured < 100 * b * s * width * 4
 
 

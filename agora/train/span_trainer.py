@@ -1,0 +1,260 @@
+"""The stages of one span: forward, loss, backward, gradient sums. Everything here runs on the device thread.
+
+Knows: modules, weights, microbatches by id. Must not know: codecs, queues, event loops, peers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from agora_protocol.errors import LocalError, NotMyStage
+from agora_protocol.ids import MicrobatchId, Span
+from agora_protocol.manifest import Manifest
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from agora.model import Context, family_of, stage_loss
+from agora.observe.events import MicrobatchCounted, Report
+from agora.stepping import StageStepped
+from agora.train.device import autocast
+from agora.train.memory import AvailableMemory, graphs_fit, measure_saved_bytes
+from agora.train.trained_stage import StageProgress, TrainedStage
+from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward, StashedForwards, WeightVersion
+
+
+class NonFinite(LocalError):
+    """This peer's own computation gave NaN or infinity from finite input; nothing was added."""
+
+    code = "non-finite"
+
+
+class SpanTrainer:
+    """Trains the stages of a span. A microbatch may enter at any of them.
+
+    Other steps may be taken between a forward and its backward. The manifest's `schedule.activations` says which
+    weights the backward then uses:
+
+    | activations | kept of a forward      | gradient of the backward                                                  |
+    |-------------|------------------------|---------------------------------------------------------------------------|
+    | recompute   | its entry              | of a second forward, on the weights at the time of the backward           |
+    | keep        | its entry, its graph   | of the first forward, on its weights; see weight_versions for the limit   |
+    | auto        | as keep while the graphs of all microbatches in flight fit into memory, else as recompute          |
+
+    The gradients of all parameters are computed, checked to be finite, and only then added to the sums: an error never
+    leaves half of them.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        span: Span,
+        device: torch.device,
+        *,
+        report: Report,
+        bf16: bool,
+        in_flight: int,
+        on_step: Callable[[StageStepped], None] = lambda event: None,
+    ) -> None:
+        """Builds the span's stages with their initial weights.
+
+        in_flight: most microbatches between forward and backward here; four times that many are refused.
+        on_step: is called after each step of a stage.
+        """
+        self._span = span
+        self._device = device
+        self._report = report
+        self._bf16 = bf16
+        self._activations = manifest.schedule.activations
+        self._in_flight = in_flight
+        self._available = AvailableMemory(device)
+        self.activation_bytes: dict[int, int] = {}
+        """Bytes of one microbatch's graph, by the stage that it entered, as measured on the first one ("auto" only)."""
+        self.stashed = StashedForwards(LIMIT_PER_SEAT * in_flight)
+        self._stages: dict[int, TrainedStage] = {}
+        for number in span.stages:
+            module = family_of(manifest.model).build_stage(manifest.layers_of(number), manifest.seed)
+            self._stages[number] = TrainedStage(number, module, device, manifest, self.stashed, report, on_step)
+
+    # --- a microbatch's way through the span
+
+    def forward(
+        self, microbatch: MicrobatchId, first: int, entry: Tensor, tokens: Tensor, train: bool
+    ) -> tuple[Tensor, StashedForward | None]:
+        """Runs stages `first` to the span's last. Returns the boundary that leaves it, and what the backward needs.
+
+        entry: float32 [b, s, d], or token ids [b, s] at stage 0. tokens: [b, s + 1]; the last s are the targets. The
+        boundary is [b, s, d], without a graph; the second value is None unless `train`. Raises NonFinite, and when
+        `train` Busy as long as too many microbatches wait for their backward.
+        """
+        context = Context(tokens[:, :-1])
+        if not train:
+            with torch.no_grad():
+                return self._run(first, entry, context), None
+        self.stashed.require_room(microbatch, first)
+        begun = time.perf_counter()
+        output, versions = self._run_for_training(first, entry, context)
+        boundary = output.detach()
+        self._require_finite(float(torch.linalg.vector_norm(boundary)), first, microbatch, "the boundary it computed")
+        steps = tuple(stage.step for stage in self._stages_from(first))
+        forward = StashedForward(first, entry, context, _supervised(tokens), steps, time.perf_counter() - begun)
+        if versions:
+            forward.output, forward.versions = output, versions
+        self.stashed.add(microbatch, forward)
+        return boundary, forward
+
+    def finish(
+        self, microbatch: MicrobatchId, first: int, entry: Tensor, tokens: Tensor, train: bool
+    ) -> tuple[float, int, Tensor | None]:
+        """Runs stages `first` to the model's last, the loss, and when `train` the backward.
+
+        Returns the loss summed over the supervised tokens, their number, and the gradient of that sum with respect to
+        `entry` (None at stage 0 and when not `train`). Raises NonFinite; then nothing was added.
+        """
+        context, targets = Context(tokens[:, :-1]), tokens[:, 1:]
+        supervised = _supervised(tokens)
+        with torch.set_grad_enabled(train):
+            if train and first > 0:
+                entry.requires_grad_()
+            loss = stage_loss(self._run(first, entry, context), targets)
+        loss_sum = float(loss.detach())
+        self._require_finite(loss_sum, first, microbatch, "the loss")
+        if not train:
+            return loss_sum, supervised, None
+        steps = tuple(stage.step for stage in self._stages_from(first))
+        gradient = self._add_gradients(microbatch, first, entry, self._versions_from(first), loss, None)
+        self._count(microbatch, first, supervised, steps, loss_sum)
+        return loss_sum, supervised, gradient
+
+    def backward(
+        self, microbatch: MicrobatchId, gradient: Tensor, first: int | None = None
+    ) -> tuple[Tensor | None, StashedForward]:
+        """Adds a microbatch's gradients to the sums. Returns that of its entry (None at stage 0), and its forward.
+
+        gradient: float32 [b, s, d], finite, with respect to the boundary that `forward` returned. first: the stage that
+        the microbatch entered, needed only when it entered twice. Raises LocalError when no forward is stashed, and
+        NonFinite when a computed gradient is not finite; then nothing was added, and the forward is gone.
+        """
+        forward = self.stashed.take(microbatch, first)
+        first, output, versions = forward.first, forward.output, forward.versions
+        if output is None:
+            with torch.enable_grad():
+                output, versions = self._run_with_graph(first, forward.entry, forward.context)
+        result = self._add_gradients(microbatch, first, forward.entry, versions, output, gradient.to(output.dtype))
+        self._count(microbatch, first, forward.supervised, forward.steps)
+        return result, forward
+
+    def take_due_steps(self) -> None:
+        """Takes the optimizer step of every stage whose policy allows it by now."""
+        for stage in self._stages.values():
+            stage.step_if_due()
+
+    def refuse(self, stage: int, microbatch: MicrobatchId, reason: str) -> None:
+        """Counts and reports a microbatch whose numbers are not finite."""
+        self._stages[stage].count_refused(microbatch.hex(), reason)
+
+    # --- what others may ask
+
+    def progress(self) -> list[StageProgress]:
+        """How far each stage is, in order. From any thread."""
+        return [stage.progress for stage in self._stages.values()]
+
+    def stage(self, number: int) -> TrainedStage:
+        """Returns a stage of this span. Raises NotMyStage."""
+        if number not in self._stages:
+            raise NotMyStage(f"stage {number} is not held here; this peer holds {self._span}")
+        return self._stages[number]
+
+    # --- forward
+
+    def _stages_from(self, first: int) -> list[TrainedStage]:
+        """The stages of the span from `first` on."""
+        return [self._stages[number] for number in range(first, self._span.last + 1)]
+
+    def _versions_from(self, first: int) -> tuple[WeightVersion, ...]:
+        """The current weights of the stages from `first` on."""
+        return tuple(stage.weights.current for stage in self._stages_from(first))
+
+    def _run(self, first: int, hidden: Tensor, context: Context) -> Tensor:
+        """Runs stages `first` to the span's last on their current weights. Returns their output, or the logits."""
+        with autocast(self._device, self._bf16):
+            for version in self._versions_from(first):
+                hidden = version.module(hidden, context)
+        return hidden
+
+    def _run_with_graph(self, first: int, entry: Tensor, context: Context) -> tuple[Tensor, tuple[WeightVersion, ...]]:
+        """Returns the output, differentiable also with respect to `entry`, and the weights that its graph needs."""
+        if first > 0:
+            entry.requires_grad_()
+        return self._run(first, entry, context), self._versions_from(first)
+
+    def _run_for_training(
+        self, first: int, entry: Tensor, context: Context
+    ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
+        """Returns the output, and the weights that its graph needs; none when no graph is kept."""
+        if self._activations == "auto" and first not in self.activation_bytes:
+            return self._measure_graph(first, entry, context), ()
+        if self._keeps_graph(first):
+            with torch.enable_grad():
+                return self._run_with_graph(first, entry, context)
+        with torch.no_grad():
+            return self._run(first, entry, context), ()
+
+    def _keeps_graph(self, first: int) -> bool:
+        """Returns whether the graph of a microbatch that enters at `first` is kept for its backward."""
+        if self._activations != "auto":
+            return self._activations == "keep"
+        graphs_to_come = max(self._in_flight - self.stashed.graph_count(), 1)
+        second_version = sum(s.weights.nbytes for s in self._stages.values() if s.weights.previous is None)
+        return graphs_fit(self.activation_bytes[first], graphs_to_come, second_version, self._available())
+
+    def _measure_graph(self, first: int, entry: Tensor, context: Context) -> Tensor:
+        """Runs the first forward that enters at `first`, and records the bytes of its graph, which is dropped."""
+        weights = {version.flat.untyped_storage().data_ptr() for version in self._versions_from(first)}
+        output, self.activation_bytes[first] = measure_saved_bytes(
+            lambda: self._run_with_graph(first, entry, context)[0], weights
+        )
+        return output.detach()
+
+    # --- backward
+
+    def _add_gradients(
+        self,
+        microbatch: MicrobatchId,
+        first: int,
+        entry: Tensor,
+        versions: Sequence[WeightVersion],
+        output: Tensor,
+        gradient: Tensor | None,
+    ) -> Tensor | None:
+        """Computes and checks all gradients, then adds them to the sums. Returns that of `entry`, None at stage 0."""
+        parameters = [parameter for version in versions for parameter in version.parameters]
+        inputs = [entry, *parameters] if first > 0 else parameters
+        computed = list(torch.autograd.grad([output], inputs, None if gradient is None else [gradient]))
+        norm = get_total_norm(computed, foreach=True)
+        self._require_finite(float(norm), first, microbatch, "the gradient it computed")
+        result = computed.pop(0) if first > 0 else None
+        torch._foreach_add_([tensor for stage in self._stages_from(first) for tensor in stage.sum.tensors], computed)
+        return result
+
+    def _require_finite(self, value: float, first: int, microbatch: MicrobatchId, what: str) -> None:
+        """Raises NonFinite, and counts the microbatch as refused, when `value` is not finite."""
+        if not math.isfinite(value):
+            self.refuse(first, microbatch, f"{what} is not finite")
+            raise NonFinite(f"{what} from stage {first} on is not finite; a lower optimizer.learning_rate may help")
+
+    def _count(
+        self, microbatch: MicrobatchId, first: int, supervised: int, steps: Sequence[int], loss_sum: float = 0.0
+    ) -> None:
+        """Counts a microbatch in every stage from `first` on, and reports it. steps: those of its forward."""
+        name, stages = microbatch.hex(), self._stages_from(first)
+        for stage, step_at_forward in zip(stages, steps, strict=True):
+            stage.count_microbatch(name, supervised, loss_sum, step_at_forward)
+        self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), supervised))
+
+
+def _supervised(tokens: Tensor) -> int:
+    """Number of supervised targets among token ids [b, s + 1]. A negative id is not supervised."""
+    return int((tokens[:, 1:] >= 0).sum())

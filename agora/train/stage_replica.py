@@ -1,0 +1,165 @@
+"""What a stage gives to its replicas on other peers and takes from them: blocks of weights, gradients, its state.
+
+Knows: flat weights and moments, the two rules by which an average is applied. Must not know: peers, rounds, how an
+average comes about, files.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from agora_protocol.errors import ProtocolError
+from agora_protocol.limits import SLICE_BLOCK
+from agora_protocol.manifest import OptimizerSection
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agora.state.layout import Flat, StageState
+from agora.train.optimizer import half_cosine
+from agora.train.trained_stage import TrainedStage
+
+SliceRule = Literal["delta", "ema"]
+"""How an average is applied: see StageReplica.apply_average."""
+
+Blocks = NDArray[np.int64]
+"""Numbers of blocks of SLICE_BLOCK elements of a stage's flat weights, each at most once."""
+
+DRIFT_FIRST, DRIFT_LAST, DRIFT_STEPS = 0.5, 0.01, 1000
+
+
+def drift_share(step: int, optimizer: OptimizerSection) -> float:
+    """Returns the weight of a new drift in the average of drifts (rule "ema") at optimizer step `step`.
+
+    0.5 for the first 1000 steps, then half a cosine down to 0.01 at `total_steps`. Source: AsyncMesh
+    (arXiv 2601.22442), the schedule of lambda.
+    """
+    progress = (step - DRIFT_STEPS) / max(optimizer.total_steps - DRIFT_STEPS, 1)
+    return DRIFT_LAST + (DRIFT_FIRST - DRIFT_LAST) * half_cosine(min(max(progress, 0.0), 1.0))
+
+
+class DriftAverage:
+    """For each weight the moving average of how far this replica moves it while a round takes place.
+
+    It is no part of a stage's state: after a restart the first drift of a weight is its average again.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self._mean = torch.zeros_like(flat).view(-1, SLICE_BLOCK)
+        self._visited = torch.zeros(len(self._mean), 1, dtype=torch.bool, device=flat.device)
+
+    def preview(self, blocks: Tensor, drift: Tensor, share: float) -> Tensor:
+        """Returns what the averages of `blocks` would be with `drift` [blocks, SLICE_BLOCK] added at weight `share`."""
+        return torch.where(self._visited[blocks], torch.lerp(self._mean[blocks], drift, share), drift)
+
+    def keep(self, blocks: Tensor, mean: Tensor) -> None:
+        """Replaces the averages of `blocks` by `mean`, as `preview` returned it."""
+        self._mean[blocks] = mean
+        self._visited[blocks] = True
+
+
+class StageReplica:
+    """One stage from the point of view of its replicas. Used on the device thread, between two microbatches.
+
+    Every change of weights spares live graphs, as a step does, and leaves all weights finite or unchanged. A method
+    that takes values raises ProtocolError ("bad-tensor") when their shape, dtype or values are not allowed.
+    """
+
+    def __init__(self, stage: TrainedStage, optimizer: OptimizerSection) -> None:
+        self._stage = stage
+        self._optimizer = optimizer
+        self._drift: DriftAverage | None = None
+
+    def snapshot_blocks(self, blocks: Blocks) -> tuple[Tensor, int]:
+        """Returns a copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and their step."""
+        return self._read(self._block_numbers(blocks)).flatten().cpu(), self._stage.step
+
+    def apply_average(self, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
+        """Changes the weights in `blocks` by an average. `delta` is average - `snapshot`, both [blocks * SLICE_BLOCK].
+
+        | rule  | new weights, from weights w and snapshot s                                                      |
+        |-------|-------------------------------------------------------------------------------------------------|
+        | delta | w + (average - s)                                                                               |
+        | ema   | average + m, with m the moving average of the drifts w - s (AsyncMesh, arXiv 2601.22442)        |
+        """
+        numbers = self._block_numbers(blocks)
+        change = self._checked(delta, len(numbers))
+        weights = self._read(numbers)
+        if rule == "delta":
+            self._write(numbers, weights + change)
+            return
+        start = self._checked(snapshot, len(numbers))
+        drift = self._drift = self._drift or DriftAverage(self._stage.weights.current.flat)
+        mean = drift.preview(numbers, weights - start, drift_share(self._stage.step, self._optimizer))
+        self._write(numbers, start + change + mean)
+        drift.keep(numbers, mean)
+
+    def replace_blocks(self, blocks: Blocks, values: Flat) -> None:
+        """Replaces the weights in `blocks` by `values`, float32 [blocks * SLICE_BLOCK]."""
+        numbers = self._block_numbers(blocks)
+        self._write(numbers, self._checked(torch.tensor(values), len(numbers)))
+
+    def step_with_gradient(self, number: int, mean_gradient: Tensor, tokens: int) -> None:
+        """Takes a step along a mean gradient, which is left unchanged. See TrainedStage.step_with_gradient."""
+        own = self._stage.sum.flat
+        if mean_gradient.shape != own.shape or mean_gradient.dtype != own.dtype:
+            raise ProtocolError("bad-tensor", f"{mean_gradient.dtype} {tuple(mean_gradient.shape)} is no gradient here")
+        self._stage.step_with_gradient(number, mean_gradient.to(own.device, copy=True), tokens)
+
+    def export_state(self) -> StageState:
+        """Returns a copy of weights and moments after the last step. The gradient sum is not part of it."""
+        stage, optimizer = self._stage, self._stage.optimizer
+        weights, mean, square = (
+            flat.cpu().numpy().copy() for flat in (stage.weights.current.flat, optimizer.mean, optimizer.square)
+        )
+        return StageState(
+            stage.number, stage.step, optimizer.updates, stage.tokens_stepped, weights=weights, mean=mean, square=square
+        )
+
+    def load_state(self, state: StageState) -> None:
+        """Replaces weights, moments and step by those of `state`, and drops the gradient sum."""
+        stage = self._stage
+        flats = []
+        for name, array in (("weights", state.weights), ("mean", state.mean), ("square", state.square)):
+            if array.dtype != np.float32 or array.shape != (stage.weights.numel,) or not np.isfinite(array).all():
+                raise ProtocolError(
+                    "bad-tensor",
+                    f"the {name} of stage {stage.number} have another size than this run's, or are not finite",
+                )
+            flats.append(torch.tensor(array, device=self._device))
+        weights, mean, square = flats
+        if bool((square < 0).any()):
+            raise ProtocolError("bad-tensor", f"a squared moment of stage {stage.number} is negative")
+        for flat in flats:
+            stage.weights.clear_padding(flat)
+        stage.writable_weights().copy_(weights)
+        stage.optimizer.load(state.updates, mean, square)
+        stage.restart_at(state.step, state.tokens_total)
+        self._drift = None
+
+    @property
+    def _device(self) -> torch.device:
+        return self._stage.sum.flat.device
+
+    def _read(self, blocks: Tensor) -> Tensor:
+        """Returns a copy of the current weights in `blocks`, [blocks, SLICE_BLOCK]."""
+        return self._stage.weights.current.flat.view(-1, SLICE_BLOCK).index_select(0, blocks)
+
+    def _write(self, blocks: Tensor, values: Tensor) -> None:
+        """Replaces the weights in `blocks` by `values` [blocks, SLICE_BLOCK]; padding among them becomes zero."""
+        if not bool(values.isfinite().all()):
+            raise ProtocolError("bad-tensor", "a slice holds values that are not finite")
+        flat = self._stage.writable_weights()
+        flat.view(-1, SLICE_BLOCK).index_copy_(0, blocks, values)
+        self._stage.weights.clear_padding(flat)
+
+    def _block_numbers(self, blocks: Blocks) -> Tensor:
+        """Returns `blocks` as an int64 tensor on the device."""
+        return torch.tensor(blocks, dtype=torch.int64, device=self._device)
+
+    def _checked(self, values: Tensor, blocks: int) -> Tensor:
+        """Returns `values` as float32 [blocks, SLICE_BLOCK] on the device. Raises ProtocolError for another shape."""
+        if values.shape != (blocks * SLICE_BLOCK,) or values.dtype != torch.float32:
+            raise ProtocolError("bad-tensor", f"{values.dtype} {tuple(values.shape)} is no slice of {blocks} blocks")
+        return values.to(self._device).view(blocks, SLICE_BLOCK)

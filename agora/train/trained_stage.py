@@ -1,0 +1,268 @@
+"""One stage in training: its weights, the gradient sum of its next step, and the step itself.
+
+Knows: weights, the optimizer, which graphs are alive. Must not know: how gradients are computed, queues, peers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from agora_protocol.errors import LocalError, ProtocolError
+from agora_protocol.manifest import Manifest
+from torch import Tensor, nn
+
+from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
+from agora.state.layout import Layout
+from agora.stepping import StageStepped, StepPolicy
+from agora.train.optimizer import StageOptimizer, StepResult
+from agora.train.weight_versions import StageWeights, StashedForwards, tensor_in
+
+STALENESS_BINS = 33
+"""Staleness 0, 1, ... 31, and one bin for everything older."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """How far a stage of this peer is. `staleness[i]`: microbatches whose backward came i steps after their forward."""
+
+    stage: int
+    step: int
+    tokens_in_step: int
+    tokens_total: int
+    staleness: tuple[int, ...]
+    refused_nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeanGradient:
+    """A replica's share of a step: the mean over its own `tokens` of the gradients of step number `step` (0 the first).
+
+    values: float32 [numel] on the CPU, finite, not to be changed; zeros when `tokens` is 0.
+    """
+
+    step: int
+    tokens: int
+    values: Tensor
+
+
+@dataclass(slots=True)
+class SumContents:
+    """What a gradient sum is made of: supervised tokens, the sum of their losses, microbatches, and their staleness.
+
+    staleness: steps between forward and backward, summed over the microbatches.
+    """
+
+    tokens: int = 0
+    loss: float = 0.0
+    microbatches: int = 0
+    staleness: int = 0
+
+
+class GradientSum:
+    """The summed gradients of a stage's next step, whichever version of the weights each was computed on.
+
+    `flat` is float32 [numel], `tensors` its views in the order of the layout, `contents` says what was added.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        self.tensors = [tensor_in(self.flat, slot) for slot in layout.slots]
+        self.contents = SumContents()
+
+    def clear(self) -> SumContents:
+        """Sets the sum to zero and returns what it was made of."""
+        self.flat.zero_()
+        contents, self.contents = self.contents, SumContents()
+        return contents
+
+
+class TrainedStage:
+    """One stage with its weights, its optimizer and its gradient sum. Used on the device thread only.
+
+    `step` counts the steps that the stage has taken in all its replicas. `policy` decides when it takes the next one by
+    itself; any thread may replace it. `progress` may be read by any thread. While the replicas average their gradients,
+    this one's share of the step has been taken out, and `sum` is already that of the step after.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        module: nn.Module,
+        device: torch.device,
+        manifest: Manifest,
+        stashed: StashedForwards,
+        report: Report,
+        on_step: Callable[[StageStepped], None],
+    ) -> None:
+        """on_step: is called after each step, on the device thread."""
+        self.number = number
+        self.weights = StageWeights(module, device)
+        self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, self.weights.layout, device)
+        self.sum = GradientSum(self.weights.layout, device)
+        self.policy = StepPolicy(manifest.optimizer.target_tokens)
+        self.step = 0
+        self.tokens_stepped = 0
+        """Supervised tokens of the steps taken so far, those that came with a loaded state included."""
+        self._stashed = stashed
+        self._report = report
+        self._on_step = on_step
+        self._knows_loss = number == manifest.stage_count - 1
+        self._synchronous = manifest.schedule.kind == "synchronous"
+        self._taken: tuple[MeanGradient, SumContents] | None = None
+        self._refused = 0
+        self._staleness = [0] * STALENESS_BINS
+        self._stepped_at = time.monotonic()
+        self._update_progress()
+
+    def _update_progress(self) -> None:
+        """Replaces `progress` by the present counts. Tokens of a share that was taken out belong to its step."""
+        taken = self._taken[1].tokens if self._taken else 0
+        self.progress = StageProgress(
+            self.number,
+            self.step,
+            taken if self._taken else self.sum.contents.tokens,
+            self.tokens_stepped + taken + self.sum.contents.tokens,
+            tuple(self._staleness),
+            self._refused,
+        )
+
+    def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
+        """Counts one more microbatch whose gradient has been added to the sum. Reports one that is late (GradientLate).
+
+        Late: in a synchronous run, after this replica's share of the step was taken out.
+        """
+        staleness = max(self.step - step_at_forward, 0)
+        contents = self.sum.contents
+        contents.tokens += tokens
+        contents.loss += loss
+        contents.microbatches += 1
+        contents.staleness += staleness
+        self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
+        self._update_progress()
+        if self._taken is not None and self._synchronous:
+            self._report(GradientLate(self.number, self.step, name, tokens))
+
+    def count_refused(self, microbatch: str, reason: str) -> None:
+        """Counts and reports a gradient that is not finite. microbatch: empty for a whole sum."""
+        self._refused += 1
+        self._update_progress()
+        self._report(GradientRefused(self.number, microbatch, reason))
+
+    def writable_weights(self) -> Tensor:
+        """Returns the flat weights [numel] to change in place, after making sure that no live graph needs them."""
+        return self.weights.make_writable(self._stashed)
+
+    # --- steps
+
+    def step_if_due(self) -> None:
+        """Takes the next step by itself when the policy allows it and there is anything in the sum."""
+        tokens = self.sum.contents.tokens
+        due = self._taken is None and 0 < tokens >= self.policy.tokens_needed(self.step)
+        if due and not self.policy.waits_for_mean(self.step):
+            self._step_along_sum()
+
+    def catch_up(self, step: int) -> None:
+        """Follows the stage's other replicas, which have taken `step` steps.
+
+        | this replica is         | it                                                                              |
+        |-------------------------|---------------------------------------------------------------------------------|
+        | not behind              | does nothing                                                                    |
+        | waiting for a mean      | does nothing: `step_with_gradient` comes first                                  |
+        | one step behind         | takes the step with what it has counted                                         |
+        | further behind          | drops what it has counted, for weights too old, and takes the step's number     |
+        """
+        if step <= self.step or self._taken is not None:
+            return
+        if step == self.step + 1 and self.sum.contents.tokens > 0:
+            self._step_along_sum()
+        if self.step < step:
+            self._skip_to(step)
+
+    def take_mean_gradient(self) -> MeanGradient:
+        """Takes this replica's share of the next step out of the sum, for the replicas to average, and returns it.
+
+        Returns the same share again until the step is taken, so that a caller that failed may ask once more. Gradients
+        that arrive meanwhile go into the next step's sum.
+        """
+        if self._taken is None:
+            mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
+            contents = self.sum.clear()
+            if not bool(mean.isfinite().all()):
+                self._refuse_sum(contents.tokens)
+                mean.zero_()
+                contents = SumContents()
+            self._taken = MeanGradient(self.step, contents.tokens, mean), contents
+            self._update_progress()
+        return self._taken[0]
+
+    def step_with_gradient(self, number: int, gradient: Tensor, tokens: int) -> None:
+        """Takes step `number`, whose share was taken out, along `gradient` [numel], the mean over all replicas' tokens.
+
+        `gradient` is overwritten. With `tokens` 0 the stage only counts the step. Raises LocalError when this step's
+        share was not taken out, and ProtocolError ("bad-tensor") when the gradient's norm is not finite; the step can
+        then still be taken along another gradient.
+        """
+        if self._taken is None or self._taken[0].step != number:
+            raise LocalError(f"stage {self.number} does not wait for the gradient of step {number}; ask for its share")
+        result = None
+        if tokens > 0:
+            self.weights.clear_padding(gradient)
+            result = self.optimizer.step(self.writable_weights(), gradient, number)
+            if result is None:
+                raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
+        contents, self._taken = self._taken[1], None
+        self._count_step(contents, result)
+
+    def restart_at(self, step: int, tokens: int) -> None:
+        """Drops the sum and goes on at `step`, with weights and moments that were trained elsewhere on `tokens`."""
+        self.sum.clear()
+        self._taken = None
+        self.step, self.tokens_stepped = step, tokens
+        self._stepped_at = time.monotonic()
+        self._update_progress()
+
+    def _step_along_sum(self) -> None:
+        """Takes the optimizer step over the sum. A sum that is not finite is dropped, and no step is taken."""
+        result = self.optimizer.step(self.writable_weights(), self.sum.flat, self.step, self.sum.contents.tokens)
+        contents = self.sum.clear()
+        if result is None:
+            self._refuse_sum(contents.tokens)
+            self._stepped_at = time.monotonic()
+        else:
+            self._count_step(contents, result)
+
+    def _refuse_sum(self, tokens: int) -> None:
+        """Counts and reports a gradient sum that is not finite."""
+        self.count_refused("", f"the sum over {tokens} tokens is not finite")
+
+    def _skip_to(self, step: int) -> None:
+        """Drops the sum and counts all steps up to `step`, the last one as a step without a part of this replica."""
+        skipped, dropped = step - self.step, self.sum.clear()
+        self.step = step - 1
+        if skipped > 1 or dropped.tokens:
+            self._report(StepsSkipped(self.number, step, skipped, dropped.tokens))
+        self._count_step(SumContents(), None)
+
+    def _count_step(self, contents: SumContents, result: StepResult | None) -> None:
+        """Counts a step and reports it (StepTaken). result: None when this replica had no part in it."""
+        now = time.monotonic()
+        self.step += 1
+        self.tokens_stepped += contents.tokens
+        self._update_progress()
+        self._report(
+            StepTaken(
+                stage=self.number,
+                step=self.step,
+                tokens=contents.tokens,
+                loss=contents.loss / contents.tokens if self._knows_loss and contents.tokens else None,
+                seconds=now - self._stepped_at,
+                learning_rate=result.learning_rate if result else 0.0,
+                gradient_norm=result.gradient_norm if result else None,
+                staleness=contents.staleness / max(contents.microbatches, 1),
+            )
+        )
+        self._stepped_at = now
+        self._on_step(StageStepped(self.number, self.step, contents.tokens))

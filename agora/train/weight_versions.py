@@ -1,0 +1,198 @@
+"""The versions of a stage's weights, and the forwards that wait for their backward on one of them.
+
+Knows: flat weights, modules that view them, what is kept of a forward. Must not know: how forwards are computed,
+optimizers, peers, clocks.
+
+An optimizer step changes weights in place while microbatches are between their forward and their backward. A graph
+that is kept for such a backward needs the weights unchanged, so `StageWeights.make_writable` comes before every change:
+
+| graphs alive on the current version | what a change does                                                             |
+|-------------------------------------|--------------------------------------------------------------------------------|
+| none                                | changes the current version in place                                           |
+| some                                | copies it, changes the copy; graphs on a version older still become recomputed |
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from agora_protocol.errors import Busy, LocalError
+from agora_protocol.ids import MicrobatchId
+from torch import Tensor, nn
+
+from agora.model import Context
+from agora.state.layout import Layout, Slot, lay_out
+
+LIMIT_PER_SEAT = 4
+"""Stashed forwards and queued jobs beyond this many times the announced microbatches in flight are refused."""
+
+
+def tensor_in(flat: Tensor, slot: Slot) -> Tensor:
+    """Returns the tensor that lies at `slot` inside `flat`, as a view."""
+    return flat[slot.elements].view(slot.shape)
+
+
+class WeightVersion:
+    """One version of a stage's weights: `flat`, and a module whose trainable parameters are views of it.
+
+    The parameters share the version counter of `flat`: autograd raises, instead of computing wrong gradients, if
+    weights that a graph still needs are ever changed.
+    """
+
+    def __init__(self, flat: Tensor, layout: Layout, template: nn.Module) -> None:
+        """template: a module of the same structure; its frozen parameters and its buffers are shared, not copied."""
+        self.flat = flat
+        named = dict(template.named_parameters())
+        self.parameters = [nn.Parameter(tensor_in(flat, slot)) for slot in layout.slots]
+        memo: dict[int, object] = {id(tensor): tensor for tensor in [*named.values(), *template.buffers()]}
+        memo |= {id(named[slot.name]): parameter for slot, parameter in zip(layout.slots, self.parameters, strict=True)}
+        self.module: nn.Module = copy.deepcopy(template, memo)
+
+
+class StageWeights:
+    """The trainable weights of one stage, float32 [numel] in each version, with its tensors where `layout` says.
+
+    Forwards run on `current`. `previous` is the version before it, whose memory is kept for the next copy; None until
+    a change has met a live graph.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        module = module.to(device)
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.layout = lay_out((name, tuple(p.shape)) for name, p in trainable.items())
+        flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
+        for slot in self.layout.slots:
+            tensor_in(flat, slot).copy_(trainable[slot.name].detach())
+        self.current = WeightVersion(flat, self.layout, module)
+        self.previous: WeightVersion | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in one version, padding included; a multiple of SLICE_BLOCK."""
+        return self.layout.numel
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one version in bytes."""
+        return self.current.flat.nbytes
+
+    def clear_padding(self, flat: Tensor) -> None:
+        """Sets the elements of `flat` [numel] that belong to no tensor to zero. Values from peers may fill them."""
+        for slot, following in pairwise([*self.layout.slots, Slot("", self.numel, ())]):
+            flat[slot.elements.stop : following.offset].zero_()
+
+    def make_writable(self, stashed: StashedForwards) -> Tensor:
+        """Returns the flat weights [numel] that the caller may now change in place: no live graph needs them.
+
+        If graphs need the current version, a copy becomes current. The copy takes the memory of the version before;
+        graphs that still need that one are dropped first, and their backwards run the forward again.
+        """
+        if stashed.with_graph_on(self.current):
+            for forward in stashed.with_graph_on(self.previous):
+                forward.drop_graph()
+            self.begin_version()
+        return self.current.flat
+
+    def begin_version(self) -> None:
+        """Makes a copy of the current version current. No graph may need the version before it any more."""
+        fresh = self.previous or WeightVersion(torch.empty_like(self.current.flat), self.layout, self.current.module)
+        fresh.flat.copy_(self.current.flat)
+        self.current, self.previous = fresh, self.current
+
+    def copy_tensors(self) -> dict[str, Tensor]:
+        """Returns the current weights by name, copied to the CPU."""
+        return {slot.name: tensor_in(self.current.flat, slot).detach().cpu().clone() for slot in self.layout.slots}
+
+
+@dataclass(slots=True)
+class StashedForward:
+    """What the backward of one microbatch needs: its entry, and when it is kept, the graph from there to `output`.
+
+    entry: float32 boundary [b, s, d] that entered stage `first`, or at stage 0 the token ids [b, s]. supervised:
+    number of its supervised tokens. steps: the step of each stage from `first` on at the time. device_s: seconds that
+    the forward took. output: the end of the graph; None when the backward has to run the forward again. versions: the
+    weights that the graph needs.
+    """
+
+    first: int
+    entry: Tensor
+    context: Context
+    supervised: int
+    steps: tuple[int, ...]
+    device_s: float
+    output: Tensor | None = None
+    versions: tuple[WeightVersion, ...] = ()
+
+    def drop_graph(self) -> None:
+        """Frees the graph. The backward then runs the forward again, with the weights of its own time."""
+        self.output, self.versions = None, ()
+
+
+class StashedForwards:
+    """The forwards of a span that wait for their backward, by microbatch and by the stage that they entered.
+
+    A microbatch may pass a span twice, entered at different stages. At most `limit` are kept. `forget` may be called
+    from any thread, the other methods on the device thread.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._forwards: dict[tuple[MicrobatchId, int], StashedForward] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._forwards)
+
+    def require_room(self, microbatch: MicrobatchId, first: int) -> None:
+        """Raises Busy when one more forward would exceed the limit. One that replaces its predecessor never does."""
+        if len(self._forwards) >= self._limit and (microbatch, first) not in self._forwards:
+            raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
+
+    def add(self, microbatch: MicrobatchId, forward: StashedForward) -> None:
+        """Keeps a forward, in place of an earlier one of the same microbatch from the same stage."""
+        with self._lock:
+            self._forwards[microbatch, forward.first] = forward
+
+    def take(self, microbatch: MicrobatchId, first: int | None = None) -> StashedForward:
+        """Removes and returns the forward of a microbatch that entered at `first` (None: wherever it entered).
+
+        Raises LocalError when there is none, or when `first` is None and there are two.
+        """
+        with self._lock:
+            keys = self._keys_of(microbatch, first)
+            if len(keys) > 1:
+                raise LocalError(
+                    f"microbatch {microbatch.hex()} was run forward from stages {keys[0][1]} and {keys[1][1]}; "
+                    "say for which of them the gradient is"
+                )
+            if not keys:
+                raise LocalError(f"no forward of microbatch {microbatch.hex()} is kept here; it has to be sent again")
+            return self._forwards.pop(keys[0])
+
+    def forget(self, microbatch: MicrobatchId, first: int | None = None) -> None:
+        """Frees the forwards of a microbatch, or only the one that entered at `first`, if there are any."""
+        with self._lock:
+            for key in self._keys_of(microbatch, first):
+                del self._forwards[key]
+
+    def forget_exactly(self, microbatch: MicrobatchId, forward: StashedForward) -> None:
+        """Frees this forward, but not one that has replaced it."""
+        with self._lock:
+            if self._forwards.get((microbatch, forward.first)) is forward:
+                del self._forwards[microbatch, forward.first]
+
+    def _keys_of(self, microbatch: MicrobatchId, first: int | None) -> list[tuple[MicrobatchId, int]]:
+        """The keys under which forwards of a microbatch are kept, only that of `first` when it is given."""
+        return [key for key in self._forwards if key[0] == microbatch and first in (None, key[1])]
+
+    def graph_count(self) -> int:
+        """Number of forwards whose graph is kept."""
+        return sum(forward.output is not None for forward in list(self._forwards.values()))
+
+    def with_graph_on(self, version: WeightVersion | None) -> list[StashedForward]:
+        """The forwards whose graph needs this version of a stage's weights."""
+        return [forward for forward in list(self._forwards.values()) if version in forward.versions]
