@@ -36,7 +36,7 @@ from agora.observe import events, faults
 from agora.observe.events import Report
 from agora.observe.faults import ReachFault
 from agora.pipeline.barrier import StepBarrier
-from agora.pipeline.interfaces import BackwardResult, HopAnswer, LossSum, SpanCompute, WireShapes
+from agora.pipeline.interfaces import BackwardResult, HopAnswer, SpanCompute, SummedLoss, WireShapes
 from agora.pipeline.ledger import Work, WorkKey, WorkLedger
 from agora.pipeline.routing import MAX_OWN_SHARE
 
@@ -216,7 +216,7 @@ class Hop:
         return result
 
     def _answer(
-        self, job: Job, loss: LossSum, busy_s: float, gradient: WireTensor | None, below_ms: float = 0.0
+        self, job: Job, loss: SummedLoss, busy_s: float, gradient: WireTensor | None, below_ms: float = 0.0
     ) -> HopAnswer:
         """Returns the answer for upstream, and records how long this way takes when nothing waits.
 

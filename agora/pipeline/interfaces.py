@@ -18,7 +18,7 @@ from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 from agora.calls import OnProgress
 
 
-class LossSum(Protocol):
+class SummedLoss(Protocol):
     """A sum of token losses, and the number of tokens in it."""
 
     @property
@@ -42,7 +42,7 @@ class BackwardResult(Protocol):
         """Seconds that the device spent on this microbatch, its forward included."""
 
 
-class LastStageResult(LossSum, BackwardResult, Protocol):
+class LastStageResult(SummedLoss, BackwardResult, Protocol):
     """What a span that holds the last stage returns for a microbatch; no gradient when it was only evaluated."""
 
 

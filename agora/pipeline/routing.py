@@ -197,7 +197,10 @@ class RoutingTable:
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
         """Chooses a peer of `stage` for a microbatch; none, with a reason, when nobody can be asked now."""
-        return choose_next(now, microbatch, stage, candidates_of(now, self.costs(stage), payload_bytes), hint)
+        costs, shut_out = self.costs(stage), self._live[stage][1]
+        if not costs and shut_out:
+            return Choice(None, f"every live peer of stage {stage} is shut out for its conduct")
+        return choose_next(now, microbatch, stage, candidates_of(now, costs, payload_bytes), hint)
 
     def sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
         """Charges `peer` for one microbatch and returns the attempt, which ends at `deadline` or before."""

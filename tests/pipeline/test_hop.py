@@ -13,8 +13,20 @@ from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
 from agora.pipeline.barrier import StepBarrier
+from agora.swarm.conduct import PENALTIES, POINTS_TO_SHUT_OUT, Offence
 from tests.pipeline.virtual_time import run
-from tests.pipeline.world import Node, World, boundary_of, gradient_of, loss_of, offences_of, peer_id, tokens_of
+from tests.pipeline.world import (
+    Node,
+    World,
+    boundary_of,
+    completed,
+    gradient_of,
+    loss_of,
+    offences_of,
+    peer_id,
+    tokens_of,
+    train,
+)
 
 MB = microbatch_id(b"session0", 7)
 
@@ -336,13 +348,7 @@ def test_a_peer_that_answers_nonsense_is_recorded_and_its_sibling_is_asked_with_
     async def work() -> None:
         world = World(2)
         node, liar = world.add("first", "0"), world.add("liar", "1")
-
-        async def nonsense(microbatch, first, boundary, tokens, train):
-            done = await honest(microbatch, first, boundary, tokens, train)
-            done.gradient = gradient_of(b"something else", 1)
-            return done
-
-        honest, liar.compute.finish = liar.compute.finish, nonsense
+        liar.compute.answers_nonsense = True
         task = asyncio.create_task(enter(node, within_s=600.0))
         await asyncio.sleep(1.0)
         world.add("sound", "1")
@@ -350,6 +356,23 @@ def test_a_peer_that_answers_nonsense_is_recorded_and_its_sibling_is_asked_with_
         assert (liar.peer, "useless-gradient", "bad-tensor: the gradient is wrong") in offences_of(node)
         assert counted(world)[0] == 1
         assert len([e for e in node.events if isinstance(e, MicrobatchCounted)]) == 1
+
+    run(work())
+
+
+def test_a_callee_that_keeps_sending_useless_gradients_is_shut_out_and_its_siblings_get_the_microbatches() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, liar, sound = world.add("first", "0"), world.add("liar", "1"), world.add("sound", "1")
+        liar.compute.answers_nonsense = True
+        await train(world.origin(node, max_in_flight=2), 60)
+        assert len(offences_of(node)) == POINTS_TO_SHUT_OUT == liar.calls_in
+        assert {(peer, offence) for peer, offence, _ in offences_of(node)} == {(liar.peer, "useless-gradient")}
+        assert set(node.router.table.costs(1)) == {sound.peer} and sound.calls_in >= 60
+        assert node.compute.counted.total() == len(completed(node.events)) >= 60
+        await asyncio.sleep(PENALTIES[Offence.USELESS_GRADIENT].shut_out_s)
+        await enter(node)
+        assert set(node.router.table.costs(1)) == {sound.peer, liar.peer}, "it is tried again afterwards"
 
     run(work())
 

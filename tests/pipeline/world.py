@@ -87,6 +87,7 @@ class FakeCompute:
         self.counted: Counter[tuple[int, MicrobatchId]] = Counter()
         self.busy_s = 0.0
         self.fail_next: list[AgoraError] = []
+        self.answers_nonsense = False
 
     async def forward(self, microbatch, first, boundary, tokens, train) -> WireTensor:
         self._check(microbatch, first, boundary)
@@ -99,7 +100,8 @@ class FakeCompute:
         self._check(microbatch, first, boundary)
         count = (lambda: self._count(microbatch, first)) if train else (lambda: None)
         await self._device(self._seconds(first), count)
-        gradient = gradient_of(microbatch, first) if train and first else None
+        of = b"something else" if self.answers_nonsense else microbatch
+        gradient = gradient_of(of, first) if train and first else None
         return Done(gradient, self._seconds(first), loss_of(tokens), TOKENS)
 
     async def backward(self, microbatch, gradient) -> Done:
@@ -216,8 +218,14 @@ class Node:
             is_shut_out=offences.is_shut_out,
             round_trip_s=self._measured_round_trip_s,
         )
-        self.hop = Hop(
-            HopConfig(self.peer, world.stage_count, SHAPES),
+        self.fault = no_fault
+        self.hop = self.new_hop(barrier)
+
+    def new_hop(self, barrier: StepBarrier | None = None) -> Hop:
+        """The hop of this node's compute; the ledger and the router outlive it."""
+        self.ledger.accept_new()
+        return Hop(
+            HopConfig(self.peer, self.world.stage_count, SHAPES),
             self.compute,
             self.router,
             self.ledger,
@@ -225,7 +233,6 @@ class Node:
             barrier=barrier,
             fault=self._fault,
         )
-        self.fault = no_fault
 
     def _measured_round_trip_s(self, peer: PeerId) -> float | None:
         """As a ping over the idle link would measure it; unknown where nothing has a link."""
@@ -292,6 +299,13 @@ class World:
     def show(self, node: Node) -> None:
         self.claimed[node.peer] = node
         self.look()
+
+    def move(self, node: Node, span: str) -> None:
+        """What `agora-node move` does when the node has left its hop: other stages, the same peer."""
+        node.span = Span.parse(span)
+        node.compute = FakeCompute(node, node.span, node.compute.service_s)
+        node.hop = node.new_hop()
+        self.show(node)
 
     def hide(self, node: Node) -> None:
         self.claimed.pop(node.peer, None)

@@ -1,0 +1,146 @@
+"""The work ledger: started once, joined, repeated; what it refuses; what it still answers after a move."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from agora_protocol.errors import Busy, NotMyStage
+from agora_protocol.ids import microbatch_id
+from agora_protocol.messages import Advance, Process, Processed
+
+from agora.observe.events import Event, RepeatServed
+from agora.pipeline.interfaces import HopAnswer
+from agora.pipeline.ledger import ENTRY_BYTES, AnswerCache, Work, WorkKey, WorkLedger
+from tests.pipeline.virtual_time import run
+from tests.pipeline.world import World, boundary_of, gradient_of, peer_id, tokens_of
+
+MB = microbatch_id(b"session0", 1)
+
+
+def process(stage: int, number: int = 1) -> Process:
+    return Process(microbatch_id(b"session0", number), peer_id("origin"), stage, "train", 60_000)
+
+
+def answer(number: int = 1) -> HopAnswer:
+    return HopAnswer(Processed(float(number), 2, 1.0), [gradient_of(MB, number)])
+
+
+class Entries:
+    """A ledger whose work ends when it is told to."""
+
+    def __init__(self, seats: int = 2) -> None:
+        self.events: list[Event] = []
+        self.ledger = WorkLedger(peer_id("me"), seats, self.events.append)
+        self.started: list[WorkKey] = []
+        self.finish = asyncio.Event()
+
+    async def work(self, work: Work) -> HopAnswer:
+        self.started.append(work.key)
+        try:
+            await self.finish.wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.5)  # as a device that ends its job first
+            raise
+        return answer()
+
+    def enter(self, stage: int, number: int = 1, last: int = 2) -> asyncio.Task[HopAnswer]:
+        key = WorkKey.of(process(stage, number))
+        entry = self.ledger.run(key, last, asyncio.get_running_loop().time() + 60.0, lambda news: None, self.work)
+        return asyncio.create_task(entry)
+
+
+def test_the_same_work_is_started_once_and_both_callers_get_its_answer() -> None:
+    async def work() -> None:
+        entries = Entries()
+        one, two = entries.enter(1), entries.enter(1)
+        await asyncio.sleep(1.0)
+        entries.finish.set()
+        assert (await one) is (await two) and entries.started == [WorkKey(MB, 1)]
+        assert entries.events == [RepeatServed(MB.hex(), 1)] and entries.ledger.taken == 0
+
+    run(work())
+
+
+def test_running_work_takes_a_seat_until_it_has_ended_also_when_it_was_cancelled() -> None:
+    async def work() -> None:
+        entries = Entries(seats=2)
+        tasks = [entries.enter(1, number) for number in (1, 2)]
+        await asyncio.sleep(1.0)
+        with pytest.raises(Busy, match="all 2 seats are taken"):
+            await entries.enter(1, 3)
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        assert entries.ledger.taken == 2, "cancelled, but not ended"
+        await asyncio.sleep(1.0)
+        assert entries.ledger.taken == 1
+        entries.finish.set()
+        await entries.enter(1, 3)
+        assert await entries.ledger.wait_until_idle(asyncio.get_running_loop().time() + 5.0)
+
+    run(work())
+
+
+def test_a_ledger_that_takes_nothing_new_still_answers_repeats_and_lets_work_be_joined() -> None:
+    async def work() -> None:
+        entries = Entries()
+        one = entries.enter(1)
+        await asyncio.sleep(1.0)
+        entries.ledger.refuse_new("moving to other stages")
+        two = entries.enter(1)
+        with pytest.raises(Busy, match="moving to other stages"):
+            await entries.enter(1, 2)
+        entries.finish.set()
+        assert (await one) is (await two)
+        assert entries.ledger.answer_repeat(process(1), lambda news: None) is await one
+        entries.ledger.accept_new()
+        await entries.enter(1, 2)
+
+    run(work())
+
+
+def test_a_microbatch_is_counted_once_per_stage_whichever_spans_this_peer_held() -> None:
+    async def work() -> None:
+        entries = Entries()
+        entries.finish.set()
+        await entries.enter(1, last=2)
+        entries.ledger.refuse_overlap(WorkKey(MB, 1), 2)  # the same entry: a repeat
+        entries.ledger.refuse_overlap(WorkKey(MB, 3), 4)  # other stages, which it holds after a move
+        entries.ledger.refuse_overlap(WorkKey(MB, 0), 0)
+        for first, last in ((2, 2), (0, 1), (0, 4), (2, 4)):
+            with pytest.raises(Busy, match="entered this peer at stage 1"):
+                entries.ledger.refuse_overlap(WorkKey(MB, first), last)
+
+    run(work())
+
+
+def test_a_repeat_of_a_former_span_is_answered_without_a_span_and_by_the_hop_of_the_next_span() -> None:
+    async def work() -> None:
+        world = World(3)
+        mover = world.add("mover", "1-2")
+        deadline = asyncio.get_running_loop().time() + 60.0
+        first = await mover.hop.process(process(1), [boundary_of(MB, 1), tokens_of(1)], deadline, lambda news: None)
+        assert await mover.hop.leave(5.0, "moving to other stages")
+        heard: list[Advance] = []
+        assert mover.ledger.answer_repeat(process(1), heard.append) is first, "no span is held"
+        assert [(news.stage, news.what) for news in heard] == [(1, "finished")]
+        assert mover.ledger.answer_repeat(process(1, 9), heard.append) is None
+        world.move(mover, "0")
+        assert await mover.hop.process(process(1), [], deadline, heard.append) is first
+        with pytest.raises(NotMyStage):
+            await mover.hop.process(process(1, 9), [boundary_of(MB, 1), tokens_of(1)], deadline, heard.append)
+        assert sum(mover.compute.counted.values()) == 0, "the new span has counted nothing"
+
+    run(work())
+
+
+def test_kept_answers_are_bounded_in_bytes_and_in_age() -> None:
+    size = answer().nbytes + ENTRY_BYTES
+    cache = AnswerCache(max_bytes=2 * size, max_age_s=100.0)
+    keys = [WorkKey(MB, stage) for stage in range(3)]
+    for stage, key in enumerate(keys):
+        cache.put(key, stage, answer(stage), now=float(stage))
+    assert cache.get(keys[0], 3.0) is None and cache.get(keys[1], 3.0) is not None
+    assert cache.nbytes == 2 * size and cache.stages_of(MB, 3.0) == {1: 1, 2: 2}
+    assert cache.get(keys[1], 101.5) is None and len(cache) == 1, "older than 100 s"
+    assert cache.get(keys[2], 103.0) is None and cache.nbytes == 0 and cache.stages_of(MB, 103.0) == {}

@@ -1,0 +1,114 @@
+"""The routing table as the router uses it: who is known, what calls teach, what is forgotten."""
+
+from __future__ import annotations
+
+import math
+
+from agora_protocol.ids import Span, microbatch_id
+
+from agora.pipeline.routing import NEWCOMER_CALLS, Attempt, PathHint, RoutingTable
+from agora.swarm.view import PeerView
+from tests.pipeline.world import peer_id
+
+ME, A, B, C = (peer_id(name) for name in ("me", "a", "b", "c"))
+MB = microbatch_id(b"session0", 1)
+PAYLOAD, STAGES = 1000, 3
+
+
+def views(*peers: str, incarnation: int = 1) -> tuple[PeerView, ...]:
+    return tuple(PeerView(peer, Span(1, 1), incarnation, state="serving") for peer in peers)
+
+
+def table(*peers: str) -> RoutingTable:
+    made = RoutingTable(ME, STAGES)
+    made.update(1, views(*peers))
+    return made
+
+
+def send(made: RoutingTable, peer: str, now: float = 100.0, deadline: float = 160.0) -> Attempt:
+    return made.sent(now, 1, peer, PAYLOAD, deadline)
+
+
+def chosen(made: RoutingTable, now: float = 100.0) -> str | None:
+    return made.choose(now, MB, 1, PAYLOAD, PathHint()).peer
+
+
+def test_a_peer_never_chooses_itself_nor_one_that_is_shut_out() -> None:
+    made = table(ME, A)
+    assert set(made.costs(1)) == {A}
+    made.update(1, views(ME, A), shut_out={A})
+    assert made.costs(1) == {} and "is shut out" in made.choose(100.0, MB, 1, PAYLOAD, PathHint()).reason
+    made.update(1, views(ME, A))
+    assert chosen(made) == A, "it enters again as a newcomer when it is not shut out any more"
+
+
+def test_updating_with_the_same_replicas_changes_nothing() -> None:
+    made, seen = RoutingTable(ME, STAGES), views(A, B)
+    made.update(1, seen)
+    send(made, A)
+    known = made.costs(1)
+    made.update(1, seen)
+    assert made.costs(1) == known
+
+
+def test_a_call_charges_the_peer_and_a_refusal_gives_the_charge_back() -> None:
+    made = table(A, B)
+    attempt = send(made, A)
+    assert made.costs(1)[A].virtual_s > 0 and made.costs(1)[A].open_calls == 1
+    made.busy(100.5, attempt, 2.0)
+    cost = made.costs(1)[A]
+    assert (cost.virtual_s, cost.open_calls, cost.failures, cost.busy_until) == (0.0, 0, 0, 102.5)
+
+
+def test_an_answer_teaches_speed_and_returns_the_time_on_the_link() -> None:
+    made = table(A)
+    attempt = send(made, A)
+    made.accepted(100.2, attempt, 3, 0.2)
+    assert math.isclose(made.answered(101.0, attempt, 0.5, 500, math.inf), 0.2)
+    cost = made.costs(1)[A]
+    assert (cost.service_s, cost.answers, cost.open_calls, cost.queue) == (0.5, 1, 0, 3)
+
+
+def test_failures_back_off_and_a_useless_answer_counts_as_one() -> None:
+    made = table(A, B)
+    made.failed(100.0, send(made, A), wasted_s=0.0)
+    assert chosen(made) == B
+    made.rejected(100.0, 1, B)
+    assert [cost.failures for cost in made.costs(1).values()] == [1, 1] and chosen(made) is None
+    assert chosen(made, 100.25) in (A, B)
+
+
+def test_an_attempt_leaves_time_for_a_sibling_only_when_there_is_a_healthy_one() -> None:
+    made = table(A, B)
+    assert send(made, A).until == 100.0 + 60.0 * 2 / 3, "two stages are left: two thirds of the time"
+    made.rejected(100.0, 1, B)
+    assert send(made, A).until == 160.0
+    assert send(made, A).deadline_ms == 60_000
+
+
+def test_a_peer_that_has_gone_is_forgotten_when_its_last_call_has_ended() -> None:
+    made = table(A, B)
+    first, second = send(made, A), send(made, A)
+    made.update(1, views(B))
+    assert set(made.costs(1)) == {B}
+    made.answered(101.0, first, 0.1, 0, math.inf)
+    made.update(1, views(A, B))
+    assert made.costs(1)[A].answers == 1, "it came back while a call was open"
+    made.update(1, views(B))
+    made.abandoned(second)
+    made.update(1, views(A, B))
+    assert made.costs(1)[A].answers == 0, "a newcomer"
+
+
+def test_a_restarted_peer_is_forgiven_and_a_newcomer_gets_two_calls_until_its_first_answer() -> None:
+    made = table(A)
+    attempt = send(made, A)
+    made.answered(101.0, attempt, 0.1, 0, math.inf)
+    made.failed(101.0, send(made, A, 101.0), 30.0)
+    made.update(1, views(A, incarnation=2))
+    assert (made.costs(1)[A].failures, made.costs(1)[A].answers) == (0, 1)
+    made.update(1, views(A, B, incarnation=2))
+    for _ in range(NEWCOMER_CALLS):
+        send(made, B, 102.0)
+    made.rejected(102.0, 1, A)
+    assert chosen(made, 102.1) is None, "one backs off, the other is new and has its two calls"
