@@ -19,7 +19,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, is_peer_id
 from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_RECORD_BYTES, MAX_STAGES
 from agora_protocol.packing import pack, unpack
-from agora_protocol.records import NAMES, Record, expiry_of, open_record, record_key, seal
+from agora_protocol.records import NAMES, Record, open_record, read_expiry, record_key, seal_record
 
 from agora.net.errors import ConnectionBroken
 from agora.net.hive import DHTID, DHTLocalStorage, DHTNode, DHTRecord, DictionaryDHTValue, PeerID, RecordValidatorBase
@@ -80,7 +80,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         data, peer = _unpacked(packed, bytes), _unpacked(packed_peer, str)
         if not is_peer_id(peer):
             raise ProtocolError("wrong-key", "The subkey is not a peer id.")
-        if expires_unix != expiry_of(data):
+        if expires_unix != read_expiry(data):
             raise ProtocolError("bad-record", "The DHT's expiry is not the signed one.")
         grace = min(now_unix, max(expires_unix - 1e-3, now_unix - CLOCK_TOLERANCE_S))
         record = open_record(data, run=self.run, key=key, subkey_peer=PeerId(peer), now_unix=grace)
@@ -193,7 +193,7 @@ class Directory:
         keys = [record_key(self.run, type(record), stage) for stage in fields.span.stages]
         latest = max(self._last_expiry.get(key, 0.0) for key in keys)
         expires_unix = max(time.time() + lifetime_s, latest + 0.001)
-        sealed = seal(record, self.run, identity, expires_unix)
+        sealed = seal_record(record, self.run, identity, expires_unix)
         self._last_expiry.update(dict.fromkeys(keys, expires_unix))
         storing = self._node.store_many(
             keys, [sealed] * len(keys), [expires_unix] * len(keys), subkeys=[str(fields.peer)] * len(keys)

@@ -1,6 +1,6 @@
-"""The multiaddrs that peers tell each other. Knows their grammar, so that no odd text reaches a dialler.
+"""Checks the multiaddrs that peers send each other, so that no odd text is ever dialled. Knows their grammar only.
 
-Only internet addresses are allowed: a stranger must not make us dial, say, a Unix socket.
+Only internet addresses are allowed: a stranger must not make this peer dial a Unix socket, for example.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ _RELAY_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,60}\Z", re.ASCII)
 
 
 def _is_ip(version: int) -> Callable[[str], bool]:
+    """Returns the check for a textual IP address of that version, without a zone."""
+
     def check(text: str) -> bool:
         try:
             return ipaddress.ip_address(text).version == version and "%" not in text
@@ -30,18 +32,22 @@ def _is_ip(version: int) -> Callable[[str], bool]:
 
 
 def _is_port(text: str) -> bool:
+    """Tells whether `text` is a port number."""
     return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65_535
 
 
 def _is_host(text: str) -> bool:
+    """Tells whether `text` is a host name."""
     return _HOST.match(text) is not None
 
 
 def _is_hash(text: str) -> bool:
+    """Tells whether `text` has the characters of a certificate hash."""
     return _HASH.match(text) is not None
 
 
 def _is_any_peer(text: str) -> bool:
+    """Tells whether `text` has the form of a peer id of any key type; relays may have other keys than Ed25519."""
     return _RELAY_ID.match(text) is not None
 
 
@@ -69,7 +75,8 @@ PARTS: Final[dict[str, Callable[[str], bool] | None]] = {
 
 
 @lru_cache(maxsize=4096)
-def _problem(text: str) -> str | None:
+def _grammar_problem(text: str) -> str | None:
+    """Returns what is wrong with the parts of a multiaddr, or None."""
     words = text.split("/")
     if words[0] != "" or len(words) < 2:
         return "must begin with /"
@@ -90,12 +97,12 @@ def _problem(text: str) -> str | None:
 
 
 def address_problem(text: str) -> str | None:
-    """What is wrong with a multiaddr that must end in /p2p/PEER, or None when it is fine."""
+    """Returns what is wrong with a multiaddr that must end in /p2p/PEER, or None when it is valid."""
     if len(text) > MAX_ADDRESS_BYTES or not text.isascii():
         return f"must be at most {MAX_ADDRESS_BYTES} ASCII characters"
-    return _problem(text)
+    return _grammar_problem(text)
 
 
 def peer_of_address(address: str) -> PeerId:
-    """The peer that a well-formed address leads to."""
+    """Returns the peer at the end of a valid address."""
     return PeerId(address.rpartition("/")[2])

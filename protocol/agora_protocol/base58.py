@@ -1,6 +1,6 @@
-"""Base58 with Bitcoin's alphabet, as libp2p writes peer ids. Knows nothing of what the bytes mean.
+"""Encodes and decodes base58 with Bitcoin's alphabet, as libp2p writes peer ids. Knows nothing of what the bytes mean.
 
-Cost is quadratic in the length, so callers bound the length first.
+The cost is quadratic in the length, so callers bound the length first.
 """
 
 from typing import Final
@@ -10,7 +10,7 @@ _VALUE: Final = {character: value for value, character in enumerate(ALPHABET)}
 
 
 def encode(data: bytes) -> str:
-    """Leading zero bytes become leading '1's, the rest is the big-endian number in base 58."""
+    """Returns `data` in base58: a '1' for each leading zero byte, then the rest as a big-endian number."""
     number, digits = int.from_bytes(data, "big"), ""
     while number:
         number, digit = divmod(number, 58)
@@ -19,7 +19,7 @@ def encode(data: bytes) -> str:
 
 
 def decode(text: str) -> bytes:
-    """Inverse of encode. Raises ValueError for a character outside the alphabet."""
+    """Returns the bytes of a base58 text. Raises ValueError for a character outside the alphabet."""
     number = 0
     for character in text:
         if character not in _VALUE:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from agora_protocol.errors import ManifestError
-from agora_protocol.fields import shown
+from agora_protocol.fields import describe
 from agora_protocol.limits import BOUNDARY_BLOCK
 
 Direction = Literal["forward", "backward"]
@@ -111,7 +111,7 @@ def parse_codec(name: str) -> CodecSpec:
     backward = backward if slash else forward
     for part in (forward, backward):
         if part not in DIRECTION_CODEC_NAMES or (top and part.endswith("h")):
-            raise ManifestError(f"[boundary] codec {shown(name)} is unknown; {_remedy(part)}")
+            raise ManifestError(f"[boundary] codec {describe(name)} is unknown; {_remedy(part)}")
     return CodecSpec(name, _direction_codec(forward), _direction_codec(backward), int(top[1]) if top else 0)
 
 

@@ -1,16 +1,16 @@
-"""The one tree of errors that everything in agora raises on purpose.
+"""The errors that agora raises on purpose, in one tree.
 
     AgoraError
     |-- InputError           what a person typed (an invite, a span) cannot be read
     |-- ManifestError        the run's description is malformed, or is not what its hash or signature says
-    |-- ProtocolError        a peer sent what the protocol forbids (costs it a strike)
-    |-- Refused              a peer said no before working: Busy | NotMyStage | NotAdmitted | WrongRun | Unsupported
-    |-- Unavailable          nobody could do it before the deadline; names the stage and the reasons
+    |-- ProtocolError        a peer sent what the protocol forbids (an offence)
+    |-- Refused              a peer refused before working: Busy | NotMyStage | NotAdmitted | WrongRun | Unsupported
+    |-- Unavailable          nobody could serve a stage before the deadline; names the stage and the reasons
     |-- PeerFailed           a peer began and could not finish, for a reason of its own
-    `-- LocalError           this machine cannot: DiskError | MemoryError_ | DeviceError | IdentityError
+    `-- LocalError           this machine cannot do it: DiskError | MemoryError_ | DeviceError | IdentityError
 
-Every text is one sentence that ends with what the reader can do where there is something to do. Knows nothing of the
-wire: messages.py turns these into a Refusal and back.
+Every text is one sentence; it ends with what the reader can do, where there is something to do. Knows nothing of the
+wire: messages.py turns these errors into a Refusal and back.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ PROTOCOL_CODES: Final[dict[str, str]] = {
     "bad-record": "a DHT record is malformed, or published under a key it does not belong to",
     "bad-signature": "a signature does not verify",
     "wrong-key": "a record is signed by, or speaks for, another peer than its subkey names",
-    "expired": "a record's time is over",
-    "lives-too-long": "a record wants to live longer than records may",
+    "expired": "a record has expired",
+    "lives-too-long": "a record's expiry is later than the limit allows",
     "wrong-run": "a record, manifest or request is of another run",
     "wrong-version": "the peer speaks another version of the protocol",
     "out-of-order": "the frame is not allowed in the state of the connection or of its call",
@@ -34,13 +34,13 @@ PROTOCOL_CODES: Final[dict[str, str]] = {
 
 
 class AgoraError(Exception):
-    """Base of every error raised on purpose: `code` is a stable word for machines, str(error) a sentence for people."""
+    """The base of every error raised on purpose. `code` is a word for programs, str(error) a sentence for people."""
 
     code: ClassVar[str] = "error"
 
 
 class InputError(AgoraError, ValueError):
-    """What a person typed cannot be read; says how it should look."""
+    """A person's input cannot be read; the text says how it should look."""
 
     code: ClassVar[str] = "bad-input"
 
@@ -52,7 +52,7 @@ class ManifestError(AgoraError):
 
 
 class ProtocolError(AgoraError):
-    """A peer sent what the protocol forbids. `code` is one of PROTOCOL_CODES; costs the sender a strike."""
+    """A peer sent what the protocol forbids. `code` is one of PROTOCOL_CODES."""
 
     code: ClassVar[str] = "bad-frame"
 
@@ -64,13 +64,13 @@ class ProtocolError(AgoraError):
 
 
 class Refused(AgoraError):
-    """A peer said no before doing any work; another peer may say yes."""
+    """A peer refused before doing any work; another peer may accept."""
 
     code: ClassVar[str] = "refused"
 
 
 class Busy(Refused):
-    """No seat free now; trying again before `retry_after_ms` milliseconds are over is pointless."""
+    """The peer has no room for work now; asking again before `retry_after_ms` milliseconds is pointless."""
 
     code: ClassVar[str] = "busy"
 
@@ -80,7 +80,7 @@ class Busy(Refused):
 
 
 class NotMyStage(Refused):
-    """The stage asked for lies outside the peer's span."""
+    """The peer does not hold the stage asked for."""
 
     code: ClassVar[str] = "not-my-stage"
 
@@ -104,7 +104,7 @@ class Unsupported(Refused):
 
 
 class Unavailable(AgoraError):
-    """Nobody could serve `stage` before the deadline; `reasons` holds one short text per peer tried."""
+    """Nobody could serve `stage` before the deadline; `reasons` has one short text for each peer tried."""
 
     code: ClassVar[str] = "unavailable"
 
@@ -116,13 +116,13 @@ class Unavailable(AgoraError):
 
 
 class PeerFailed(AgoraError):
-    """A peer began the work and could not finish it, for a reason of its own; another peer may."""
+    """A peer began the work and could not finish it, for a reason of its own; another peer may succeed."""
 
     code: ClassVar[str] = "failed"
 
 
 class LocalError(AgoraError):
-    """This machine cannot; the text says what to do about it."""
+    """This machine cannot do what is needed; the text says what to do about it."""
 
     code: ClassVar[str] = "local"
 
@@ -134,13 +134,13 @@ class DiskError(LocalError):
 
 
 class MemoryError_(LocalError):
-    """Not enough memory; the underscore keeps it apart from Python's own."""
+    """There is not enough memory. The underscore keeps the name apart from Python's own."""
 
     code: ClassVar[str] = "memory"
 
 
 class DeviceError(LocalError):
-    """The compute device failed or is not there."""
+    """The compute device failed or is missing."""
 
     code: ClassVar[str] = "device"
 

@@ -1,10 +1,10 @@
-"""Small declarative structures: a class whose annotated fields carry their bounds and their documentation.
+"""Classes whose annotated fields carry their bounds and their documentation; messages and records are such classes.
 
     class Pair(Structure):
-        stage: int = whole(0, 1023, doc="first stage to run")
+        stage: int = int_field(0, 1023, doc="first stage to run")
 
-An instance that exists is valid: the constructor checks every field, so reading from the wire and building one by hand
-go through the same gate. Knows nothing of kinds, frames or records. Not pydantic, because this is the hot path.
+Every instance is valid: the constructor checks every field, whether it was read from the wire or built by hand. Knows
+nothing of kinds, frames or records. Not pydantic, because every message passes here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from agora_protocol.errors import AgoraError, ProtocolError
 from agora_protocol.ids import Span, is_peer_id
 from agora_protocol.limits import MAX_ADDRESSES, MAX_SPAN_STAGES, MAX_STAGES
 
-Check = Callable[[Any], "str | None"]  # what is wrong with a value, or None
+Check = Callable[[Any], "str | None"]  # returns what is wrong with a value, or None
 REQUIRED: Final = object()
 MAX_UINT: Final = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One field: its type in words (as SPEC.md prints it), its check, and how it crosses msgpack if not as itself."""
+    """One field of a Structure.
+
+    words: its type as SPEC.md prints it. load, dump: convert its value from and to msgpack; None where nothing is to
+    be converted.
+    """
 
     words: str
     check: Check
@@ -37,8 +41,8 @@ class Field:
     dump: Callable[[Any], Any] | None = None
 
 
-def shown(value: object) -> str:
-    """A stranger's value, short and harmless enough for an error text."""
+def describe(value: object) -> str:
+    """Returns a stranger's value as text for an error message: short, and safe to print."""
     if isinstance(value, int) and value.bit_length() > 64:
         return "a huge integer"
     if isinstance(value, int | float | str | bytes) or value is None:
@@ -46,104 +50,105 @@ def shown(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def whole(low: int, high: int, *, default: Any = REQUIRED, doc: str = "") -> Any:
-    """An integer from low to high."""
+def int_field(low: int, high: int, *, default: Any = REQUIRED, doc: str = "") -> Any:
+    """Declares an integer from low to high."""
 
     def check(value: Any) -> str | None:
         if type(value) is not int:
-            return f"is {shown(value)}; it must be an integer"
-        return None if low <= value <= high else f"is {shown(value)}; it must be from {low} to {high}"
+            return f"is {describe(value)}; it must be an integer"
+        return None if low <= value <= high else f"is {describe(value)}; it must be from {low} to {high}"
 
     return Field(f"int {low}..{high}", check, default, doc)
 
 
-def number(low: float, high: float, *, optional: bool = False, default: Any = REQUIRED, doc: str = "") -> Any:
-    """A finite float from low to high; None too where it is optional."""
+def float_field(low: float, high: float, *, optional: bool = False, default: Any = REQUIRED, doc: str = "") -> Any:
+    """Declares a finite float from low to high, or None where it is optional."""
 
     def check(value: Any) -> str | None:
         if value is None and optional:
             return None
         if not isinstance(value, float) or not math.isfinite(value):
-            return f"is {shown(value)}; it must be a finite float"
-        return None if low <= value <= high else f"is {shown(value)}; it must be from {low} to {high}"
+            return f"is {describe(value)}; it must be a finite float"
+        return None if low <= value <= high else f"is {describe(value)}; it must be from {low} to {high}"
 
     return Field(f"float {low:g}..{high:g}" + (" or nil" if optional else ""), check, default, doc)
 
 
-def flag(*, default: Any = REQUIRED, doc: str = "") -> Any:
-    """True or false."""
+def bool_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
+    """Declares a bool."""
 
     def check(value: Any) -> str | None:
-        return None if isinstance(value, bool) else f"is {shown(value)}; it must be true or false"
+        return None if isinstance(value, bool) else f"is {describe(value)}; it must be true or false"
 
     return Field("bool", check, default, doc)
 
 
-def text(most: int, *, pattern: str | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
-    """A text of at most `most` UTF-8 bytes, matching the whole pattern where one is given."""
+def text_field(most: int, *, pattern: str | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
+    """Declares a text of at most `most` bytes of UTF-8; all of it must match `pattern`, where one is given."""
     compiled = re.compile(pattern, re.ASCII) if pattern else None
 
     def check(value: Any) -> str | None:
         if not isinstance(value, str):
-            return f"is {shown(value)}; it must be a text"
+            return f"is {describe(value)}; it must be a text"
         if len(value) > most or (not value.isascii() and _utf8_length(value) > most):
             return f"is longer than {most} bytes of UTF-8, or not valid Unicode"
         if compiled is not None and compiled.fullmatch(value) is None:
-            return f"is {shown(value)}; it must match {pattern}"
+            return f"is {describe(value)}; it must match {pattern}"
         return None
 
     return Field(f"text <= {most} bytes" + (f", matches {pattern}" if pattern else ""), check, default, doc)
 
 
 def _utf8_length(value: str) -> float:
+    """Returns the length of `value` in bytes of UTF-8; infinity when it cannot be encoded."""
     try:
         return len(value.encode())
     except UnicodeEncodeError:
         return math.inf
 
 
-def raw(*lengths: int, most: int | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Bytes of one of the given lengths, or of at most `most`."""
+def bytes_field(*lengths: int, most: int | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
+    """Declares bytes of one of the given lengths, or of at most `most`."""
     words = " or ".join(map(str, lengths)) if most is None else f"<= {most}"
 
     def check(value: Any) -> str | None:
         if not isinstance(value, bytes):
-            return f"is {shown(value)}; it must be bytes"
+            return f"is {describe(value)}; it must be bytes"
         fits = len(value) in lengths if most is None else len(value) <= most
         return None if fits else f"has {len(value)} bytes; it must have {words}"
 
     return Field(f"bytes {words}", check, default, doc)
 
 
-def choice(*words: str, default: Any = REQUIRED, doc: str = "") -> Any:
-    """One of a few words."""
+def choice_field(*words: str, default: Any = REQUIRED, doc: str = "") -> Any:
+    """Declares a text that is one of a few words."""
 
     def check(value: Any) -> str | None:
         return (
             None
             if isinstance(value, str) and value in words
-            else f"is {shown(value)}; it must be one of {', '.join(words)}"
+            else f"is {describe(value)}; it must be one of {', '.join(words)}"
         )
 
     return Field("one of " + ", ".join(words), check, default, doc)
 
 
-def peer_id(*, default: Any = REQUIRED, doc: str = "") -> Any:
-    """The base58 peer id of an Ed25519 key."""
+def peer_id_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
+    """Declares the base58 peer id of an Ed25519 key."""
 
     def check(value: Any) -> str | None:
         fits = isinstance(value, str) and is_peer_id(value)
-        return None if fits else f"is {shown(value)}; it must be the peer id of an Ed25519 key"
+        return None if fits else f"is {describe(value)}; it must be the peer id of an Ed25519 key"
 
     return Field("peer id", check, default, doc)
 
 
-def span(*, doc: str = "") -> Any:
-    """A Span of at most MAX_SPAN_STAGES stages; [first, last] on the wire."""
+def span_field(*, doc: str = "") -> Any:
+    """Declares a Span of at most MAX_SPAN_STAGES stages; on the wire it is [first, last]."""
 
     def check(value: Any) -> str | None:
         if not isinstance(value, Span):
-            return f"is {shown(value)}; it must be [first, last], two stages from 0 to {MAX_STAGES - 1} in order"
+            return f"is {describe(value)}; it must be [first, last], two stages from 0 to {MAX_STAGES - 1} in order"
         return None if len(value) <= MAX_SPAN_STAGES else f"is {value}; a span has at most {MAX_SPAN_STAGES} stages"
 
     def load(value: Any) -> Any:
@@ -159,27 +164,27 @@ def span(*, doc: str = "") -> Any:
     )
 
 
-def many(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") -> Any:
-    """A tuple of at most `most` items, each passing `item`'s check."""
-    each: Check = item.check
+def list_field(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") -> Any:
+    """Declares a tuple of at most `most` items, each of which passes the check of the field `item`."""
+    check_item: Check = item.check
 
     def check(value: Any) -> str | None:
         if not isinstance(value, tuple) or len(value) > most:
             return f"must be a list of at most {most}"
         for position, entry in enumerate(value):
-            if problem := each(entry):
+            if problem := check_item(entry):
                 return f"[{position}] {problem}"
         return None
 
     return Field(f"list of <= {most} of ({item.words})", check, default, doc)
 
 
-def each(*items: Any) -> Any:
-    """A short list of values that each have their own field, as an item of `many`."""
+def tuple_field(*items: Any) -> Any:
+    """Declares a tuple of fixed length whose values each have their own field, as an item of `list_field`."""
 
     def check(value: Any) -> str | None:
         if not isinstance(value, tuple) or len(value) != len(items):
-            return f"is {shown(value)}; it must be a list of {len(items)}"
+            return f"is {describe(value)}; it must be a list of {len(items)}"
         for item, part in zip(items, value, strict=True):
             if problem := item.check(part):
                 return problem  # type: ignore[no-any-return]
@@ -188,27 +193,39 @@ def each(*items: Any) -> Any:
     return Field(f"[{', '.join(item.words for item in items)}]", check)
 
 
-def address_list(*, doc: str = "") -> Any:
-    """Multiaddrs that each end in /p2p/PEER."""
+def addresses_field(*, doc: str = "") -> Any:
+    """Declares a tuple of multiaddrs that each end in /p2p/PEER."""
 
     def check(value: Any) -> str | None:
         if not isinstance(value, str):
-            return f"is {shown(value)}; it must be a text"
+            return f"is {describe(value)}; it must be a text"
         problem = address_problem(value)
-        return f"is {shown(value)}; an address {problem}" if problem else None
+        return f"is {describe(value)}; an address {problem}" if problem else None
 
-    return many(Field("address", check), MAX_ADDRESSES, doc=doc)
+    return list_field(Field("address", check), MAX_ADDRESSES, doc=doc)
 
 
 @dataclass_transform(
-    frozen_default=True, field_specifiers=(whole, number, flag, text, raw, choice, peer_id, span, many, address_list)
+    frozen_default=True,
+    field_specifiers=(
+        int_field,
+        float_field,
+        bool_field,
+        text_field,
+        bytes_field,
+        choice_field,
+        peer_id_field,
+        span_field,
+        list_field,
+        addresses_field,
+    ),
 )
 class Structure:
-    """Base of messages and records. Subclasses become frozen dataclasses whose constructor checks every field."""
+    """The base of messages and records. Subclasses become frozen dataclasses whose constructor checks every field."""
 
     FIELDS: ClassVar[dict[str, Field]] = {}
     ERROR: ClassVar[str] = "bad-message"
-    _gates: ClassVar[tuple[tuple[str, Callable[[Any], Any] | None, Check], ...]] = ()
+    _checks: ClassVar[tuple[tuple[str, Callable[[Any], Any] | None, Check], ...]] = ()
     _dumps: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -218,24 +235,24 @@ class Structure:
                 delattr(cls, name)
             else:
                 setattr(cls, name, field.default)
-        cls._gates = tuple((name, field.load, field.check) for name, field in cls.FIELDS.items())
+        cls._checks = tuple((name, field.load, field.check) for name, field in cls.FIELDS.items())
         cls._dumps = tuple((name, field.dump) for name, field in cls.FIELDS.items() if field.dump)
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
         values = self.__dict__
-        for name, _, check in self._gates:
+        for name, _, check in self._checks:
             if problem := check(values[name]):
                 raise ProtocolError(self.ERROR, f"{type(self).__name__}.{name} {problem}.")
-        if problem := self.problem():
+        if problem := self.find_problem():
             raise ProtocolError(self.ERROR, f"{type(self).__name__} {problem}.")
 
-    def problem(self) -> str | None:
-        """What is wrong between fields that are each fine, or None."""
+    def find_problem(self) -> str | None:
+        """Returns what is wrong between fields that are valid by themselves, or None. Subclasses may override it."""
         return None
 
     def to_fields(self) -> dict[str, Any]:
-        """The plain map that goes on the wire, in order of declaration. Not to be changed."""
+        """Returns the map of field names to plain values that goes on the wire. The caller must not change it."""
         fields = self.__dict__
         if self._dumps:
             fields = dict(fields)
@@ -245,24 +262,28 @@ class Structure:
 
     @classmethod
     def from_fields(cls, fields: object) -> Self:
-        """From a plain map read from the wire: every field present, nothing else. Raises ProtocolError."""
+        """Builds an instance from a map read from the wire.
+
+        Raises ProtocolError when a field is missing, unknown or invalid.
+        """
         if not isinstance(fields, Mapping):
-            raise ProtocolError(cls.ERROR, f"{cls.__name__} must be a map, not {shown(fields)}.")
+            raise ProtocolError(cls.ERROR, f"{cls.__name__} must be a map, not {describe(fields)}.")
         if fields.keys() != cls.FIELDS.keys():
             raise ProtocolError(cls.ERROR, _key_problem(cls, fields))
         made = object.__new__(cls)  # not cls(**fields): a frozen dataclass sets field by field, slowly
         values = made.__dict__
-        for name, load, check in cls._gates:
+        for name, load, check in cls._checks:
             value = values[name] = fields[name] if load is None else load(fields[name])
             if problem := check(value):
                 raise ProtocolError(cls.ERROR, f"{cls.__name__}.{name} {problem}.")
-        if problem := made.problem():
+        if problem := made.find_problem():
             raise ProtocolError(cls.ERROR, f"{cls.__name__} {problem}.")
         return made
 
 
 def _key_problem(cls: type[Structure], fields: Mapping[str, Any]) -> str:
-    unknown = sorted(shown(key) for key in fields.keys() - cls.FIELDS.keys())
+    """Returns the sentence for a map whose keys are not the names of the fields of `cls`."""
+    unknown = sorted(describe(key) for key in fields.keys() - cls.FIELDS.keys())
     missing = sorted(cls.FIELDS.keys() - fields.keys())
     if unknown:
         return f"{cls.__name__} has no field {', '.join(unknown)[:200]}."

@@ -1,7 +1,7 @@
-"""Frames: 16 fixed bytes, a msgpack header, raw tensors. Knows how bytes are laid out; touches no stream.
+"""Encodes and decodes frames: 16 fixed bytes, a msgpack header, raw tensors. Knows the layout of bytes, no streams.
 
-The reader's order: 16 bytes -> Prefix.parse (every length judged) -> header bytes -> decode_header (every tensor
-judged) -> payload into one buffer of exactly payload_bytes -> slice_payload (views, no copies).
+A reader takes 16 bytes and calls Prefix.parse, which checks every length. It takes the header and calls decode_header,
+which checks every tensor. It reads the payload into one buffer and calls slice_payload, which copies nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from agora_protocol.limits import (
     MAX_TENSORS,
     PREFIX_BYTES,
 )
-from agora_protocol.messages import FrameType, Message, from_fields
+from agora_protocol.messages import FrameType, Message, message_from_fields
 from agora_protocol.packing import pack, unpack
-from agora_protocol.tensors import TensorSpec, WireTensor, check
+from agora_protocol.tensors import TensorSpec, WireTensor, count_bytes
 
 __all__ = ["FrameLimits", "FrameType", "Prefix", "TensorSpec", "decode_header", "encode_frame", "slice_payload"]
 
@@ -31,7 +31,7 @@ _PREFIX: Final = struct.Struct("<BBHIII")
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """What one connection accepts; a run's manifest usually allows much smaller payloads than the protocol does."""
+    """The largest sizes that one connection accepts. A run's manifest usually allows much smaller payloads."""
 
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     max_header_bytes: int = MAX_HEADER_BYTES
@@ -47,7 +47,7 @@ _HEADER_OPTIONAL: Final = frozenset({FrameType.GOODBYE})
 
 
 class Prefix(NamedTuple):
-    """The first 16 bytes of a frame, judged."""
+    """The first 16 bytes of a frame, checked."""
 
     type: FrameType
     call: int
@@ -56,7 +56,10 @@ class Prefix(NamedTuple):
 
     @classmethod
     def parse(cls, data: bytes | bytearray | memoryview, limits: FrameLimits = DEFAULT_LIMITS) -> Prefix:
-        """Raises ProtocolError("bad-frame") for a malformed prefix, "too-large" for a length beyond the limits."""
+        """Reads and checks the 16 bytes of `data`.
+
+        Raises ProtocolError: "bad-frame" for a malformed prefix, "too-large" for a length beyond the limits.
+        """
         if len(data) != PREFIX_BYTES:
             raise ProtocolError("bad-frame", f"A frame's prefix has {PREFIX_BYTES} bytes, not {len(data)}.")
         magic, number, reserved, call, header_bytes, payload_bytes = _PREFIX.unpack(data)
@@ -68,16 +71,18 @@ class Prefix(NamedTuple):
         return cls(kind, call, header_bytes, payload_bytes)
 
     def to_bytes(self) -> bytes:
-        """The 16 bytes."""
+        """Returns the 16 bytes."""
         return _PREFIX.pack(FRAME_MAGIC, self.type, 0, self.call, self.header_bytes, self.payload_bytes)
 
 
 def _check_call(kind: FrameType, call: int) -> None:
+    """Raises ProtocolError when frames of this type may not have this call number."""
     if (call == 0) != (kind in _OF_CONNECTION) or not 0 <= call <= MAX_CALL:
         raise ProtocolError("bad-frame", f"{kind.name} frames must not have call {call}.")
 
 
 def _check_lengths(kind: FrameType, header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:
+    """Raises ProtocolError when frames of this type may not have these lengths."""
     most = limits.max_answer_header_bytes if kind is FrameType.ANSWER else limits.max_header_bytes
     if header_bytes > most:
         raise ProtocolError(
@@ -98,14 +103,14 @@ def _check_lengths(kind: FrameType, header_bytes: int, payload_bytes: int, limit
 def encode_frame(
     type: FrameType, call: int, message: Message | None, tensors: Sequence[WireTensor] = ()
 ) -> list[bytes | memoryview]:
-    """The frame as buffers to write one after the other; tensor data is not copied.
+    """Returns the frame as buffers to write one after the other; tensor data is not copied.
 
-    Raises ProtocolError as a receiver would, so that what we send is always what a receiver accepts.
+    Raises ProtocolError where a receiver would refuse the frame.
     """
     _check_call(type, call)
     header = b""
     if message is not None:
-        _check_belongs(type, message, len(tensors))
+        _check_message_fits(type, message, len(tensors))
         header = pack((message.KIND, message.to_fields(), [(it.dtype, it.shape) for it in tensors]))
     payload_bytes = sum([tensor.data.nbytes for tensor in tensors])
     _check_lengths(type, len(header), payload_bytes, DEFAULT_LIMITS)
@@ -113,7 +118,8 @@ def encode_frame(
     return [prefix + header, *(tensor.data for tensor in tensors)]
 
 
-def _check_belongs(type: FrameType, message: Message, tensors: int) -> None:
+def _check_message_fits(type: FrameType, message: Message, tensors: int) -> None:
+    """Raises ProtocolError when frames of this type may not carry the message, or the message so many tensors."""
     if type not in message.FRAMES:
         raise ProtocolError("bad-message", f"{message.__class__.__name__} does not travel in {type.name} frames.")
     fewest, most = message.TENSORS
@@ -124,7 +130,7 @@ def _check_belongs(type: FrameType, message: Message, tensors: int) -> None:
 
 
 def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message | None, tuple[TensorSpec, ...]]:
-    """The message and its tensors' specs; their bytes add up to payload_bytes exactly.
+    """Returns the message and the specs of its tensors, whose bytes add up to payload_bytes.
 
     Raises ProtocolError: "bad-message", "bad-tensor", "bad-frame" (lengths that do not agree).
     """
@@ -137,33 +143,34 @@ def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message |
     parts = unpack(header, MAX_ANSWER_HEADER_BYTES)
     if not isinstance(parts, tuple) or len(parts) != 3:
         raise ProtocolError("bad-message", "A header must be a list of kind, fields and tensors.")
-    message = from_fields(parts[0], parts[1])
-    specs = _specs(parts[2])
-    _check_belongs(prefix.type, message, len(specs))
+    message = message_from_fields(parts[0], parts[1])
+    specs = _read_specs(parts[2])
+    _check_message_fits(prefix.type, message, len(specs))
     total = sum([spec.nbytes for spec in specs])
     if total != prefix.payload_bytes:
         raise ProtocolError("bad-tensor", f"The tensors have {total} bytes, the payload {prefix.payload_bytes}.")
     return message, specs
 
 
-def _specs(listed: Any) -> tuple[TensorSpec, ...]:
+def _read_specs(listed: Any) -> tuple[TensorSpec, ...]:
+    """Checks a header's list of [dtype, shape] and returns it as specs. Raises ProtocolError("bad-tensor")."""
     if not isinstance(listed, tuple) or len(listed) > MAX_TENSORS:
         raise ProtocolError("bad-tensor", f"A header lists at most {MAX_TENSORS} tensors.")
     specs = []
     for entry in listed:
         if not isinstance(entry, tuple) or len(entry) != 2:
             raise ProtocolError("bad-tensor", "A tensor must be listed as its dtype and its shape.")
-        specs.append(TensorSpec(entry[0], entry[1], check(entry[0], entry[1])))
+        specs.append(TensorSpec(entry[0], entry[1], count_bytes(entry[0], entry[1])))
     return tuple(specs)
 
 
 def slice_payload(specs: Sequence[TensorSpec], payload: memoryview | bytearray | bytes) -> list[WireTensor]:
-    """The tensors as views into `payload`, in order. Raises ProtocolError("bad-tensor") for a wrong byte count."""
+    """Returns the tensors as views into `payload`, in order. Raises ProtocolError("bad-tensor") for a wrong size."""
     view, at = memoryview(payload).cast("B"), 0
     tensors = []
     for spec in specs:
         begin, at = at, at + spec.nbytes
-        tensors.append(WireTensor.over(spec, view[begin:at]))
+        tensors.append(WireTensor.from_spec(spec, view[begin:at]))
     if at != view.nbytes:
         raise ProtocolError("bad-tensor", f"The payload has {view.nbytes} bytes, which is not what its tensors need.")
     return tensors

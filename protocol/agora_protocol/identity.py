@@ -1,4 +1,4 @@
-"""A peer's Ed25519 key, in libp2p's key file format. Knows keys and one small file; nothing of records or networks.
+"""A peer's Ed25519 key and its file, in libp2p's format. Knows keys and one small file; nothing of records or networks.
 
 The file is the protobuf `PrivateKey {1: KeyType = Ed25519 (1), 2: data = 32 private bytes || 32 public bytes}`, 68
 bytes, mode 0600. It is the file that go-libp2p reads and writes, and so hivemind's daemon too.
@@ -26,23 +26,23 @@ KEY_TYPES: Final = {0: "RSA", 1: "Ed25519", 2: "Secp256k1", 3: "ECDSA"}
 
 
 class Identity:
-    """The key that makes this peer this peer. Signs; never prints or pickles its secret."""
+    """A peer's private key and its peer id. Signs; never prints or pickles the secret."""
 
     __slots__ = ("_private", "peer")
 
     def __init__(self, private_key: bytes) -> None:
-        """From the raw 32 private bytes."""
+        """private_key: the raw 32 bytes."""
         self._private: Final = Ed25519PrivateKey.from_private_bytes(private_key)
         self.peer: Final[PeerId] = peer_id_of(self._private.public_key().public_bytes_raw())
 
     @classmethod
     def generate(cls) -> Identity:
-        """A new identity, in memory only."""
+        """Returns a new identity, in memory only."""
         return cls(secrets.token_bytes(32))
 
     @classmethod
     def create(cls, path: Path) -> Identity:
-        """A new identity, written to `path` with mode 0600. Raises IdentityError when the file exists already."""
+        """Returns a new identity and writes it to `path` with mode 0600. Raises IdentityError when the file exists."""
         identity = cls.generate()
         try:
             written = _write_new(Path(path), identity.key_file_bytes())
@@ -56,12 +56,12 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Identity:
-        """Read a key file. Raises IdentityError for a missing, unreadable, unsafe or foreign file."""
-        return cls(_private_in(_read_private_file(Path(path)), Path(path)))
+        """Reads a key file. Raises IdentityError when it is missing, unreadable, open to others, or has another key."""
+        return cls(_parse_key_file(_read_private_file(Path(path)), Path(path)))
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """The identity at `path`, made there when nothing is there yet; safe when two processes do it at once."""
+        """Reads the identity at `path`, or creates it there. Two processes that do this at once get the same one."""
         if not os.path.lexists(path):
             with contextlib.suppress(IdentityError):
                 return cls.create(path)
@@ -70,11 +70,11 @@ class Identity:
         return cls.load(path)
 
     def sign(self, message: bytes) -> bytes:
-        """The 64-byte Ed25519 signature of `message`. Callers prepend a tag that says what is being signed."""
+        """Returns the 64-byte Ed25519 signature of `message`. Callers prepend a tag that says what is being signed."""
         return self._private.sign(message)
 
     def key_file_bytes(self) -> bytes:
-        """The key file's 68 bytes. Secret."""
+        """Returns the key file's 68 bytes. They are secret."""
         return KEY_FILE_PREFIX + self._private.private_bytes_raw() + self._private.public_key().public_bytes_raw()
 
     def __repr__(self) -> str:
@@ -85,12 +85,12 @@ class Identity:
 
 
 def peer_id_bytes(peer: PeerId) -> bytes:
-    """The peer id's 38 multihash bytes. Raises ProtocolError("wrong-key") for what is no Ed25519 peer id."""
+    """Returns the peer id's 38 multihash bytes. Raises ProtocolError("wrong-key") for what is no Ed25519 peer id."""
     return PEER_ID_PREFIX + public_key_of(peer)
 
 
 def public_key_of(peer: PeerId) -> bytes:
-    """The raw 32-byte public key inside a peer id. Raises ProtocolError("wrong-key")."""
+    """Returns the raw 32-byte public key inside a peer id. Raises ProtocolError("wrong-key")."""
     key = key_in_peer_id(peer)
     if key is None:
         raise ProtocolError("wrong-key", f"{peer[:64]!r} is not the peer id of an Ed25519 key.")
@@ -99,11 +99,12 @@ def public_key_of(peer: PeerId) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _verifier(public_key: bytes) -> Ed25519PublicKey:
+    """Returns the key object for a raw public key; cached, since building one costs more than a check."""
     return Ed25519PublicKey.from_public_bytes(public_key)
 
 
 def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
-    """Whether `signature` is `peer`'s over `message`. False, never an error, for malformed ids and signatures."""
+    """Tells whether `signature` is that of `peer` over `message`. False for malformed ids and signatures."""
     key = key_in_peer_id(peer)
     if key is None or len(signature) != 64:
         return False
@@ -115,7 +116,7 @@ def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
 
 
 def _write_new(path: Path, data: bytes) -> bool:
-    """Write a private file completely or not at all; False when `path` exists."""
+    """Writes a private file completely or not at all. Returns False when `path` exists."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -133,6 +134,7 @@ def _write_new(path: Path, data: bytes) -> bool:
 
 
 def _read_private_file(path: Path) -> bytes:
+    """Reads a regular file that only its owner can read. Raises IdentityError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
@@ -154,8 +156,8 @@ def _read_private_file(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def _private_in(data: bytes, path: Path) -> bytes:
-    """The raw private key in a key file's bytes."""
+def _parse_key_file(data: bytes, path: Path) -> bytes:
+    """Returns the raw private key in a key file's bytes. Raises IdentityError, which names `path`."""
     kind = KEY_TYPES.get(data[1]) if len(data) > 2 and data[0] == 0x08 else None
     if kind is not None and kind != "Ed25519":
         raise IdentityError(

@@ -1,4 +1,4 @@
-"""The names of things: peers, runs, microbatches, spans of stages. Knows their form, not who or what they name.
+"""The ids of peers, runs and microbatches, and spans of stages. Knows their form, not who or what they name.
 
 A peer id is libp2p's: base58 of the identity multihash of the protobuf-wrapped Ed25519 public key, so the key itself
 can be read out of the id and no lookup is ever needed to check a signature.
@@ -31,7 +31,7 @@ _SPAN: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?\Z", re.ASCII)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """The consecutive stages one peer holds, first and last inclusive."""
+    """The consecutive stages that one peer holds; first and last are included."""
 
     first: int
     last: int
@@ -44,7 +44,7 @@ class Span:
 
     @property
     def stages(self) -> range:
-        """Every stage of the span, in order."""
+        """The stages of the span, in order."""
         return range(self.first, self.last + 1)
 
     def __contains__(self, stage: int) -> bool:
@@ -58,7 +58,7 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """Read "0-1" or "2". Raises InputError."""
+        """Reads a span such as "0-1" or "2". Raises InputError."""
         found = _SPAN.match(text.strip())
         if found is None:
             raise InputError(f"{text[:40]!r} is no span of stages; write one stage as 2, or several as 0-1.")
@@ -66,26 +66,27 @@ class Span:
 
 
 def microbatch_id(session: bytes, counter: int) -> MicrobatchId:
-    """8 random bytes of the origin's session, then its counter as 8 big-endian bytes."""
+    """Returns a microbatch id: the 8 random bytes of the origin's session, then its counter as 8 big-endian bytes."""
     if len(session) != 8:
         raise ValueError("a session is 8 random bytes")
     return MicrobatchId(session + counter.to_bytes(8, "big"))
 
 
 def is_run_id(text: str) -> bool:
-    """Whether `text` is 64 lower-case hex characters."""
+    """Tells whether `text` is 64 lower-case hex characters."""
     return _RUN_ID.match(text) is not None
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
-    """The libp2p peer id of a raw 32-byte Ed25519 public key."""
+    """Returns the libp2p peer id of a raw 32-byte Ed25519 public key."""
     if len(public_key) != 32:
         raise ValueError("an Ed25519 public key has 32 bytes")
     return PeerId(base58.encode(PEER_ID_PREFIX + public_key))
 
 
 @lru_cache(maxsize=4096)
-def _key_in(text: str) -> bytes | None:
+def _decode_key(text: str) -> bytes | None:
+    """Returns the public key in a base58 text with the prefix of Ed25519 peer ids, or None."""
     try:
         data = base58.decode(text)
     except ValueError:
@@ -94,12 +95,12 @@ def _key_in(text: str) -> bytes | None:
 
 
 def key_in_peer_id(text: str) -> bytes | None:
-    """The 32-byte Ed25519 public key inside a peer id, or None when `text` is no such peer id."""
-    return _key_in(text) if len(text) == PEER_ID_CHARACTERS else None
+    """Returns the 32-byte Ed25519 public key inside a peer id, or None when `text` is no such peer id."""
+    return _decode_key(text) if len(text) == PEER_ID_CHARACTERS else None
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether `text` is the peer id of an Ed25519 key."""
+    """Tells whether `text` is the peer id of an Ed25519 key."""
     return key_in_peer_id(text) is not None
 
 
@@ -120,6 +121,6 @@ _SECOND_WORDS: Final = tuple(_SECOND.split())
 
 
 def peer_name(peer: PeerId) -> str:
-    """Two words for people, such as "olive-heron": the same everywhere, and not unique (4096 of them)."""
+    """Returns two words for people, such as "olive-heron": the same everywhere, but not unique (there are 4096)."""
     digest = hashlib.sha256(peer.encode()).digest()
     return f"{_FIRST_WORDS[digest[0] % len(_FIRST_WORDS)]}-{_SECOND_WORDS[digest[1] % len(_SECOND_WORDS)]}"

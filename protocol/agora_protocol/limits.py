@@ -1,4 +1,4 @@
-"""Every number that two peers must agree on, or that keeps a stranger's bytes from costing us more than they may.
+"""Every number that two peers must agree on, or that bounds what a stranger's bytes can cost.
 
 Knows nothing but numbers. SPEC.md quotes them all; a test compares the two.
 """

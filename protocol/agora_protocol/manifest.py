@@ -40,7 +40,7 @@ from agora_protocol.manifest_sections import (
     Section,
     StagesSection,
 )
-from agora_protocol.packing import canonical, is_version, pack, unpack
+from agora_protocol.packing import is_version, pack, pack_canonical, unpack
 
 __all__ = [
     "PRESETS",
@@ -126,7 +126,7 @@ class Manifest(Section):
 
     def canonical(self) -> bytes:
         """Deterministic msgpack of every field: maps sorted by key, floats as float64. Hashed and signed."""
-        return canonical(self.model_dump())
+        return pack_canonical(self.model_dump())
 
     @property
     def run_id(self) -> RunId:

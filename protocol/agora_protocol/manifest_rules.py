@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.errors import ManifestError
-from agora_protocol.fields import shown
+from agora_protocol.fields import describe
 from agora_protocol.ids import is_peer_id
 from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES
 from agora_protocol.manifest_toml import toml_value
@@ -112,7 +112,7 @@ def _size(manifest: Manifest) -> str | None:
     try:
         size = len(manifest.canonical()) + SIGNING_BYTES
     except UnicodeEncodeError as error:  # a lone surrogate, where pydantic lets it pass
-        return f"The text {shown(error.object)} is not valid Unicode; write it again."
+        return f"The text {describe(error.object)} is not valid Unicode; write it again."
     if size > MAX_MANIFEST_BYTES:
         return (
             f"The manifest has {size} bytes once signed, more than the {MAX_MANIFEST_BYTES} allowed; "
@@ -190,8 +190,8 @@ def explain(error: ValidationError, section: type[BaseModel], source: str, withi
         key, known = str(path[-1]), _fields_beside(path, section)
         return ManifestError(f"{source}: {table} no key {key[:40]!r}; {suggest(key, known)}")
     value = first["input"]
-    value_text = f" {shown(value)}" if isinstance(value, int | float | str) else ""
-    default = _default_text(path, section)
+    said = f" {describe(value)}" if isinstance(value, int | float | str) else ""
+    default = _default_of(path, root)
     remedy = "correct it, or remove it" + (f" for the default {default}." if default else ".")
     return ManifestError(f"{source}: {place}{value_text} {_complaint(first)}; {remedy}")
 

@@ -1,6 +1,6 @@
-"""Every message of the data plane: its fields, their bounds, the frame it travels in, and the tensors it brings.
+"""Every message that peers send each other: its fields, their bounds, its frame types, and the tensors it brings.
 
-Knows what peers may say; not how frames carry it, nor what anybody does about it. SPEC.md sections 9 and 10.
+Knows what a message must be; not how frames carry it, nor what a receiver does. SPEC.md sections 9 and 10.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from agora_protocol.errors import PROTOCOL_CODES, AgoraError, ProtocolError
 from agora_protocol.fields import (
     MAX_UINT,
     Structure,
-    address_list,
-    choice,
-    each,
-    flag,
-    many,
-    number,
-    peer_id,
-    raw,
-    shown,
-    text,
-    whole,
+    addresses_field,
+    bool_field,
+    bytes_field,
+    choice_field,
+    describe,
+    float_field,
+    int_field,
+    list_field,
+    peer_id_field,
+    text_field,
+    tuple_field,
 )
 from agora_protocol.ids import MICROBATCH_BYTES, MicrobatchId, PeerId
 from agora_protocol.limits import (
-    MAX_ANSWER_HEADER_BYTES,
     MAX_DEADLINE_MS,
     MAX_GOSSIPED_REPLICAS,
     MAX_HINTS,
@@ -37,11 +36,10 @@ from agora_protocol.limits import (
     MAX_STATUS_BYTES,
     MAX_TEXT_BYTES,
 )
-from agora_protocol.packing import pack, unpack
 
 
 class FrameType(IntEnum):
-    """What a frame is for; the second byte of its prefix."""
+    """The type of a frame: the second byte of its prefix."""
 
     HELLO = 1
     REQUEST = 2
@@ -53,11 +51,15 @@ class FrameType(IntEnum):
 
 
 class Message(Structure):
-    """Base of all messages. `KIND` is its number on the wire, `FRAMES` the frame types that may carry it."""
+    """The base of all messages.
+
+    KIND: the message's number on the wire. FRAMES: the frame types that may carry it. TENSORS: the fewest and the most
+    tensors that come with it.
+    """
 
     KIND: ClassVar[int] = 0
     FRAMES: ClassVar[tuple[FrameType, ...]] = ()
-    TENSORS: ClassVar[tuple[int, int]] = (0, 0)  # fewest and most tensors that come with it
+    TENSORS: ClassVar[tuple[int, int]] = (0, 0)
 
     def __init_subclass__(
         cls, *, kind: int, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
@@ -74,133 +76,146 @@ _DEADLINE_DOC: Final = "milliseconds left for the answer, counted from arrival"
 
 
 class Hello(Message, kind=1, frames=(FrameType.HELLO,)):
-    """Who I am and what I am here for; the first frame in both directions, and the only one until both were seen."""
+    """Introduces the sender. The first frame in both directions; nothing else is sent before both have arrived."""
 
-    version: int = whole(1, 65_535, doc="protocol version of the sender; must be 1")
-    run: bytes = raw(0, 32, doc="the run id's 32 bytes; empty for an observer, who may ask but not train")
-    software: str = text(MAX_NAME_BYTES, doc="name and version of the program, for people")
-    addresses: tuple[str, ...] = address_list(doc="where the sender can be dialled; empty when nowhere")
+    version: int = int_field(1, 65_535, doc="protocol version of the sender; must be 1")
+    run: bytes = bytes_field(0, 32, doc="the run id's 32 bytes; empty for an observer, who may ask but not train")
+    software: str = text_field(MAX_NAME_BYTES, doc="name and version of the program, for people")
+    addresses: tuple[str, ...] = addresses_field(doc="where the sender can be dialled; empty when nowhere")
 
 
 class Ping(Message, kind=2, frames=(FrameType.REQUEST,)):
-    """Are you there? Answered by Pong at once."""
+    """Asks whether the receiver is still there. Answered by Pong at once."""
 
-    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
 
 class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
-    """Please run your span on this microbatch and send me back the gradient of its input.
+    """Asks the receiver to run its stages on a microbatch and to answer with the gradient of the boundary.
 
     Sent by the peer that computed the stage before. Answered by Processed, or by Refusal before any work was done.
-    Tensors: the boundary entering `stage` as the run's codec left it, and the tokens [b, s + 1], in the narrowest of
-    uint8, int16 and int32 that holds them all.
+    Tensors: the boundary that enters `stage`, encoded by the run's codec, and the tokens [b, s + 1], in the narrowest
+    of uint8, int16 and int32 that holds them all.
     """
 
-    microbatch: MicrobatchId = raw(MICROBATCH_BYTES, doc="8 random bytes of the origin's session, 8 of its counter")
-    origin: PeerId = peer_id(doc="the peer that drew the microbatch")
-    stage: int = whole(0, MAX_STAGES - 1, doc="first stage to run; must lie inside the receiver's span")
-    purpose: str = choice("train", "evaluate", doc="evaluate: no backward, no gradient, nothing is kept")
-    deadline_ms: int = whole(
-        1, MAX_DEADLINE_MS, doc="milliseconds left for everything downstream, already reduced by the caller"
+    microbatch: MicrobatchId = bytes_field(
+        MICROBATCH_BYTES, doc="8 random bytes of the origin's session, then its counter"
     )
-    hint: tuple[tuple[int, PeerId], ...] = many(
-        each(whole(0, MAX_STAGES - 1), peer_id()),
+    origin: PeerId = peer_id_field(doc="the peer that drew the microbatch")
+    stage: int = int_field(0, MAX_STAGES - 1, doc="first stage to run; must lie inside the receiver's span")
+    purpose: str = choice_field("train", "evaluate", doc="evaluate: no backward, no gradient, nothing is kept")
+    deadline_ms: int = int_field(
+        1,
+        MAX_DEADLINE_MS,
+        doc="milliseconds left for this call, counted from arrival; the caller has kept what it needs itself",
+    )
+    hint: tuple[tuple[int, PeerId], ...] = list_field(
+        tuple_field(int_field(0, MAX_STAGES - 1), peer_id_field()),
         MAX_HINTS,
         default=(),
-        doc="peers that took this microbatch for a stage in an earlier attempt",
+        doc="[stage, peer]: peers that have accepted this microbatch in an earlier attempt",
     )
-    step: int = whole(
+    step: int = int_field(
         0,
         MAX_UINT,
         default=0,
-        doc="synchronous runs: the optimizer step it belongs to; a stage waits until it has taken that many",
+        doc="in synchronous runs, the optimizer step that it belongs to; a stage waits until it has taken so many",
     )
 
 
 class Processed(Message, kind=4, frames=(FrameType.ANSWER,), tensors=(0, 1)):
-    """The answer to Process. Tensor: the gradient of the boundary, in its shape; none when evaluating."""
+    """Answers Process. Tensor: the gradient of the loss sum by the boundary, in its shape; none when evaluating."""
 
-    loss_sum: float = number(-1e30, 1e30, doc="sum of the token losses, in nats")
-    tokens: int = whole(0, MAX_UINT, doc="supervised tokens the sum is over")
-    busy_ms: float = number(0, MAX_DEADLINE_MS, doc="device time the answering peer itself spent, in milliseconds")
-    path_ms: float = number(
+    loss_sum: float = float_field(-1e30, 1e30, doc="sum of the token losses, in nats")
+    tokens: int = int_field(0, MAX_UINT, doc="supervised tokens in the sum")
+    busy_ms: float = float_field(
+        0, MAX_DEADLINE_MS, doc="device time that the answering peer itself has spent, in milliseconds"
+    )
+    path_ms: float = float_field(
         0,
         MAX_DEADLINE_MS,
         default=0.0,
-        doc="how long the way from there to the last stage and back would have taken if nothing had waited: device "
-        "times, round trips, transfers, in milliseconds; 0 is unknown",
+        doc="milliseconds from the answering peer to the last stage and back without any waiting: the sum of device "
+        "times, round trips and transfers; 0 when unknown",
     )
 
 
 class Advance(Message, kind=5, frames=(FrameType.PROGRESS,)):
-    """News of a call that is still open: how long the callee's queue is, and a hint for a retry."""
+    """Reports progress of a call that is still open. The caller uses it as a hint when it must try again."""
 
-    stage: int = whole(0, MAX_STAGES - 1, doc="the stage at which it happened")
-    peer: PeerId = peer_id(doc="the peer to which it happened")
-    what: str = choice("accepted", "finished", doc="took a seat; has the result in its cache")
-    queue: int = whole(0, MAX_UINT, doc="microbatches that peer has in hand")
+    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage that advanced")
+    peer: PeerId = peer_id_field(doc="the peer that advanced")
+    what: str = choice_field(
+        "accepted",
+        "finished",
+        doc="accepted: the peer has begun or queued the work; finished: the result is in its cache",
+    )
+    queue: int = int_field(0, MAX_UINT, doc="microbatches that this peer has in hand")
 
 
 class Refusal(Message, kind=6, frames=(FrameType.REFUSAL, FrameType.GOODBYE)):
-    """No, and why. As a REFUSAL it ends one call; in a GOODBYE it says why the connection ends."""
+    """Says why a call or a connection ends: one call in a REFUSAL frame, the connection in a GOODBYE frame."""
 
-    code: str = text(32, pattern="[a-z][a-z0-9-]*", doc="a word of the error table")
-    text: str = text(MAX_TEXT_BYTES, default="", doc="one sentence for people")
-    retry_after_ms: int = whole(0, MAX_DEADLINE_MS, default=0, doc="for busy: asking earlier is pointless")
-    stage: int = whole(0, MAX_STAGES - 1, default=0, doc="for unavailable: the stage nobody could serve")
+    code: str = text_field(32, pattern="[a-z][a-z0-9-]*", doc="a code of the error table, section 15")
+    text: str = text_field(MAX_TEXT_BYTES, default="", doc="one sentence for people")
+    retry_after_ms: int = int_field(
+        0, MAX_DEADLINE_MS, default=0, doc="for busy: milliseconds before which asking again is pointless"
+    )
+    stage: int = int_field(0, MAX_STAGES - 1, default=0, doc="for unavailable: the stage that nobody could serve")
 
 
 class Pong(Message, kind=7, frames=(FrameType.ANSWER,)):
-    """The answer to Ping."""
+    """Answers Ping."""
 
 
 class GetManifest(Message, kind=8, frames=(FrameType.REQUEST,)):
-    """Please send the signed manifest of your run."""
+    """Asks for the signed manifest of the receiver's run."""
 
-    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=10_000, doc=_DEADLINE_DOC)
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=10_000, doc=_DEADLINE_DOC)
 
 
 class ManifestAnswer(Message, kind=9, frames=(FrameType.ANSWER,)):
-    """The answer to GetManifest; the receiver checks hash and signature itself."""
+    """Answers GetManifest. Whoever receives it must check hash and signature."""
 
-    manifest: bytes = raw(most=MAX_MANIFEST_BYTES, doc="the signed manifest, as SPEC section 3 writes it")
+    manifest: bytes = bytes_field(most=MAX_MANIFEST_BYTES, doc="the signed manifest, as in section 3")
 
 
 class GetStatus(Message, kind=10, frames=(FrameType.REQUEST,)):
-    """What do you see of the run?"""
+    """Asks for the receiver's view of the run."""
 
-    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=10_000, doc=_DEADLINE_DOC)
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=10_000, doc=_DEADLINE_DOC)
 
 
 class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
-    """The answer to GetStatus."""
+    """Answers GetStatus."""
 
-    status: bytes = raw(most=MAX_STATUS_BYTES, doc="UTF-8 JSON, one object, as `swarm status --json` prints it")
+    status: bytes = bytes_field(most=MAX_STATUS_BYTES, doc="UTF-8 JSON, one object, as `swarm status --json` prints it")
 
 
 def _replica_steps(doc: str) -> Any:
-    return many(
-        each(peer_id(), whole(0, MAX_UINT), whole(0, MAX_UINT), whole(0, MAX_DEADLINE_MS)),
+    """Declares a list of [replica, steps, tokens since, milliseconds since it reported]."""
+    return list_field(
+        tuple_field(peer_id_field(), int_field(0, MAX_UINT), int_field(0, MAX_UINT), int_field(0, MAX_DEADLINE_MS)),
         MAX_GOSSIPED_REPLICAS,
         doc=doc,
     )
 
 
 class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
-    """Tells a replica how far I know the stage's replicas to be; GossipedSteps answers how far it knows them to be.
+    """Sends a replica what the sender knows of the progress of a stage's replicas. Answered by GossipedSteps.
 
-    Both sides keep, of each replica, the report that is further.
+    Both sides keep, for each replica, the report with more progress.
     """
 
-    stage: int = whole(0, MAX_STAGES - 1, doc="the stage spoken of")
+    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")
     replicas: tuple[tuple[PeerId, int, int, int], ...] = _replica_steps(
-        "replica, optimizer steps it has taken, tokens counted since, milliseconds since it spoke; the sender first"
+        "[replica, optimizer steps taken, tokens counted since, milliseconds since it reported]; the sender comes first"
     )
-    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
 
 class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
-    """The answer to GossipSteps."""
+    """Answers GossipSteps with what the answering replica knows."""
 
     replicas: tuple[tuple[PeerId, int, int, int], ...] = _replica_steps("as in GossipSteps")
 
@@ -209,98 +224,111 @@ _WHAT: Final = ("weights", "gradient")
 
 
 class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
-    """My values of one part of a round that you own; please answer with the average, or what to add to them to have it.
+    """Brings the sender's values of one part of a round to the part's owner. Answered by Averaged.
 
     Tensors: the part in the run's averaging codec, float32 [n], bf16 [n], or int8 [n] and its exponents, int8
     [ceil(n / QUANTISER_BLOCK)].
     """
 
-    stage: int = whole(0, MAX_STAGES - 1, doc="the stage whose replicas average")
-    what: str = choice(*_WHAT, doc="a slice of the weights, or the mean gradient of an exact step")
-    round: int = whole(0, MAX_UINT, doc="number of the round")
-    part: int = whole(0, MAX_UINT, doc="number of the part within the round's slice")
-    weight: float = number(0, 1e18, doc="supervised tokens behind these values; 0 takes the average and adds nothing")
-    second: bool = flag(doc="the part's first owner failed the sender")
-    deadline_ms: int = whole(1, MAX_DEADLINE_MS, doc=_DEADLINE_DOC)
+    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas average")
+    what: str = choice_field(
+        *_WHAT, doc="what is averaged: a slice of the weights, or the mean gradient of an exact step"
+    )
+    round: int = int_field(0, MAX_UINT, doc="number of the round")
+    part: int = int_field(0, MAX_UINT, doc="number of the part within the round's slice")
+    weight: float = float_field(
+        0, 1e18, doc="supervised tokens behind these values; with 0 they do not count in the average"
+    )
+    second: bool = bool_field(
+        doc="whether the receiver is the part's second owner: the first one has failed the sender"
+    )
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, doc=_DEADLINE_DOC)
 
 
 class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
-    """The answer to Contribute. Tensors, in the codec and shape the values came in: of weights the average minus the
-    sender's values, of a gradient the average itself.
+    """Answers Contribute.
+
+    Tensors, in the codec and shape of the values that were sent: for weights, the average minus the sender's values;
+    for a gradient, the average itself.
     """
 
-    members: int = whole(1, MAX_UINT, doc="contributions in the average")
-    present: int = whole(1, MAX_UINT, doc="contributions in time: those in the average, and those of weight 0")
-    weight: float = number(0, 1e21, doc="the sum of the weights in the average")
-    distance: float = number(0, 1e30, doc="median over the members of the root mean square of (values - average)")
+    members: int = int_field(1, MAX_UINT, doc="contributions that count in the average")
+    present: int = int_field(1, MAX_UINT, doc="contributions that came in time, those of weight 0 included")
+    weight: float = float_field(0, 1e21, doc="the sum of the weights in the average")
+    distance: float = float_field(0, 1e30, doc="median over the members of the root mean square of (values - average)")
 
 
 class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
-    """You may have got this part's average from its first owner, which has failed me: please tell me what it was."""
+    """Asks a member of a round for the average of a part, which it may have from the owner that has failed.
 
-    stage: int = whole(0, MAX_STAGES - 1, doc="as in Contribute")
-    what: str = choice(*_WHAT, doc="as in Contribute")
-    round: int = whole(0, MAX_UINT, doc="as in Contribute")
-    part: int = whole(0, MAX_UINT, doc="as in Contribute")
-    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
+    Sent by the part's second owner. Answered by Recalled.
+    """
+
+    stage: int = int_field(0, MAX_STAGES - 1, doc="as in Contribute")
+    what: str = choice_field(*_WHAT, doc="as in Contribute")
+    round: int = int_field(0, MAX_UINT, doc="as in Contribute")
+    part: int = int_field(0, MAX_UINT, doc="as in Contribute")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
 
 class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 1)):
-    """The answer to Recall. Tensor: the average itself, float32 [n]; none while the answerer has no average."""
+    """Answers Recall. Tensor: the average itself, float32 [n]; none when the answering peer does not have it."""
 
-    members: int = whole(0, MAX_UINT, doc="as in Averaged; 0 without an average")
-    present: int = whole(0, MAX_UINT, doc="as in Averaged")
-    weight: float = number(0, 1e21, doc="as in Averaged")
-    distance: float = number(0, 1e30, doc="as in Averaged")
+    members: int = int_field(0, MAX_UINT, doc="as in Averaged; 0 without an average")
+    present: int = int_field(0, MAX_UINT, doc="as in Averaged")
+    weight: float = float_field(0, 1e21, doc="as in Averaged")
+    distance: float = float_field(0, 1e30, doc="as in Averaged")
 
 
 class GetState(Message, kind=18, frames=(FrameType.REQUEST,)):
-    """Which snapshot of a stage's weights and moments can I have from you?"""
+    """Asks which snapshot of a stage's weights and moments the receiver can give. Answered by StateIndex."""
 
-    stage: int = whole(0, MAX_STAGES - 1, doc="the stage wanted")
-    at_least: int = whole(0, MAX_UINT, default=0, doc="a snapshot of an earlier step is of no use")
-    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
+    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage wanted")
+    at_least: int = int_field(0, MAX_UINT, default=0, doc="the lowest step that is of use to the sender")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
 
 
 class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
-    """The answer to GetState. Tensor: SHA-256 of each chunk, uint8 [chunks, 32]; none where `size` is 0."""
+    """Answers GetState. Tensor: the SHA-256 of each chunk, uint8 [chunks, 32]; none where `size` is 0."""
 
-    snapshot: bytes = raw(0, 32, doc="SHA-256 over the chunks' hashes; empty when there is no snapshot to give")
-    step: int = whole(0, MAX_UINT, doc="optimizer steps that the snapshot has in it")
-    updates: int = whole(0, MAX_UINT, doc="of these, the steps in which this replica's own moments took part")
-    size: int = whole(0, MAX_UINT, doc="bytes of the snapshot")
+    snapshot: bytes = bytes_field(
+        0, 32, doc="the snapshot's name: SHA-256 over its chunks' hashes; empty when there is no snapshot to give"
+    )
+    step: int = int_field(0, MAX_UINT, doc="optimizer steps that the stage had taken")
+    updates: int = int_field(0, MAX_UINT, doc="of these, the steps that went into the snapshot's moments")
+    size: int = int_field(0, MAX_UINT, doc="bytes of the snapshot; 0 when there is none to give")
 
 
 class GetChunk(Message, kind=20, frames=(FrameType.REQUEST,)):
-    """Please send one chunk of a snapshot that you have told me of."""
+    """Asks for one chunk of a snapshot that the receiver has offered in StateIndex. Answered by Chunk."""
 
-    snapshot: bytes = raw(32, doc="as in StateIndex")
-    chunk: int = whole(0, MAX_UINT, doc="its number; section 14 says which elements it has")
-    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
+    snapshot: bytes = bytes_field(32, doc="as in StateIndex")
+    chunk: int = int_field(0, MAX_UINT, doc="the chunk's number; section 14 says which elements it has")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
 
 
 class Chunk(Message, kind=21, frames=(FrameType.ANSWER,), tensors=(1, 1)):
-    """The answer to GetChunk. Tensor: its bytes, uint8 [n]."""
+    """Answers GetChunk. Tensor: the chunk's bytes, uint8 [n]."""
 
 
 class GetSlice(Message, kind=22, frames=(FrameType.REQUEST,)):
-    """Please send a chunk of the slice that this round averages, as your weights are now."""
+    """Asks for a chunk of the slice that a round averages, as the receiver's weights are now. Answered by Slice."""
 
-    stage: int = whole(0, MAX_STAGES - 1, doc="the stage wanted")
-    round: int = whole(0, MAX_UINT, doc="the round whose slice is wanted")
-    chunk: int = whole(
+    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage wanted")
+    round: int = int_field(0, MAX_UINT, doc="the round whose slice is wanted")
+    chunk: int = int_field(
         0,
         MAX_UINT,
         default=0,
-        doc="its number; it has STATE_CHUNK_BYTES / 4 of the slice's elements, the last one fewer",
+        doc="the chunk's number; each has STATE_CHUNK_BYTES / 4 of the slice's elements, the last one fewer",
     )
-    deadline_ms: int = whole(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
 
 
 class Slice(Message, kind=23, frames=(FrameType.ANSWER,), tensors=(1, 1)):
-    """The answer to GetSlice. Tensor: the chunk's elements in the slice's order, float32 [n]."""
+    """Answers GetSlice. Tensor: the chunk's elements in the slice's order, float32 [n]."""
 
-    step: int = whole(0, MAX_UINT, doc="optimizer steps that the stage had taken")
+    step: int = int_field(0, MAX_UINT, doc="optimizer steps that the stage had taken")
 
 
 Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | GetState | GetChunk | GetSlice
@@ -318,21 +346,11 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
 }
 
 
-def encode(message: Message) -> bytes:
-    """The msgpack map of a message's fields."""
-    return pack(message.to_fields())
-
-
-def decode(kind: int, data: bytes) -> Message:
-    """The message of that kind in `data`. Raises ProtocolError("bad-message" or "too-large")."""
-    return from_fields(kind, unpack(data, MAX_ANSWER_HEADER_BYTES))
-
-
-def from_fields(kind: object, fields: object) -> Message:
-    """The message of that kind with those fields, as read from msgpack. Raises ProtocolError("bad-message")."""
+def message_from_fields(kind: object, fields: object) -> Message:
+    """Returns the message of that kind with those fields, as read from msgpack. Raises ProtocolError("bad-message")."""
     known = KINDS.get(kind) if type(kind) is int else None
     if known is None:
-        raise ProtocolError("bad-message", f"{shown(kind)} is not the kind of any message.")
+        raise ProtocolError("bad-message", f"{describe(kind)} is not the kind of any message.")
     return known.from_fields(fields)
 
 
@@ -343,12 +361,12 @@ _REFUSALS: Final = {
 
 
 def clip_text(sentence: str, most: int = MAX_TEXT_BYTES) -> str:
-    """At most `most` bytes of UTF-8, cut at a character."""
+    """Returns `sentence` cut to at most `most` bytes of UTF-8, between two characters."""
     return sentence.encode(errors="replace")[:most].decode(errors="ignore")
 
 
 def refusal_to_wire(error: AgoraError) -> Refusal:
-    """What to tell the peer. Of this machine's own failures only the kind is told, never its paths or details."""
+    """Returns the Refusal to send for an error. Of this machine's own failures it tells the code only, no details."""
     sentence = clip_text(str(error))
     if isinstance(error, errors.Busy):
         return Refusal("busy", sentence, min(max(error.retry_after_ms, 0), MAX_DEADLINE_MS))
@@ -360,7 +378,7 @@ def refusal_to_wire(error: AgoraError) -> Refusal:
 
 
 def refusal_from_wire(message: Refusal) -> AgoraError:
-    """The error that a peer's Refusal stands for; a word from a newer version becomes PeerFailed."""
+    """Returns the error that a peer's Refusal stands for; a code that this version does not know becomes PeerFailed."""
     if message.code == errors.Busy.code:
         return errors.Busy(message.text, message.retry_after_ms)
     if message.code == errors.Unavailable.code:

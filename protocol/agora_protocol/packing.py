@@ -1,7 +1,7 @@
-"""msgpack for strangers: one way to write it, and a reader whose every length and depth is bounded beforehand.
+"""Writes msgpack in one form, and reads a stranger's msgpack with every length and depth bounded beforehand.
 
-Knows msgpack; not what the values mean. Writing is deterministic for equal values given in equal order: shortest
-integers, float64 for every float, str for text, bin for bytes; `canonical` also sorts the keys of every map.
+Knows msgpack; not what the values mean. Equal values in equal order give equal bytes: shortest integers, float64 for
+every float, str for text, bin for bytes. `pack_canonical` also sorts the keys of every map.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ _REASONS: Final = (ValueError, TypeError, OverflowError, RecursionError, msgpack
 
 
 def pack(value: object) -> bytes:
-    """The msgpack of plain values (None, bool, int, float, str, bytes, list, tuple, dict)."""
+    """Returns the msgpack of a plain value (None, bool, int, float, str, bytes, list, tuple, dict)."""
     # packb does the same behind a wrapper, for twice the time.
     return msgpack.Packer(use_bin_type=True).pack(value)  # type: ignore[no-any-return]
 
 
-def canonical(value: Any) -> bytes:
-    """The one msgpack of `value` that hashes and signatures are made of: keys of every map in order of their bytes."""
-    return pack(_sorted(value))
+def pack_canonical(value: Any) -> bytes:
+    """Returns the msgpack of `value` that is hashed and signed: the keys of every map are in order of their bytes."""
+    return pack(_sort_keys(value))
 
 
-def _sorted(value: Any) -> Any:
+def _sort_keys(value: Any) -> Any:
+    """Returns `value` with the keys of every map in it sorted."""
     if isinstance(value, dict):
-        return {key: _sorted(value[key]) for key in sorted(value)}
+        return {key: _sort_keys(value[key]) for key in sorted(value)}
     if isinstance(value, list | tuple):
-        return [_sorted(item) for item in value]
+        return [_sort_keys(item) for item in value]
     return value
 
 
 def unpack(data: bytes | bytearray | memoryview, most: int, code: str = "bad-message") -> Any:
-    """The value in `data`; arrays come as tuples. Raises ProtocolError(code), or "too-large" beyond `most` bytes.
+    """Returns the value in `data`; arrays become tuples. Raises ProtocolError(code), "too-large" beyond `most` bytes.
 
-    Before anything is built: size, nesting depth, number of values, and the length of every array, map, text and bytes
-    are bounded, so neither a five-byte lie about a length nor a million tiny values cost anything. Map keys must be
-    texts, and no key may appear twice.
+    Before anything is built, it bounds the size, the nesting depth, the number of values, and the length of every
+    array, map, text and bytes. Neither a false length nor a million tiny values cost anything. Map keys must be texts,
+    and no key may appear twice.
     """
     if len(data) > most:
         raise ProtocolError("too-large", f"{len(data)} bytes of msgpack where at most {most} are allowed.")
@@ -53,48 +54,54 @@ def unpack(data: bytes | bytearray | memoryview, most: int, code: str = "bad-mes
             raw=False,
             use_list=False,
             strict_map_key=True,
-            object_pairs_hook=_unique,
+            object_pairs_hook=_dict_of_unique,
             max_array_len=MAX_ARRAY_ITEMS,
             max_map_len=MAX_MAP_ITEMS,
             max_ext_len=0,
-            ext_hook=_no_extension,
+            ext_hook=_refuse_extension,
         )
     except _REASONS as error:
         raise ProtocolError(code, f"The bytes are not acceptable msgpack ({_short(error)}).") from None
 
 
 def is_version(value: object, version: int) -> bool:
-    """Whether a version field is exactly this integer; True and 1.0 equal 1 in Python, and are not it."""
+    """Tells whether `value` is exactly this integer. In Python True and 1.0 equal 1; here they do not count."""
     return type(value) is int and value == version
 
 
 def _short(error: Exception) -> str:
+    """Returns the error's type and text, cut to 120 characters."""
     return f"{type(error).__name__}: {error}"[:120]
 
 
-def _no_extension(code: int, data: bytes) -> None:
+def _refuse_extension(code: int, data: bytes) -> None:
+    """Raises ValueError: extension types are not allowed."""
     raise ValueError("an extension type")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _dict_of_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the map of `pairs`. Raises ValueError when a key appears twice."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise ValueError("a map names one key twice")
-    return found
+    return values
 
 
 def _check_structure(data: bytes, code: str) -> None:
-    """Refuse deep nesting and floods of tiny values before the C reader, whose 1024 levels could each reserve an array.
+    """Raises ProtocolError(code) for nesting deeper than MAX_DEPTH and for more than MAX_VALUES values.
 
-    Both need many bytes that open a container. Honest headers have few, which one fast count shows; only where there
-    are many are the tokens walked, and that walk is bounded too.
+    This comes before msgpack's own reader, which allows 1024 levels and could reserve an array for each. Both need many
+    bytes that open a container. A fast count shows that honest headers have few; only where there are many are the
+    tokens walked, and that walk is bounded too.
     """
-    if len(data) - len(data.translate(None, _CONTAINERS)) > MAX_DEPTH and (problem := _walk(data)):
+    if len(data) - len(data.translate(None, _CONTAINERS)) > MAX_DEPTH and (problem := _structure_problem(data)):
         raise ProtocolError(code, f"The msgpack {problem}.")
 
 
 def _token_sizes() -> tuple[tuple[int, int, int], ...]:
-    """For every first byte: bytes to skip, bytes of a following length, items per unit of it (0: it counts bytes)."""
+    """Returns, for every first byte of a token: the bytes to skip, the bytes of the length that follows, and the items
+    for each unit of that length (0 when the length counts bytes).
+    """
     sizes = [(1, 0, 0)] * 256
     for byte in range(0xA0, 0xC0):
         sizes[byte] = (1 + (byte & 0x1F), 0, 0)
@@ -126,7 +133,7 @@ _TOKENS: Final = _token_sizes()
 
 
 def _items_opened(data: bytes, at: int) -> int:
-    """How many items the container that opens at `at` will hold; -1 when the token there is no container."""
+    """Returns how many items the container that opens at `at` will hold; -1 when the token there is no container."""
     byte = data[at]
     if 0x90 <= byte < 0xA0:
         return byte & 0x0F
@@ -136,8 +143,8 @@ def _items_opened(data: bytes, at: int) -> int:
     return unit * int.from_bytes(data[at + 1 : at + 1 + length], "big") if unit else -1
 
 
-def _walk(data: bytes) -> str | None:
-    """What is wrong with the structure of the first value in `data`, walking its tokens and building nothing."""
+def _structure_problem(data: bytes) -> str | None:
+    """Returns what is wrong with the structure of the first value in `data`, or None. Builds nothing."""
     open_items, at, end, seen = [1], 0, len(data), 0
     while open_items and at < end:
         open_items[-1] -= 1

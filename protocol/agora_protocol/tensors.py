@@ -1,4 +1,4 @@
-"""Tensors as they cross the wire: a dtype, a shape, and raw little-endian row-major bytes. Knows no tensor library."""
+"""Tensors on the wire: a dtype, a shape, and raw little-endian row-major bytes. Knows no tensor library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
 from agora_protocol.errors import ProtocolError
-from agora_protocol.fields import shown
+from agora_protocol.fields import describe
 from agora_protocol.limits import MAX_DIMENSION, MAX_DIMENSIONS, MAX_PAYLOAD_BYTES
 
 ITEM_BYTES: Final = {
@@ -20,29 +20,29 @@ ITEM_BYTES: Final = {
     "uint8": 1,
 }
 TOKEN_DTYPES: Final = ("uint8", "int16", "int32")
-"""How token ids may travel; from the narrowest."""
+"""The dtypes in which token ids may be sent, from the narrowest."""
 
 
 class TensorSpec(NamedTuple):
-    """What a frame's header says of one tensor, checked; `nbytes` follows from the other two."""
+    """One tensor as a frame's header describes it, checked; `nbytes` follows from the other two."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
 
 
-def check(dtype: Any, shape: Any) -> int:
-    """The byte count of such a tensor. Raises ProtocolError("bad-tensor") for what is not allowed."""
+def count_bytes(dtype: Any, shape: Any) -> int:
+    """Returns the size in bytes of a tensor. Raises ProtocolError("bad-tensor") for a dtype or shape not allowed."""
     item_bytes = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
     if item_bytes is None:
-        raise ProtocolError("bad-tensor", f"{shown(dtype)} is not a dtype; use one of {', '.join(ITEM_BYTES)}.")
+        raise ProtocolError("bad-tensor", f"{describe(dtype)} is not a dtype; use one of {', '.join(ITEM_BYTES)}.")
     if not isinstance(shape, tuple) or len(shape) > MAX_DIMENSIONS:
         raise ProtocolError("bad-tensor", f"A shape must be a list of at most {MAX_DIMENSIONS} dimensions.")
     nbytes = item_bytes
     for dimension in shape:
         if type(dimension) is not int or not 1 <= dimension <= MAX_DIMENSION:
             raise ProtocolError(
-                "bad-tensor", f"A dimension is {shown(dimension)}; it must be from 1 to {MAX_DIMENSION}."
+                "bad-tensor", f"A dimension is {describe(dimension)}; it must be from 1 to {MAX_DIMENSION}."
             )
         nbytes *= dimension
         if nbytes > MAX_PAYLOAD_BYTES:
@@ -52,7 +52,7 @@ def check(dtype: Any, shape: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor on its way: `data` is a flat view of exactly the bytes, owned by whoever made it."""
+    """A tensor as it is sent and received. `data` is a flat view of exactly its bytes; nothing is copied."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,15 +64,15 @@ class WireTensor:
             view = view.cast("B")
         if view is not self.data:
             object.__setattr__(self, "data", view)
-        needed = check(self.dtype, self.shape)
+        needed = count_bytes(self.dtype, self.shape)
         if view.nbytes != needed:
             raise ProtocolError(
                 "bad-tensor", f"A {self.dtype} tensor of shape {self.shape} has {needed} bytes, not {view.nbytes}."
             )
 
     @classmethod
-    def over(cls, spec: TensorSpec, data: memoryview) -> Self:
-        """The tensor of a spec from `check`, which is not checked again; `data` must be flat and have `spec.nbytes`."""
+    def from_spec(cls, spec: TensorSpec, data: memoryview) -> Self:
+        """Builds a tensor without checking it again. `data` must be flat and have `spec.nbytes` bytes."""
         made = object.__new__(cls)
         object.__setattr__(made, "dtype", spec.dtype)
         object.__setattr__(made, "shape", spec.shape)
@@ -81,5 +81,5 @@ class WireTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """The tensor's size in bytes."""
         return self.data.nbytes

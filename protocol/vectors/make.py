@@ -45,7 +45,7 @@ from agora_protocol.messages import (
     StateIndex,
     StatusAnswer,
 )
-from agora_protocol.records import RECORD_TAG, Claim, Progress, Record, record_key, seal
+from agora_protocol.records import RECORD_TAG, Claim, Progress, Record, record_key, seal_record
 from agora_protocol.tensors import WireTensor
 
 HERE: Final = Path(__file__).parent
@@ -137,7 +137,7 @@ def records() -> list[dict[str, Any]]:
             "now_unix": NOW_UNIX,
             "expires_unix": NOW_UNIX + 60,
             "fields": record.to_fields(),
-            "sealed": seal(record, RUN, identity, NOW_UNIX + 60),
+            "sealed": seal_record(record, RUN, identity, NOW_UNIX + 60),
         }
         for record, identity, stage in _records()
     ]

@@ -17,7 +17,7 @@ from agora_protocol.errors import InputError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId, Span
 from agora_protocol.packing import pack
-from agora_protocol.records import Claim, Progress, Record, record_key, seal
+from agora_protocol.records import Claim, Progress, Record, record_key, seal_record
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 
@@ -156,11 +156,17 @@ def test_what_is_not_signed_and_in_its_place_is_refused_by_every_node_that_is_as
             other = Identity.generate()
             now = time.time()
             key = record_key(RUN_ID, Claim, 0)
-            good = seal(claim(other), RUN_ID, other, now + 30)
+            good = seal_record(claim(other), RUN_ID, other, now + 30)
             tampered = good[:-70] + bytes([good[-70] ^ 1]) + good[-69:]
             forgeries: list[tuple[str, str, Any, Any, float]] = [
                 ("bad-signature", key, other.peer, tampered, now + 30),
-                ("bad-signature", key, other.peer, seal(claim(other), RunId("cd" * 32), other, now + 30), now + 30),
+                (
+                    "bad-signature",
+                    key,
+                    other.peer,
+                    seal_record(claim(other), RunId("cd" * 32), other, now + 30),
+                    now + 30,
+                ),
                 ("wrong-key", key, liar.identity.peer, good, now + 30),
                 ("wrong-key", key, "someone", good, now + 30),
                 ("wrong-run", record_key(RunId("cd" * 32), Claim, 0), other.peer, good, now + 30),
@@ -172,7 +178,7 @@ def test_what_is_not_signed_and_in_its_place_is_refused_by_every_node_that_is_as
                 ("bad-record", key, other.peer, {"a": 1}, now + 30),
                 ("bad-record", key, None, good, now + 30),  # no subkey: would replace everybody's
                 ("too-large", key, other.peer, b"x" * 5_000, now + 30),
-                ("lives-too-long", key, other.peer, seal(claim(other), RUN_ID, other, now + 9_999), now + 9_999),
+                ("lives-too-long", key, other.peer, seal_record(claim(other), RUN_ID, other, now + 9_999), now + 9_999),
             ]
             liar.directory._node.protocol.record_validator = None
             for number, (code, at, subkey, value, expires) in enumerate(forgeries):
@@ -200,7 +206,7 @@ def test_an_expired_record_is_refused_and_a_replay_does_not_shorten_a_newer_ones
     key = DHTID.generate(record_key(RUN_ID, Claim, 0))
 
     def judged(expires: float) -> bool:
-        sealed = seal(claim(identity), RUN_ID, identity, expires)
+        sealed = seal_record(claim(identity), RUN_ID, identity, expires)
         return validator.validate(DHTRecord(key.to_bytes(), pack(identity.peer), pack(sealed), expires))
 
     assert judged(now + 5) and judged(now + 500)

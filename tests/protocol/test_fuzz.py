@@ -18,7 +18,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest
-from agora_protocol.records import RECORD_TAG, open_record, seal
+from agora_protocol.records import RECORD_TAG, open_record, seal_record
 
 from .mutator import Mutator
 
@@ -78,7 +78,7 @@ def record_case(seeds: list[dict[str, Any]], signers: dict[str, Identity], mutat
         record = open_record(data, run=run, key=key, subkey_peer=peer, now_unix=now)
     except ProtocolError as error:
         return len(data), error.code
-    sealed = seal(record, run, signers[peer], now + 1)
+    sealed = seal_record(record, run, signers[peer], now + 1)
     assert open_record(sealed, run=run, key=key, subkey_peer=peer, now_unix=now) == record
     return len(data), "accepted"
 

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import MAX_ARRAY_ITEMS, MAX_DEPTH, MAX_HEADER_BYTES, MAX_MAP_ITEMS, MAX_VALUES
-from agora_protocol.packing import canonical, pack, unpack
+from agora_protocol.packing import pack, pack_canonical, unpack
 
 
 def nested(levels: int) -> bytes:
@@ -26,8 +26,8 @@ def test_plain_values_come_back(value: object) -> None:
 
 
 def test_canonical_sorts_every_map_and_keeps_every_list() -> None:
-    assert canonical({"b": [{"d": 1, "c": 2}], "a": 0}) == pack({"a": 0, "b": [{"c": 2, "d": 1}]})
-    assert canonical(1.0) == bytes.fromhex("cb3ff0000000000000")
+    assert pack_canonical({"b": [{"d": 1, "c": 2}], "a": 0}) == pack({"a": 0, "b": [{"c": 2, "d": 1}]})
+    assert pack_canonical(1.0) == bytes.fromhex("cb3ff0000000000000")
 
 
 @pytest.mark.parametrize(

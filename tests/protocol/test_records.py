@@ -22,10 +22,10 @@ from agora_protocol.records import (
     Claim,
     Progress,
     Record,
-    expiry_of,
     open_record,
+    read_expiry,
     record_key,
-    seal,
+    seal_record,
 )
 
 RUN = RunId("ab" * 32)
@@ -59,33 +59,33 @@ def assert_refused(code: str, data: bytes, **changes: Any) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_claim_is_found_under_each_of_its_stages(stage: int) -> None:
-    data = seal(CLAIM, RUN, ALICE, NOW + 60)
+    data = seal_record(CLAIM, RUN, ALICE, NOW + 60)
     assert opened(data, key=f"{RUN}/claim/{stage}") == CLAIM
-    assert expiry_of(data) == NOW + 60
+    assert read_expiry(data) == NOW + 60
 
 
 def test_a_progress_comes_back_with_its_unknown_loss() -> None:
-    data = seal(PROGRESS, RUN, ALICE, NOW + 60)
+    data = seal_record(PROGRESS, RUN, ALICE, NOW + 60)
     assert opened(data, key=record_key(RUN, Progress, 1)) == PROGRESS
 
 
 def test_a_record_that_is_not_its_subkeys_is_refused() -> None:
-    assert_refused("wrong-key", seal(CLAIM, RUN, ALICE, NOW + 60), subkey_peer=BOB.peer)
-    assert_refused("wrong-key", seal(CLAIM, RUN, ALICE, NOW + 60), subkey_peer=PeerId("nobody"))
+    assert_refused("wrong-key", seal_record(CLAIM, RUN, ALICE, NOW + 60), subkey_peer=BOB.peer)
+    assert_refused("wrong-key", seal_record(CLAIM, RUN, ALICE, NOW + 60), subkey_peer=PeerId("nobody"))
     assert_refused("bad-signature", sealed(claim_with(), BOB))
     with pytest.raises(ProtocolError, match="only be sealed by the peer") as caught:
-        seal(CLAIM, RUN, BOB, NOW + 60)
+        seal_record(CLAIM, RUN, BOB, NOW + 60)
     assert caught.value.code == "wrong-key"
 
 
 def test_a_record_of_another_run_is_refused() -> None:
     other = RunId("cd" * 32)
-    assert_refused("bad-signature", seal(CLAIM, other, ALICE, NOW + 60))
-    assert_refused("wrong-run", seal(CLAIM, RUN, ALICE, NOW + 60), key=record_key(other, "claim", 2))
+    assert_refused("bad-signature", seal_record(CLAIM, other, ALICE, NOW + 60))
+    assert_refused("wrong-run", seal_record(CLAIM, RUN, ALICE, NOW + 60), key=record_key(other, "claim", 2))
 
 
 def test_an_unsigned_or_changed_record_is_refused() -> None:
-    data = seal(CLAIM, RUN, ALICE, NOW + 60)
+    data = seal_record(CLAIM, RUN, ALICE, NOW + 60)
     payload = msgpack.unpackb(data)[0]
     for signature in (b"", bytes(63), bytes(64), bytes(65)):
         assert_refused("bad-signature", msgpack.packb([payload, signature]))
@@ -97,12 +97,12 @@ def test_an_unsigned_or_changed_record_is_refused() -> None:
 
 
 def test_time() -> None:
-    assert opened(seal(CLAIM, RUN, ALICE, NOW + 0.001)) == CLAIM
-    assert_refused("expired", seal(CLAIM, RUN, ALICE, NOW))
-    assert_refused("expired", seal(CLAIM, RUN, ALICE, NOW - 1e6))
+    assert opened(seal_record(CLAIM, RUN, ALICE, NOW + 0.001)) == CLAIM
+    assert_refused("expired", seal_record(CLAIM, RUN, ALICE, NOW))
+    assert_refused("expired", seal_record(CLAIM, RUN, ALICE, NOW - 1e6))
     longest = NOW + MAX_RECORD_LIFETIME_S + CLOCK_TOLERANCE_S
-    assert opened(seal(CLAIM, RUN, ALICE, longest)) == CLAIM
-    assert_refused("lives-too-long", seal(CLAIM, RUN, ALICE, longest + 1))
+    assert opened(seal_record(CLAIM, RUN, ALICE, longest)) == CLAIM
+    assert_refused("lives-too-long", seal_record(CLAIM, RUN, ALICE, longest + 1))
     for expiry in (float("nan"), float("inf"), -1.0, 0.0, 1e12, int(NOW + 60), "soon", None, True):
         assert_refused("bad-record", sealed([1, 1, expiry, CLAIM.to_fields()]))
 
@@ -145,7 +145,7 @@ def test_a_malformed_record_is_refused(payload: Any, says: str) -> None:
 def test_steps_go_with_the_span() -> None:
     with pytest.raises(ProtocolError, match="has 1 steps for a span of 2 stages"):
         Progress(ALICE.peer, Span(1, 2), 5, (7,), 1.0, 2.0, 0, 0)
-    assert_refused("bad-record", seal(PROGRESS, RUN, ALICE, NOW + 60))  # under a claim's key
+    assert_refused("bad-record", seal_record(PROGRESS, RUN, ALICE, NOW + 60))  # under a claim's key
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_steps_go_with_the_span() -> None:
     ],
 )
 def test_a_key_that_is_no_records_is_refused(key: str, code: str) -> None:
-    assert_refused(code, seal(CLAIM, RUN, ALICE, NOW + 60), key=key)
+    assert_refused(code, seal_record(CLAIM, RUN, ALICE, NOW + 60), key=key)
 
 
 def test_keys_are_made_for_known_records_only() -> None:
@@ -182,7 +182,7 @@ def test_keys_are_made_for_known_records_only() -> None:
 def test_bytes_that_are_no_record_are_refused(data: bytes) -> None:
     assert_refused("bad-record", data)
     with pytest.raises(ProtocolError):
-        expiry_of(data)
+        read_expiry(data)
 
 
 def test_size() -> None:
@@ -192,10 +192,10 @@ def test_size() -> None:
     assert len(address) == MAX_ADDRESS_BYTES
     fullest = Claim(ALICE.peer, Span(0, 255), 2**63 - 1, (address,) * MAX_ADDRESSES, "joining", 1e9)
     key = record_key(RUN, "claim", 255)
-    assert opened(seal(fullest, RUN, ALICE, NOW + 60), key=key) == fullest
+    assert opened(seal_record(fullest, RUN, ALICE, NOW + 60), key=key) == fullest
     longest = Progress(ALICE.peer, Span(0, 255), 2**63 - 1, (2**63 - 1,) * 256, 1e12, 1e30, 2**63 - 1, 2**63 - 1)
     key = record_key(RUN, "progress", 0)
-    assert opened(seal(longest, RUN, ALICE, NOW + 60), key=key) == longest
+    assert opened(seal_record(longest, RUN, ALICE, NOW + 60), key=key) == longest
 
 
 def test_every_record_and_field_is_documented() -> None:

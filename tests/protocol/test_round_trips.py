@@ -13,8 +13,8 @@ from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_DEADLINE_MS, MAX_STAGES
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.messages import Advance, Hello, Message, Ping, Process, Processed, Refusal
-from agora_protocol.packing import canonical, pack, unpack
-from agora_protocol.records import Claim, Progress, Record, open_record, record_key, seal
+from agora_protocol.packing import pack, pack_canonical, unpack
+from agora_protocol.records import Claim, Progress, Record, open_record, record_key, seal_record
 from agora_protocol.tensors import ITEM_BYTES, WireTensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -122,7 +122,7 @@ def records_of(key: Identity) -> st.SearchStrategy[Record]:
 )
 def test_records(signed: tuple[Identity, Record], run: RunId, now: float, lifetime: float) -> None:
     identity, record = signed
-    data = seal(record, run, identity, now + lifetime)
+    data = seal_record(record, run, identity, now + lifetime)
     for stage in (record.span.first, record.span.last):
         how = {"run": run, "key": record_key(run, type(record), stage), "subkey_peer": identity.peer, "now_unix": now}
         assert open_record(data, **how) == record  # type: ignore[arg-type]
@@ -159,8 +159,8 @@ PLAIN: Any = st.recursive(
 @given(PLAIN)
 def test_msgpack(value: object) -> None:
     assert unpack(pack(value), 100_000) == value
-    assert unpack(canonical(value), 100_000) == value
-    assert canonical(unpack(canonical(value), 100_000)) == canonical(value)
+    assert unpack(pack_canonical(value), 100_000) == value
+    assert pack_canonical(unpack(pack_canonical(value), 100_000)) == pack_canonical(value)
 
 
 MANIFESTS = st.builds(

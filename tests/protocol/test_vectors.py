@@ -15,7 +15,7 @@ from agora_protocol.ids import peer_name
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.messages import KINDS
-from agora_protocol.records import RECORDS, open_record, seal
+from agora_protocol.records import RECORDS, open_record, seal_record
 from agora_protocol.tensors import WireTensor
 
 from .conftest import PROTOCOL
@@ -72,7 +72,7 @@ def test_records(vectors: Vectors, make_script: ModuleType) -> None:
             "now_unix": vector["now_unix"],
         }
         assert open_record(vector["sealed"], **how) == record
-        assert seal(record, vector["run"], signers[vector["subkey"]], vector["expires_unix"]) == vector["sealed"]
+        assert seal_record(record, vector["run"], signers[vector["subkey"]], vector["expires_unix"]) == vector["sealed"]
         seen.add(type(record))
     assert seen == {*RECORDS.values()}
 
@@ -85,7 +85,7 @@ def test_frames(vectors: Vectors) -> None:
         message, specs = decode_header(prefix, data[16 : 16 + prefix.header_bytes])
         tensors = slice_payload(specs, data[16 + prefix.header_bytes :])
         assert (prefix.type, prefix.call) == (kind, vector["call"])
-        assert message == (messages.from_fields(vector["kind"], vector["fields"]) if vector["kind"] else None)
+        assert message == (messages.message_from_fields(vector["kind"], vector["fields"]) if vector["kind"] else None)
         assert tensors == [WireTensor(it["dtype"], it["shape"], memoryview(it["data"])) for it in vector["tensors"]]
         assert b"".join(encode_frame(kind, vector["call"], message, tensors)) == data
         seen |= {kind, type(message)}
