@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from agora_protocol.errors import ManifestError
-from agora_protocol.fields import shown
+from agora_protocol.fields import describe
 from agora_protocol.manifest_rules import explain, nearest_multiple, suggest
 from agora_protocol.manifest_sections import Section
 
@@ -162,7 +162,7 @@ def read_model_section(values: Any, source: str) -> Any:
     if section is None:
         family = values["family"]
         raise ManifestError(
-            f"{source}: [model] family {shown(family)} is unknown; {suggest(str(family), MODEL_SECTIONS)}"
+            f"{source}: [model] family {describe(family)} is unknown; {suggest(str(family), MODEL_SECTIONS)}"
         )
     try:
         return section.model_validate(section.completed(values))

@@ -190,8 +190,8 @@ def explain(error: ValidationError, section: type[BaseModel], source: str, withi
         key, known = str(path[-1]), _fields_beside(path, section)
         return ManifestError(f"{source}: {table} no key {key[:40]!r}; {suggest(key, known)}")
     value = first["input"]
-    said = f" {describe(value)}" if isinstance(value, int | float | str) else ""
-    default = _default_of(path, root)
+    value_text = f" {describe(value)}" if isinstance(value, int | float | str) else ""
+    default = _default_text(path, section)
     remedy = "correct it, or remove it" + (f" for the default {default}." if default else ".")
     return ManifestError(f"{source}: {place}{value_text} {_complaint(first)}; {remedy}")
 
