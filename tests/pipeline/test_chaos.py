@@ -68,7 +68,7 @@ async def disturb(world: World, kind: Kind, rng: random.Random, origins: list[No
         if not victims:
             continue
         victim = rng.choice(victims)
-        (world.kill if act == "kill" else world.hang)(victim)
+        (world.network.kill if act == "kill" else world.network.hang)(victim.peer)
         await asyncio.sleep(rng.uniform(0.0, 0.5))
         world.add(f"substitute{number}", str(victim.span), victim.compute.service_s, seen=False)
         await asyncio.sleep(rng.uniform(0.0, 5.0))
@@ -111,13 +111,14 @@ def check_origin(node: Node) -> None:
 
 
 def check_counts(world: World, origins: list[Node]) -> None:
+    unhappy = world.unhappy
     for node in origins:
         for microbatch in (bytes.fromhex(name) for name in started(node.events)):
             for stage in range(world.stage_count):
                 counts = world.counts(stage, microbatch)
                 assert counts, f"stage {stage} never counted {microbatch.hex()}"
                 assert max(counts.values()) == 1, "a peer counted it twice"
-                assert len(counts) == 1 or world.unhappy[microbatch], "counted twice without an excuse"
+                assert len(counts) == 1 or unhappy[microbatch], "counted twice without an excuse"
 
 
 def check_leftovers(world: World) -> None:

@@ -307,7 +307,7 @@ def test_a_caller_that_vanishes_changes_nothing_downstream() -> None:
         nodes = [world.add("first", "0"), world.add("second", "1"), world.add("last", "2", service_s=5.0)]
         asyncio.get_running_loop().create_task(enter(nodes[0]))
         await asyncio.sleep(2.0)
-        world.kill(nodes[0])
+        world.network.kill(nodes[0].peer)
         await asyncio.sleep(20.0)
         assert counted(world) == [0, 1, 1]
         again = world.add("another", "0")

@@ -292,7 +292,7 @@ def test_an_evaluation_survives_a_killed_peer_and_runs_beside_training() -> None
         running = asyncio.create_task(origin.run())
         task = asyncio.create_task(origin.evaluate(8, within_s=300.0))
         await asyncio.sleep(1.0)
-        world.kill(callees[0])
+        world.network.kill(callees[0].peer)
         assert (await task).tokens == 8 * TOKENS
         await origin.leave(60.0)
         await running

@@ -50,7 +50,7 @@ def test_a_killed_callee_costs_a_retry_not_a_microbatch() -> None:
         task = asyncio.create_task(send(node))
         await asyncio.sleep(1.0)
         victim = next(c for c in callees if c.calls_in)
-        world.kill(victim)
+        world.network.kill(victim.peer)
         await asyncio.sleep(0.0)
         answer = await task
         survivor = next(c for c in callees if c is not victim)
@@ -67,7 +67,7 @@ def test_a_hung_callee_is_left_at_its_attempt_deadline() -> None:
         node = world.add("first", "0")
         callees = [world.add(name, "1") for name in ("x", "y")]
         for callee in callees:
-            world.hang(callee)
+            world.network.hang(callee.peer)
         started_at = asyncio.get_running_loop().time()
         task = asyncio.create_task(send(node, within_s=40.0))
         await asyncio.sleep(19.0)
@@ -112,10 +112,10 @@ def test_a_killed_peer_that_still_claims_is_tried_again_and_found_when_it_is_bac
     async def work() -> None:
         world = World(2)
         node, only = world.add("first", "0"), world.add("only", "1")
-        world.kill(only)
+        world.network.kill(only.peer)
         task = asyncio.create_task(send(node, within_s=500.0))
         await asyncio.sleep(100.0)
-        assert 20 <= world.carried[node.peer, only.peer] <= 40, "every 4 s, having no sibling"
+        assert 20 <= world.network.calls[node.peer, only.peer] <= 40, "every 4 s, having no sibling"
         again = world.add("only", "1")
         again.incarnation = 2
         world.show(again)
@@ -165,7 +165,7 @@ def test_a_newcomer_gets_work_at_once_but_no_flood() -> None:
         await asyncio.sleep(1.0)
         assert 1 <= newcomer.calls_in <= 14
         await asyncio.sleep(19.0)
-        total = sum(world.carried[node.peer, peer] for peer in world.nodes)
+        total = sum(world.network.calls[node.peer, peer] for peer in world.nodes)
         assert total > 0 and 0.25 <= newcomer.calls_in / (20.0 * 30.0) <= 0.4
         await origin.leave(60.0)
         await running
@@ -187,7 +187,7 @@ def test_a_sibling_that_is_called_by_others_too_is_called_less() -> None:
         world.look()
         ours = world.origin(node, max_in_flight=4)
         await train(ours, 80)
-        assert world.carried[node.peer, mine.peer] > 2 * world.carried[node.peer, shared.peer]
+        assert world.network.calls[node.peer, mine.peer] > 2 * world.network.calls[node.peer, shared.peer]
         other.view_of = lambda: world.view
         await origin.leave(60.0)
         await elsewhere
@@ -203,7 +203,7 @@ def test_a_retry_reaches_the_peers_that_already_did_their_part() -> None:
         lasts = [world.add(f"l{i}", "2", service_s=1.0) for i in range(6)]
         task = asyncio.create_task(send(first))
         await asyncio.sleep(0.5)
-        world.kill(next(m for m in middles if m.calls_in))
+        world.network.kill(next(m for m in middles if m.calls_in).peer)
         await task
         await asyncio.sleep(30.0)
         assert sum(last.calls_in for last in lasts) == 2, "the same peer was asked again"
@@ -299,7 +299,7 @@ def test_a_peer_that_cannot_get_further_is_left_for_one_that_can() -> None:
         async def nowhere(*args, **kwargs):
             raise ConnectionBroken("no way")
 
-        cut_off.call = nowhere
+        cut_off.caller.call = nowhere
         for i in range(20):
             await send(first, microbatch_id(b"session0", i))
         assert last.calls_in == 20 and connected.calls_in == 20

@@ -11,15 +11,14 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agora_protocol.errors import AgoraError, ProtocolError
 from agora_protocol.ids import MicrobatchId, PeerId, Span, peer_id_of
-from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
-from agora.net.errors import ConnectionBroken, DeadlinePassed
-from agora.net.link import DelayLine, LinkSpec, TokenBucket
+from agora.calls import Reply
+from agora.net.link import LinkSpec
 from agora.observe.events import (
     Event,
     MicrobatchCompleted,
@@ -30,12 +29,13 @@ from agora.observe.events import (
 )
 from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.hop import Hop, HopConfig
-from agora.pipeline.interfaces import HopAnswer, WireShapes
+from agora.pipeline.interfaces import WireShapes
 from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.router import Router
 from agora.swarm.offences import OffenceLog
 from agora.swarm.view import PeerView, View
+from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 
 SHAPES = WireShapes("float32", (1, 2, 4), "float32", (1, 2, 4), (1, 3))
 TOKENS = 2
@@ -131,19 +131,19 @@ class FakeCompute:
 
     async def _device(self, seconds: float, effect: Callable[[], None]) -> None:
         """One job. Cancelled in the queue it is dropped; once it runs nothing stops it, as on a real device thread."""
-        await self.node.gate()
+        await self.node.caller.gate()
         async with self.device:
             if self.fail_next:
                 raise self.fail_next.pop()
             job = asyncio.get_running_loop().create_task(self._work(seconds, effect))
-            self.node.world.tasks.add(job)
-            job.add_done_callback(self.node.world.tasks.discard)
+            self.node.world.network.tasks.add(job)
+            job.add_done_callback(self.node.world.network.tasks.discard)
             await asyncio.shield(job)
-        await self.node.gate()
+        await self.node.caller.gate()
 
     async def _work(self, seconds: float, effect: Callable[[], None]) -> None:
         await asyncio.sleep(seconds)
-        await self.node.gate()
+        await self.node.caller.gate()
         self.busy_s += seconds
         effect()
 
@@ -156,29 +156,6 @@ class FakeCompute:
 
 async def no_fault(point: str) -> None:
     """Nothing goes wrong."""
-
-
-@dataclass
-class Faults:
-    """Probabilities per call, and what has fired."""
-
-    lost_answer: float = 0.0
-    break_call: float = 0.0
-    latency_s: tuple[float, float] = (0.001, 0.003)
-    fired: Counter[str] = field(default_factory=Counter)
-
-
-class Uplink:
-    """What a peer sends goes through one rate, first come first served, news of calls too, and then takes a while."""
-
-    def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
-        self.spec, self.rng = spec, rng
-        self.bucket = TokenBucket(spec.rate)
-        self.lines: dict[PeerId, DelayLine] = {}
-
-    def arrival(self, to: PeerId, size: int, now: float) -> float:
-        line = self.lines.setdefault(to, DelayLine(self.spec, self.rng))
-        return line.arrival(size, self.bucket.take(size, now))
 
 
 class Node:
@@ -195,9 +172,7 @@ class Node:
         barrier: StepBarrier | None,
     ) -> None:
         self.world, self.name, self.peer, self.span = world, name, peer_id(name), span
-        self.uplink = Uplink(link, world.rng) if link else None
-        self.frozen = False
-        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.caller = world.network.join(self.peer, self._answer, link)
         self.state = "serving"
         self.incarnation = 1
         self.events: list[Event] = []
@@ -205,10 +180,9 @@ class Node:
         self.ledger = WorkLedger(self.peer, seats, self.events.append)
         self.reached: Counter[str] = Counter()
         self.view_of = lambda: world.view
-        self.calls_in = 0
         offences = OffenceLog(self.events.append)
         self.router = Router(
-            self,
+            self.caller,
             lambda: self.view_of(),
             me=self.peer,
             stage_count=world.stage_count,
@@ -236,34 +210,29 @@ class Node:
 
     def _measured_round_trip_s(self, peer: PeerId) -> float | None:
         """As a ping over the idle link would measure it; unknown where nothing has a link."""
-        other = self.world.nodes[peer].uplink
-        return (self.uplink.spec.rtt_s + other.spec.rtt_s) / 2 if self.uplink and other else None
+        uplinks = self.caller.uplink, self.world.nodes[peer].caller.uplink
+        return (uplinks[0].spec.rtt_s + uplinks[1].spec.rtt_s) / 2 if uplinks[0] and uplinks[1] else None
+
+    @property
+    def frozen(self) -> bool:
+        return self.caller.frozen
+
+    @property
+    def calls_in(self) -> int:
+        return self.caller.calls_in
+
+    async def _answer(self, call: MemoryCall) -> Reply:
+        answer = await self.hop.process(call.message, call.tensors, call.deadline, call.progress)
+        return Reply(answer.message, answer.tensors)
 
     async def _fault(self, point: str) -> None:
         self.reached[point] += 1
-        await self.gate()
+        await self.caller.gate()
         await self.fault(point)
-        await self.gate()
-
-    async def gate(self) -> None:
-        """A frozen peer never goes on."""
-        if self.frozen:
-            await asyncio.Event().wait()
+        await self.caller.gate()
 
     def view(self) -> PeerView:
         return PeerView(self.peer, self.span, self.incarnation, state=self.state)
-
-    # --- Caller
-
-    async def call(self, peer, request, tensors, *, deadline, on_progress=None) -> HopAnswer:
-        await self.gate()
-        try:
-            answer = await self.world.carry(self, peer, request, tensors, deadline, on_progress)
-        except AgoraError:
-            await self.gate()
-            raise
-        await self.gate()
-        return answer
 
 
 class World:
@@ -272,12 +241,9 @@ class World:
     def __init__(self, stage_count: int, *, seed: int = 0, faults: Faults | None = None) -> None:
         self.stage_count = stage_count
         self.rng = random.Random(seed)
-        self.faults = faults or Faults()
+        self.network = MemoryNetwork(faults, self.rng)
         self.nodes: dict[PeerId, Node] = {}
         self.claimed: dict[PeerId, Node] = {}
-        self.unhappy: Counter[bytes] = Counter()
-        self.carried: Counter[tuple[PeerId, PeerId]] = Counter()
-        self.tasks: set[asyncio.Task] = set()
         self.view = View()
 
     def add(
@@ -316,94 +282,14 @@ class World:
         for node in self.nodes.values():
             node.router.view_changed()
 
-    def kill(self, node: Node) -> None:
-        """SIGKILL: connections break at once, nothing of it goes on."""
-        self.faults.fired["kill"] += 1
-        node.frozen = True
-        if not node.died.done():
-            node.died.set_result(None)
+    @property
+    def faults(self) -> Faults:
+        return self.network.faults
 
-    def hang(self, node: Node) -> None:
-        """The process stops, its connections stay."""
-        self.faults.fired["hang"] += 1
-        node.frozen = True
-
-    # --- the network
-
-    async def carry(self, caller: Node, peer, request: Process, tensors, deadline, on_progress) -> HopAnswer:
-        loop = asyncio.get_running_loop()
-        target = self.nodes.get(peer)
-        self.carried[caller.peer, peer] += 1
-        try:
-            await self._travel(caller, peer, sum(tensor.nbytes for tensor in tensors))
-            if target is None or target.died.done():
-                raise ConnectionBroken("the peer is gone")
-            handler = self._deliver(caller, target, request, tensors, on_progress, loop.time())
-            return await self._reply(caller, target, handler, deadline)
-        except (ConnectionBroken, DeadlinePassed, asyncio.CancelledError):
-            self.unhappy[request.microbatch] += 1
-            raise
-
-    def _deliver(self, caller: Node, target: Node, request: Process, tensors, on_progress, now: float) -> asyncio.Task:
-        def news(advance: Advance) -> None:
-            if not on_progress or caller.frozen or target.frozen:
-                return
-            if target.uplink is None:
-                on_progress(advance)
-            else:
-                loop = asyncio.get_running_loop()
-                loop.call_at(target.uplink.arrival(caller.peer, 0, loop.time()), on_progress, advance)
-
-        async def handle() -> HopAnswer:
-            await target.gate()
-            target.calls_in += 1
-            return await target.hop.process(request, list(tensors), now + request.deadline_ms / 1000.0, news)
-
-        task = asyncio.get_running_loop().create_task(handle())
-        self.tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled():
-            task.exception()
-
-    async def _reply(self, caller: Node, target: Node, handler: asyncio.Task, deadline: float) -> HopAnswer:
-        loop = asyncio.get_running_loop()
-        breaks = self.rng.random() < self.faults.break_call
-        until = min(deadline, loop.time() + self.rng.uniform(0.0, 0.3)) if breaks else deadline
-        try:
-            await asyncio.wait([handler, target.died], timeout=until - loop.time(), return_when="FIRST_COMPLETED")
-            if target.frozen and not target.died.done():
-                await asyncio.wait([target.died], timeout=until - loop.time())
-        except asyncio.CancelledError:
-            self._cancel(caller, target, handler)
-            raise
-        if target.died.done():
-            raise ConnectionBroken("the peer died")
-        if not handler.done() or target.frozen:
-            if breaks and loop.time() < deadline:
-                self.faults.fired["break"] += 1
-                raise ConnectionBroken("the connection broke")
-            self._cancel(caller, target, handler)
-            raise DeadlinePassed("no answer in time")
-        if handler.exception() is None and self.rng.random() < self.faults.lost_answer:
-            self.faults.fired["lost"] += 1
-            raise ConnectionBroken("the answer was lost")
-        await self._travel(target, caller.peer, handler.result().nbytes)
-        return handler.result()
-
-    async def _travel(self, sender: Node, to: PeerId, size: int) -> None:
-        if sender.uplink is None:
-            await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
-        else:
-            now = asyncio.get_running_loop().time()
-            await asyncio.sleep(sender.uplink.arrival(to, size, now) - now)
-
-    def _cancel(self, caller: Node, target: Node, handler: asyncio.Task) -> None:
-        if not caller.frozen and not target.frozen:
-            handler.cancel()
+    @property
+    def unhappy(self) -> Counter[bytes]:
+        """Calls that ended without an answer or a refusal, by microbatch."""
+        return Counter(request.microbatch for request in self.network.unanswered)
 
     # --- what a test asks
 

@@ -1,0 +1,224 @@
+"""A network in memory: calls between peers of one process, with delay, loss, broken connections, killed and hung peers.
+
+Every peer joins with a handler and gets back its agora.calls.Caller. Works in virtual time and in real time. Each fault
+is counted in `faults.fired`, and each call that ended without an answer or a refusal is kept in `unanswered`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from agora_protocol.errors import AgoraError
+from agora_protocol.ids import PeerId
+from agora_protocol.messages import Advance, Message
+from agora_protocol.tensors import WireTensor
+
+from agora.calls import OnProgress, Reply
+from agora.clock import loop_time
+from agora.net.errors import ConnectionBroken, DeadlinePassed
+from agora.net.link import DelayLine, LinkSpec, TokenBucket
+
+
+@dataclass(frozen=True)
+class MemoryCall:
+    """A request as a peer's handler sees it. deadline: on the loop's clock."""
+
+    peer: PeerId
+    message: Message
+    tensors: list[WireTensor]
+    deadline: float
+    progress: OnProgress
+
+
+Handler = Callable[[MemoryCall], Awaitable[Reply]]
+
+
+@dataclass
+class Faults:
+    """What goes wrong by chance: probabilities for each call, the range of a message's delay, and what has fired."""
+
+    lost_answer: float = 0.0
+    break_call: float = 0.0
+    latency_s: tuple[float, float] = (0.001, 0.003)
+    fired: Counter[str] = field(default_factory=Counter)
+
+
+class Uplink:
+    """What a peer sends: first come first served at one rate, progress messages too, then half a round trip."""
+
+    def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
+        self.spec, self.rng = spec, rng
+        self.bucket = TokenBucket(spec.rate)
+        self.lines: dict[PeerId, DelayLine] = {}
+
+    def arrival(self, to: PeerId, size: int, now: float) -> float:
+        line = self.lines.setdefault(to, DelayLine(self.spec, self.rng))
+        return line.arrival(size, self.bucket.take(size, now))
+
+
+class MemoryPeer:
+    """One peer of the network, and its Caller."""
+
+    def __init__(self, network: MemoryNetwork, peer: PeerId, handler: Handler, link: LinkSpec | None) -> None:
+        self.network, self.peer, self.handler = network, peer, handler
+        self.uplink = Uplink(link, network.rng) if link else None
+        self.frozen = False
+        self.cut_off = False
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.calls_in = 0
+
+    async def gate(self) -> None:
+        """A frozen peer never goes on."""
+        if self.frozen:
+            await asyncio.Event().wait()
+
+    async def call(
+        self,
+        peer: PeerId,
+        request: Message,
+        tensors: Sequence[WireTensor] = (),
+        *,
+        deadline: float,
+        on_progress: OnProgress | None = None,
+    ) -> Reply:
+        await self.gate()
+        try:
+            reply = await self.network.carry(self, peer, request, tensors, deadline, on_progress)
+        except AgoraError:
+            await self.gate()
+            raise
+        await self.gate()
+        return reply
+
+
+class MemoryNetwork:
+    """All peers, and what went wrong between them on purpose."""
+
+    def __init__(self, faults: Faults | None = None, rng: random.Random | None = None) -> None:
+        self.faults = faults or Faults()
+        self.rng = rng or random.Random(0)
+        self.peers: dict[PeerId, MemoryPeer] = {}
+        self.calls: Counter[tuple[PeerId, PeerId]] = Counter()
+        self.unanswered: list[Message] = []
+        self.tasks: set[asyncio.Task] = set()
+
+    def join(self, peer: PeerId, handler: Handler, link: LinkSpec | None = None) -> MemoryPeer:
+        """Adds a peer whose requests `handler` answers; one that joins again takes the place of the former."""
+        joined = self.peers[peer] = MemoryPeer(self, peer, handler, link)
+        return joined
+
+    def kill(self, peer: PeerId) -> None:
+        """SIGKILL: its connections break at once, and nothing of it goes on."""
+        self.faults.fired["kill"] += 1
+        self.peers[peer].frozen = True
+        if not self.peers[peer].died.done():
+            self.peers[peer].died.set_result(None)
+
+    def hang(self, peer: PeerId) -> None:
+        """The process stops, its connections stay."""
+        self.faults.fired["hang"] += 1
+        self.peers[peer].frozen = True
+
+    def cut(self, peer: PeerId) -> None:
+        """Every call from and to the peer breaks; the peer itself goes on."""
+        self.faults.fired["cut"] += 1
+        self.peers[peer].cut_off = True
+        if not self.peers[peer].died.done():
+            self.peers[peer].died.set_result(None)
+
+    async def carry(
+        self,
+        caller: MemoryPeer,
+        peer: PeerId,
+        request: Message,
+        tensors: Sequence[WireTensor],
+        deadline: float,
+        on_progress: OnProgress | None,
+    ) -> Reply:
+        """One call, there and back."""
+        target = self.peers.get(peer)
+        self.calls[caller.peer, peer] += 1
+        try:
+            await self._travel(caller, peer, sum(tensor.nbytes for tensor in tensors))
+            if target is None or target.died.done() or caller.cut_off:
+                raise ConnectionBroken("the peer is gone")
+            handling = self._deliver(caller, target, request, tensors, deadline, on_progress)
+            return await self._reply(caller, target, handling, deadline)
+        except (ConnectionBroken, DeadlinePassed, asyncio.CancelledError):
+            self.unanswered.append(request)
+            raise
+
+    def _deliver(
+        self,
+        caller: MemoryPeer,
+        target: MemoryPeer,
+        request: Message,
+        tensors: Sequence[WireTensor],
+        deadline: float,
+        on_progress: OnProgress | None,
+    ) -> asyncio.Task[Reply]:
+        def progress(news: Advance) -> None:
+            if not on_progress or caller.frozen or target.frozen:
+                return
+            if target.uplink is None:
+                on_progress(news)
+            else:
+                arrival = target.uplink.arrival(caller.peer, 0, loop_time())
+                asyncio.get_running_loop().call_at(arrival, on_progress, news)
+
+        left_s = getattr(request, "deadline_ms", 1e9) / 1000.0
+        call = MemoryCall(caller.peer, request, list(tensors), min(deadline, loop_time() + left_s), progress)
+
+        async def handle() -> Reply:
+            await target.gate()
+            target.calls_in += 1
+            return await target.handler(call)
+
+        task = asyncio.get_running_loop().create_task(handle())
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _reply(self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task, deadline: float) -> Reply:
+        breaks = self.rng.random() < self.faults.break_call
+        until = min(deadline, loop_time() + self.rng.uniform(0.0, 0.3)) if breaks else deadline
+        try:
+            await asyncio.wait([handling, target.died], timeout=until - loop_time(), return_when="FIRST_COMPLETED")
+            if target.frozen and not target.died.done():
+                await asyncio.wait([target.died], timeout=until - loop_time())
+        except asyncio.CancelledError:
+            self._cancel(caller, target, handling)
+            raise
+        if target.died.done() or caller.cut_off:
+            raise ConnectionBroken("the peer died")
+        if not handling.done() or target.frozen:
+            if breaks and loop_time() < deadline:
+                self.faults.fired["break"] += 1
+                raise ConnectionBroken("the connection broke")
+            self._cancel(caller, target, handling)
+            raise DeadlinePassed("no answer in time")
+        if handling.exception() is None and self.rng.random() < self.faults.lost_answer:
+            self.faults.fired["lost"] += 1
+            raise ConnectionBroken("the answer was lost")
+        await self._travel(target, caller.peer, sum(tensor.nbytes for tensor in handling.result().tensors))
+        return handling.result()
+
+    async def _travel(self, sender: MemoryPeer, to: PeerId, size: int) -> None:
+        if sender.uplink is None:
+            await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
+        else:
+            now = loop_time()
+            await asyncio.sleep(sender.uplink.arrival(to, size, now) - now)
+
+    def _cancel(self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task) -> None:
+        if not caller.frozen and not target.frozen:
+            handling.cancel()
