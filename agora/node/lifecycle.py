@@ -18,24 +18,16 @@ from agora_protocol.errors import AgoraError, InputError, LocalError
 from agora_protocol.ids import Span
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.records import Progress
 
 from agora.clock import loop_time
 from agora.node import joining, paths
 from agora.node.background import BackgroundTasks
 from agora.node.control import ControlSocket
-from agora.node.loaded_span import LoadedSpan, load_span
-from agora.node.node_report import (
-    NO_TRAFFIC,
-    NodeReport,
-    SpanReport,
-    StageReport,
-    WindowedRate,
-    progress_record,
-    status_json,
-)
+from agora.node.loaded_span import LoadedSpan
+from agora.node.node_report import NO_TRAFFIC, NodeReport, WindowedRate
 from agora.node.peer import Peer, open_peer
 from agora.node.questions import questions_of
+from agora.node.span_loading import load_span
 from agora.node.startup import Startup
 from agora.node.systemd import Notifier
 from agora.node.watchdog import Watchdog
@@ -169,8 +161,8 @@ class Node:
             self._rate.per_second,
             view,
             {other: seen.path for other, seen in peer.network.statistics().peers.items()} if peer else {},
-            _traffic_of(peer) if peer else NO_TRAFFIC,
-            _span_report(self.span) if self.span else None,
+            peer.traffic() if peer else NO_TRAFFIC,
+            self.span.report() if self.span else None,
         )
 
     def _judge(self, view: View, stage_count: int, now_unix: float) -> Health:
@@ -179,12 +171,6 @@ class Node:
             step = self.startup.steps.current or "serve"
             return Health(health.DEGRADED, f"this daemon is still starting: {step}", "wait until it serves")
         return health.judge(view, stage_count, now_unix, since_unix=self._since_unix, paused=self.is_paused)
-
-    def _status(self) -> dict[str, Any]:
-        return status_json(self.take_report())
-
-    def _progress(self) -> Progress | None:
-        return progress_record(self.take_report())
 
     # --- start and serve
 
@@ -220,15 +206,13 @@ class Node:
         others = await joining.connect_to_run(startup, host, self.signed)
         if self.signed is None:
             self.signed = await joining.fetch_manifest(startup, host, others)
-        opening = open_peer(
-            startup, self.signed, host, self._addresses, others, status=self._status, progress=self._progress
-        )
+        opening = open_peer(startup, self.signed, host, self._addresses, others, self.take_report)
         self.peer = await closing.enter_async_context(opening)
         return self.peer
 
     async def _hold(self, peer: Peer, wanted: Span | None) -> None:
         """Loads a span and serves it. Raises _Stopped, or an AgoraError when it cannot; then nothing is held."""
-        loading = load_span(self.startup, peer, wanted)
+        loading = load_span(peer, wanted)
         span = await self._unless_stopped(self._span_closing.enter_async_context(loading))
         if self.is_paused:
             span.pause()
@@ -301,7 +285,7 @@ class Node:
         failure: AgoraError | None = None
         try:
             await self._finish(peer, former, MOVE_FINISH_SECONDS, loop_time() + 2 * MOVE_FINISH_SECONDS)
-            await former.write_checkpoints(MOVE_CHECKPOINT_SECONDS, self.report)
+            await former.write_checkpoints(MOVE_CHECKPOINT_SECONDS)
             await self._end_span()
             try:
                 await self._hold(peer, move.span)
@@ -340,7 +324,7 @@ class Node:
         span.collector.close()
         if not peer.host.died.is_set():
             await self._finish(peer, span, ORIGIN_SECONDS, until)
-        await span.write_checkpoints(max(1.0, until + 1.0 - loop_time()), self.report)
+        await span.write_checkpoints(max(1.0, until + 1.0 - loop_time()))
         self._watchdog.report_traffic(self.take_report())
 
     async def _finish(self, peer: Peer, span: LoadedSpan, origin_s: float, until: float) -> None:
@@ -368,29 +352,3 @@ class Node:
         except TimeoutError:
             self.report(events.TaskFailed("close", f"not everything could be closed within {CLOSE_SECONDS:.0f} s"))
         self.report(events.StateChanged("left", "the daemon has ended"))
-
-
-def _traffic_of(peer: Peer) -> events.Traffic:
-    network, sent = peer.network.statistics(), peer.sent
-    return events.Traffic(
-        sent.boundary_bytes, network.bytes_out, network.bytes_in, sent.averaging_bytes, sent.state_bytes
-    )
-
-
-def _span_report(span: LoadedSpan) -> SpanReport:
-    origin = span.origin
-    stages = (
-        StageReport(stage.stage, stage.step, tuple(stage.staleness), stage.refused_nonfinite)
-        for stage in span.compute.progress()
-    )
-    return SpanReport(
-        span.span,
-        tuple(stages),
-        span.compute.statistics().busy_fraction,
-        span.in_hand,
-        span.hop.queue,
-        span.hop.path_s(),
-        origin is not None,
-        origin.statistics.loss if origin else None,
-        origin.credit.reason if origin else "",
-    )

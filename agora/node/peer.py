@@ -3,14 +3,8 @@
 Knows: the network, the directory, membership, the router, what was answered already. Must not know: stages, training
 (loaded_span.py), processes, signals.
 
-Opened in this order, closed in the opposite one:
-
-| step | opens |
-|---|---|
-| doctor | nothing; checks the disk |
-| network | calls, and the answers to other peers' requests |
-| directory | the DHT node |
-| - | membership, router, background tasks |
+Opened in this order, closed in the opposite one: the directory (DHT node), the network (calls, and the answers to
+other peers' requests), background tasks.
 """
 
 from __future__ import annotations
@@ -19,20 +13,18 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest, SignedManifest
-from agora_protocol.records import Progress
 
 from agora.net.calls import NetLimits, Network
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.node import doctor, joining, runs
 from agora.node.background import BackgroundTasks
+from agora.node.node_report import NodeReport, progress_record, status_json
 from agora.node.requests import CountingCaller, RequestHandler, SentTensors
 from agora.node.startup import Startup
 from agora.observe import events
@@ -51,24 +43,80 @@ REMEMBER_S = 15.0
 REJOIN_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
 class Peer:
-    """This machine's place in the run. `seats`: microbatches that may be inside it at once."""
+    """This machine's place in the run. `seats`: how many microbatches may be inside it at once."""
 
-    signed: SignedManifest
-    addresses: tuple[str, ...]
-    host: Host
-    network: Network
-    directory: Directory
-    membership: Membership
-    router: Router
-    caller: CountingCaller
-    requests: RequestHandler
-    offences: OffenceLog
-    ledger: WorkLedger
-    sent: SentTensors
-    seats: int
-    tasks: BackgroundTasks
+    def __init__(
+        self,
+        startup: Startup,
+        signed: SignedManifest,
+        host: Host,
+        addresses: tuple[str, ...],
+        directory: Directory,
+        take_report: Callable[[], NodeReport],
+    ) -> None:
+        self.startup = startup
+        self.signed = signed
+        self.host = host
+        self.addresses = addresses
+        self.directory = directory
+        self.shapes = wire_shapes(signed.manifest)
+        self.seats = seats_of(signed.manifest, available_bytes(torch.device("cpu")))
+        self.sent = SentTensors()
+        self.offences = OffenceLog(startup.report)
+        self.ledger = WorkLedger(startup.peer, self.seats, startup.report)
+        self.requests = RequestHandler(signed, lambda: status_json(take_report()), self.sent, self.ledger)
+        self.network = self._make_network()
+        self.caller = CountingCaller(self.network, self.sent)
+        self.membership = Membership(
+            MembershipConfig(signed.run_id, signed.manifest.stage_count, startup.incarnation, addresses),
+            directory,
+            startup.identity,
+            startup.report,
+            progress=lambda: progress_record(take_report()),
+        )
+        self.router = Router(
+            self.caller,
+            lambda: self.membership.view,
+            me=startup.peer,
+            stage_count=signed.manifest.stage_count,
+            shapes=self.shapes,
+            report=startup.report,
+            report_offence=self.offences.report_offence,
+            is_shut_out=self.offences.is_shut_out,
+            round_trip_s=self._round_trip_s,
+        )
+        self.membership.subscribe(self.router.view_changed)
+        self.tasks = BackgroundTasks()
+
+    def _make_network(self) -> Network:
+        payload = self.signed.manifest.max_payload_bytes
+        greeting = joining.hello(self.signed.run_id, self.addresses)
+        return Network(
+            self.host,
+            lambda: greeting,
+            self.requests.answer,
+            NetLimits(max_payload_bytes=payload, max_held_bytes=max(LEAST_HELD_BYTES, 2 * self.seats * payload)),
+            report_violation=self.offences.report_violation,
+            shut_out_s=self.offences.shut_out_s,
+            report_failure=self._report_failure,
+        )
+
+    def _report_failure(self, other: PeerId, error: Exception) -> None:
+        """Reports that answering a request of `other` failed by an unforeseen error."""
+        self.startup.report(events.TaskFailed(f"answering {other}", f"{type(error).__name__}: {error}"))
+
+    def _round_trip_s(self, other: PeerId) -> float | None:
+        """Returns the measured round trip to a connected peer, in seconds."""
+        connected = self.network.statistics().peers.get(other)
+        return connected.rtt_s if connected else None
+
+    def traffic(self) -> events.Traffic:
+        """Returns the bytes that were sent and received since the start."""
+        network, sent = self.network.statistics(), self.sent
+        return events.Traffic(
+            sent.boundary_bytes, network.bytes_out, network.bytes_in, sent.averaging_bytes, sent.state_bytes
+        )
 
 
 @asynccontextmanager
@@ -78,105 +126,27 @@ async def open_peer(
     host: Host,
     addresses: tuple[str, ...],
     others: tuple[str, ...],
-    *,
-    status: Callable[[], dict[str, Any]],
-    progress: Callable[[], Progress | None],
+    take_report: Callable[[], NodeReport],
 ) -> AsyncIterator[Peer]:
-    """Opens the peer on a running host, and closes it.
+    """Opens the peer on a running host, and closes it when the block ends.
 
-    addresses: of this peer. others: addresses of other peers that are known. status, progress: what this daemon says
-    of itself when it is asked, and regularly in the directory. Raises an AgoraError that says what to do.
+    addresses: of this peer. others: known addresses of other peers. take_report: of this daemon, for those who ask and
+    for the directory. Raises an AgoraError that says what to do.
     """
-    manifest, sent, offences = signed.manifest, SentTensors(), OffenceLog(startup.report)
     async with AsyncExitStack() as closing:
         with startup.steps.step("doctor") as note:
             note.text = doctor.check_disk(startup.home.root)
-        seats = seats_of(manifest, available_bytes(torch.device("cpu")))
-        ledger = WorkLedger(startup.peer, seats, startup.report)
-        requests = RequestHandler(signed, status, sent, ledger)
-        network = _make_network(startup, signed, host, addresses, requests, offences, seats)
-        closing.push_async_callback(network.close)
-        await network.start()
         with startup.steps.step("directory"):
-            directory = await Directory.create(host, signed.run_id, others, stages=manifest.stage_count)
+            directory = await Directory.create(host, signed.run_id, others, stages=signed.manifest.stage_count)
             closing.push_async_callback(directory.close)
-        config = MembershipConfig(signed.run_id, manifest.stage_count, startup.incarnation, addresses)
-        membership = Membership(config, directory, startup.identity, startup.report, progress=progress)
-        caller = CountingCaller(network, sent)
-        router = _make_router(startup, manifest, caller, network, membership, offences)
-        tasks = await closing.enter_async_context(BackgroundTasks())
-        tasks.start("membership", membership.run())
+        peer = Peer(startup, signed, host, addresses, directory, take_report)
+        closing.push_async_callback(peer.network.close)
+        await peer.network.start()
+        tasks = await closing.enter_async_context(peer.tasks)
+        tasks.start("membership", peer.membership.run())
         tasks.start("rejoin", _rejoin_when_alone(directory, others))
-        tasks.start("addresses", _remember_addresses(startup, signed, membership))
-        yield Peer(
-            signed,
-            addresses,
-            host,
-            network,
-            directory,
-            membership,
-            router,
-            caller,
-            requests,
-            offences,
-            ledger,
-            sent,
-            seats,
-            tasks,
-        )
-
-
-def _make_network(
-    startup: Startup,
-    signed: SignedManifest,
-    host: Host,
-    addresses: tuple[str, ...],
-    requests: RequestHandler,
-    offences: OffenceLog,
-    seats: int,
-) -> Network:
-    greeting, payload = joining.hello(signed.run_id, addresses), signed.manifest.max_payload_bytes
-    limits = NetLimits(max_payload_bytes=payload, max_held_bytes=max(LEAST_HELD_BYTES, 2 * seats * payload))
-
-    def report_failure(peer: PeerId, error: Exception) -> None:
-        startup.report(events.TaskFailed(f"answering {peer}", f"{type(error).__name__}: {error}"))
-
-    return Network(
-        host,
-        lambda: greeting,
-        requests.answer,
-        limits,
-        report_violation=offences.report_violation,
-        shut_out_s=offences.shut_out_s,
-        report_failure=report_failure,
-    )
-
-
-def _make_router(
-    startup: Startup,
-    manifest: Manifest,
-    caller: CountingCaller,
-    network: Network,
-    membership: Membership,
-    offences: OffenceLog,
-) -> Router:
-    def round_trip_s(peer: PeerId) -> float | None:
-        connected = network.statistics().peers.get(peer)
-        return connected.rtt_s if connected else None
-
-    router = Router(
-        caller,
-        lambda: membership.view,
-        me=startup.peer,
-        stage_count=manifest.stage_count,
-        shapes=wire_shapes(manifest),
-        report=startup.report,
-        report_offence=offences.report_offence,
-        is_shut_out=offences.is_shut_out,
-        round_trip_s=round_trip_s,
-    )
-    membership.subscribe(router.view_changed)
-    return router
+        tasks.start("addresses", _remember_addresses(peer))
+        yield peer
 
 
 async def _rejoin_when_alone(directory: Directory, others: tuple[str, ...]) -> None:
@@ -187,19 +157,17 @@ async def _rejoin_when_alone(directory: Directory, others: tuple[str, ...]) -> N
             await directory.bootstrap(others, timeout_s=2.0)
 
 
-async def _remember_addresses(startup: Startup, signed: SignedManifest, membership: Membership) -> None:
+async def _remember_addresses(peer: Peer) -> None:
     """Writes addresses of other peers to the disk for the next start. A full disk costs that and nothing else."""
+    home, run, me = peer.startup.home, peer.signed.run_id, peer.startup.peer
     while True:
         await asyncio.sleep(REMEMBER_S)
-        others = [seen for seen in membership.view.peers.values() if seen.peer != startup.peer]
-        addresses = [address for seen in others for address in seen.addresses[:2]][:16]
-        if not addresses:
-            continue
-        try:
-            await asyncio.to_thread(runs.remember_addresses, startup.home, signed.run_id, addresses)
-        except OSError as error:
-            path = str(startup.home.peers(signed.run_id))
-            startup.report(events.DiskTrouble(path, error.strerror or str(error)))
+        others = [seen for seen in peer.membership.view.peers.values() if seen.peer != me]
+        if addresses := [address for seen in others for address in seen.addresses[:2]][:16]:
+            try:
+                await asyncio.to_thread(runs.remember_addresses, home, run, addresses)
+            except OSError as error:
+                peer.startup.report(events.DiskTrouble(str(home.peers(run)), error.strerror or str(error)))
 
 
 def usual_in_flight(manifest: Manifest) -> int:

@@ -15,7 +15,7 @@ While no span is held, what only the span can answer is refused Busy.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +49,7 @@ from agora.pipeline.ledger import WorkLedger
 JOINING_RETRY_MS = 1000
 
 Answerer = Callable[[IncomingCall], Awaitable[Reply]]
-"""Answers one kind of request; raises an AgoraError to refuse it."""
+"""Answers a request; raises an AgoraError to refuse it."""
 
 _BY_MEMBERS: tuple[type[Message], ...] = (Process, GossipSteps, Contribute, Recall)
 _BY_PEERS: tuple[type[Message], ...] = (GetState, GetChunk, GetSlice)
@@ -107,7 +107,7 @@ class RequestHandler:
         signed: SignedManifest,
         status: Callable[[], dict[str, Any]],
         sent: SentTensors,
-        ledger: WorkLedger | None = None,
+        ledger: WorkLedger,
     ) -> None:
         self._signed = signed
         self._manifest_bytes = signed.to_bytes()
@@ -118,13 +118,13 @@ class RequestHandler:
         self._answerers: dict[type[Message], Answerer] = {}
 
     @contextmanager
-    def answering(self, answerers: Mapping[type[Message], Answerer]) -> Iterator[None]:
-        """Answers these kinds of requests by `answerers` until the block ends; before and after, they are Busy."""
-        self._answerers |= answerers
+    def answering(self, kinds: Sequence[type[Message]], answer: Answerer) -> Iterator[None]:
+        """Answers requests of these kinds by `answer` until the block ends. Before and after, they are refused Busy."""
+        self._answerers |= dict.fromkeys(kinds, answer)
         try:
             yield
         finally:
-            for kind in answerers:
+            for kind in kinds:
                 del self._answerers[kind]
 
     async def answer(self, call: IncomingCall) -> Reply:
@@ -154,7 +154,7 @@ class RequestHandler:
 
     def _answer_without_span(self, call: IncomingCall, request: Message) -> Reply:
         """Answers a repeat of a microbatch that a former span has finished; everything else is refused Busy."""
-        if self._ledger is not None and isinstance(request, Process):
+        if isinstance(request, Process):
             answer = self._ledger.answer_repeat(request, call.progress)
             if answer is not None:
                 return Reply(answer.message, list(answer.tensors))

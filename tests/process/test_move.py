@@ -46,6 +46,9 @@ def test_a_daemon_moves_to_another_stage_and_back_without_losing_a_microbatch(tm
         made.serving()
         trains_on(made, moves)
         trains_on(made, stays)
+        made.until(
+            lambda: moves.ask("status")["stages"][1]["step"] > 0, "stage 1 to say in the directory how far it is"
+        )
         network, peer = network_process_of(moves), moves.peer
 
         assert moves.ask("move", stages="1", timeout_s=60)["span"] == [1, 1]
