@@ -20,7 +20,6 @@ from agora_protocol.errors import AgoraError
 
 from benchmarks.children import BenchFailed, terminable
 from benchmarks.report import Report, print_tables, write_section
-from benchmarks.wan_plots import require_matplotlib
 
 DONE, FAILED, BAD_ARGUMENTS = 0, 1, 2
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
@@ -32,9 +31,6 @@ BENCHES: Final[Mapping[str, str]] = {
     name: f"benchmarks.{name}:run" for name in ("pipeline", "averaging", "join", "agreement", "codecs", "wan")
 }
 """Name to `module:function`; a module is imported only when its benchmark runs."""
-
-WITH_FIGURES: Final = frozenset({"wan"})
-"""The benchmarks that draw figures: --write refuses to measure for them where nothing could be drawn."""
 
 
 def run(
@@ -51,8 +47,6 @@ def run(
         _print_line(f"error: there is no benchmark {name!r}; {hint}")
         return BAD_ARGUMENTS
     try:
-        if write and name in WITH_FIGURES:
-            require_matplotlib()
         with terminable(), tempfile.TemporaryDirectory(prefix="agora-bench-") as folder:
             report = _imported(benches[name])(quick, Path(folder))
         if as_json:

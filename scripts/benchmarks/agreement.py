@@ -18,7 +18,6 @@ from benchmarks.agreement_settings import (
     DEFAULTS,
     FULL,
     NONE,
-    PUBLISHED,
     QUICK,
     REPLICAS,
     SCALED,
@@ -50,7 +49,6 @@ def run(quick: bool, folder: Path) -> Report:
     report = Report("agreement", "Agreement: the loss of replicas that average slices", describe())
     found = train_all(effort, folder)
     report.rows = [row(setting, found) for setting in found]
-    report.rows += [{"name": f"published: {name}", "bytes": cost} for name, cost in PUBLISHED.items()]
     report.ratios = {
         name: Ratio(paired_ratio(losses(found[setting]), losses(found[SYNCHRONOUS])), target, meaning)
         for name, (setting, target, meaning) in RATIOS.items()
@@ -123,6 +121,5 @@ def notes(effort: Effort) -> list[str]:
         "model whose weights are the replicas' mean. apart: root mean square distance of the replicas to that mean, "
         "against its own root mean square. Every seed has its weights, samples and held-out text.",
         "bytes: what a replica puts in, per parameter and optimizer step, payload alone, exact steps included. What "
-        "comes back is as much again, here and with butterfly all-reduce. `published`: what others' settings come to "
-        "by the same count, from their papers' numbers, not measured here.",
+        "comes back is as much again.",
     ]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.averaging_groups import NUMEL, Group, Held, HivemindGroup, Incomplete, OurGroup, Round
+from benchmarks.averaging_groups import NUMEL, Group, HivemindGroup, Incomplete, OurGroup, Round
 from benchmarks.averaging_slowdown import measure_slowdown
 from benchmarks.children import BenchFailed, Nursery
 from benchmarks.machine import describe
@@ -24,7 +24,7 @@ from benchmarks.window import tell
 TRIES = 3
 SIZES = (2, 4, 8)
 COMPARED = 4
-"""Members where precisions and bytes are compared, and one is killed."""
+"""The number of members with which precisions and bytes are compared."""
 SAME_PRECISION = "float32"
 
 TIMES: Mapping[str, tuple[str, str, str, str]] = {
@@ -40,13 +40,12 @@ class Effort:
     """How often, and for training how long, to measure."""
 
     turns: int
-    deaths: int
     windows: int
     window_s: float
 
 
-QUICK = Effort(turns=3, deaths=1, windows=2, window_s=8.0)
-FULL = Effort(turns=15, deaths=3, windows=7, window_s=32.0)
+QUICK = Effort(turns=3, windows=2, window_s=8.0)
+FULL = Effort(turns=15, windows=7, window_s=32.0)
 
 
 def run(quick: bool, folder: Path) -> Report:
@@ -57,10 +56,8 @@ def run(quick: bool, folder: Path) -> Report:
     for size in SIZES:
         with Nursery(folder) as nursery:
             found |= rounds_of(groups_of(size, nursery), effort.turns)
-    deaths = kill_members(folder, found, effort.deaths)
     slowdown = measure_slowdown(folder, effort.windows, effort.window_s)
-    report.rows = [round_row(name, rounds) for name, rounds in found.items()]
-    report.rows += [death_row(name, held) for name, held in deaths.items()] + slowdown.rows
+    report.rows = [round_row(name, rounds) for name, rounds in found.items()] + slowdown.rows
     report.ratios = round_ratios(found) | {"training_slowdown": slowdown.ratio}
     report.notes = (
         calmness([done.others for done in rounds] for rounds in found.values()) + notes(effort) + slowdown.notes
@@ -101,33 +98,6 @@ def whole_round(group: Group) -> Round:
     raise BenchFailed(f"{group.name}: {TRIES} rounds in a row were not whole; run again in calm")
 
 
-def kill_members(folder: Path, found: Mapping[str, Sequence[Round]], deaths: int) -> dict[str, list[Held]]:
-    """What survivors hold, for each side with its defaults, over `deaths` fresh groups; by group name."""
-    held: dict[str, list[Held]] = {}
-    for number in range(deaths):
-        for kind in (OurGroup, HivemindGroup):
-            group, survivors = survivors_of(kind, folder / f"death-{number}-{kind.side}", found)
-            held.setdefault(group.name, []).extend(survivors)
-            means = ", ".join(f"{survivor.mean:.2f}" for survivor in survivors)
-            tell(f"{group.name}: survivors' means are {means} where 1.00 is true")
-    return held
-
-
-def survivors_of(kind: type[Group], folder: Path, found: Mapping[str, Sequence[Round]]) -> tuple[Group, list[Held]]:
-    """A fresh group that came to the middle of a round, and what those hold that were not killed there."""
-    for number in range(TRIES):
-        with Nursery(folder / str(number)) as nursery:
-            nursery.folder.mkdir(parents=True)
-            group = kind(COMPARED, nursery)
-            tell(f"starting {group.name}, of which one will be killed")
-            try:
-                group.start()
-                return group, group.round_with_a_death(statistics.median(it.megabytes for it in found[group.name]))
-            except Incomplete as error:
-                tell(f"{error}; another group is started")
-    raise BenchFailed(f"{kind.side}: {TRIES} rounds in a row never came to their middle; run again in calm")
-
-
 def round_row(name: str, rounds: Sequence[Round]) -> dict[str, Cell]:
     """One line of the table for a group's rounds."""
     seconds = [done.seconds for done in rounds]
@@ -143,23 +113,6 @@ def round_row(name: str, rounds: Sequence[Round]) -> dict[str, Cell]:
         "error": statistics.median(done.error for done in rounds),
         "incomplete": sum(done.incomplete for done in rounds),
         "others": round(statistics.mean(done.others for done in rounds), 3),
-    }
-
-
-def death_row(name: str, held: Sequence[Held]) -> dict[str, Cell]:
-    """One line for the survivors of rounds in which one member was killed."""
-    seconds = [survivor.seconds for survivor in held]
-    stuck = sum(not survivor.returned for survivor in held)
-    return {
-        "name": f"{name}, one killed",
-        "unit": "s",
-        "median": statistics.median(seconds),
-        "low": min(seconds),
-        "high": max(seconds),
-        "error": statistics.fmean(survivor.error for survivor in held),
-        "averaged": statistics.fmean(survivor.averaged for survivor in held),
-        "means": " ".join(f"{survivor.mean:.2f}" for survivor in held),
-        "stuck": f"{stuck} of {len(held)}",
     }
 
 
@@ -195,7 +148,4 @@ def notes(effort: Effort) -> list[str]:
         "round. error: root mean square distance to the true mean, where members lie 1 apart and values are 4 times "
         "as large; incomplete: rounds, not counted, after which a member held something else; others: what the rest of "
         "the machine used, in cores.",
-        f"`one killed`: a member of {COMPARED} gets SIGKILL when half of a round's bytes have passed ({effort.deaths} "
-        "fresh groups). The true mean is 1.00, with and without it; survivors began at 0, 1 and 2. averaged: share of "
-        "elements that hold the mean; means: what each survivor holds; stuck: rounds that had not ended after 30 s.",
     ]

@@ -6,10 +6,7 @@ Knows: child processes and the orders they take, the loopback's counter. Must no
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import statistics
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,58 +18,29 @@ from benchmarks.window import START_S
 
 NUMEL: Final = 10_000_000
 ROUND_S: Final = 90.0
-POLL_S: Final = 0.001
 WHOLE: Final = 0.999
 """Share of elements on the mean below which a round did not do what is timed."""
-KILL_AT: Final = 0.5
-"""Of the bytes of a usual round: when these have passed, one member is killed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What one member has after a round; offsets as `averaging_values.Holding` has them.
-
-    returned: whether the round came to an end here at all; otherwise this is what it held when nobody waited any more.
-    """
-
-    returned: bool
-    seconds: float
-    mean: float
-    averaged: float
-    error: float
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """One round of a group, from the first member's begin to the last one's end; `megabytes` sent by each member.
 
-    cpu_s: processor time of all members; others: cores that the rest of the machine used meanwhile.
+    cpu_s: processor time of all members; others: cores that the rest of the machine used meanwhile. error: root mean
+    square distance of a member to the true mean, in units of an offset of 1, the mean over members.
     """
 
     seconds: float
     megabytes: float
     cpu_s: float
     others: float
-    held: list[Held]
+    error: float
     incomplete: int = 0
     """Rounds before it after which not everybody held the mean."""
 
-    @property
-    def error(self) -> float:
-        """The mean over members of their root mean square distance to the true mean, in units of an offset of 1."""
-        return statistics.fmean(held.error for held in self.held)
-
-
-def offsets(size: int) -> list[float]:
-    """The members' offsets: 0, 1, 2, ... and for the last of more than two the mean of these, so that the mean is the
-    same without it.
-    """
-    others = [float(index) for index in range(size - 1)]
-    return [*others, statistics.fmean(others) if size > 2 else 1.0]
-
 
 class Incomplete(BenchFailed):
-    """A round ended, and somebody does not hold the mean; or it never came to its middle."""
+    """A round has ended, and a member does not hold the mean."""
 
 
 class Group(ABC):
@@ -100,29 +68,16 @@ class Group(ABC):
     def round(self) -> Round:
         """One round of all. Raises Incomplete when a member does not hold the mean, BenchFailed after ROUND_S."""
         begun, watch = loopback_bytes(), Watch(member.pid for member in self._members)
-        self._begin_round()
+        self._rounds += 1
+        for member in self._members:
+            member.tell({"round": self._rounds})
         answers = [member.hear(ROUND_S) for member in self._members]
         sent = loopback_bytes() - begun
         others, cpu_s = watch.elsewhere(), watch.ours()
         if any(not answer["returned"] or answer["averaged"] < WHOLE for answer in answers):
             raise Incomplete(f"{self.name}: a member does not hold the mean after a round")
-        return Round(_seconds(answers), sent / 1e6 / self.size, cpu_s, others, [_held(answer) for answer in answers])
-
-    def round_with_a_death(self, megabytes: float) -> list[Held]:
-        """A round in whose middle the last member is killed; what the others hold. The group is of no use after it.
-
-        megabytes: that each member sends in a usual round.
-        """
-        *survivors, victim = self._members
-        middle = loopback_bytes() + int(KILL_AT * 1e6 * megabytes * self.size)
-        self._begin_round()
-        deadline = time.monotonic() + ROUND_S
-        while loopback_bytes() < middle:
-            if time.monotonic() > deadline:
-                raise Incomplete(f"{self.name}: the round never came to its middle")
-            time.sleep(POLL_S)
-        os.killpg(victim.pid, signal.SIGKILL)
-        return [_held(survivor.hear(ROUND_S)) for survivor in survivors]
+        error = statistics.fmean(answer["error"] for answer in answers)
+        return Round(_seconds(answers), sent / 1e6 / self.size, cpu_s, others, error)
 
     def start_again(self) -> None:
         """Ends all members and starts others: who came out of step in a round that failed may stay so."""
@@ -131,13 +86,7 @@ class Group(ABC):
         with contextlib.suppress(Incomplete):  # of the round that nobody counts
             self.start()
 
-    def _begin_round(self) -> None:
-        self._rounds += 1
-        for member in self._members:
-            member.tell({"round": self._rounds})
-
     def _start_member(self, index: int, **more: object) -> Child:
-        given = offsets(self.size)
         self._started += 1
         name = f"{self.name.replace(' ', '-')}-{index}-{self._started}"
         told = {
@@ -146,8 +95,8 @@ class Group(ABC):
             "numel": self.numel,
             "size": self.size,
             "wire": self.wire,
-            "offset": given[index],
-            "true_mean": statistics.fmean(given),
+            "offset": float(index),
+            "true_mean": (self.size - 1) / 2,
             **more,
         }
         self._members.append(self._nursery.start(name, self.role, told))
@@ -191,8 +140,3 @@ class HivemindGroup(Group):
 
 def _seconds(answers: Sequence[dict[str, Any]]) -> float:
     return float(max(answer["end"] for answer in answers) - min(answer["begin"] for answer in answers))
-
-
-def _held(answer: dict[str, Any]) -> Held:
-    seconds = answer["end"] - answer["begin"]
-    return Held(answer["returned"], seconds, answer["mean"], answer["averaged"], answer["error"])

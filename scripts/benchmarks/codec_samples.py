@@ -71,19 +71,16 @@ class Stages:
         for stage in self._stages:
             stage.take_due_steps()
 
-    def loss(self, batches: int = HELD_OUT, *, exact: bool = False) -> float:
-        """Mean loss per held-out token in nats over so many microbatches.
-
-        Boundaries cross as in training or, `exact`, unchanged, as they do within the model that is exported.
-        """
-        loss_sum, tokens, crossing = 0.0, 0, unchanged if exact else self._crossing
+    def loss(self, batches: int = HELD_OUT) -> float:
+        """Returns the mean loss per held-out token in nats over so many microbatches, crossing as in training."""
+        loss_sum, tokens = 0.0, 0
         name = MicrobatchId(bytes(16))
         for batch in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
             ids = torch.from_numpy(batch).long()
             entry = ids[:, :-1]
             for number, stage in enumerate(self._stages[:-1]):
                 boundary, _ = stage.forward(name, number, entry, ids, train=False)
-                entry = crossing(boundary, "forward", name, number + 1)
+                entry = self._crossing(boundary, "forward", name, number + 1)
             found, count, _ = self._stages[-1].finish(name, len(self._stages) - 1, entry, ids, train=False)
             loss_sum, tokens = loss_sum + found, tokens + count
         return loss_sum / tokens

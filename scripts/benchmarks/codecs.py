@@ -1,6 +1,6 @@
-"""`./scripts/bench codecs`: bytes, error and speed of every boundary codec on real boundaries, and the loss.
+"""`./scripts/bench codecs`: bytes, error and speed of every boundary codec on real boundaries.
 
-Knows: the codecs, and the quantiser that most would write first, for comparison. Must not know: networks, peers.
+Knows: the codecs. Must not know: networks, peers.
 """
 
 from __future__ import annotations
@@ -19,28 +19,13 @@ from torch import Tensor
 
 from agora.codec import BoundaryCodec, gradient_dither_key
 from agora.train.memory import keep_freed_memory
-from benchmarks.codec_samples import Crossing, Samples, Stages, boundary_samples
+from benchmarks.codec_samples import Crossing, Samples, boundary_samples
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report
 
 SUBSPACE: Final = 64
 DRAWS: Final = 64
 SPEED_SHAPE: Final = (8, 1024, 128)
-LOSS_CODECS: Final = (
-    "float32",
-    "bf16",
-    "int8",
-    "int8h",
-    "int6",
-    "int6/int4",
-    "int8/int4",
-    "int4/int8",
-    "int4",
-    "int4h",
-    "int3",
-)
-NAIVE: Final = ("int8/int4", "int4")
-WHOLE: Final = ("bf16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +35,11 @@ class Size:
     steps: int
     keep: int
     repeats: int
-    losses: bool
 
 
 def run(quick: bool, folder: Path) -> Report:
     """One thread throughout."""
-    size = Size(60, 4, 5, False) if quick else Size(300, 8, 15, True)
+    size = Size(60, 4, 5) if quick else Size(300, 8, 15)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -69,9 +53,6 @@ def _report(size: Size, folder: Path) -> Report:
     manifest = _manifest(size.steps)
     samples = boundary_samples(manifest, size.steps, size.keep, folder)
     rows = [_row(leg, samples, size) for leg in DIRECTION_CODEC_NAMES]
-    rows += [_naive_row(4, stochastic, samples) for stochastic in (False, True)]
-    if size.losses:
-        add_losses(rows, manifest, size.steps, folder)
     speed = next(row["encode_GB/s"] for row in rows if row["codec"] == "int8")
     ratios = {"int8_encode": Ratio(float(speed or 0), ">= 1", "GB/s of float32 input, int8 forward, one core")}
     return Report("codecs", "Codecs: what a boundary costs, and what it loses", describe(), rows, ratios, _notes(size))
@@ -112,55 +93,6 @@ def _row(name: str, samples: Samples, size: Size) -> dict[str, Cell]:
     }
 
 
-def _naive_row(bits: int, stochastic: bool, samples: Samples) -> dict[str, Cell]:
-    forward, backward = torch.cat(samples.forward), torch.cat(samples.backward)
-    generator = torch.Generator().manual_seed(1)
-
-    def crossed(tensor: Tensor) -> Tensor:
-        return naive(tensor, bits, generator if stochastic else None)
-
-    return {
-        "codec": f"naive int{bits}, {'stochastic' if stochastic else 'nearest'}",
-        "bytes_per_value": bits / 8 + 2 / 64,
-        "error_forward": _relative(crossed(forward), forward),
-        "error_gradient": _relative(crossed(backward), backward),
-        f"error_of_{DRAWS}": _error_of_mean(lambda n: crossed(backward), backward),
-    }
-
-
-def naive(tensor: Tensor, bits: int, generator: torch.Generator | None) -> Tensor:
-    """Absmax blocks of 64 with a level on zero, rounded to nearest, or with a generator stochastically."""
-    blocks, top = tensor.reshape(-1, 64), float(2 ** (bits - 1) - 1)
-    scales: Tensor = (blocks.abs().amax(dim=1, keepdim=True) / top).clamp(min=1e-30)
-    exact = blocks / scales
-    levels = exact.round() if generator is None else (exact + torch.rand(exact.shape, generator=generator)).floor()
-    return (levels * scales).view(tensor.shape)
-
-
-def add_losses(rows: list[dict[str, Cell]], manifest: Manifest, steps: int, folder: Path) -> None:
-    """A column for the loss; a codec that has no row gets one.
-
-    Last come models whose boundaries have the whole width: all of it crosses, or as many columns as the subspace has.
-    """
-    found: dict[str, Crossing] = {name: crossing(BoundaryCodec(name, manifest.seed)) for name in LOSS_CODECS}
-    found |= {f"naive {name}, nearest": _naive_crossing(name) for name in NAIVE}
-    for name, cross in found.items():
-        _add_loss(rows, name, Stages(manifest, folder, cross), steps)
-    whole = manifest.replaced(model=manifest.model.full_boundary())
-    for name in (*WHOLE, *(f"top{manifest.model.boundary_width}:{name}" for name in WHOLE)):
-        _add_loss(rows, f"k = d, {name}", Stages(whole, folder, crossing(BoundaryCodec(name, manifest.seed))), steps)
-
-
-def _add_loss(rows: list[dict[str, Cell]], name: str, stages: Stages, steps: int) -> None:
-    for step in range(steps):
-        stages.learn(step)
-    row = next((row for row in rows if row["codec"] == name), None)
-    if row is None:
-        row = {"codec": name}
-        rows.append(row)
-    row["loss"], row["loss_exported"] = round(stages.loss(), 4), round(stages.loss(exact=True), 4)
-
-
 def crossing(codec: BoundaryCodec) -> Crossing:
     """What arrives of what crosses by `codec`, its dither and its columns as in a daemon."""
     entries: dict[tuple[MicrobatchId, int], Tensor] = {}
@@ -174,12 +106,6 @@ def crossing(codec: BoundaryCodec) -> Crossing:
         return arrived
 
     return cross
-
-
-def _naive_crossing(name: str) -> Crossing:
-    forward, _, backward = name.replace("int", "").partition("/")
-    bits: dict[Direction, int] = {"forward": int(forward), "backward": int(backward or forward)}
-    return lambda tensor, direction, microbatch, stage: naive(tensor, bits[direction], None)
 
 
 def _cross(
@@ -220,18 +146,9 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _notes(size: Size) -> list[str]:
-    notes = [
+    return [
         f"Real boundaries: a model of width 128, subspace {SUBSPACE}, 4 stages of one layer, after {size.steps} "
         "steps of 8 x 128 bytes of the standard library's source. Errors: root of squared error over squared values.",
         f"`error_of_{DRAWS}`: of the mean of {DRAWS} draws of one gradient; an eighth of one draw's if unbiased.",
         "Speeds: of float32 values, 8 x 1024 x 128, on one core, median, processor time. float32 is not copied at all.",
-        "naive: absmax blocks of 64 with a level on zero; to the nearest level, or rounded stochastically.",
     ]
-    if size.losses:
-        notes.append(
-            f"`loss`: on held-out text after {size.steps} steps, boundaries and gradients crossing by the codec; one "
-            "seed, so differences as those of float32, bf16 and int8 mean nothing. `loss_exported`: of the same model "
-            "with exact boundaries, as an export has them. `k = d`: boundaries have all of the width, of which `top` "
-            "sends the columns with the largest energy in a microbatch, and the gradients of these."
-        )
-    return notes

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, TextIO
 
 Cell = str | int | float | None
-FIGURES: Final = "figures"
-"""The folder beside the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +25,9 @@ class Ratio:
     meaning: str
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A picture for the page: its file's name, what it shows in a sentence, and what draws it when it is wanted."""
-
-    file: str
-    caption: str
-    draw: Callable[[], bytes]
-
-
 @dataclass(slots=True)
 class Report:
-    """What a benchmark found. `rows` share their keys in their order; `notes` say what makes the comparison fair.
-
-    `further` are tables with keys of their own, which come after the first; in JSON their rows follow the others.
-    """
+    """What a benchmark found. `rows` share their keys in their order; `notes` say what makes the comparison fair."""
 
     bench: str
     title: str
@@ -49,13 +35,6 @@ class Report:
     rows: list[dict[str, Cell]] = field(default_factory=list)
     ratios: dict[str, Ratio] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    further: list[list[dict[str, Cell]]] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
-
-    @property
-    def tables(self) -> list[list[dict[str, Cell]]]:
-        """All of them that have rows."""
-        return [table for table in (self.rows, *self.further) if table]
 
     def to_json(self) -> dict[str, Any]:
         """The one JSON object of `--json` (COMMANDS: schema 1); a number that could not be had is null."""
@@ -63,7 +42,7 @@ class Report:
             "schema": 1,
             "bench": self.bench,
             "machine": dict(self.machine),
-            "rows": [{key: _json_cell(value) for key, value in row.items()} for table in self.tables for row in table],
+            "rows": [{key: _json_cell(value) for key, value in row.items()} for row in self.rows],
             "ratios": {name: _json_cell(ratio.value) for name, ratio in self.ratios.items()},
             "notes": list(self.notes),
         }
@@ -99,9 +78,7 @@ def print_tables(report: Report, out: TextIO) -> None:
     from rich.console import Console
 
     console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
-    for number, table in enumerate(report.tables):
-        names = columns(table)
-        console.print(_rich_table("" if number else report.title, names, _lines(table)))
+    console.print(_rich_table(report.title, columns(report.rows), _lines(report.rows)))
     lines = [[name, show(r.value), r.target, r.meaning] for name, r in report.ratios.items()]
     console.print(_rich_table("ratios", ["ratio", "value", "target", "meaning"], lines))
     for note in report.notes:
@@ -115,8 +92,7 @@ def section(report: Report, command: str, date: str) -> str:
         f"## {report.title}",
         f"`{command}`, {date}, on {_machine_sentence(report.machine)}.",
         _markdown_table(["ratio", "value", "target", "meaning"], ratios),
-        *(_markdown_table(columns(table), _lines(table)) for table in report.tables),
-        *(f"![{figure.caption}]({FIGURES}/{figure.file})\n\n{figure.caption}" for figure in report.figures),
+        _markdown_table(columns(report.rows), _lines(report.rows)),
         "\n".join(f"- {note}" for note in report.notes),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -141,11 +117,7 @@ def renew(text: str, bench: str, body: str) -> str:
 
 
 def write_section(path: Path, report: Report, command: str, date: str) -> None:
-    """Renews the report's own section of the file at `path`, atomically, and its figures beside it."""
-    for figure in report.figures:
-        picture = figure.draw()
-        (path.parent / FIGURES).mkdir(exist_ok=True)
-        (path.parent / FIGURES / figure.file).write_bytes(picture)
+    """Renews the report's own section of the file at `path`, atomically."""
     text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(renew(text, report.bench, section(report, command, date)), encoding="utf-8")

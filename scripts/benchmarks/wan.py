@@ -21,12 +21,9 @@ from benchmarks.wan_results import (
     SAME_SPEED,
     Results,
     Speeds,
-    figures,
     notes,
     ratios,
     row,
-    target_rows,
-    utilisation_rows,
 )
 from benchmarks.wan_settings import (
     CHOSEN,
@@ -53,18 +50,13 @@ def run(quick: bool, folder: Path) -> Report:
     report = Report("wan", "Slow links: the time to a target loss", describe())
     prepare_corpus(folder, effort.manifest(DENSE, effort.widths[0]))
     speeds: dict[int, Speeds] = {}
-    utilisation: dict[tuple[float, int], float] = {}
     for width in effort.widths:
         with Nursery(folder) as nursery:
-            swarms = Swarms(effort, width, folder, nursery)
-            speeds[width] = swarms.speeds()
-            if width == effort.widths[0]:
-                utilisation = swarms.utilisation(speeds[width])
+            speeds[width] = Swarms(effort, width, folder, nursery).speeds()
     curves = train_all(effort, folder)
-    found = [Results(effort, width, curves[width], speeds[width]) for width in effort.widths]
-    report.rows = [row(results, setting) for results in found for setting in results.curves]
-    report.further = [[row for each in found for row in target_rows(each)], utilisation_rows(utilisation)]
-    report.ratios, report.notes, report.figures = ratios(found), notes(found), figures(found, utilisation)
+    results = [Results(effort, width, curves[width], speeds[width]) for width in effort.widths]
+    report.rows = [row(of_width, setting) for of_width in results for setting in of_width.curves]
+    report.ratios, report.notes = ratios(results), notes(results)
     return report
 
 
@@ -86,22 +78,13 @@ class Swarms:
         """Dense without a link, then all settings of this width over the link that follows from it."""
         dense = self._share(DENSE, None, 2 * self._effort.turns)
         links, shares = {}, {}
-        for setting in self._effort.settings_at(self._width):
+        for setting in self._effort.settings:
             if setting not in SAME_SPEED:
                 links[setting] = link_for(self._width, dense * self._lately)
                 shares[setting] = self._share(setting, links[setting], self._effort.turns * (1 + (setting == CHOSEN)))
         free = statistics.median(self._paces)
         speeds = {setting: share * free for setting, share in shares.items()}
         return Speeds(dense * free, links[CHOSEN], speeds, free, self._others)
-
-    def utilisation(self, speeds: Speeds) -> dict[tuple[float, int], float]:
-        """By (rate against the link's, ms of a round trip): throughput of the chosen setting against no link."""
-        dense, found = speeds.unshaped / speeds.chosen_unshaped, {}
-        for rate, ms in self._effort.cells:
-            link = link_for(self._width, dense * self._lately * rate, ms)
-            known = (rate, ms) == (1.0, RTT_MS)
-            found[rate, ms] = speeds.kept if known else self._share(CHOSEN, link, self._effort.turns)
-        return found
 
     @property
     def _lately(self) -> float:
@@ -129,10 +112,10 @@ class Swarms:
         return SteadySwarm(manifest, self._nursery, self._folder, name, link=link)
 
 
-def link_for(width: int, tokens_per_s: float, rtt_ms: int = RTT_MS) -> str:
+def link_for(width: int, tokens_per_s: float) -> str:
     """The link on which the bytes of dense bf16 take 1 / DENSE_SHARE of a step at this speed."""
     bits = 8 * DENSE.sent_per_token(width) * tokens_per_s * DENSE_SHARE
-    return f"{bits / 1e6:.4f}Mbit,{rtt_ms}ms"
+    return f"{bits / 1e6:.4f}Mbit,{RTT_MS}ms"
 
 
 def train_all(effort: Effort, folder: Path) -> dict[int, dict[Setting, list[Curve]]]:

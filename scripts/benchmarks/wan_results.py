@@ -1,4 +1,4 @@
-"""What came of the benchmark of slow links: times to a target loss, rows, ratios, figures.
+"""The results of the benchmark of slow links: times to a target loss, rows, ratios, notes.
 
 Knows: curves, speeds, how a target is chosen. Must not know: torch, processes, how anything was measured.
 """
@@ -9,12 +9,10 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
-from benchmarks.report import Cell, Figure, Ratio
-from benchmarks.wan_curves import Curve, final, smooth, steps_to, until
-from benchmarks.wan_plots import Axes, Line, draw
+from benchmarks.report import Cell, Ratio
+from benchmarks.wan_curves import Curve, final, steps_to, until
 from benchmarks.wan_settings import (
     CHOSEN,
     DENSE,
@@ -65,48 +63,41 @@ class Results:
     curves: Mapping[Setting, Sequence[Curve]]
     speeds: Speeds
 
-    def target(self, number: int, after: int | None = None) -> float:
-        """What the published recipe has reached with the numbered seed, at its end or `after` so many steps, or NaN."""
-        curve = self.curves[PUBLISHED][number]
-        return final(curve if after is None else until(curve, after))
+    def target(self, number: int) -> float:
+        """Returns the loss that the published recipe has at the end of its run with the numbered seed, or NaN."""
+        return final(self.curves[PUBLISHED][number])
 
-    def steps(self, setting: Setting, after: int | None = None) -> list[float]:
-        """To the target, for each seed; infinite where it was not reached."""
-        found = [steps_to(curve, self.target(number, after)) for number, curve in enumerate(self.curves[setting])]
-        return [math.inf if steps is None else steps for steps in found]
+    def steps(self, setting: Setting) -> list[float]:
+        """Returns the steps to the target for each seed; infinite where it was not reached."""
+        counts = [steps_to(curve, self.target(number)) for number, curve in enumerate(self.curves[setting])]
+        return [math.inf if count is None else count for count in counts]
 
-    def dense_steps(self, after: int | None = None) -> list[float]:
-        """The same of dense bf16, with the embedding that is better at each seed."""
-        return list(map(min, self.steps(DENSE, after), self.steps(DENSE_LEARNT, after)))
+    def dense_steps(self) -> list[float]:
+        """Returns the same for dense bf16, with the embedding that is better at each seed."""
+        return list(map(min, self.steps(DENSE), self.steps(DENSE_LEARNT)))
 
     def step_s(self, setting: Setting) -> float | None:
-        """Seconds of a step over the link."""
+        """Returns the seconds of a step over the link; None where the speed was not measured."""
         rate = self.speeds.of(setting)
         return None if rate is None else self.effort.tokens_per_step / rate
 
-    def times(self, setting: Setting, after: int | None = None) -> list[float]:
-        """Seconds to the target, for each seed."""
-        each = self.step_s(setting)
-        return [math.inf if each is None else steps * each for steps in self.steps(setting, after)]
+    def times(self, setting: Setting) -> list[float]:
+        """Returns the seconds to the target for each seed; infinite where it was not reached."""
+        step_s = self.step_s(setting)
+        return [math.inf if step_s is None else steps * step_s for steps in self.steps(setting)]
 
     def equal_loss(self, setting: Setting) -> float:
         """After the steps that all settings have; the mean over the seeds, NaN where one has no finite loss."""
         return statistics.fmean(final(until(curve, self.effort.steps)) for curve in self.curves[setting])
 
-    def against_published(self, after: int | None = None) -> float:
-        """Time to loss of the chosen setting against the published recipe's; NaN where one has none."""
-        return _median_ratio(self.times(CHOSEN, after), self.times(PUBLISHED, after))
+    def against_published(self) -> float:
+        """Returns time to loss of the chosen setting / that of the published recipe; NaN where one has none."""
+        return _median_ratio(self.times(CHOSEN), self.times(PUBLISHED))
 
-    def against_dense(self, after: int | None = None) -> float:
-        """The same against dense bf16."""
-        each = self.step_s(DENSE) or math.nan
-        return _median_ratio(self.times(CHOSEN, after), [steps * each for steps in self.dense_steps(after)])
-
-    def bound(self, after: int | None = None) -> float:
-        """What `against_published` would be of a boundary that loses nothing and costs no time."""
-        without_link = self.effort.tokens_per_step / self.speeds.unshaped
-        steps = [count * without_link for count in self.dense_steps(after)]
-        return _median_ratio(steps, self.times(PUBLISHED, after))
+    def against_dense(self) -> float:
+        """Returns time to loss of the chosen setting / that of dense bf16; NaN where one has none."""
+        step_s = self.step_s(DENSE) or math.nan
+        return _median_ratio(self.times(CHOSEN), [steps * step_s for steps in self.dense_steps()])
 
 
 def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -156,101 +147,6 @@ def worst(values: Sequence[float], which: Callable[[Sequence[float]], float]) ->
     return math.nan if not values or any(map(math.isnan, values)) else which(values)
 
 
-def figures(found: Sequence[Results], utilisation: Mapping[tuple[float, int], float]) -> list[Figure]:
-    """What the page shows, at the largest width where one must be chosen."""
-    largest = found[-1]
-    targets = [largest.target(number) for number in range(len(largest.curves[PUBLISHED]))]
-    reached = [target for target in targets if math.isfinite(target)]
-    level = statistics.median(reached) if reached else None
-    where = f"width {largest.width}, {largest.speeds.link}"
-    over_time = Axes(f"seconds over the link ({where})", "held-out loss, nats per token", x_log=True, level=level)
-    frontier = Axes("bytes per token and boundary, both directions", "held-out loss at equal tokens", x_log=True)
-    made = [
-        Figure(
-            "wan-loss.svg",
-            f"Held-out loss over wall-clock time, {where}, the first seed; dotted: the target.",
-            partial(draw, loss_lines(largest), over_time),
-        ),
-        Figure(
-            "wan-frontier.svg",
-            f"Held-out loss after {largest.effort.steps} steps over what a token costs at a boundary.",
-            partial(draw, frontier_points(found), frontier),
-        ),
-    ]
-    if utilisation:
-        kept = Axes("round trip, ms", "tokens/s against no link")
-        caption = f"Throughput of {CHOSEN.name} over latency, width {found[0].width}."
-        made.append(Figure("wan-throughput.svg", caption, partial(draw, throughput_lines(utilisation), kept)))
-    return made
-
-
-def loss_lines(results: Results) -> list[Line]:
-    """Smoothed loss over time of all settings whose speed is known, the first seed."""
-    lines = []
-    for setting, curves in results.curves.items():
-        each = results.step_s(setting)
-        if each is not None:
-            lines.append(Line(setting.name, [(step * each, loss) for step, loss in smooth(curves[0])]))
-    return lines
-
-
-def frontier_points(found: Sequence[Results]) -> list[Line]:
-    """Loss at equal tokens over bytes, a set for each width, of the settings that have one."""
-    return [
-        Line(
-            f"width {results.width}",
-            [(sum(setting.bytes_per_token(results.width)), results.equal_loss(setting)) for setting in shown],
-            marks=True,
-            labels=[setting.name for setting in shown],
-        )
-        for results in found
-        for shown in [[setting for setting in results.curves if math.isfinite(results.equal_loss(setting))]]
-    ]
-
-
-def throughput_lines(utilisation: Mapping[tuple[float, int], float]) -> list[Line]:
-    """A line over the latencies for each rate."""
-    rates = dict.fromkeys(rate for rate, _ in utilisation)
-    return [
-        Line(rate_name(rate), [(float(ms), kept) for (own, ms), kept in sorted(utilisation.items()) if own == rate])
-        for rate in rates
-    ]
-
-
-def target_rows(results: Results) -> list[dict[str, Cell]]:
-    """One line for each target, from what the published recipe has early to what it has at its end."""
-    marks = [results.effort.steps]
-    while marks[-1] < results.effort.most_at(results.width):
-        marks.append(min(2 * marks[-1], results.effort.most_at(results.width)))
-    return [
-        {
-            "width": results.width,
-            "target_after": after,
-            "dense_steps": _whole(statistics.median(results.dense_steps(after))),
-            "chosen_steps": _whole(statistics.median(results.steps(CHOSEN, after))),
-            "against_published": _known(results.against_published(after)),
-            "at_best": _known(results.bound(after)),
-            "against_dense": _known(results.against_dense(after)),
-        }
-        for after in marks
-    ]
-
-
-def utilisation_rows(utilisation: Mapping[tuple[float, int], float]) -> list[dict[str, Cell]]:
-    """One line for each rate, one column for each latency."""
-    columns = sorted({ms for _, ms in utilisation})
-    rows: dict[float, dict[str, Cell]] = {}
-    for (rate, ms), kept in utilisation.items():
-        rows.setdefault(rate, {"rate": rate_name(rate), **dict.fromkeys((f"{ms} ms" for ms in columns), None)})
-        rows[rate][f"{ms} ms"] = round(kept, 3)
-    return list(rows.values())
-
-
-def rate_name(rate: float) -> str:
-    """A multiple of the link's rate."""
-    return "the link's rate" if rate == 1 else f"{rate:g} times"
-
-
 def notes(found: Sequence[Results]) -> list[str]:
     """What makes the comparison fair, and what came out beside the ratios."""
     return [*_speeds(found), *_rules(found[0].effort)]
@@ -279,9 +175,6 @@ def _rules(effort: Effort) -> list[str]:
         "five evaluations in a row; between two a straight line. A ratio is the median over seeds of the ratios "
         "within a seed, and the worse of the widths; steps, low and high are the median, the least and the most of the "
         "seeds; - was not reached, or not measured. equal_loss: after the steps that all have.",
-        "The second table has the chosen boundary's time for earlier targets, too: what the published recipe has after "
-        "fewer steps. at_best: no boundary can be better against it than one that loses nothing and takes no time, the "
-        "steps of dense (the better embedding) at its speed without a link.",
         f"Loss runs: {effort.stages} stages of one layer each, boundaries crossing by the daemons' codecs within one "
         f"process, {effort.tokens_per_step} bytes of the source of Python's standard library in each step, float32, "
         f"AdamW. The learning rate ({LEARNING_RATE:g}) is the same for all, and constant after its warm-up: so one "
@@ -301,7 +194,3 @@ def _rules(effort: Effort) -> list[str]:
 
 def _whole(value: float) -> Cell:
     return round(value) if math.isfinite(value) else None
-
-
-def _known(ratio: float) -> Cell:
-    return round(ratio, 3) if math.isfinite(ratio) else None

@@ -61,7 +61,6 @@ CHOSEN: Final = Setting(16 / 7, LINK_CODEC)
 """What `throughput_kept_50ms` and both times to loss are about."""
 NEEDED: Final = (DENSE, DENSE_LEARNT, PUBLISHED, CHOSEN)
 """What the ratios are made of."""
-MORE: Final = (Setting(1, "int8"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +76,13 @@ class Job:
 class Effort:
     """How much is trained and measured.
 
-    `most_steps` are those of the published recipe at each of `widths`.
-    `deciding` settings are trained with every one of `seeds`, `more` with the first, at the first width alone. The
-    published recipe gets all of them, and its loss at the end is the target; a run of another ends when it is there,
-    but not before `steps`, which all have in common. `cells` are what the table of utilisation has, at the first
-    width: a rate relative to the link's, and milliseconds of a round trip. `turns`: windows of each swarm, and as many
-    of the swarm that it takes turns with.
+    Each of `settings` is trained with each of `seeds` at each of `widths`. The published recipe takes `most_steps` of
+    that width, and its loss at the end is the target; a run of another setting ends when it is there, but not before
+    `steps`, which all have in common. `turns`: windows of each swarm, and of the pace beside it.
     """
 
     widths: tuple[int, ...]
-    deciding: tuple[Setting, ...]
-    more: tuple[Setting, ...]
+    settings: tuple[Setting, ...]
     seeds: tuple[int, ...]
     stages: int
     steps: int
@@ -96,18 +91,8 @@ class Effort:
     heldout_batches: int
     window_s: float
     turns: int
-    cells: tuple[tuple[float, int], ...]
     context: int = 64
     sequences: int = 8
-
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        """All, in the order of the table."""
-        return self.deciding + self.more
-
-    def settings_at(self, width: int) -> tuple[Setting, ...]:
-        """What is trained and measured at this width."""
-        return self.settings if width == self.widths[0] else self.deciding
 
     def most_at(self, width: int) -> int:
         """The longest run at this width, in steps."""
@@ -121,12 +106,7 @@ class Effort:
     @property
     def jobs(self) -> list[Job]:
         """Every loss run: of each setting at each width, its seeds in order."""
-        return [
-            Job(setting, width, seed)
-            for width in self.widths
-            for setting in self.settings_at(width)
-            for seed in (self.seeds if setting in self.deciding else self.seeds[:1])
-        ]
+        return [Job(setting, width, seed) for width in self.widths for setting in self.settings for seed in self.seeds]
 
     def swarm_manifest(self, setting: Setting, width: int) -> Manifest:
         """For a swarm whose speed is measured."""
@@ -164,10 +144,5 @@ class Effort:
         return Manifest.from_values(values, "benchmark")
 
 
-CELLS: Final = (
-    (0.5, 50),
-    *((1.0, ms) for ms in (0, 20, 50, 100, 200)),
-    (2.0, 50),
-)
-QUICK: Final = Effort((64,), NEEDED, (), (0,), 4, 400, (500,), 20, 8, 6.0, 1, ())
-FULL: Final = Effort((64, 128), NEEDED, MORE, (0, 1, 2), 8, 750, (3000, 1500), 50, 16, 10.0, 2, CELLS)
+QUICK: Final = Effort((64,), NEEDED, (0,), 4, 400, (500,), 20, 8, 6.0, 1)
+FULL: Final = Effort((64, 128), NEEDED, (0, 1, 2), 8, 750, (3000, 1500), 50, 16, 10.0, 2)

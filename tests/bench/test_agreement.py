@@ -14,7 +14,6 @@ from benchmarks.agreement_replicas import Averaging, Exact, Replica, agree, judg
 from benchmarks.agreement_settings import (
     DEFAULT,
     FULL,
-    MORE,
     NEEDED,
     NONE,
     QUICK,
@@ -35,7 +34,7 @@ from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer
 from agora.stepping import StepPolicy
 
-TINY = Effort((), (0,), 6, 32, 1, 16, 2, heldout_batches=2)
+TINY = Effort((0,), 6, 32, 1, 16, 2, heldout_batches=2)
 
 
 @pytest.fixture
@@ -144,7 +143,7 @@ def test_judging_leaves_the_first_replica_with_the_mean(manifest: Manifest, samp
 
 
 def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> None:
-    names = [setting.name for setting in (*NEEDED, *MORE)]
+    names = [setting.name for setting in NEEDED]
     assert len(set(names)) == len(names) and SCALED.name == "400 exact steps, then 5 % every 5"
     assert DEFAULT.name == "400 exact steps, then 5 % every 20" and Setting(exact=0).name == "5 % every 20"
     for effort in (QUICK, FULL):

@@ -18,7 +18,7 @@ from benchmarks.report import Ratio, Report
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS: list[Path] = []
-FAKES = {"fake": f"{__name__}:fake", "failing": f"{__name__}:failing", "wan": f"{__name__}:fake"}
+FAKES = {"fake": f"{__name__}:fake", "failing": f"{__name__}:failing"}
 
 
 def fake(quick: bool, folder: Path) -> Report:
@@ -65,20 +65,6 @@ def test_write_renews_the_page(tmp_path: Path) -> None:
     assert run("fake", True, True, True, benches=FAKES, page=page) == 0
     assert "./scripts/bench fake --quick --write" in page.read_text()
     assert "swarm bench" not in page.read_text()
-
-
-def test_a_page_that_would_lack_its_figures_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    page = tmp_path / "benchmarks.md"
-    assert run("wan", False, True, True, benches=FAKES, page=page) == 1
-    printed = capsys.readouterr()
-    assert "pip install 'agora-swarm[bench]'" in printed.err and not printed.out
-    assert not FOLDERS
-    assert run("wan", False, True, False, benches=FAKES, page=page) == 0
-    assert run("fake", False, True, True, benches=FAKES, page=page) == 0
-    assert len(FOLDERS) == 2
 
 
 def test_the_page_is_the_checkouts_own() -> None:
