@@ -1,7 +1,11 @@
-"""Text becomes microbatches: formats, tokenizers, the token cache, sampling. Knows files, no torch and no network."""
+"""Turns text into samples: sources of text, tokenizers, the token cache, sampling.
 
-from agora.data.corpus import Corpus, open_corpus
+Knows: files, token ids. Must not know: torch, models, the network.
+"""
+
+from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
+from agora.data.token_file import Corpus
 from agora.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
 
 __all__ = [

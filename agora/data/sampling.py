@@ -1,6 +1,6 @@
-"""Which tokens a sample holds: a pure function of (seed, sample id), so that origins never need to talk.
+"""Decides which tokens a sample holds: a pure function of seed and sample id, so that origins need not talk.
 
-Knows windows, the held-out split and the hash behind both. Must not know files, the pipeline or torch.
+Knows: windows, the held-out split, the hash behind both. Must not know: files, the pipeline, torch.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.ids import PeerId
 from numpy.typing import NDArray
 
-from agora.data.corpus import Corpus
+from agora.data.token_file import Corpus
 
 Tokens = NDArray[np.int32]
 Hashes = NDArray[np.uint64]
 
 SCANNED_WINDOWS = 1 << 22
+"""Most windows that are hashed to find the held-out ones; of a larger corpus, this many evenly spread ones."""
 DRAW_KEY = 0x6472617773616D70
 SPLIT_KEY = 0x73706C6974776E64
 
 
 def sample_id(origin: PeerId, counter: int) -> int:
-    """The id of an origin's `counter`-th sample: 64 bits of SHA-256, so that origins draw apart without talking."""
+    """Returns the id of an origin's `counter`-th sample: 64 bits of SHA-256, so that origins draw different samples."""
     digest = hashlib.sha256(f"agora sample 1\0{origin}\0{counter}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def mix(values: Hashes, key: int) -> Hashes:
-    """splitmix64's output function over `values` [n], started at `key`: uniform 64-bit hashes, equal on all machines.
+    """Returns uniform 64-bit hashes of `values` [n] under `key`, equal on all machines: splitmix64's output function.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (splitmix64.c).
     """
@@ -43,13 +44,15 @@ def mix(values: Hashes, key: int) -> Hashes:
 class Sampler:
     """Draws windows of `context` + 1 tokens from a corpus.
 
-    Window i holds tokens [i * context, (i + 1) * context]: neighbours share the one token that is the last target of
-    the first and the first input of the second, so no target belongs to two windows. Window i is held out when the
-    hash of (seed, i) is below `heldout` of the range; a small corpus keeps at least one window on either side.
-    Raises ManifestError when the corpus has too few tokens for that.
+    Window i holds tokens i * context to (i + 1) * context, both included: no target belongs to two windows. Window i is
+    held out, never trained on, when the hash of (seed, i) is in the lowest share `heldout` of its range.
     """
 
     def __init__(self, corpus: Corpus, context: int, heldout: float, seed: int) -> None:
+        """heldout: share of the windows, 0 to 1. A small corpus keeps at least one window on either side.
+
+        Raises ManifestError when the corpus has too few tokens for that.
+        """
         self.context = context
         self.windows = (len(corpus.tokens) - 1) // context
         needed = 2 if heldout > 0 else 1
@@ -65,7 +68,7 @@ class Sampler:
         self._limit = self._split_limit(heldout)
 
     def _split_limit(self, heldout: float) -> np.uint64:
-        """Hashes below it are held out; moved, where it must be, so that neither side of a small corpus is empty."""
+        """Returns the hash below which windows are held out; moved if one side of a small corpus would be empty."""
         if heldout <= 0:
             return np.uint64(0)
         hashes = mix(self._scanned, self._split_key)
@@ -73,12 +76,12 @@ class Sampler:
         return np.uint64(min(max(limit, int(hashes.min()) + 1), int(hashes.max())))
 
     def is_held_out(self, windows: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Whether each window [n] is never trained on."""
+        """Returns for each window [n] whether it is never trained on."""
         hashes = mix(windows.astype(np.uint64), self._split_key)
         return np.less(hashes, self._limit)
 
     def windows_of(self, sample_ids: Sequence[int] | Hashes) -> NDArray[np.int64]:
-        """The training window that each sample id [b] draws, uniformly over those not held out."""
+        """Returns the training window that each sample id [b] draws, uniformly among those not held out."""
         state = mix(np.asarray(sample_ids, np.uint64), self._draw_key)
         drawn = state % np.uint64(self.windows)
         while (again := self.is_held_out(drawn)).any():
@@ -88,18 +91,13 @@ class Sampler:
         return windows
 
     def batch(self, sample_ids: Sequence[int] | Hashes) -> Tokens:
-        """The samples of these ids, int32 [b, context + 1]: inputs [:, :-1], targets [:, 1:]."""
+        """Returns the samples of these ids, int32 [b, context + 1]: inputs [:, :-1], targets [:, 1:]."""
         return self._gather(self.windows_of(sample_ids))
 
-    def sample(self, sample_id: int) -> Tokens:
-        """One sample, int32 [context + 1]."""
-        tokens: Tokens = self.batch([sample_id])[0]
-        return tokens
-
     def heldout_windows(self) -> NDArray[np.int64]:
-        """Held-out windows in the order of their hash, so that any first few are spread over the whole corpus.
+        """Returns the held-out windows, at most those among SCANNED_WINDOWS evenly spread ones.
 
-        Of a corpus of more than SCANNED_WINDOWS windows, those among that many evenly spread ones.
+        They are in the order of their hash, so that the first few are spread over the whole corpus.
         """
         hashes = mix(self._scanned, self._split_key)
         held = np.flatnonzero(hashes < self._limit)
@@ -108,9 +106,9 @@ class Sampler:
         return windows
 
     def heldout_batches(self, batch: int, limit: int | None = None) -> Iterator[Tokens]:
-        """At most `limit` batches of held-out windows, each int32 [batch, context + 1], the same at every call.
+        """Yields at most `limit` batches of held-out windows, each int32 [batch, context + 1], the same at every call.
 
-        A last part that fills no batch is left out, unless it is all there is: then its windows are repeated.
+        Windows that do not fill a last batch are left out. When there is less than one batch, they are repeated.
         """
         windows = self.heldout_windows()
         if 0 < len(windows) < batch:
@@ -120,11 +118,13 @@ class Sampler:
             yield self._gather(windows[i * batch : (i + 1) * batch])
 
     def _gather(self, windows: NDArray[np.int64]) -> Tokens:
+        """Returns the tokens of some windows, int32 [b, context + 1]."""
         positions = windows[:, None] * self.context + np.arange(self.context + 1)
         tokens: Tokens = self._tokens[positions].astype(np.int32)
         return tokens
 
 
 def _key(seed: int, purpose: int) -> int:
+    """Returns a 64-bit hash key of the run's seed, another one for each purpose."""
     digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
     return int.from_bytes(digest[:8], "little")

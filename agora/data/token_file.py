@@ -1,8 +1,10 @@
-"""The cache's file format: token ids on disk, written once, mapped into memory, damage noticed.
+"""The file format of the token cache: ids on disk, written once, mapped into memory, checked for damage.
+
+Knows: bytes, files, folders. Must not know: text, tokenizers.
 
 A file is the ids as little-endian unsigned integers from byte 0, then a footer: JSON (dtype, counts, a CRC-32 per block
 of BLOCK_BYTES), its length and CRC-32 as two u32, and MAGIC. Its name is the SHA-256 of dtype and ids, so equal corpora
-share a file. Must not know text or tokenizers.
+share a file.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ ABANDONED_S = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
-class TokenFile:
-    """A checked token file: `ids` [n] is mapped, not read; `digest` names its content (64 hex characters)."""
+class Corpus:
+    """All token ids of a corpus. tokens: [n] unsigned, mapped read-only; digest: 64 hex characters that name them."""
 
-    ids: Ids
+    tokens: Ids
     documents: int
     digest: str
 
 
 class TokenWriter:
-    """Writes one token file under a temporary name; `finish` gives it its own. Use through `writing`."""
+    """Writes the content of one token file. Made by `write_token_file`, which also gives the file its name."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype[Any]) -> None:
         self._file = file
@@ -72,61 +74,66 @@ class TokenWriter:
                 self._end_block()
 
     def _end_block(self) -> None:
+        """Records the CRC-32 of the block that has just become full, or is the last."""
         self._crcs.append(self._block_crc)
         self._block_bytes, self._block_crc = 0, 0
 
     def digest(self) -> str:
-        """SHA-256 of the dtype and the ids added so far."""
+        """Returns the SHA-256 of the dtype and the ids added so far, in hex."""
         return self._hash.hexdigest()
 
     def finish(self) -> None:
-        """Writes the footer."""
+        """Writes the footer: dtype, counts, digest and the CRC-32 of each block."""
         if self._block_bytes:
             self._end_block()
-        facts = {"dtype": self._dtype.str, "count": self.count, "documents": self.documents, "digest": self.digest()}
-        footer = json.dumps({**facts, "crc32": self._crcs}).encode()
+        counts = {"count": self.count, "documents": self.documents}
+        fields = {"dtype": self._dtype.str, **counts, "digest": self.digest(), "crc32": self._crcs}
+        footer = json.dumps(fields).encode()
         self._file.write(footer + TAIL.pack(len(footer), zlib.crc32(footer), MAGIC))
 
 
 def path_of(folder: Path, digest: str) -> Path:
-    """Where the token file of that digest lies."""
+    """Returns the path of the token file with this digest."""
     return folder / f"{digest}.tokens"
 
 
 @contextlib.contextmanager
-def writing(folder: Path, dtype: np.dtype[Any]) -> Iterator[TokenWriter]:
-    """A writer whose file appears under its digest, whole and on the disk, when the block ends well, else not at all.
+def write_token_file(folder: Path, dtype: np.dtype[Any]) -> Iterator[TokenWriter]:
+    """Yields a writer. When the block ends without an error, its file appears whole under its digest, else not at all.
 
     Raises DiskError when the folder cannot be written or the disk is full.
     """
-    with disk_errors(folder), unfinished(folder) as new:
-        writer = TokenWriter(new.file, dtype)
+    with disk_errors(folder), unfinished_file(folder) as unfinished:
+        writer = TokenWriter(unfinished.file, dtype)
         yield writer
         writer.finish()
-        new.path = path_of(folder, writer.digest())
+        unfinished.path = path_of(folder, writer.digest())
 
 
 @dataclass(slots=True)
-class Unfinished:
-    """A file without a name yet; who writes it sets `path` when it is whole."""
+class UnfinishedFile:
+    """A file that has no name yet. Its writer sets `path` when the content is complete."""
 
     file: BinaryIO
     path: Path | None = None
 
 
 @contextlib.contextmanager
-def unfinished(folder: Path) -> Iterator[Unfinished]:
-    """A temporary file in `folder` that takes its `path` atomically, after fsync, when the block ends well."""
+def unfinished_file(folder: Path) -> Iterator[UnfinishedFile]:
+    """Yields a temporary file in `folder`. At the end of the block it becomes `path` atomically, after fsync.
+
+    Without a path, or after an error, it is deleted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=BUILDING, dir=folder)
     try:
         with os.fdopen(handle, "wb") as file:
-            new = Unfinished(file)
-            yield new
+            unfinished = UnfinishedFile(file)
+            yield unfinished
             file.flush()
             os.fsync(file.fileno())
-        if new.path is not None:
-            os.replace(temporary, new.path)
+        if unfinished.path is not None:
+            os.replace(temporary, unfinished.path)
             _sync_folder(folder)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -134,6 +141,7 @@ def unfinished(folder: Path) -> Iterator[Unfinished]:
 
 
 def _sync_folder(folder: Path) -> None:
+    """Waits until the disk has the names of the files in `folder`."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,7 +151,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turns what the disk refuses while a file is written in `folder` into one sentence with what to do."""
+    """Translates an OSError while a file is written in `folder` into a DiskError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -157,31 +165,32 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Deletes temporary files that nobody has written to for a day: their builders were killed."""
+    """Deletes temporary files that were last written more than a day ago: the processes that built them were killed."""
     for path in folder.glob(f"{BUILDING}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_S:
                 path.unlink()
 
 
-def open_token_file(folder: Path, digest: str) -> TokenFile | None:
-    """The file of that digest, mapped read-only; None when it is missing, truncated or damaged, so that it is rebuilt.
+def open_token_file(folder: Path, digest: str) -> Corpus | None:
+    """Maps the file with this digest into memory. Returns None when it is missing, truncated or damaged.
 
-    Every block is checked up to CHECKED_BLOCKS of them (1 GiB); of a larger file that many, evenly spread.
+    Checks at most CHECKED_BLOCKS blocks (1 GiB); those of a larger file are evenly spread.
     """
     try:
         with path_of(folder, digest).open("rb") as file:
-            footer = _footer(file)
+            footer = _read_footer(file)
             if footer is None or footer["digest"] != digest:
                 return None
             dtype, count = np.dtype(footer["dtype"]), int(footer["count"])
             ids: Ids = np.memmap(file, dtype, mode="r", shape=(count,))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return TokenFile(ids, int(footer["documents"]), digest) if _intact(ids, footer["crc32"]) else None
+    return Corpus(ids, int(footer["documents"]), digest) if _is_intact(ids, footer["crc32"]) else None
 
 
-def _footer(file: BinaryIO) -> dict[str, Any] | None:
+def _read_footer(file: BinaryIO) -> dict[str, Any] | None:
+    """Returns the fields of the footer, or None when it is damaged or does not fit the file's size."""
     size = os.fstat(file.fileno()).st_size
     if size < TAIL.size:
         return None
@@ -198,7 +207,8 @@ def _footer(file: BinaryIO) -> dict[str, Any] | None:
     return footer if ids_bytes + length + TAIL.size == size else None
 
 
-def _intact(ids: Ids, crcs: list[int]) -> bool:
+def _is_intact(ids: Ids, crcs: list[int]) -> bool:
+    """Returns whether the checked blocks of the mapped ids have the CRC-32 that the footer says."""
     data = ids.data.cast("B")
     blocks = -(-len(data) // BLOCK_BYTES)
     if len(crcs) != blocks:

@@ -1,6 +1,6 @@
-"""Text <-> token ids: plain bytes, or any `tokenizers` JSON file.
+"""Converts text to token ids and back: plain bytes, or any JSON file of the `tokenizers` package.
 
-Knows what an id means and which ids stand between two documents. Must not know files of text, batches or models.
+Knows: what an id means, and which ids stand between two documents. Must not know: files of text, batches, models.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from agora_protocol.errors import DiskError, LocalError, ManifestError
 from numpy.typing import NDArray
 
 Ids = NDArray[np.unsignedinteger[Any]]
+"""Token ids [n] in the narrowest type that holds them, see token_dtype."""
 
 BYTES = "bytes"
 DATA_EXTRA = "install it with: pip install 'agora-swarm[data]'"
@@ -22,35 +23,35 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>"
 
 
 def token_dtype(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The narrowest unsigned type that holds every id below `vocabulary`: uint8, uint16 or uint32."""
+    """Returns the narrowest unsigned type that holds every id below `vocabulary`: uint8, uint16 or uint32."""
     if vocabulary <= 1 << 8:
         return np.dtype("<u1")
     return np.dtype("<u2") if vocabulary <= 1 << 16 else np.dtype("<u4")
 
 
 class Tokenizer(Protocol):
-    """What the corpus and the commands need of a tokenizer."""
+    """Converts text to token ids and back."""
 
     @property
     def vocabulary(self) -> int:
-        """Every id is below this."""
+        """Number of ids: every id is below it."""
 
     @property
     def separator(self) -> Ids:
-        """The ids written after each document."""
+        """The ids that are written after each document."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the same text could give other ids; part of the cache's key."""
+        """A name that is different whenever the same text could give other ids; part of the cache's key."""
 
     def encode(self, text: str) -> Ids:
-        """Ids of `text`, [n], dtype `token_dtype(vocabulary)`; adds no special ids."""
+        """Returns the ids of `text`, without special ids."""
 
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
-        """`encode` of each text; may use several cores."""
+        """Returns the ids of each text; may use several cores."""
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Text of ids; what is not valid text becomes U+FFFD."""
+        """Returns the text of ids; what is not valid text becomes U+FFFD."""
 
 
 class ByteTokenizer:
@@ -71,23 +72,24 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` of the Hugging Face `tokenizers` package.
+    """A `tokenizer.json` of the Hugging Face `tokenizers` package; `content` is the file.
 
-    Documents are separated by `end_of_text`, the first of END_OF_TEXT that its vocabulary has, else by what it makes of
-    a newline.
-    Raises DiskError (cannot be read), ManifestError (is not such a file), LocalError (the package is missing).
+    Documents are separated by `end_of_text`, the first token of END_OF_TEXT that the vocabulary has, else (None) by the
+    ids of a newline.
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        content = _read(self.path)
-        self._tokenizer = _parse(content, self.path)
-        self.vocabulary: int = self._largest_id() + 1
-        self.fingerprint = f"json:{hashlib.sha256(content).hexdigest()}"
+        """Reads the file. Raises DiskError, ManifestError for another kind of file, LocalError without the package."""
+        self.content = _read(Path(path))
+        self._tokenizer = _parse(self.content, Path(path))
+        # ids may have gaps, so that the number of tokens does not bound them
+        self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.fingerprint = f"json:{hashlib.sha256(self.content).hexdigest()}"
         self._dtype = token_dtype(self.vocabulary)
         ends = [token for token in END_OF_TEXT if self._tokenizer.token_to_id(token) is not None]
         self.end_of_text: str | None = ends[0] if ends else None
-        self.separator: Ids = self._ids_of(ends[0]) if ends else self.encode("\n")
+        end_ids = [self._tokenizer.token_to_id(token) for token in ends[:1]]
+        self.separator: Ids = np.array(end_ids, self._dtype) if ends else self.encode("\n")
 
     def encode(self, text: str) -> Ids:
         return self.encode_many([text])[0]
@@ -100,19 +102,11 @@ class JsonTokenizer:
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 
-    def _ids_of(self, token: str) -> Ids:
-        return np.array([self._tokenizer.token_to_id(token)], self._dtype)
-
-    def _largest_id(self) -> int:
-        """Ids may have gaps, so the size of the vocabulary alone does not bound them."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
 
 def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) -> Tokenizer:
-    """The tokenizer that a manifest names: "bytes", or the path of a tokenizer JSON (relative to `base`).
+    """Returns the tokenizer that a manifest names: "bytes", or the path of a tokenizer JSON (relative to `base`).
 
-    Raises ManifestError when the model has fewer ids (`vocabulary`) than the tokenizer can produce, and what
-    JsonTokenizer raises.
+    Raises ManifestError when the model has fewer ids (`vocabulary`) than the tokenizer, and what JsonTokenizer raises.
     """
     tokenizer: Tokenizer = ByteTokenizer() if source == BYTES else JsonTokenizer((base or Path()) / source)
     if tokenizer.vocabulary > vocabulary:
@@ -124,6 +118,7 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
 
 
 def _read(path: Path) -> bytes:
+    """Returns the content of a tokenizer file. Raises DiskError."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -134,6 +129,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(content: bytes, path: Path) -> Any:
+    """Returns the package's tokenizer, without truncation and padding. Raises LocalError or ManifestError."""
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""A run's tokenizer as the files of a Hugging Face model folder, with the ids that the run trained on.
+"""Writes a run's tokenizer as the files of a Hugging Face model folder, with the ids that the run trained on.
 
-Knows tokenizer.json and tokenizer_config.json. Must not know models or folders.
+Knows: tokenizer.json, tokenizer_config.json. Must not know: models, folders.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agora_protocol.errors import DiskError
-
 from agora.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """Contents by file name; `end_of_text` is the id that ends a document, None where that is no id of its own."""
+    """The tokenizer's files: content by name. `end_of_text`: the id that ends a document; None when no id does."""
 
     files: dict[str, bytes]
     end_of_text: int | None
 
 
 def tokenizer_files(source: str, vocabulary: int, context: int, base: Path | None = None) -> TokenizerFiles:
-    """The files of the tokenizer that a manifest names (see open_tokenizer, also for what is raised)."""
+    """Returns the files of the tokenizer that a manifest names. Raises what open_tokenizer raises."""
     tokenizer = open_tokenizer(source, vocabulary, base=base)
-    about: dict[str, Any] = {
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
@@ -34,21 +32,21 @@ def tokenizer_files(source: str, vocabulary: int, context: int, base: Path | Non
     }
     end_of_text: int | None = None
     if isinstance(tokenizer, JsonTokenizer):
-        content = _read(tokenizer.path)
+        content = tokenizer.content
         if tokenizer.end_of_text is not None:
-            about["eos_token"] = tokenizer.end_of_text
+            config["eos_token"] = tokenizer.end_of_text
             end_of_text = int(tokenizer.separator[0])
     else:
         content = _json(byte_tokenizer())
         end_of_text = int(ByteTokenizer.separator[0])
-    return TokenizerFiles({"tokenizer.json": content, "tokenizer_config.json": _json(about)}, end_of_text)
+    return TokenizerFiles({"tokenizer.json": content, "tokenizer_config.json": _json(config)}, end_of_text)
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """A `tokenizers` JSON whose ids are the bytes of UTF-8; text survives it unchanged.
+    """Returns a `tokenizers` JSON whose ids are the bytes of UTF-8: a byte-level BPE without merges.
 
-    A byte-level BPE without merges. It has no special tokens: id 0 is the byte 0, and a special token of that id would
-    need a spelling that text could contain.
+    It has no special tokens: id 0 is the byte 0, and a special token with that id would need a spelling that text could
+    contain.
     """
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model: dict[str, Any] = {
@@ -77,18 +75,15 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def _byte_characters() -> list[str]:
-    """How byte-level tokenizers spell each byte: itself where that is visible, else U+0100 and on (GPT-2's table)."""
+    """Returns the character by which byte-level tokenizers spell each byte (GPT-2's table).
+
+    A visible byte is itself; the others are U+0100 and the characters after it.
+    """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte) if byte in visible else chr(0x100 + hidden.index(byte)) for byte in range(256)]
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DiskError(f"Cannot read the tokenizer file {path} ({error.strerror}); put it there again.") from error
-
-
 def _json(value: dict[str, Any]) -> bytes:
+    """Returns `value` as the content of a JSON file."""
     return json.dumps(value, indent=2).encode() + b"\n"

@@ -29,8 +29,9 @@ from benchmarks.task import prepare_corpus, spec
 
 from agora.averaging.slices import Slices
 from agora.averaging.wire import PartCodec
-from agora.data.corpus import Corpus, open_corpus
+from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
+from agora.data.token_file import Corpus
 from agora.data.tokenizer import ByteTokenizer
 from agora.stepping import StepPolicy
 
@@ -136,7 +137,7 @@ def test_judging_leaves_the_first_replica_with_the_mean(manifest: Manifest, samp
     replicas = replicas_of(manifest, sampler)
     base = replicas[0].flat.clone()
     for number, replica in enumerate(replicas):
-        replica.stage.make_way().mul_(number)
+        replica.stage.writable_weights().mul_(number)
     found = judge(replicas, [replicas[0].draw(0)])
     torch.testing.assert_close(replicas[0].flat, 1.5 * base)
     assert found["apart"] == pytest.approx(np.sqrt(5 / 4) / 1.5)

@@ -17,16 +17,17 @@ import pyarrow.parquet as pq
 import pytest
 from agora_protocol.errors import DiskError, LocalError, ManifestError
 
-from agora.data import formats, token_file
-from agora.data.corpus import Corpus, open_corpus
+from agora.data import text_sources, token_file
+from agora.data.corpus import open_corpus
+from agora.data.token_file import Corpus
 from agora.data.tokenizer import ByteTokenizer, Ids
 
 DOCUMENTS = ["def f():\n    return 1\n", "caf\u00e9 \u20ac \U0001f600", "x"]
 EXPECTED = b"".join(document.encode() + b"\0" for document in DOCUMENTS)
 
 
-def opened(tmp_path: Path, *sources: str, **options: Any) -> Corpus:
-    return open_corpus(sources, ByteTokenizer(), tmp_path / "cache", base=tmp_path, **options)
+def opened(tmp_path: Path, *sources: str) -> Corpus:
+    return open_corpus(sources, ByteTokenizer(), tmp_path / "cache", base=tmp_path)
 
 
 def text_of(corpus: Corpus) -> bytes:
@@ -55,7 +56,7 @@ def test_a_glob_of_text_files_is_read_in_the_order_of_names(tmp_path: Path) -> N
     corpus = opened(tmp_path, "*.txt")
     assert text_of(corpus) == EXPECTED
     assert corpus.tokens.dtype == np.uint8 and not corpus.tokens.flags.writeable
-    assert (corpus.documents, corpus.vocabulary) == (3, 256)
+    assert corpus.documents == 3
 
 
 def test_jsonl_and_parquet_give_the_same_tokens_as_text(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_base_folder_with_pattern_characters_is_taken_literally(tmp_path: Path
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
 def test_long_text_is_streamed_without_changing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(formats, "PIECE_BYTES", size)
+    monkeypatch.setattr(text_sources, "PIECE_BYTES", size)
     text = "\ufeff" + "".join(f"line {i} \u20ac\U0001f600\r\n" for i in range(20)) + "no end " * 20
     (tmp_path / "long.txt").write_bytes(text.encode())
     (tmp_path / "next.txt").write_bytes(b"next")
@@ -113,13 +114,13 @@ def test_long_text_is_streamed_without_changing_it(tmp_path: Path, monkeypatch: 
 
 
 def test_pieces_of_long_text_end_where_lines_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "PIECE_BYTES", 64)
+    monkeypatch.setattr(text_sources, "PIECE_BYTES", 64)
     (tmp_path / "long.txt").write_text("".join(f"line {i}\n" for i in range(100)))
-    (file,) = formats.expand(["long.txt"], tmp_path)
+    (file,) = text_sources.find_files(["long.txt"], tmp_path)
     pieces = list(file.pieces())
     assert len(pieces) > 5
     assert all(piece.text.endswith("\n") for piece in pieces[:-1])
-    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 def test_stdlib_is_real_source_text_of_some_megabytes(tmp_path: Path) -> None:
@@ -137,10 +138,10 @@ def test_stdlib_leaves_out_tests_packages_and_what_differs_between_machines(tmp_
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "latin.py").write_bytes(b"# \xe9")
-    files = formats.stdlib_files(tmp_path)
+    files = text_sources.stdlib_files(tmp_path)
     assert [piece.text for file in files for piece in file.pieces()] == ["a/x.py", "b.py", "z.py"]
     with pytest.raises(ManifestError, match="no standard library source in .*; install the full Python"):
-        formats.stdlib_files(tmp_path / "nowhere")
+        text_sources.stdlib_files(tmp_path / "nowhere")
 
 
 # --- the cache
@@ -149,7 +150,7 @@ def test_stdlib_leaves_out_tests_packages_and_what_differs_between_machines(tmp_
 def test_a_second_opening_reads_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_txt(tmp_path)
     first = opened(tmp_path, "*.txt")
-    monkeypatch.setattr(formats.SourceFile, "pieces", lambda file: pytest.fail(f"read {file.path} again"))
+    monkeypatch.setattr(text_sources.SourceFile, "pieces", lambda file: pytest.fail(f"read {file.path} again"))
     again = opened(tmp_path, "*.txt")
     assert text_of(again) == text_of(first) == EXPECTED
     assert again.digest == first.digest
@@ -249,16 +250,6 @@ def test_wider_ids_are_stored_in_the_narrowest_type(tmp_path: Path) -> None:
         open_corpus(["a.txt"], Wide(1000), tmp_path / "cache", base=tmp_path)
 
 
-def test_progress_is_told_while_building_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agora.data.corpus.ENCODE_CHARACTERS", 10)
-    write_txt(tmp_path)
-    told: list[int] = []
-    opened(tmp_path, "*.txt", progress=told.append)
-    assert len(told) == 3 and told[-1] == len(EXPECTED) and told == sorted(told)
-    opened(tmp_path, "*.txt", progress=told.append)
-    assert len(told) == 3
-
-
 def test_several_processes_can_build_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 50_000)
     code = (
@@ -326,7 +317,7 @@ def test_files_without_any_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "PIECE_BYTES", 8)
+    monkeypatch.setattr(text_sources, "PIECE_BYTES", 8)
     (tmp_path / "a.txt").write_bytes(b"good text\n" * 3 + b"caf\xe9 latin")
     message = refused(tmp_path, "a.txt")
     assert "a.txt is not UTF-8 text (near byte 33)" in message and "iconv" in message
@@ -351,7 +342,7 @@ def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, line: str, said: str) -> N
 
 
 def test_a_line_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(text_sources, "LINE_BYTES", 1 << 20)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a" * (1 << 20)}))
     assert "rows.jsonl is longer than 1 MiB; split" in refused(tmp_path, "rows.jsonl")
 

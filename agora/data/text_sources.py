@@ -1,20 +1,21 @@
-"""Sources of text -> a stream of documents: files found, in a fixed order, and read piece by piece.
+"""Finds the files that a corpus names, in a fixed order, and reads their documents piece by piece.
 
-Knows .txt, .jsonl, .parquet, globs, folders and the running Python's standard library. Holds at most one piece of a
-file in memory (a document, or a few MB of a long .txt). Must not know tokens or the cache.
+Knows: .txt, .jsonl, .parquet, globs, folders, the running Python's standard library. Must not know: tokens, the cache.
+At most one piece of a file is in memory: a document, or a few MB of a long .txt.
 """
 
 from __future__ import annotations
 
 import codecs
 import glob
+import itertools
 import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from agora_protocol.errors import AgoraError, DiskError, LocalError, ManifestError
 
@@ -26,16 +27,17 @@ PIECE_BYTES = 4 << 20
 LINE_BYTES = 64 << 20
 PARQUET_ROWS = 256
 
-# Tests, bundled installers and byte code are left out: distributions ship them or not, the rest is the same everywhere.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+"""Folders of the standard library that are left out: some distributions do not ship them. The rest is equal everywhere.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of a document; `ends` when it is the document's last."""
+    """Some text of a document. The document's last piece has `ends_document`."""
 
     text: str
-    ends: bool
+    ends_document: bool
 
 
 Reader = Callable[[Path], Iterator[Piece]]
@@ -43,73 +45,76 @@ Reader = Callable[[Path], Iterator[Piece]]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file and how to read it."""
+    """A file of the corpus, and the function that reads its format."""
 
     path: Path
     read: Reader
 
     def pieces(self) -> Iterator[Piece]:
-        """The file's text, in order. Raises DiskError, ManifestError or LocalError with the file's name."""
+        """Yields the file's text in order. Raises DiskError, ManifestError or LocalError with the file's name."""
         try:
             yield from self.read(self.path)
         except AgoraError:
             raise
         except OSError as error:
-            raise unreadable(self.path, error) from error
+            raise unreadable_file(self.path, error) from error
 
 
-def unreadable(path: Path, error: OSError) -> DiskError:
-    """What to raise when the operating system does not give the file."""
+def unreadable_file(path: Path, error: OSError) -> DiskError:
+    """Returns the error to raise when the operating system cannot read `path`."""
     return DiskError(
         f"Cannot read {path} ({error.strerror or error}); correct [data] corpus or the file's permissions."
     )
 
 
-def expand(sources: Sequence[str], base: Path) -> list[SourceFile]:
-    """The files that `sources` name, each once, in the order of the sources (files of a glob or folder sorted by name).
+def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
+    """Returns the files that `sources` name, each once, in the order of the sources.
 
-    A source is "stdlib", a file, a folder (every file below it in a known format) or a glob; relative paths start at
-    `base`. Raises ManifestError for a source that names nothing or a file in an unknown format.
+    | source                | its files                                                |
+    |-----------------------|----------------------------------------------------------|
+    | "stdlib"              | the running Python's standard library                    |
+    | a file                | itself                                                   |
+    | a folder              | all files below it in a known format, sorted by name     |
+    | a glob                | the files that match, sorted by name                     |
+
+    Relative paths start at `base`. Raises ManifestError for a source without a file, or a file in an unknown format.
     """
     if not sources:
         raise ManifestError(f"[data] corpus is empty; name files, globs or {STDLIB!r}.")
     files: dict[Path, SourceFile] = {}
     for source in sources:
         try:
-            found = _files_of(source, base)
+            for file in _files_of(source, base):
+                files.setdefault(file.path, file)
         except OSError as error:
-            raise unreadable(base / source, error) from error
-        for file in found:
-            files.setdefault(file.path, file)
+            raise unreadable_file(base / source, error) from error
     return list(files.values())
 
 
 def _files_of(source: str, base: Path) -> list[SourceFile]:
+    """Returns the files of one source. See find_files."""
     if source == STDLIB:
         return stdlib_files()
     given = Path(source).expanduser()
     path = base / given
     if path.is_dir():
-        return _folder_files(path, source)
+        paths = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
+        if not paths:
+            raise ManifestError(f"Folder {path} holds no {_formats()} file; correct {source!r} in [data] corpus.")
+        return [SourceFile(file.resolve(), READERS[file.suffix]) for file in paths]
     if path.exists():
         return [SourceFile(path.resolve(), _reader_of(path))]
     if not glob.has_magic(source):
         raise ManifestError(f"Corpus file {path} does not exist; correct {source!r} in [data] corpus (try {STDLIB!r}).")
-    found = sorted(base / name for name in glob.glob(str(given), root_dir=base, recursive=True))
-    found = [file for file in found if file.is_file()]
-    if not found:
+    names = glob.glob(str(given), root_dir=base, recursive=True)
+    paths = sorted(file for file in map(base.joinpath, names) if file.is_file())
+    if not paths:
         raise ManifestError(f"The pattern {source!r} in [data] corpus matches no file below {base}; correct it.")
-    return [SourceFile(file.resolve(), _reader_of(file)) for file in found]
-
-
-def _folder_files(folder: Path, source: str) -> list[SourceFile]:
-    found = sorted(file for file in folder.rglob("*") if file.suffix in READERS and file.is_file())
-    if not found:
-        raise ManifestError(f"Folder {folder} holds no {_formats()} file; correct {source!r} in [data] corpus.")
-    return [SourceFile(file.resolve(), READERS[file.suffix]) for file in found]
+    return [SourceFile(file.resolve(), _reader_of(file)) for file in paths]
 
 
 def _reader_of(path: Path) -> Reader:
+    """Returns the function that reads the format of `path`, by its suffix. Raises ManifestError."""
     reader = READERS.get(path.suffix)
     if reader is None:
         raise ManifestError(f"The format of corpus file {path} is unknown; rename it to end in {_formats()}.")
@@ -117,33 +122,34 @@ def _reader_of(path: Path) -> Reader:
 
 
 def _formats() -> str:
+    """Returns the known suffixes as an enumeration for an error text."""
     *most, last = READERS
     return f"{', '.join(most)} or {last}"
 
 
 def stdlib_files(root: Path | None = None) -> list[SourceFile]:
-    """The running Python's standard library as source text: some 12 MB, one document per file, sorted by path.
+    """Returns the source files of Python's standard library, sorted by path: some 12 MB, one document per file.
 
-    Left out: the folders of NOT_STDLIB, files that are not UTF-8, and `_sysconfigdata*` (differs from machine to
-    machine), so that two machines with the same Python release read the same text.
+    Left out are the folders of NOT_STDLIB and `_sysconfigdata*`, and when they are read also files that are not UTF-8:
+    two machines with the same Python release read the same text. root: None for the running Python's.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    found = []
+    paths: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in NOT_STDLIB]
-        found += [
-            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
-    if not found:
+        sources = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        paths += [Path(folder, name) for name in sources]
+    if not paths:
         raise ManifestError(
             f"This Python has no standard library source in {root}, which [data] corpus {STDLIB!r} needs; "
             "install the full Python, or name .txt files."
         )
-    found.sort(key=lambda path: path.relative_to(root).as_posix())
-    return [SourceFile(path, _read_source) for path in found]
+    paths.sort(key=lambda path: path.relative_to(root).as_posix())
+    return [SourceFile(path, _read_source) for path in paths]
 
 
 def _read_source(path: Path) -> Iterator[Piece]:
+    """Yields a Python file as one document; nothing when it is not UTF-8."""
     try:
         yield Piece(path.read_bytes().decode(), True)
     except UnicodeDecodeError:
@@ -151,7 +157,7 @@ def _read_source(path: Path) -> Iterator[Piece]:
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
-    """One document, in pieces that end at a line's end where there is one within PIECE_BYTES."""
+    """Yields a text file as one document, in pieces that end at the end of a line if there is one in PIECE_BYTES."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     rest, read_bytes = "", 0
     with path.open("rb") as file:
@@ -168,6 +174,7 @@ def _read_text(path: Path) -> Iterator[Piece]:
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, offset: int) -> str:
+    """Returns the text of the bytes at `offset`; an empty chunk ends the file. Raises ManifestError if not UTF-8."""
     try:
         return decoder.decode(chunk, final=not chunk)
     except UnicodeDecodeError as error:
@@ -178,23 +185,20 @@ def _decoded(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, offse
 
 
 def _read_jsonl(path: Path) -> Iterator[Piece]:
-    """One document per line: a JSON object whose "text" is a string. Empty lines and empty texts are skipped."""
+    """Yields one document per line: the "text" of a JSON object. Empty lines and empty texts are skipped."""
     with path.open("rb") as file:
-        for number, line in enumerate(_lines(file, path), 1):
-            if line.strip() and (text := _text_of(line, f"Line {number} of {path}")):
+        for number in itertools.count(1):
+            line, where = file.readline(LINE_BYTES + 1), f"Line {number} of {path}"
+            if not line:
+                return
+            if len(line) > LINE_BYTES:
+                raise ManifestError(f"{where} is longer than {LINE_BYTES >> 20} MiB; split that document.")
+            if line.strip() and (text := _text_of(line, where)):
                 yield Piece(text, True)
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    number = 0
-    while line := file.readline(LINE_BYTES + 1):
-        number += 1
-        if len(line) > LINE_BYTES:
-            raise ManifestError(f"Line {number} of {path} is longer than {LINE_BYTES >> 20} MiB; split that document.")
-        yield line
-
-
 def _text_of(line: bytes, where: str) -> str:
+    """Returns the text of one line of a .jsonl file. where: the line's name in an error. Raises ManifestError."""
     try:
         row: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -214,6 +218,7 @@ def _text_of(line: bytes, where: str) -> str:
 
 
 def _no_text(where: str, kind: str, present: Sequence[str], wrong_type: bool) -> ManifestError:
+    """Returns the error for a document without text. kind: "field" or "column"; present: the names that are there."""
     names = ", ".join(present[:20]) or "none"
     if wrong_type:
         return ManifestError(f"{where} has a {kind} 'text' that is not a string; convert it to one.")
@@ -223,7 +228,7 @@ def _no_text(where: str, kind: str, present: Sequence[str], wrong_type: bool) ->
 
 
 def _read_parquet(path: Path) -> Iterator[Piece]:
-    """One document per row of the string column "text"; nulls and empty texts are skipped."""
+    """Yields one document per row: its column "text". Nulls and empty texts are skipped."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -241,6 +246,7 @@ def _read_parquet(path: Path) -> Iterator[Piece]:
 
 
 def _check_columns(schema: Any, path: Path) -> None:
+    """Raises ManifestError unless a parquet file has a column "text" of strings."""
     import pyarrow.types as types
 
     if TEXT_FIELD not in schema.names:
@@ -252,3 +258,4 @@ def _check_columns(schema: Any, path: Path) -> None:
 
 
 READERS: dict[str, Reader] = {".txt": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+"""The function that reads a file, by its suffix. Another format is another entry."""
