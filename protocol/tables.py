@@ -85,13 +85,13 @@ def tags_table() -> str:
 
 
 def errors_table() -> str:
-    """Every word that a Refusal's code may be."""
+    """Returns the table of every code that a Refusal may have."""
     refused = [errors.Busy, errors.NotMyStage, errors.NotAdmitted, errors.WrongRun, errors.Unsupported]
     kinds: list[type[errors.AgoraError]] = [*refused, errors.Refused, errors.Unavailable, errors.PeerFailed]
     rows = [[f"`{kind.code}`", "no", (kind.__doc__ or "").split("\n")[0]] for kind in kinds]
     known = {kind.code for kind in kinds}
     rows += [[f"`{code}`", "yes", text] for code, text in errors.PROTOCOL_CODES.items() if code not in known]
-    return _table(["code", "strike", "meaning"], rows)
+    return _table(["code", "offence", "meaning"], rows)
 
 
 def dtypes_table() -> str:
