@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from agora.codec import UncompressedCodec, all_finite
+from agora.codec import all_finite, decode_uncompressed, encode_uncompressed
 
 Name = Literal["int8", "bf16", "float32"]
 LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
@@ -66,7 +66,7 @@ class PartCodec:
         it only after it was sent.
         """
         if self.name != "int8":
-            return [UncompressedCodec(self.name).encode(values)]
+            return [encode_uncompressed(values, self.name)]
         rows = _rows(values)
         room = rows.abs()
         peaks = room.amax(dim=1).div_(LEVELS).clamp_(2.0 ** (LEAST_EXPONENT - 1), 2.0 ** (MOST_EXPONENT - 1))
@@ -80,7 +80,7 @@ class PartCodec:
     def decode(self, tensors: list[WireTensor], numel: int, dither: Dither | None = None) -> Tensor:
         """float32 [numel], finite, as every receiver has it. Raises ProtocolError ("bad-tensor")."""
         if self.name != "int8":
-            values = UncompressedCodec(self.name).decode(_only(tensors), shape=(numel,))
+            values = decode_uncompressed(_only(tensors), self.name, shape=(numel,))
             if not all_finite(values):
                 raise ProtocolError("bad-tensor", "a part holds values that are not finite")
             return values

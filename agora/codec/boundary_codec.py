@@ -18,7 +18,7 @@ from agora.codec.column_selection import pack_columns, strongest_columns, unpack
 from agora.codec.quantisation import check_scales, dequantise, quantise
 from agora.codec.rotation import rotate_blocks
 from agora.codec.seeded_random import random_bytes
-from agora.codec.uncompressed import CPU, UncompressedCodec
+from agora.codec.uncompressed import CPU, decode_uncompressed, encode_uncompressed
 
 
 def gradient_dither_key(microbatch: bytes, stage: int) -> str:
@@ -83,7 +83,7 @@ class BoundaryCodec:
     def _encode_values(self, codec: DirectionCodec, tensor: Tensor, key: str | None) -> WireTensor:
         """Encodes all columns of `tensor` [b, s, columns]."""
         if not codec.bits:
-            return UncompressedCodec(codec.name).encode(tensor)
+            return encode_uncompressed(tensor, codec.name)
         b, s, k = tensor.shape
         rows = tensor.detach().to(torch.float32).reshape(b * s, k).contiguous()
         if codec.rotated:
@@ -96,7 +96,7 @@ class BoundaryCodec:
     ) -> Tensor:
         """Decodes what `_encode_values` made of a tensor of this shape."""
         if not codec.bits:
-            return UncompressedCodec(codec.name).decode(wire, device, shape=shape)
+            return decode_uncompressed(wire, codec.name, device, shape=shape)
         b, s, k = shape
         data = np.frombuffer(wire.data, np.uint8)
         quantised = torch.from_numpy(data if data.flags.writeable else data.copy())

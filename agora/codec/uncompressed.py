@@ -27,28 +27,25 @@ IGNORED = -1
 CPU = torch.device("cpu")
 
 
-class UncompressedCodec:
-    """Sends every value in the wire dtype `name`: "bf16" rounds to nearest even, "float32" is exact."""
+def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
+    """Returns a tensor of any dtype, layout and device as a wire tensor of `dtype`, a key of DTYPES.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    bf16 rounds to nearest even. Shares the memory of a contiguous CPU tensor of the wire dtype: change such a tensor
+    only after sending.
+    """
+    converted = tensor.detach().to(CPU, DTYPES[dtype]).contiguous()
+    return WireTensor(dtype, tuple(converted.shape), converted.reshape(-1).view(torch.uint8).numpy().data)
 
-    def encode(self, tensor: Tensor) -> WireTensor:
-        """Returns a tensor of any float dtype, layout and device as a wire tensor.
 
-        Shares the memory of a contiguous CPU tensor of the wire dtype: change such a tensor only after sending.
-        """
-        return _to_wire(tensor, self.name)
+def decode_uncompressed(
+    wire: WireTensor, dtype: str, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
+) -> Tensor:
+    """Returns the tensor as float32 on `device`; shares writable float32 bytes that stay on the CPU.
 
-    def decode(
-        self, wire: WireTensor, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
-    ) -> Tensor:
-        """Returns the tensor as float32 on `device`; shares writable float32 bytes that stay on the CPU.
-
-        Raises ProtocolError "bad-tensor" for another dtype, and for another shape than `shape` where one is given. The
-        values may be NaN or infinite: see all_finite.
-        """
-        return _from_wire(wire, self.name, shape).to(device, torch.float32)
+    Raises ProtocolError "bad-tensor" for another dtype than `dtype`, and for another shape than `shape` where one is
+    given. The values may be NaN or infinite: see all_finite.
+    """
+    return _from_wire(wire, dtype, shape).to(device, torch.float32)
 
 
 def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
@@ -58,7 +55,7 @@ def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
     fitting = (
         name for name in TOKEN_DTYPES if torch.iinfo(DTYPES[name]).min <= low and high <= torch.iinfo(DTYPES[name]).max
     )
-    return _to_wire(ids, next(fitting, "int32"))
+    return encode_uncompressed(ids, next(fitting, "int32"))
 
 
 def decode_tokens(
@@ -92,12 +89,6 @@ def all_finite(tensor: Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor.detach())
     return math.isfinite(low.item()) and math.isfinite(high.item())
-
-
-def _to_wire(tensor: Tensor, name: str) -> WireTensor:
-    """Returns the tensor as a wire tensor of dtype `name`, sharing its memory if it is one already."""
-    converted = tensor.detach().to(CPU, DTYPES[name]).contiguous()
-    return WireTensor(name, tuple(converted.shape), converted.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tensor:

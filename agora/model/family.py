@@ -25,7 +25,7 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def make_stage(self, layers: range) -> Stage:
-        """Returns the module of the stage that holds `layers`; its parameters have no values yet."""
+        """Returns the module of the stage that holds `layers`, on the meta device: it computes no values."""
 
     @abc.abstractmethod
     def memory_bytes(self, layers: range, tokens: int) -> int:
@@ -52,8 +52,10 @@ class Family(abc.ABC):
         A tensor's values depend on the run's seed and its full name only: every cut of the model, on every peer, starts
         from the same weights. Raises DerivationError if this machine would give its fixed tensors other values.
         """
-        stage = self.make_stage(layers)
-        stage.derive(seed)
+        with torch.device("meta"):
+            stage = self.make_stage(layers)
+        stage.to_empty(device="cpu")
+        stage.fill_buffers(seed)
         fill_initial_weights(stage, seed)
         return stage
 

@@ -26,6 +26,7 @@ class Stage(nn.Module, abc.ABC):
     """Consecutive layers of a model; the first stage holds the embedding, the last the final norm and the head.
 
     Parameters carry their full names in the model ("layers.7.attention.query.weight"), so that a cut changes no name.
+    A family makes its stages on the meta device: a constructor computes no values.
     """
 
     def __init__(self, layer_range: range, *, is_first: bool, is_last: bool) -> None:
@@ -42,8 +43,8 @@ class Stage(nn.Module, abc.ABC):
         0); the last stage returns logits [b, s, vocabulary].
         """
 
-    def derive(self, seed: int) -> None:
-        """Fills the buffers that the run's seed decides, if the family has any; they never change."""
+    def fill_buffers(self, seed: int) -> None:
+        """Fills the buffers, if the family has any, with what sizes and the run's seed decide; they never change."""
 
     @abc.abstractmethod
     def initial_std(self, name: str) -> float | None:

@@ -35,40 +35,6 @@ Expand = Callable[[Tensor], Tensor]
 """Turns the residual stream [b, s, k] into the input of a sublayer [b, s, d]."""
 
 
-class Linear(nn.Module):
-    """y = x W^T, W [outputs, inputs], without initial values."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
-class Embedding(nn.Module):
-    """Rows of a table for token ids [b, s]; negative ids (ignored targets) read row 0."""
-
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocabulary, width))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens.clamp(min=0), self.weight)
-
-
-class RmsNorm(nn.Module):
-    """RMSNorm with a gain for each channel."""
-
-    def __init__(self, width: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
-
-
 def rotary_table(context: int, head_width: int, theta: float) -> Tensor:
     """Returns cosines and sines of RoPE's angles, float32 [2, context, head_width / 2] (arXiv 2104.09864)."""
     frequency = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
@@ -91,10 +57,10 @@ class Attention(nn.Module):
         self.heads, self.key_value_heads = model.heads, model.key_value_heads
         self.head_width = model.width // model.heads
         shared = model.key_value_heads * self.head_width
-        self.query = Linear(model.width, model.width)
-        self.key = Linear(model.width, shared)
-        self.value = Linear(model.width, shared)
-        self.output = Linear(model.width, outputs)
+        self.query = nn.Linear(model.width, model.width, bias=False)
+        self.key = nn.Linear(model.width, shared, bias=False)
+        self.value = nn.Linear(model.width, shared, bias=False)
+        self.output = nn.Linear(model.width, outputs, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         query = apply_rotary(self._split_heads(self.query(x), self.heads), table)
@@ -115,9 +81,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
-        self.gate = Linear(model.width, model.feed_forward)
-        self.up = Linear(model.width, model.feed_forward)
-        self.down = Linear(model.feed_forward, outputs)
+        self.gate = nn.Linear(model.width, model.feed_forward, bias=False)
+        self.up = nn.Linear(model.width, model.feed_forward, bias=False)
+        self.down = nn.Linear(model.feed_forward, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
@@ -129,9 +95,9 @@ class Layer(nn.Module):
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
-        self.attention_norm = RmsNorm(model.width, model.norm_epsilon)
+        self.attention_norm = nn.RMSNorm(model.width, model.norm_epsilon)
         self.attention = Attention(model, outputs)
-        self.feed_forward_norm = RmsNorm(model.width, model.norm_epsilon)
+        self.feed_forward_norm = nn.RMSNorm(model.width, model.norm_epsilon)
         self.feed_forward = FeedForward(model, outputs)
 
     def forward(self, hidden: Tensor, table: Tensor, expand: Expand) -> Tensor:
@@ -140,7 +106,7 @@ class Layer(nn.Module):
 
 
 class Subspace(nn.Module):
-    """The run's subspace: x = U c + T[token]. It has no parameters and no state; `derive` fills its buffers."""
+    """The run's subspace: x = U c + T[token]. It has no parameters and no state."""
 
     signs: Tensor
     bits: Tensor
@@ -153,11 +119,12 @@ class Subspace(nn.Module):
         self.register_buffer("basis", empty, persistent=False)
         signs = torch.empty(self.vocabulary, -(-self.width // 8), dtype=torch.uint8)
         self.register_buffer("signs", signs, persistent=False)
-        self.register_buffer("bits", torch.arange(8, dtype=torch.uint8), persistent=False)
+        self.register_buffer("bits", torch.empty(8, dtype=torch.uint8), persistent=False)
 
-    def derive(self, seed: int) -> None:
-        """Fills the buffers with what the seed fixes. Raises DerivationError."""
+    def fill_buffers(self, seed: int) -> None:
+        """Fills basis and signs with what the seed fixes. Raises DerivationError."""
         fixed_tensors.check_derivation()
+        torch.arange(8, dtype=torch.uint8, out=self.bits)
         self.signs.copy_(torch.from_numpy(fixed_tensors.embedding_signs(seed, self.vocabulary, self.width)))
         if self.basis is not None:
             self.basis.copy_(torch.from_numpy(fixed_tensors.basis(seed, self.width, self.rank)))
@@ -185,43 +152,45 @@ def keep(hidden: Tensor) -> Tensor:
 
 
 class SubspaceStage(Stage):
-    """A stage of the subspace family."""
+    """A stage of the subspace family, without values until they are filled in."""
 
     table: Tensor
 
     def __init__(self, model: SubspaceSection, layer_range: range) -> None:
         is_first, is_last = layer_range.start == 0, layer_range.stop == model.layers
         super().__init__(layer_range, is_first=is_first, is_last=is_last)
-        self.width = model.width
-        self.free_layer = str(model.layers - 1)
-        self.register_buffer(
-            "table", rotary_table(model.context, model.width // model.heads, model.rope_theta), persistent=False
-        )
+        self._model = model
+        self._free_layer = str(model.layers - 1)
+        rotary = torch.empty(2, model.context, model.width // model.heads // 2)
+        self.register_buffer("table", rotary, persistent=False)
         self.space = Subspace(model) if model.embedding_is_fixed else None
         if is_first:
-            self.embedding = Embedding(model.vocabulary, model.subspace)
+            self.embedding = nn.Embedding(model.vocabulary, model.subspace)
         self.layers = nn.ModuleDict({str(index): Layer(model, stream_width(model, index)) for index in layer_range})
         if is_last:
-            self.norm = RmsNorm(model.width, model.norm_epsilon)
-            self.head = Linear(model.width, model.vocabulary)
+            self.norm = nn.RMSNorm(model.width, model.norm_epsilon)
+            self.head = nn.Linear(model.width, model.vocabulary, bias=False)
 
     def forward(self, hidden: Tensor, context: Context | None = None) -> Tensor:
         expand: Expand = keep
         if self.space is not None:
             expand = self.space.expand_for(self._tokens(hidden, context))
         if self.is_first:
-            hidden = self.embedding(hidden)
+            hidden = self.embedding(hidden.clamp(min=0))
         for name, layer in self.layers.items():
-            if name == self.free_layer:
+            if name == self._free_layer:
                 hidden, expand = expand(hidden), keep
             hidden = layer(hidden, self.table, expand)
         if self.is_last:
             hidden = self.head(self.norm(hidden))
         return hidden
 
-    def derive(self, seed: int) -> None:
+    def fill_buffers(self, seed: int) -> None:
+        """Fills the rotary table and the subspace's buffers. Raises DerivationError."""
+        model = self._model
+        self.table.copy_(rotary_table(model.context, model.width // model.heads, model.rope_theta))
         if self.space is not None:
-            self.space.derive(seed)
+            self.space.fill_buffers(seed)
 
     def initial_std(self, name: str) -> float | None:
         """Returns 0.02; 0.02 / sqrt(2 (layer + 1)) for STREAM_PROJECTIONS; embedding and head have their own."""
@@ -230,7 +199,7 @@ class SubspaceStage(Stage):
         if name == "embedding.weight":
             return EMBEDDING_STD
         if name == "head.weight":
-            return 1 / math.sqrt(self.width)
+            return 1 / math.sqrt(self._model.width)
         if name.endswith(STREAM_PROJECTIONS):
             return WEIGHT_STD / math.sqrt(2 * (int(name.split(".")[1]) + 1))
         return WEIGHT_STD
