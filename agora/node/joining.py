@@ -31,7 +31,7 @@ FETCH_SECONDS = 15.0
 NEIGHBOUR_SECONDS = 60.0
 
 
-class Unreachable(LocalError):
+class RunUnreachable(LocalError):
     """No peer of the run answers. The command ends with exit code 4."""
 
     code = "unreachable"
@@ -75,7 +75,7 @@ async def _signed_manifest(startup: Startup) -> tuple[SignedManifest, str]:
 async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
     """Asks the invite's peers for the manifest, one after the other, and checks its hash and signature.
 
-    Raises Unreachable when nobody has it, ManifestError when an answer is not this run's manifest.
+    Raises RunUnreachable when nobody has it, ManifestError when an answer is not this run's manifest.
     """
     run = RunId(startup.run.run)
     with startup.steps.step("manifest") as note:
@@ -99,7 +99,7 @@ async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> S
                 failures.append(str(error))
     finally:
         await network.close()
-    raise Unreachable(
+    raise RunUnreachable(
         f"no peer of the invite gives the run's manifest ({'; '.join(failures[:2]) or 'it names no peer'}); "
         "ask for a newer invite, or check this machine's network"
     )
@@ -162,7 +162,7 @@ def _dialable_first(addresses: Sequence[str]) -> tuple[str, ...]:
 async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
     """Connects to known peers of the run; returns all addresses that are known.
 
-    signed: None for an invite whose manifest must still be fetched. Raises Unreachable in that case when nobody
+    signed: None for an invite whose manifest must still be fetched. Raises RunUnreachable in that case when nobody
     answers. A daemon that has the manifest may find nobody: it waits for others.
     """
     known, reached, reason = startup.run.addresses, 0, "it names no other peer"
@@ -176,7 +176,7 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
             except AgoraError as error:
                 reason = str(error)
         if not reached and signed is None:
-            raise Unreachable(f"no peer of the invite answers ({reason}); ask for a newer invite")
+            raise RunUnreachable(f"no peer of the invite answers ({reason}); ask for a newer invite")
         peers = len({address.rpartition("/")[2] for address in known})
         note.text = f"{reached} of {peers} peers answered" if peers else "nobody to ask, the first peer here"
     return known

@@ -175,6 +175,7 @@ class Node:
     # --- start and serve
 
     async def _start_and_serve(self) -> Ending:
+        """Opens the peer, then holds one span after another until something ends the daemon."""
         peer = await self._unless_stopped(self._open_peer())
         await self._hold(peer, self.startup.settings.span)
         self._report_started(peer)
@@ -199,6 +200,7 @@ class Node:
         return working.result()
 
     async def _open_peer(self) -> Peer:
+        """Finds the run and opens the peer. What is known on the way can be asked for before the end."""
         startup, closing = self.startup, self._peer_closing
         if startup.run.signed is not None or not startup.run.run:
             self.signed = await joining.read_manifest(startup)
@@ -225,6 +227,7 @@ class Node:
             span.tasks.start("origin", span.origin.run())
 
     def _report_started(self, peer: Peer) -> None:
+        """Reports that the first span is served, and prints the invite."""
         span = self.serving_span().span
         run, incarnation = peer.signed.run_id, self.startup.incarnation
         self.report(
@@ -251,6 +254,7 @@ class Node:
         return self._failed(*failed) if failed is not None else None
 
     def _failed(self, task: str, error: BaseException | None) -> Ending:
+        """Reports that a task has ended that must not end, and returns the ending of the daemon."""
         text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
         self.report(events.TaskFailed(task, text))
         is_known = isinstance(error, AgoraError)
@@ -284,9 +288,7 @@ class Node:
         self.report(events.StateChanged("moving", f"from stages {former.span} to stages {move.span}"))
         failure: AgoraError | None = None
         try:
-            await self._finish(peer, former, MOVE_FINISH_SECONDS, loop_time() + 2 * MOVE_FINISH_SECONDS)
-            await former.write_checkpoints(MOVE_CHECKPOINT_SECONDS)
-            await self._end_span()
+            await self._unless_stopped(self._give_up(peer, former))
             try:
                 await self._hold(peer, move.span)
             except AgoraError as error:
@@ -304,14 +306,21 @@ class Node:
         else:
             move.done.set_result(None)
 
-    async def _end_span(self) -> None:
+    async def _give_up(self, peer: Peer, span: LoadedSpan) -> None:
+        """Finishes what the span has in hand, writes its checkpoints, and ends it.
+
+        While a stage has no peer, this origin's own microbatches cannot come back: then it does not wait for them.
+        """
+        patience_s = MOVE_FINISH_SECONDS if not self.take_report().empty_stages else ORIGIN_SECONDS
+        await self._finish(peer, span, patience_s, loop_time() + 2 * patience_s)
+        await span.write_checkpoints(MOVE_CHECKPOINT_SECONDS)
         self.span = None
         await self._span_closing.aclose()
 
     # --- leave
 
     async def _leave(self, ending: Ending) -> None:
-        """Announces it, finishes what is in hand, and hands back what cannot be finished in time."""
+        """Announces the leaving, finishes what is in hand, and hands back what cannot be finished in time."""
         self._notifier.send(STOPPING=1, STATUS=f"leaving: {ending.reason}")
         self.report(events.StateChanged("leaving", ending.reason))
         peer, span = self.peer, self.span
@@ -337,6 +346,7 @@ class Node:
         await span.hop.leave(max(0.1, until - loop_time()))
 
     async def _announce_leaving(self, peer: Peer) -> None:
+        """Says in the directory that this peer leaves its stages."""
         try:
             async with asyncio.timeout(ANNOUNCE_SECONDS):
                 await peer.membership.announce("leaving")
@@ -344,6 +354,7 @@ class Node:
             self.report(events.DirectoryTrouble("leave", "the directory did not answer in time"))
 
     async def _close(self) -> None:
+        """Closes the span and the peer; what takes too long is left to the end of the process."""
         self.span = None
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
