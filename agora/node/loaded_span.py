@@ -23,7 +23,7 @@ from agora.node.peer import Peer, usual_in_flight
 from agora.node.replicas import Replicas
 from agora.observe import events, faults
 from agora.pipeline.barrier import StepBarrier
-from agora.pipeline.hop import Hop, HopConfig
+from agora.pipeline.hop import Hop
 from agora.pipeline.opening import Share
 from agora.pipeline.origin import Origin, OriginConfig, OwnStage
 from agora.state.collector import StageCollector
@@ -56,10 +56,12 @@ class LoadedSpan:
         )
         self._barrier = step_barrier(signed.manifest, compute)
         self.hop = Hop(
-            HopConfig(startup.peer, signed.manifest.stage_count, peer.shapes),
             compute,
             peer.router,
             peer.ledger,
+            me=startup.peer,
+            stage_count=signed.manifest.stage_count,
+            shapes=peer.shapes,
             report=startup.report,
             barrier=self._barrier,
             fault=faults.reach,
@@ -135,7 +137,7 @@ class LoadedSpan:
             self.hop.queue,
             self.hop.path_s(),
             origin is not None,
-            origin.statistics.loss if origin else None,
+            origin.loss if origin else None,
             origin.credit.reason if origin else "",
         )
 

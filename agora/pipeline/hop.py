@@ -68,30 +68,25 @@ class Job:
         return self.message.purpose == "train"
 
 
-@dataclass(frozen=True, slots=True)
-class HopConfig:
-    """Who this peer is, how many stages the run has, and which tensors it allows."""
-
-    me: PeerId
-    stage_count: int
-    shapes: WireShapes
-
-
 class Hop:
     """This peer's place in the pipeline while it holds its span. Other peers and the own origin enter by `process`."""
 
     def __init__(
         self,
-        config: HopConfig,
         compute: SpanCompute,
         router: Router,
         ledger: WorkLedger,
         *,
+        me: PeerId,
+        stage_count: int,
+        shapes: WireShapes,
         report: Report,
         barrier: StepBarrier | None = None,
         fault: ReachFault = faults.reach,
     ) -> None:
-        self._config = config
+        self._me = me
+        self._stage_count = stage_count
+        self._shapes = shapes
         self._compute = compute
         self._router = router
         self._ledger = ledger
@@ -137,7 +132,7 @@ class Hop:
         """Returns the request as a Job. Raises NotMyStage or ProtocolError when this peer cannot take it."""
         if message.stage not in self.span:
             raise NotMyStage(f"this peer holds stages {self.span}, not {message.stage}; read the directory again")
-        boundary, tokens = self._config.shapes.boundary_and_tokens(message, tensors)
+        boundary, tokens = self._shapes.boundary_and_tokens(message, tensors)
         return Job(message, boundary, tokens, deadline)
 
     async def _join_or_start(self, job: Job, on_progress: OnProgress) -> HopAnswer:
@@ -159,7 +154,7 @@ class Hop:
         """The hop itself, from its seat to its answer."""
         work.publish(self._advance(job, "accepted"))
         await self._fault("hop.accepted")
-        is_last = self.span.last == self._config.stage_count - 1
+        is_last = self.span.last == self._stage_count - 1
         answer = await (self._finish(job, work) if is_last else self._pass_on(job, work))
         work.publish(self._advance(job, "finished"))
         return answer
@@ -232,7 +227,7 @@ class Hop:
 
     def _advance(self, job: Job, what: str) -> Advance:
         """Returns the progress message of this hop."""
-        return Advance(job.message.stage, self._config.me, what, self._on_device)
+        return Advance(job.message.stage, self._me, what, self._on_device)
 
     @contextmanager
     def _counted_on_device(self) -> Iterator[None]:

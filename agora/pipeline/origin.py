@@ -86,23 +86,6 @@ class Evaluation:
 
 
 @dataclass(slots=True)
-class OriginStatistics:
-    """What became of this origin's training microbatches since its start."""
-
-    started: int = 0
-    completed: int = 0
-    dropped: int = 0
-    retried: int = 0
-    tokens: int = 0
-    mean_loss: MovingAverage = field(default_factory=lambda: MovingAverage(0.05))
-
-    @property
-    def loss(self) -> float | None:
-        """Moving average of the loss per token, in nats; None before the first microbatch."""
-        return self.mean_loss.value
-
-
-@dataclass(slots=True)
 class Microbatch:
     """One microbatch of this origin: its data, and the peer last seen to hold it at each stage."""
 
@@ -152,13 +135,19 @@ class Origin:
         self._pace = Pace()
         self._credit_ceiling = PER_STAGE * config.stage_count  # doubles at most in a trip, as TCP starts
         self._trip_s = MovingAverage(0.1)
-        self.statistics = OriginStatistics()
+        self._loss = MovingAverage(0.05)
+        self.completed = 0
         self.credit = Credit(1, "not measured yet")
 
     @property
     def open_microbatches(self) -> int:
         """Training microbatches in flight."""
         return len(self._open)
+
+    @property
+    def loss(self) -> float | None:
+        """Moving average of the training loss per token, in nats; None before the first microbatch came back."""
+        return self._loss.value
 
     async def run(self) -> None:
         """Trains until `leave` has ended, or until cancelled, which drops what is open."""
@@ -285,19 +274,11 @@ class Origin:
     # --- delivering
 
     async def _train(self, microbatch: Microbatch) -> None:
-        """Delivers one training microbatch and counts what became of it."""
-        statistics, answer = self.statistics, None
-        statistics.started += 1
-        try:
-            answer = await self._deliver(microbatch)
-        finally:
-            if answer is None:
-                statistics.dropped += 1
-        message = answer.message
-        statistics.completed += 1
-        statistics.tokens += message.tokens
+        """Delivers one training microbatch, and learns the loss and the pace from it."""
+        message = (await self._deliver(microbatch)).message
+        self.completed += 1
         if message.tokens:
-            statistics.mean_loss = statistics.mean_loss.updated(message.loss_sum / message.tokens)
+            self._loss = self._loss.updated(message.loss_sum / message.tokens)
         self._pace = self._pace.completed(loop_time())
         self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
 
@@ -338,8 +319,7 @@ class Origin:
         return None
 
     def _take_failure(self, microbatch: Microbatch, error: Exception) -> None:
-        """Counts and reports a failed attempt."""
-        self.statistics.retried += 1
+        """Reports a failed attempt."""
         self._pace = self._pace.interrupted()
         reason = str(error) or "the attempt's time was over"
         self._report(events.MicrobatchRerouted(microbatch.id.hex(), 0, self._config.me, reason))

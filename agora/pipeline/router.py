@@ -115,7 +115,6 @@ class Router:
         round_trip_s: Callable[[PeerId], float | None] = lambda peer: None,
     ) -> None:
         self.table = RoutingTable(me, stage_count)
-        self.rerouted = 0
         self._caller = caller
         self._view_of = view_of
         self._stage_count = stage_count
@@ -244,7 +243,6 @@ class Router:
         else:
             self.table.failed(now, attempt, now - attempt.started)
         trip.record_failure(attempt.peer, reason)
-        self.rerouted += 1
         microbatch = trip.process.microbatch.hex()
         self._report(events.MicrobatchRerouted(microbatch, attempt.stage, attempt.peer, reason))
 

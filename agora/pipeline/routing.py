@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agora_protocol.ids import MicrobatchId, PeerId
@@ -215,10 +215,8 @@ class RoutingTable:
 
     def accepted(self, now: float, attempt: Attempt, queue: int, ping_s: float | None) -> None:
         """The peer took a seat; `queue` microbatches are at its device. ping_s: round trip of the idle link."""
-        cost = self._cost(attempt)
-        if cost is not None:
-            waited_s = now - attempt.started
-            self._put(attempt, cost.after_seat(now, queue, waited_s, attempt.payload_bytes, ping_s))
+        waited_s, payload = now - attempt.started, attempt.payload_bytes
+        self._learn(attempt, lambda cost: cost.after_seat(now, queue, waited_s, payload, ping_s))
 
     def answered(self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float) -> float:
         """The peer answered, after `service_s` on its device by its own word.
@@ -226,31 +224,21 @@ class RoutingTable:
         Returns the seconds that the microbatch and its answer needed on the link if nothing had waited; period_s: time
         between two answers to this caller.
         """
-        cost = self._cost(attempt)
-        if cost is None:
-            return 0.0
-        cost = cost.after_answer(service_s, now - attempt.started)
-        self._put(attempt, cost)
-        return cost.crossing_s(attempt.payload_bytes, answer_bytes, period_s)
+        cost = self._learn(attempt, lambda cost: cost.after_answer(service_s, now - attempt.started))
+        return cost.crossing_s(attempt.payload_bytes, answer_bytes, period_s) if cost else 0.0
 
     def busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
         """The peer refused the microbatch for want of a seat."""
-        cost = self._cost(attempt)
-        if cost is not None:
-            self._put(attempt, cost.after_busy(now, attempt.charge_s, retry_after_s))
+        self._learn(attempt, lambda cost: cost.after_busy(now, attempt.charge_s, retry_after_s))
 
     def failed(self, now: float, attempt: Attempt, wasted_s: float, max_failures: int = 64) -> None:
         """The call failed after costing us `wasted_s`; see PeerCost.after_failure."""
-        cost = self._cost(attempt)
-        if cost is not None:
-            refunded = cost.after_no_work(attempt.charge_s)
-            self._put(attempt, refunded.after_failure(now, wasted_s, max_failures))
+        charge_s = attempt.charge_s
+        self._learn(attempt, lambda cost: cost.after_no_work(charge_s).after_failure(now, wasted_s, max_failures))
 
     def abandoned(self, attempt: Attempt) -> None:
         """We left the call ourselves: nothing is learnt, the charge is taken back."""
-        cost = self._cost(attempt)
-        if cost is not None:
-            self._put(attempt, cost.after_no_work(attempt.charge_s))
+        self._learn(attempt, lambda cost: cost.after_no_work(attempt.charge_s))
 
     def rejected(self, now: float, stage: int, peer: PeerId) -> None:
         """The peer's answer had the right form but could not be used: counts as a failure."""
@@ -258,17 +246,18 @@ class RoutingTable:
         if peer in costs:
             costs[peer] = costs[peer].after_failure(now)
 
-    def _cost(self, attempt: Attempt) -> PeerCost | None:
-        """Returns the peer's cost; None when it was forgotten meanwhile."""
-        return self._costs.get(attempt.stage, {}).get(attempt.peer)
+    def _learn(self, attempt: Attempt, change: Callable[[PeerCost], PeerCost]) -> PeerCost | None:
+        """Changes what is known of the attempt's peer, and forgets a peer that has gone when its last call has ended.
 
-    def _put(self, attempt: Attempt, cost: PeerCost) -> None:
-        """Stores a peer's cost, or forgets a peer that has gone and has no open call any more."""
-        costs = self._costs[attempt.stage]
-        if cost.open_calls or attempt.peer in self._live[attempt.stage][2]:
-            costs[attempt.peer] = cost
-        else:
-            costs.pop(attempt.peer, None)
+        Returns the new cost; None when the peer was forgotten before.
+        """
+        costs = self._costs.get(attempt.stage, {})
+        if attempt.peer not in costs:
+            return None
+        cost = costs[attempt.peer] = change(costs[attempt.peer])
+        if not cost.open_calls and attempt.peer not in self._live[attempt.stage][2]:
+            del costs[attempt.peer]
+        return cost
 
 
 def attempt_deadline(now: float, deadline: float, expected_s: float, others: int, depth: int = 1) -> float:

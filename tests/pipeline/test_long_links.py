@@ -52,7 +52,7 @@ def trained(rtts: Sequence[float], *, wire_s: float = 0.0, ceiling: int = 128) -
 
 async def completed(origin: Origin, count: int) -> float:
     """When the origin has its `count`-th microbatch back."""
-    while origin.statistics.completed < count:
+    while origin.completed < count:
         await asyncio.sleep(0.05)
     return asyncio.get_running_loop().time()
 

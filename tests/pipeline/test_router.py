@@ -55,7 +55,7 @@ def test_a_killed_callee_costs_a_retry_not_a_microbatch() -> None:
         answer = await task
         survivor = next(c for c in callees if c is not victim)
         assert answer.peer == survivor.peer and survivor.calls_in == 1
-        assert [e.from_peer for e in rerouted(node)] == [victim.peer] and node.router.rerouted == 1
+        assert [e.from_peer for e in rerouted(node)] == [victim.peer]
         assert "broken" in rerouted(node)[0].reason
 
     run(work())
@@ -147,7 +147,7 @@ def test_shares_follow_measured_speeds_and_nobody_idles() -> None:
         await train(origin, 200)
         took = asyncio.get_running_loop().time() - begun
         assert 1.7 <= fast.calls_in / slow.calls_in <= 2.3
-        assert origin.statistics.completed / took > 0.9 * 15.0
+        assert origin.completed / took > 0.9 * 15.0
 
     run(work())
 

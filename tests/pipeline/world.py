@@ -28,7 +28,7 @@ from agora.observe.events import (
     OffenceRecorded,
 )
 from agora.pipeline.barrier import StepBarrier
-from agora.pipeline.hop import Hop, HopConfig
+from agora.pipeline.hop import Hop
 from agora.pipeline.interfaces import WireShapes
 from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.origin import Origin, OriginConfig
@@ -199,10 +199,12 @@ class Node:
         """The hop of this node's compute; the ledger and the router outlive it."""
         self.ledger.accept_new()
         return Hop(
-            HopConfig(self.peer, self.world.stage_count, SHAPES),
             self.compute,
             self.router,
             self.ledger,
+            me=self.peer,
+            stage_count=self.world.stage_count,
+            shapes=SHAPES,
             report=self.events.append,
             barrier=barrier,
             fault=self._fault,
@@ -336,8 +338,8 @@ async def train(origin: Origin, microbatches: int, patience_s: float = 100_000.0
     """Runs an origin until it has completed so many, then lets it leave."""
     running = asyncio.create_task(origin.run())
     until = asyncio.get_running_loop().time() + patience_s
-    while origin.statistics.completed < microbatches and not running.done():
-        assert asyncio.get_running_loop().time() < until, origin.statistics
+    while origin.completed < microbatches and not running.done():
+        assert asyncio.get_running_loop().time() < until, origin.completed
         await asyncio.sleep(0.05)
     await origin.leave(patience_s)
     await running
