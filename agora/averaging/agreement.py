@@ -1,15 +1,23 @@
-"""How far the replicas of a stage are together, and when it steps. Pure: `now` and the random generator are passed in.
+"""Says, from what the replicas of a stage report of their progress, who is there and when the stage steps. Pure.
 
-Knows: what each replica was last heard to have counted. Must not know: calls, threads, weights.
+Knows: what each replica last reported. Must not know: calls, threads, weights, any clock or source of randomness.
 
-A stage takes a step when its replicas together have counted the step's tokens. Each of them judges by what it has
-heard: whoever finds the step complete takes it, and the others follow when they hear of that.
+A stage takes a step when its replicas together have counted the step's tokens. Each replica judges that for itself,
+from the reports that it has: whoever finds the step complete takes it, and the others follow when they hear of that.
+
+| a replica is | when | what follows |
+|---|---|---|
+| listed | the directory's view names it as a replica of the stage | it is gossiped to |
+| silent | its last report is older than SILENT_S | it belongs to no step and no round |
+| unreachable | a call to it failed after its last report | its tokens do not count, slice rounds do without it |
+| live | it is neither silent nor unreachable | its tokens count, it is followed |
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -17,120 +25,180 @@ from typing import Final
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
 
-STALE_S: Final = 6.0
-"""A replica that was not heard for so long is not counted on, and may come back with lower numbers."""
-TELL_ALL: Final = 8
-"""So many others are all told; of more, FEW at random, who tell further."""
-FEW: Final = 4
+SILENT_S: Final = 6.0
+"""Seconds without a report after which a replica counts as gone. It may then come back with lower numbers."""
+MOST_DIRECT_TARGETS: Final = 8
+"""Up to so many other replicas are all gossiped to; of more, GOSSIP_FANOUT chosen at random."""
+GOSSIP_FANOUT: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaProgress:
-    """A replica: optimizer steps taken, tokens counted since, the tokens it had counted when it took the last one (0
-    when that was not heard), when it last spoke to anybody, as far as is known, and when it last failed to answer here.
+    """What is known of one other replica of a stage.
 
-    `said`: the step of which it last spoke here itself, -1 before; the rest may be what others told of it.
+    step: optimizer steps it has taken. tokens: tokens it has counted since that step. previous_tokens: tokens it had
+    counted when it took its last step, 0 when unknown. heard_at: when it last reported to anybody, as far as is known.
+    failed_at: when a call to it last failed. reported_step: the step in the last report that came from itself and not
+    through others, -1 before the first. listed: whether this peer's view has named it since it was first heard of.
+    Times are in seconds.
     """
 
     step: int
     tokens: int
-    before: int
-    heard: float
-    lost: float = -math.inf
-    said: int = -1
+    previous_tokens: int
+    heard_at: float
+    failed_at: float = -math.inf
+    reported_step: int = -1
+    listed: bool = False
 
-    def present(self, now: float) -> bool:
-        """Whether it has been heard lately, and since it last failed to answer."""
-        return now - self.heard <= STALE_S and self.heard > self.lost
+    def is_silent(self, now: float) -> bool:
+        """Returns whether its last report is older than SILENT_S."""
+        return now - self.heard_at > SILENT_S
+
+    def is_live(self, now: float) -> bool:
+        """Returns whether it has reported lately, and no call to it has failed since."""
+        return not self.is_silent(now) and self.heard_at > self.failed_at
 
 
 KnownReplicas = Mapping[PeerId, ReplicaProgress]
-News = tuple[PeerId, int, int, int]
-"""A replica, its step, its tokens, and how many milliseconds ago it spoke."""
+"""What is known of the other replicas of one stage."""
+GossipEntry = tuple[PeerId, int, int, int]
+"""A replica's id, its step, its tokens, and the age of that report in milliseconds."""
 
 
-def heard(
-    known: KnownReplicas, news: Iterable[News], sender: PeerId, me: PeerId, now: float
+def merge_gossip(
+    known: KnownReplicas, entries: Iterable[GossipEntry], sender: PeerId, me: PeerId, now: float
 ) -> dict[PeerId, ReplicaProgress]:
-    """What is known after `sender` told `news`, of itself and of others.
+    """Returns what is known after `sender` reported `entries` about itself and about others.
 
-    Lower numbers are believed when a replica says them itself, or was not there before: it has started again. Of
-    others only what they said lately counts, so that tales keep nobody alive.
+    | an entry is about | it is taken when |
+    |---|---|
+    | the sender | always: a replica that has restarted reports lower numbers |
+    | another replica | it is not older than SILENT_S, and it is further, or nothing live is known of that replica |
+    | this peer | never |
     """
     merged = dict(known)
-    for peer, step, tokens, age_ms in news:
-        at = now if peer == sender else now - age_ms / 1000
-        if peer == me or now - at > STALE_S:
+    for peer, step, tokens, age_ms in entries:
+        heard_at = now if peer == sender else now - age_ms / 1000
+        if peer == me or now - heard_at > SILENT_S:
             continue
-        before = merged.get(peer)
-        if before is None:
-            merged[peer] = ReplicaProgress(step, tokens, 0, at)
-        elif peer == sender or (step, tokens) >= (before.step, before.tokens) or not before.present(now):
-            merged[peer] = _after(before, step, tokens, max(at, before.heard))
+        last = merged.get(peer)
+        if last is None:
+            merged[peer] = ReplicaProgress(step, tokens, 0, heard_at)
+        elif peer == sender or (step, tokens) >= (last.step, last.tokens) or not last.is_live(now):
+            merged[peer] = _advanced(last, step, tokens, max(heard_at, last.heard_at))
         if peer == sender:
-            merged[peer] = replace(merged[peer], said=step)
+            merged[peer] = replace(merged[peer], reported_step=step)
     return merged
 
 
-def _after(before: ReplicaProgress, step: int, tokens: int, at: float) -> ReplicaProgress:
-    if step == before.step:
-        kept = before.before if tokens >= before.tokens else 0
+def _advanced(last: ReplicaProgress, step: int, tokens: int, heard_at: float) -> ReplicaProgress:
+    """Returns `last` with newer numbers; after exactly one more step the old tokens become `previous_tokens`."""
+    if step == last.step:
+        previous = last.previous_tokens if tokens >= last.tokens else 0
     else:
-        kept = before.tokens if step == before.step + 1 else 0
-    return replace(before, step=step, tokens=tokens, before=kept, heard=at)
+        previous = last.tokens if step == last.step + 1 else 0
+    return replace(last, step=step, tokens=tokens, previous_tokens=previous, heard_at=heard_at)
 
 
-def lost(known: KnownReplicas, peer: PeerId, now: float) -> dict[PeerId, ReplicaProgress]:
-    """What is known after `peer` did not answer: it is not there until it has spoken again."""
-    return dict(known) | {peer: replace(known.get(peer) or ReplicaProgress(0, 0, 0, -math.inf), lost=now)}
+def record_failure(known: KnownReplicas, peer: PeerId, now: float) -> dict[PeerId, ReplicaProgress]:
+    """Returns what is known after a call to `peer` failed: it is unreachable until it reports again.
+
+    A replica that was never heard counts as heard now: it, too, gets SILENT_S before it counts as gone.
+    """
+    return dict(known) | {peer: replace(known.get(peer) or ReplicaProgress(0, 0, 0, now), failed_at=now)}
 
 
-def absent(known: KnownReplicas, members: Collection[PeerId], now: float) -> set[PeerId]:
-    """The members that have not been heard lately, or did not answer; of who is new here nothing is known yet."""
-    return {peer for peer in members if peer in known and not known[peer].present(now)}
+def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
+    """Returns `known` with the listed replicas marked, and without those that are neither listed nor live."""
+    return {
+        peer: replace(last, listed=True) if peer in listed and not last.listed else last
+        for peer, last in known.items()
+        if peer in listed or last.is_live(now)
+    }
 
 
-def fresh(known: KnownReplicas, members: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
-    """The other replicas that are in the view and were heard lately."""
-    return {peer: it for peer, it in known.items() if peer in members and it.present(now)}
+def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: float) -> set[PeerId]:
+    """Returns those of `peers` that are silent or unreachable; one that was never heard of is neither."""
+    return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
 
 
-def counted_by(others: KnownReplicas, step: int) -> int:
-    """Tokens that the others have counted for the step after `step`; who has taken it already took its own with it."""
-    return sum(it.tokens if it.step == step else it.before if it.step == step + 1 else 0 for it in others.values())
+def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
+    """Returns what is known of the replicas that are both listed and live."""
+    return {peer: last for peer, last in known.items() if peer in listed and last.is_live(now)}
+
+
+def exact_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
+    """Returns the other replicas whose gradients belong to an exact step.
+
+    | the view | its last report | it belongs |
+    |---|---|---|
+    | lists it | none yet, or not older than SILENT_S, also when a call to it has failed since | yes |
+    | lists it | older than SILENT_S | no, it is gone |
+    | has never listed it | from itself, not older than SILENT_S | yes, the view lags by some seconds |
+    | does not list it any more | any | no, it has left |
+
+    A single failed call proves nothing, and the view is late: a step without a replica that is alive would make the
+    replicas differ for good.
+    """
+    silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
+    unlisted = {p for p, last in known.items() if last.reported_step >= 0 and not last.listed and last.is_live(now)}
+    return (set(listed) | unlisted) - silent
+
+
+def count_tokens(others: KnownReplicas, step: int) -> int:
+    """Returns the tokens that `others` have counted for step number `step`, also those that have just taken it."""
+    return sum(
+        last.tokens if last.step == step else last.previous_tokens if last.step == step + 1 else 0
+        for last in others.values()
+    )
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
-    """The tokens that this replica must have counted since `step` for the stage to step; at least 1."""
-    return max(1, target - counted_by(others, step))
+    """Returns the tokens, at least 1, that this replica must have counted for step number `step` to be complete."""
+    return max(1, target - count_tokens(others, step))
 
 
-def step_to_follow(others: KnownReplicas, live: int, step: int, own_tokens: int, target: int) -> int:
-    """The step that the stage has reached, `step` itself when this replica is not behind.
+def step_to_follow(others: KnownReplicas, present: int, step: int, own_tokens: int, target: int) -> int:
+    """Returns the number of steps that the stage has reached; `step` when this replica is not behind.
 
-    live: how many others are there, those included of whom nothing is known yet, so that nobody who is heard first is a
-    majority. Half of them carry everyone along, however far. One step ahead, a quarter is enough when, as far as is
-    known, a quarter of the step's tokens are there: the stage has stepped, the news of the tokens are slower. Only what
-    each says itself counts here: a tale of the others would make one liar the majority.
+    others: the live ones. present: how many other replicas are listed and not unreachable, those included that were
+    never heard: so the first one that is heard is no majority. Only what a replica reported of itself counts.
+
+    | reported | result |
+    |---|---|
+    | half of `present` are beyond `step` | the step that half of them have reached |
+    | a quarter of `present` is at step + 1, and a quarter of its tokens is known | step + 1 |
+    | else | step |
     """
-    reached = sorted((it.said for it in others.values()), reverse=True)
-    half = math.ceil(live / 2)
+    reached = sorted((last.reported_step for last in others.values()), reverse=True)
+    half = math.ceil(present / 2)
     if 0 < half <= len(reached) and reached[half - 1] > step:
         return reached[half - 1]
-    ahead = sum(it.said == step + 1 for it in others.values())
-    known = own_tokens + counted_by(others, step)
-    return step + 1 if ahead and ahead >= math.ceil(live / 4) and 4 * known >= target else step
+    ahead = sum(last.reported_step == step + 1 for last in others.values())
+    tokens = own_tokens + count_tokens(others, step)
+    return step + 1 if ahead and ahead >= math.ceil(present / 4) and 4 * tokens >= target else step
 
 
-def whom_to_tell(members: Collection[PeerId], me: PeerId, rng: random.Random) -> list[PeerId]:
-    """All the others where they are few, else some."""
-    others = sorted(set(members) - {me})
-    return others if len(others) <= TELL_ALL else rng.sample(others, FEW)
+def choose_targets(listed: Collection[PeerId], me: PeerId, rng: random.Random) -> list[PeerId]:
+    """Returns whom to gossip to: all other replicas, or GOSSIP_FANOUT at random of more than MOST_DIRECT_TARGETS."""
+    others = sorted(set(listed) - {me})
+    return others if len(others) <= MOST_DIRECT_TARGETS else rng.sample(others, GOSSIP_FANOUT)
 
 
-def tale(
-    known: KnownReplicas, own: tuple[PeerId, int, int], members: Collection[PeerId], now: float
-) -> tuple[News, ...]:
-    """What to tell: the own numbers first, then the freshest of the others', at most MAX_GOSSIPED_REPLICAS in all."""
-    others = sorted(fresh(known, members, now).items(), key=lambda item: -item[1].heard)[: MAX_GOSSIPED_REPLICAS - 1]
-    return ((*own, 0), *((peer, it.step, it.tokens, round(1000 * (now - it.heard))) for peer, it in others))
+def compose_gossip(
+    known: KnownReplicas, own: tuple[PeerId, int, int], listed: Collection[PeerId], now: float
+) -> tuple[GossipEntry, ...]:
+    """Returns the entries to send: this peer's own, then the freshest of the others, up to the protocol's limit."""
+    others = sorted(live_replicas(known, listed, now).items(), key=lambda item: -item[1].heard_at)
+    entries = ((peer, last.step, last.tokens, round(1000 * (now - last.heard_at))) for peer, last in others)
+    return ((*own, 0), *entries)[:MAX_GOSSIPED_REPLICAS]
+
+
+def leading_step(steps: Collection[Collection[int]]) -> int:
+    """Returns the step of the most advanced stage of the run.
+
+    steps: for each stage, the steps of its replicas. The lower median stands for the stage, so that a single replica
+    cannot raise it.
+    """
+    return max((statistics.median_low(of_stage) for of_stage in steps if of_stage), default=0)

@@ -1,6 +1,6 @@
-"""Replicas tell each other how far they are, over the streams they have, and each learns when its stages are due.
+"""Exchanges with the other replicas of each stage how far everybody is: step gossip.
 
-Knows: GossipSteps and GossipedSteps, when to tell whom, the agreement's rules. Must not know: how a step is taken.
+Knows: GossipSteps and GossipedSteps, when to send them to whom, what was heard. Must not know: how a step is taken.
 """
 
 from __future__ import annotations
@@ -17,177 +17,132 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.messages import GossipedSteps, GossipSteps
 
 from agora.averaging import agreement
-from agora.averaging.agreement import KnownReplicas
+from agora.averaging.agreement import GossipEntry, KnownReplicas
 from agora.calls import Caller
 from agora.clock import loop_time
 
-TELL_S: Final = 0.25
-SOON_S: Final = 0.02
-"""In synchronous runs everybody waits for the step, so news are told at once; many at a time."""
+INTERVAL_S: Final = 0.25
+SYNCHRONOUS_INTERVAL_S: Final = 0.02
+"""In synchronous runs everybody waits for the step, so that news are sent at once; many at a time."""
 HEARTBEAT_S: Final = 1.5
+"""Without news a replica reports this often, so that it does not count as silent."""
 CALL_S: Final = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """For a stage that is at `step` here: `reached`, where the stage is; `complete`, the step's tokens are there."""
-
-    stage: int
-    step: int
-    reached: int
-    complete: bool
-
-
 @dataclass(slots=True)
-class _Stage:
+class _StageGossip:
+    """What was heard of one stage, and what this peer has last sent: (step, tokens), and when."""
+
     known: KnownReplicas = field(default_factory=dict)
-    told: tuple[int, int] = (-1, -1)
-    told_at: float = -1e9
-    judged: Judgement | None = None
+    sent: tuple[int, int] = (-1, -1)
+    sent_at: float = -1e9
 
 
 Counts = Callable[[], Mapping[int, tuple[int, int]]]
-"""Of each stage held: optimizer steps taken, and the tokens counted here since. Cheap, and never blocks."""
+"""Returns, for each stage held, the optimizer steps taken and the tokens counted here since. Cheap, never blocks."""
 
-Members = Callable[[int], Collection[PeerId]]
-"""A stage's replicas in the view."""
+Listed = Callable[[int], Collection[PeerId]]
+"""Returns the replicas of a stage that this peer's view lists; with or without this peer itself."""
 
 
 class StepGossip:
-    """One for each daemon. `run` until cancelled; `act` hears, on the loop, each new judgement that asks for work."""
+    """Keeps `known` up to date for all stages of the span. `run` until cancelled; `answer` serves the others' calls."""
 
     def __init__(
         self,
         me: PeerId,
         span: Span,
-        target_tokens: int,
         caller: Caller,
-        members: Members,
+        listed: Listed,
         counts: Counts,
+        changed: Callable[[int], None],
         *,
-        soon: bool,
+        interval_s: float = INTERVAL_S,
         rng: random.Random | None = None,
     ) -> None:
+        """changed: is called with a stage, on the loop, at every tick and whenever something was heard."""
         self._me = me
         self._span = span
-        self._target = target_tokens
         self._caller = caller
-        self._members = members
+        self._listed = listed
         self._counts = counts
-        self._interval = SOON_S if soon else TELL_S
+        self._changed = changed
+        self._interval_s = interval_s
         self._rng = rng or random.Random()
-        self._stages = {stage: _Stage() for stage in span.stages}
-        self._to_go = dict.fromkeys(span.stages, (-1, target_tokens))
-        self._asking: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
-        self.act: Callable[[Judgement], None] = lambda judgement: None
-        self.changed: Callable[[int, int], None] = lambda stage, step: None
-        """Is called with a stage and its step after each look at what its replicas have counted."""
+        self._stages = {stage: _StageGossip() for stage in span.stages}
+        self._calls: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Tells and judges until cancelled."""
+        """Sends gossip until cancelled; then cancels the calls that are open."""
         try:
             while True:
-                self.tell()
-                await asyncio.sleep(self._interval)
+                self.tick()
+                await asyncio.sleep(self._interval_s)
         finally:
-            for task in self._asking.values():
+            for task in self._calls.values():
                 task.cancel()
-            await asyncio.gather(*self._asking.values(), return_exceptions=True)
+            await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
-    def tokens_to_go(self, stage: int, step: int) -> int:
-        """What this peer must have counted since `step` for the stage to step."""
-        at, tokens = self._to_go[stage]
-        return tokens if at == step else self._target
+    def others(self, stage: int) -> set[PeerId]:
+        """Returns the other replicas of a stage that the view lists."""
+        return set(self._listed(stage)) - {self._me}
 
-    def alone(self, stage: int) -> bool:
-        """Whether nobody else holds the stage, as far as the view knows."""
-        return not set(self._members(stage)) - {self._me}
+    def known(self, stage: int) -> KnownReplicas:
+        """Returns what was heard of the other replicas of a stage."""
+        return self._stages[stage].known
 
-    def missing(self, stage: int) -> int:
-        """Tokens that the stage's replicas together still lack for the step this peer is at."""
-        step, tokens = self._counts()[stage]
-        return max(0, self._target - tokens - agreement.counted_by(self._others(stage), step))
-
-    def heard(self, stage: int) -> Collection[PeerId]:
-        """The other replicas that were heard lately."""
-        return self._others(stage).keys()
-
-    def present(self, stage: int) -> set[PeerId]:
-        """The stage's replicas in the view, this one included, without those that have fallen silent."""
-        members = set(self._members(stage)) | {self._me}
-        return members - agreement.absent(self._stages[stage].known, members, loop_time())
-
-    def judge_again(self, stage: int) -> None:
-        """`act` hears the present judgement once more: what it asked for could not be done, or is done."""
-        self._stages[stage].judged = None
-
-    def tell(self) -> None:
-        """Tells what is new to whom it concerns, and judges."""
+    def tick(self) -> None:
+        """Sends each stage's progress if it has changed or a heartbeat is due, and reports every stage as changed."""
         now, counts = loop_time(), self._counts()
-        for stage, it in self._stages.items():
-            own = counts[stage]
-            if it.told != own or now - it.told_at > HEARTBEAT_S:
-                peers = agreement.whom_to_tell(self._members(stage), self._me, self._rng)
-                if peers and self._ask(stage, peers, own, now):
-                    it.told, it.told_at = own, now
-            self._judge(stage, own)
+        for stage, state in self._stages.items():
+            state.known = agreement.record_view(state.known, self.others(stage), now)
+            if state.sent != counts[stage] or now - state.sent_at > HEARTBEAT_S:
+                targets = agreement.choose_targets(self.others(stage), self._me, self._rng)
+                if targets and self._send(stage, targets, counts[stage]):
+                    state.sent, state.sent_at = counts[stage], now
+            self._changed(stage)
 
     def answer(self, peer: PeerId, message: GossipSteps) -> GossipedSteps:
-        """A replica's news, and ours back. Raises NotMyStage."""
+        """Takes in another replica's gossip and returns this peer's. Raises NotMyStage."""
         if message.stage not in self._span:
-            raise NotMyStage(f"this peer holds stages {self._span}, not {message.stage}")
+            raise NotMyStage(f"this peer holds stages {self._span}, not {message.stage}; read the directory again")
         own = self._counts()[message.stage]
-        self._take(message.stage, message.replicas, peer)
-        known = self._stages[message.stage].known
-        return GossipedSteps(agreement.tale(known, (self._me, *own), self._members(message.stage), loop_time()))
+        self._take_in(message.stage, message.replicas, peer)
+        return GossipedSteps(self._compose(message.stage, own))
 
-    # --- calls
+    def _compose(self, stage: int, own: tuple[int, int]) -> tuple[GossipEntry, ...]:
+        """Returns the entries to send about a stage, `own` being this peer's step and tokens."""
+        return agreement.compose_gossip(self.known(stage), (self._me, *own), self.others(stage), loop_time())
 
-    def _ask(self, stage: int, peers: Collection[PeerId], own: tuple[int, int], now: float) -> bool:
-        """Tells those who are not being told already; whether that was everyone."""
-        news = agreement.tale(self._stages[stage].known, (self._me, *own), self._members(stage), now)
-        free = [peer for peer in peers if (stage, peer) not in self._asking]
+    def _send(self, stage: int, targets: Collection[PeerId], own: tuple[int, int]) -> bool:
+        """Calls those `targets` that have no such call open; returns whether that were all of them."""
+        request = GossipSteps(stage, self._compose(stage, own))
+        free = [peer for peer in targets if (stage, peer) not in self._calls]
         for peer in free:
-            task = asyncio.get_running_loop().create_task(self._exchange(stage, peer, GossipSteps(stage, news)))
-            self._asking[stage, peer] = task
-            task.add_done_callback(partial(self._asked, stage, peer))
-        return len(free) == len(peers)
+            task = asyncio.get_running_loop().create_task(self._exchange(stage, peer, request))
+            self._calls[stage, peer] = task
+            task.add_done_callback(partial(self._forget_call, stage, peer))
+        return len(free) == len(targets)
 
-    def _asked(self, stage: int, peer: PeerId, _: object) -> None:
-        self._asking.pop((stage, peer), None)
+    def _forget_call(self, stage: int, peer: PeerId, _: object) -> None:
+        """Removes a call that has ended."""
+        self._calls.pop((stage, peer), None)
 
-    async def _exchange(self, stage: int, peer: PeerId, message: GossipSteps) -> None:
+    async def _exchange(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
+        """Sends one request and takes in the answer; a call that fails makes the peer unreachable."""
         try:
-            reply = await self._caller.call(peer, message, (), deadline=loop_time() + CALL_S)
+            reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
         except AgoraError:
-            it = self._stages[stage]
-            it.known = agreement.lost(it.known, peer, loop_time())
+            state = self._stages[stage]
+            state.known = agreement.record_failure(state.known, peer, loop_time())
             return
         if isinstance(reply.message, GossipedSteps):
-            self._take(stage, reply.message.replicas, peer)
+            self._take_in(stage, reply.message.replicas, peer)
 
-    def _take(self, stage: int, news: Collection[agreement.News], sender: PeerId) -> None:
-        """Strangers speak for themselves alone, and nothing is kept of those who have left the view and are silent."""
-        it, members, now = self._stages[stage], set(self._members(stage)), loop_time()
-        news = [about for about in news if about[0] == sender or {about[0], sender} <= members]
-        known = agreement.heard(it.known, news, sender, self._me, now)
-        it.known = {peer: last for peer, last in known.items() if peer in members or last.present(now)}
-        self._judge(stage, self._counts()[stage])
-
-    # --- judging
-
-    def _others(self, stage: int) -> KnownReplicas:
-        return agreement.fresh(self._stages[stage].known, self._members(stage), loop_time())
-
-    def _judge(self, stage: int, own: tuple[int, int]) -> None:
-        (step, tokens), others = own, self._others(stage)
-        to_go = agreement.tokens_to_go(others, step, self._target)
-        self._to_go[stage] = (step, to_go)
-        self.changed(stage, step)
-        live = len(self.present(stage)) - 1
-        reached = agreement.step_to_follow(others, live, step, tokens, self._target)
-        complete = tokens + agreement.counted_by(others, step) >= self._target
-        judgement = Judgement(stage, step, reached, complete)
-        if (complete or reached > step) and judgement != self._stages[stage].judged:
-            self._stages[stage].judged = judgement
-            self.act(judgement)
+    def _take_in(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> None:
+        """Merges what `sender` reported. Of others than itself only listed replicas are believed, about listed ones."""
+        state, listed, now = self._stages[stage], self.others(stage), loop_time()
+        believed = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
+        known = agreement.merge_gossip(state.known, believed, sender, self._me, now)
+        state.known = agreement.record_view(known, listed, now)
+        self._changed(stage)

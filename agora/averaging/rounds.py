@@ -1,6 +1,6 @@
 """A member's side of a round: sends each part to its owner, or to the second one, and puts the answers together.
 
-Knows: parts, owners, deadlines, what can be believed. Must not know: weights and gradients as such, steps, the view.
+Knows: parts, owners, deadlines, bytes. Must not know: what the values are of (RoundKind), steps, the view.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -22,31 +21,30 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.averaging.aggregate import magnitude, root_mean_square
-from agora.averaging.drift import Drift, Norm
+from agora.averaging.kinds import Average, Part, RoundConfig, RoundKind
 from agora.averaging.owner import Owner
-from agora.averaging.ownership import owners
-from agora.averaging.slices import parts
-from agora.averaging.terms import FIRST_PATIENCE, Average, AveragingTerms, Part
+from agora.averaging.partition import choose_owners, cut_into_parts
 from agora.calls import Caller
+from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
 from agora.observe.faults import ReachFault
 
+FIRST_PATIENCE: Final = 0.6
+"""Share of the round's remaining time for which a member waits for the first owner, before it asks the second."""
 PARTS_AT_ONCE: Final = 8
 LEAST_S: Final = 0.05
 NO_ANSWER: Final = ("broken", "deadline")
-"""The codes of the errors by which a call ends when its peer is gone, or hangs."""
+"""Codes of the errors by which a call ends when its peer is gone or hangs."""
 
 
 @dataclass(slots=True)
 class RoundResult:
-    """answer, float32 [n]: of weights, what to add to the values that were given, 0 where a part failed; of a gradient,
-    the mean, the values that were given where a part failed.
+    """What a round brought. answer: float32 [n]; see RoundKind for weights and gradients, and for parts that failed.
 
-    `present`, who brought their values in time, is a mean over all parts, with 0 for a failed one; `members`, those of
-    them who are in the average, `weight` and the `distance`s (root mean square to the average: own, and the median of
-    those in it) are means over the others.
+    done: for each part, whether it was averaged. present: contributions in time, a mean over all parts, 0 for a failed
+    one. Means over the averaged parts are: members, those in the average; weight, the sum of theirs; distance and
+    distance_others, the root mean square of (values - average) here, and its median over the members.
     """
 
     answer: Tensor
@@ -56,22 +54,21 @@ class RoundResult:
     weight: float = 0.0
     distance: float = 0.0
     distance_others: float = 0.0
-    bytes_out: int = 0
 
     @property
     def failed_parts(self) -> int:
-        """Parts that stayed as they were."""
+        """The number of parts that were not averaged."""
         return self.done.count(False)
 
     def averaged_blocks(self) -> NDArray[np.int64]:
-        """Those of the slice's blocks of SLICE_BLOCK elements that are in a part that was averaged; rising."""
+        """Returns which of the slice's blocks of SLICE_BLOCK elements are in a part that was averaged; rising."""
         done = np.repeat(self.done, PART_ELEMENTS // SLICE_BLOCK)[: len(self.answer) // SLICE_BLOCK]
         return np.flatnonzero(done)
 
 
 @dataclass(frozen=True, slots=True)
-class _Got:
-    """A part's answer that is used. distance: root mean square of (values - average)."""
+class _PartAnswer:
+    """An owner's answer, decoded. distance: root mean square of (values - average)."""
 
     answer: Tensor
     message: Averaged
@@ -80,41 +77,31 @@ class _Got:
 
 @dataclass(slots=True)
 class _Round:
-    """What is the same for every part of a round."""
+    """What all parts of a round share. number: the round's. deadline: of the whole round, time of the event loop."""
 
     stage: int
+    kind: RoundKind
     what: str
     number: int
     weight: float
     members: Mapping[PeerId, float]
     deadline: float
-    drift: Drift
     bytes_out: int = 0
-    moved: list[float] = field(default_factory=list)
-    seats: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
-
-
-class _TooFar(PeerFailed):
-    """An average that is not believed; `counted`: what the part goes into the stage's usual drift as, if at all."""
-
-    def __init__(self, why: str, counted: float | None) -> None:
-        super().__init__(why)
-        self.counted = counted
+    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
 
 
 class Rounds:
     """Takes part in rounds; one instance for each daemon."""
 
     def __init__(
-        self, terms: AveragingTerms, caller: Caller, owner: Owner, report: Report, fault: ReachFault | None = None
+        self, config: RoundConfig, caller: Caller, owner: Owner, report: Report, reach: ReachFault | None = None
     ) -> None:
-        self._terms = terms
+        """owner: averages the parts that this peer owns itself. reach: is awaited at the named fault points."""
+        self._config = config
         self._caller = caller
         self._owner = owner
         self._report = report
-        self._fault = fault
-        self._drift: dict[int, Drift] = {}
-        self._norms: dict[tuple[int, int], Norm] = {}
+        self._reach = reach
 
     async def run(
         self,
@@ -126,142 +113,105 @@ class Rounds:
         members: Mapping[PeerId, float],
         deadline: float,
     ) -> RoundResult:
-        """The round of `values`, float32 [n], finite, on the CPU, with `members` (this peer included); ends by
-        `deadline` (loop time), whoever is missing. `values` are not to be changed afterwards: they may be recalled.
+        """Takes part in one round, and returns by `deadline` (time of the event loop), whoever is missing.
+
+        what: "weights" or "gradient". values: float32 [n], finite, on the CPU; not to be changed afterwards, because
+        another owner may ask for the average again. weight: tokens behind them; with 0 they are in no average.
+        members: this peer included, with their bandwidths.
         """
-        began = asyncio.get_running_loop().time()
-        drift = self._drift.get(stage, Drift())
-        this = _Round(stage, what, number, weight, members, deadline, drift)
-        cuts = parts(len(values))
-        got = await asyncio.gather(*(self._part(this, index, values[cut]) for index, cut in enumerate(cuts)))
-        result = _put_together(got, [values[cut] for cut in cuts], what)
-        result.bytes_out = this.bytes_out
-        if this.moved:
-            self._drift[stage] = drift.seen(statistics.median(this.moved))
-        seconds = asyncio.get_running_loop().time() - began
+        began, kind = loop_time(), self._owner.kinds[what]
+        round_ = _Round(stage, kind, what, number, weight, members, deadline)
+        pieces = [values[cut] for cut in cut_into_parts(len(values))]
+        answers = await asyncio.gather(
+            *(self._average_part(round_, index, piece) for index, piece in enumerate(pieces))
+        )
+        kind.end_round(stage)
+        result = _put_together(kind, answers, pieces)
         self._report(
             events.RoundDone(
                 stage=stage,
                 what=what,
                 round=number,
-                parts=len(cuts),
+                parts=len(pieces),
                 failed_parts=result.failed_parts,
                 members=result.present,
                 expected=len(members),
                 weight=weight,
-                seconds=seconds,
-                bytes_out=result.bytes_out,
+                seconds=loop_time() - began,
+                bytes_out=round_.bytes_out,
                 distance=result.distance,
                 distance_others=result.distance_others,
             )
         )
         return result
 
-    async def _part(self, this: _Round, index: int, values: Tensor) -> _Got | None:
-        """One part's answer; None when it stays as it is."""
-        part = Part(this.stage, this.what, this.number, index)
-        async with this.seats:
-            codec = self._terms.codec
-            sent = codec.encode(values, self._terms.dither(part))
+    async def _average_part(self, round_: _Round, index: int, values: Tensor) -> _PartAnswer | None:
+        """Returns one part's answer from its first or second owner; None when neither gave a usable one."""
+        part = Part(round_.stage, round_.what, round_.number, index)
+        async with round_.slots:
+            sent = self._config.encode(part, values)
             reasons: list[str] = []
-            refused: float | None = None
-            for second, owner in enumerate(
-                owners(self._terms.run, part.stage, part.what, part.number, index, this.members)
-            ):
+            for second, owner in enumerate(choose_owners(self._config.run, *part, round_.members)):
                 if owner is None or self._owner.is_lost(owner, part):
                     continue
                 try:
-                    got = await self._ask(this, part, owner, bool(second), sent, values)
-                    self._believe(this, part, got, values)
+                    found = await self._ask(round_, part, owner, bool(second), sent, values)
+                    round_.kind.check(part, values, found.answer, found.distance, found.message.members)
                 except (AgoraError, TimeoutError) as error:
-                    if isinstance(error, _TooFar):
-                        refused = refused or error.counted
-                    if owner != self._terms.me and getattr(error, "code", "") in NO_ANSWER:
+                    if owner != self._config.me and getattr(error, "code", "") in NO_ANSWER:
                         self._owner.lost(owner, part)
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
-                if got.message.present < 2 and len(this.members) > 1:
+                if found.message.present < 2 and len(round_.members) > 1:
                     reasons.append(f"{owner}: nobody else contributed in time")
                     break
-                if part.what == "weights" and got.message.members > 1:
-                    this.moved.append(Drift.believed(got.distance, got.message.distance))
-                return self._kept(part, got, sent, len(values))
-        if refused is not None:
-            this.moved.append(refused)
-        self._report(events.PartFailed(part.stage, part.what, part.number, part.part, "; ".join(reasons)[:500]))
+                self._accept(round_.kind, part, sent, found)
+                return found
+        self._report(events.PartFailed(*part, "; ".join(reasons)[:500]))
         return None
 
     async def _ask(
-        self, this: _Round, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], values: Tensor
-    ) -> _Got:
-        now = asyncio.get_running_loop().time()
-        left = this.deadline - now
+        self, round_: _Round, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], values: Tensor
+    ) -> _PartAnswer:
+        """Sends a part to an owner and returns its answer. Raises an AgoraError, or TimeoutError, without one."""
+        now = loop_time()
+        left = round_.deadline - now
         if left < LEAST_S:
             raise PeerFailed("the round's time is over")
-        deadline = this.deadline if second else now + FIRST_PATIENCE * left
-        request = Contribute(
-            part.stage,
-            part.what,
-            part.number,
-            part.part,
-            this.weight,
-            second,
-            max(1, int(1000 * (deadline - now))),
-        )
-        if self._fault is not None:
-            await self._fault("averaging.sending")
-        if owner == self._terms.me:
+        deadline = round_.deadline if second else now + FIRST_PATIENCE * left
+        request = Contribute(*part, round_.weight, second, max(1, int(1000 * (deadline - now))))
+        if self._reach is not None:
+            await self._reach("averaging.sending")
+        if owner == self._config.me:
             message, answer = await self._owner.contribute_own(request, sent, deadline)
         else:
-            this.bytes_out += sum(tensor.nbytes for tensor in sent)
+            round_.bytes_out += sum(tensor.nbytes for tensor in sent)
             reply = await self._caller.call(owner, request, sent, deadline=deadline)
             if not isinstance(reply.message, Averaged):
                 raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
-            message, answer = reply.message, self._terms.answered(part, reply.tensors, len(values))
-        apart = magnitude(answer) if part.what == "weights" else root_mean_square(answer, values)
-        return _Got(answer, message, apart)
+            message, answer = reply.message, round_.kind.decode_answer(part, reply.tensors, len(values))
+        return _PartAnswer(answer, message, round_.kind.distance(answer, values))
 
-    def _believe(self, this: _Round, part: Part, got: _Got, values: Tensor) -> None:
-        """Raises _TooFar for an average where no replica can be, or a gradient much larger than it ever is."""
-        if self._terms.as_it_is(part.what):
-            return
-        own = magnitude(values)
-        if part.what == "weights":
-            if why := this.drift.unbelievable(got.distance, own):
-                raise _TooFar(why, this.drift.counted(own) if got.message.members > 1 else None)
-            return
-        size, norm = magnitude(got.answer), self._norms.get((part.stage, part.part), Norm())
-        if why := norm.unbelievable(size, own):
-            raise _TooFar(why, None)
-        self._norms[part.stage, part.part] = norm.seen(size, own)
-
-    def _kept(self, part: Part, got: _Got, sent: Sequence[WireTensor], numel: int) -> _Got:
-        """Remembers how to have the average, for a second owner that asks for it."""
-        it = got.message
-        known = (it.members, it.present, it.weight, it.distance)
-
-        def average() -> Average:
-            values = self._terms.codec.decode(list(sent), numel, self._terms.dither(part))
-            return Average(values + got.answer, *known)
-
-        self._owner.keep(part, average if part.what == "weights" else partial(Average, got.answer, *known))
-        return got
+    def _accept(self, kind: RoundKind, part: Part, sent: Sequence[WireTensor], found: _PartAnswer) -> None:
+        """Records an answer that is used, and remembers how to have its average again, for a second owner that asks."""
+        message, answer = found.message, found.answer
+        kind.accept(part, found.distance, message.distance, message.members)
+        counts = (message.members, message.present, message.weight, message.distance)
+        self._owner.keep(part, lambda: Average(kind.recalled(part, sent, answer), *counts))
 
 
-def _put_together(got: Sequence[_Got | None], given: Sequence[Tensor], what: str) -> RoundResult:
-    """given: each part's values."""
-    answers = [_unchanged(values, what) if it is None else it.answer for it, values in zip(got, given, strict=True)]
-    result = RoundResult(torch.cat(answers), [it is not None for it in got])
-    used = [it for it in got if it is not None]
-    if used:
-        result.present = sum(it.message.present for it in used) / len(got)
-        result.members = statistics.fmean(it.message.members for it in used)
-        result.weight = statistics.fmean(it.message.weight for it in used)
-        result.distance = statistics.fmean(it.distance for it in used)
-        result.distance_others = statistics.fmean(it.message.distance for it in used)
+def _put_together(kind: RoundKind, answers: Sequence[_PartAnswer | None], pieces: Sequence[Tensor]) -> RoundResult:
+    """Returns a round's result. pieces: the values of each part."""
+    flats = [
+        kind.answer_of_failed(values) if found is None else found.answer
+        for found, values in zip(answers, pieces, strict=True)
+    ]
+    result = RoundResult(torch.cat(flats), [found is not None for found in answers])
+    averaged = [found for found in answers if found is not None]
+    if averaged:
+        result.present = sum(found.message.present for found in averaged) / len(answers)
+        result.members = statistics.fmean(found.message.members for found in averaged)
+        result.weight = statistics.fmean(found.message.weight for found in averaged)
+        result.distance = statistics.fmean(found.distance for found in averaged)
+        result.distance_others = statistics.fmean(found.message.distance for found in averaged)
     return result
-
-
-def _unchanged(values: Tensor, what: str) -> Tensor:
-    """The answer of a part that failed."""
-    return torch.zeros_like(values) if what == "weights" else values

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from agora.codec import all_finite, decode_uncompressed, encode_uncompressed
 
-Name = Literal["int8", "bf16", "float32"]
+WireName = Literal["int8", "bf16", "float32"]
 LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
 LEAST_EXPONENT, MOST_EXPONENT = -120, 100
 FRACTIONS_KEPT: Final = 32
@@ -58,7 +58,7 @@ def _fractions(key: bytes, numel: int) -> Tensor:
 class PartCodec:
     """One manifest's averaging.wire. A difference is encoded without dither."""
 
-    def __init__(self, name: Name) -> None:
+    def __init__(self, name: WireName) -> None:
         self.name = name
 
     def encode(self, values: Tensor, dither: Dither | None = None) -> list[WireTensor]:

@@ -7,12 +7,14 @@ stages were loaded (span_loading.py), processes, signals, or how any room does i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from agora_protocol.errors import AgoraError
-from agora_protocol.ids import Span
+from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import Contribute, GossipSteps, Message, Process, Recall
 
+from agora.averaging.group import ReplicaGroup
 from agora.calls import Reply
 from agora.model import family_of
 from agora.net.calls import IncomingCall
@@ -20,7 +22,6 @@ from agora.node.background import BackgroundTasks
 from agora.node.node_report import SpanReport, StageReport
 from agora.node.origin_batches import OriginBatches
 from agora.node.peer import Peer, usual_in_flight
-from agora.node.replicas import Replicas
 from agora.observe import events, faults
 from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.hop import Hop
@@ -44,15 +45,17 @@ class LoadedSpan:
         self._peer = peer
         self.compute = compute
         self.keeper = keeper
-        self.replicas = Replicas(
+        self.replicas = ReplicaGroup(
             signed,
             startup.peer,
             compute,
-            peer.membership,
             peer.caller,
             keeper,
+            self._listed_replicas,
+            self._steps_of_run,
             startup.report,
             peer.offences.report_offence,
+            faults.reach,
         )
         self._barrier = step_barrier(signed.manifest, compute)
         self.hop = Hop(
@@ -77,6 +80,15 @@ class LoadedSpan:
             peer.offences.report_offence,
         )
         self.tasks = BackgroundTasks()
+
+    def _listed_replicas(self, stage: int) -> Mapping[PeerId, float]:
+        """Returns a stage's replicas in the view, with their bandwidths in bytes per second."""
+        return {seen.peer: seen.bandwidth for seen in self._peer.membership.view.replicas(stage)}
+
+    def _steps_of_run(self) -> list[list[int]]:
+        """Returns, for each stage of the run, the steps that its replicas have taken."""
+        view, stages = self._peer.membership.view, range(self._peer.signed.manifest.stage_count)
+        return [[seen.step_of(stage) for seen in view.replicas(stage)] for stage in stages]
 
     def _make_origin(self, batches: OriginBatches) -> Origin:
         peer, manifest = self._peer, self._peer.signed.manifest
@@ -184,7 +196,7 @@ class LoadedSpan:
 
     async def write_checkpoints(self, within_s: float) -> None:
         """Writes a checkpoint of every stage. One that takes longer than `within_s` is given up, which is reported."""
-        self.replicas.rest()
+        self.replicas.leave()
         try:
             async with asyncio.timeout(within_s):
                 await self.keeper.write_checkpoints()

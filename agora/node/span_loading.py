@@ -24,7 +24,7 @@ from agora_protocol.ids import Span
 from agora_protocol.messages import GetChunk, GetSlice, GetState
 from agora_protocol.records import Progress
 
-from agora.averaging.slices import Slices
+from agora.averaging.partition import Slices
 from agora.calls import Reply
 from agora.data import Sampler, open_corpus, open_tokenizer
 from agora.model import family_of

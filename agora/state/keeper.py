@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agora_protocol.errors import Busy, DiskError, NotMyStage, Refused, Unavailable
+from agora_protocol.errors import Busy, DiskError, NotMyStage, Unavailable
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GetChunk, GetSlice, GetState
@@ -86,7 +86,6 @@ class StateKeeper:
         self._lag_limit = usual_lag_limit(averaging.every, averaging.fraction)
         self._found: dict[int, Checkpoint] = {}
         self._filled: set[int] = set()
-        self._doubted: set[int] = set()
         self._checkpointed: dict[int, int] = {}  # the step of each stage's last checkpoint
         self._due: set[int] = set()
         self._wake = asyncio.Event()
@@ -178,7 +177,7 @@ class StateKeeper:
         await self._stages.load_state(state)
         self._filled.add(stage)
         self.fetched.add(stage)
-        self.trust(stage)
+        self._snapshots.outdate(stage)
         self._checkpointed[stage] = state.step
         missed = 0 if exact else await self._fetch_missed_slices(stage, state.step, sources)
         seconds, size = loop_time() - began, ELEMENT_BYTES * state.numel
@@ -218,16 +217,6 @@ class StateKeeper:
 
     # --- giving copies to other peers
 
-    def doubt(self, stage: int) -> None:
-        """Gives no state of the stage from now on, until it is fetched from another replica or trusted again."""
-        self._doubted.add(stage)
-        self._snapshots.outdate(stage)
-
-    def trust(self, stage: int) -> None:
-        """Gives the stage's state again, as it is from now on."""
-        self._doubted.discard(stage)
-        self._snapshots.outdate(stage)
-
     async def answer(self, request: GetState | GetChunk | GetSlice) -> Reply:
         """Answers a joining peer. Raises Busy while this peer has nothing yet, NotMyStage, Refused, ProtocolError."""
         if isinstance(request, GetChunk):
@@ -236,21 +225,13 @@ class StateKeeper:
             raise NotMyStage(
                 f"this peer holds stages {self._stages.span}, not {request.stage}; read the directory again"
             )
-        self._refuse_doubted(request.stage)
         if isinstance(request, GetState):
-            reply = await self._snapshots.get_state(request)
-            self._refuse_doubted(request.stage)  # the doubt may have come while the copy was made
-            return reply
+            return await self._snapshots.get_state(request)
         if request.stage not in self._filled:
             raise Busy("this peer is still joining; ask another", RETRY_MS)
         blocks = chunk_blocks(self._slices[request.stage].blocks(request.round), request.chunk)
         values, step = await self._stages.snapshot_blocks(request.stage, blocks)
         return slice_reply(values.numpy(), step)
-
-    def _refuse_doubted(self, stage: int) -> None:
-        """Raises Refused when the stage's state may differ from that of the other replicas."""
-        if stage in self._doubted:
-            raise Refused("this peer's state may differ from that of the other replicas; ask another peer")
 
     async def _export(self, stage: int) -> StageState | None:
         """Returns a copy of the stage, or before it is filled the checkpoint found on disk; None without one."""

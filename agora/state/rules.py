@@ -100,12 +100,3 @@ def missed_rounds(snapshot_step: int, step: int, every: int, slice_count: int) -
 def checkpoint_due(step: int, every: int, last: int) -> bool:
     """Tells whether a multiple of `every` lies in (last, step]; `last` is the step of the previous checkpoint."""
     return step // every > last // every
-
-
-def leading_step(steps: Collection[Collection[int]]) -> int:
-    """Returns the step of the most advanced stage of the run.
-
-    steps: for each stage, the steps of its replicas. The lower median stands for the stage, so that a single replica
-    cannot raise it.
-    """
-    return max((statistics.median_low(of_stage) for of_stage in steps if of_stage), default=0)

@@ -21,9 +21,9 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 
 from agora.averaging.aggregate import aggregate
-from agora.averaging.slices import Slices, parts
-from agora.averaging.terms import AveragingTerms, Part
-from agora.averaging.wire import Name
+from agora.averaging.kinds import Part, RoundConfig, round_kinds
+from agora.averaging.partition import Slices, cut_into_parts
+from agora.averaging.wire import WireName
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
@@ -108,7 +108,7 @@ class NoAgreement:
 class Exact:
     """Steps along the mean gradient of all, which travels as `wire`."""
 
-    def __init__(self, replicas: Sequence[Replica], wire: Name) -> None:
+    def __init__(self, replicas: Sequence[Replica], wire: WireName) -> None:
         self.bytes_each, self.rounds = 0.0, 0
         self._replicas = replicas
         self._terms = terms_of(wire)
@@ -131,26 +131,25 @@ class Exact:
         self.rounds += 1
 
 
-def terms_of(wire: Name) -> AveragingTerms:
+def terms_of(wire: WireName) -> RoundConfig:
     """What replicas of a manifest with this `averaging.wire` agree on; nothing here has a deadline."""
-    return AveragingTerms(PeerId("bench"), RunId("0" * 64), "mean", wire, round_s=math.inf, max_weight=math.inf)
+    return RoundConfig(PeerId("bench"), RunId("0" * 64), "mean", wire, round_s=math.inf, max_weight=math.inf)
 
 
 def exchange(
-    values: Sequence[Tensor], weights: Sequence[float], terms: AveragingTerms, number: int, what: What
+    values: Sequence[Tensor], weights: Sequence[float], terms: RoundConfig, number: int, what: What
 ) -> tuple[list[Tensor], int]:
     """A round: what each member is answered, float32 [n], as RoundResult has it, and the bytes that each has put in."""
     answers = [torch.empty_like(value) for value in values]
-    codec, sent = terms.codec, 0
-    for index, cut in enumerate(parts(len(values[0]))):
+    kind, sent = round_kinds(terms)[what], 0
+    for index, cut in enumerate(cut_into_parts(len(values[0]))):
         part = Part(0, what, number, index)
-        dither = terms.dither(part)
-        wired = [codec.encode(value[cut], dither) for value in values]
-        came = [codec.decode(tensors, len(values[0][cut]), dither) for tensors in wired]
+        wired = [terms.encode(part, value[cut]) for value in values]
+        came = [terms.decode(part, tensors, len(values[0][cut])) for tensors in wired]
         found = aggregate(came, weights, "mean", center=None, cap=True)
         assert found is not None
         for answer, value in zip(answers, came, strict=True):
-            answer[cut] = terms.answered(part, terms.answer(part, found.average, value), len(value))
+            answer[cut] = kind.decode_answer(part, kind.encode_answer(part, found.average, value), len(value))
         sent += sum(tensor.nbytes for tensor in wired[0])
     return answers, sent
 

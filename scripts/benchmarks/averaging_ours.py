@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,10 +18,10 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest import AveragingSection
 from agora_protocol.messages import Contribute, Message, Recall
 
+from agora.averaging.kinds import Part, RoundConfig
 from agora.averaging.owner import Owner
+from agora.averaging.partition import cut_into_parts
 from agora.averaging.rounds import Rounds
-from agora.averaging.slices import parts
-from agora.averaging.terms import AveragingTerms, Part
 from agora.net.calls import IncomingCall, Network, Reply
 from agora.train.memory import keep_freed_memory
 from benchmarks.averaging_values import Holding
@@ -38,7 +39,7 @@ class Member:
     def __init__(self, spec: dict[str, Any]) -> None:
         """spec: numel, offset, true_mean, wire (None: the manifest's default), folder, index."""
         self._spec = spec
-        self._sizes: list[int] = [cut.stop - cut.start for cut in parts(int(spec["numel"]))]
+        self._sizes: list[int] = [cut.stop - cut.start for cut in cut_into_parts(int(spec["numel"]))]
         self._holding = Holding(int(spec["numel"]), spec["offset"], spec["true_mean"])
         self._values = torch.empty(int(spec["numel"]))
         self._holding.put(self._values)
@@ -64,12 +65,21 @@ class Member:
     def _rounds(self, me: PeerId, network: Network) -> Rounds:
         defaults = AveragingSection()
         wire = self._spec["wire"] or defaults.wire
-        terms = AveragingTerms(me, RUN, defaults.aggregation, wire, defaults.round_s, max_weight=WEIGHT)
+        terms = RoundConfig(me, RUN, defaults.aggregation, wire, defaults.round_s, max_weight=WEIGHT)
         self._round_s = defaults.round_s
-        self._owner = Owner(terms, network, lambda stage: self._members, self._size_of)
+        self._owner = Owner(terms, network, self)
         return Rounds(terms, network, self._owner, lambda event: None)
 
-    def _size_of(self, part: Part) -> int:
+    def members(self, stage: int, what: str) -> dict[PeerId, float]:
+        """See RoundView."""
+        return self._members
+
+    def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
+        """See RoundView: nobody is."""
+        return set()
+
+    def numel_of(self, part: Part) -> int:
+        """See RoundView."""
         if part.part >= len(self._sizes):
             raise ProtocolError("bad-message", "no such part")
         return self._sizes[part.part]

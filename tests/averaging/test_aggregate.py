@@ -10,7 +10,7 @@ import torch
 from agora_protocol.messages import Averaged
 
 from agora.averaging.aggregate import Rule, aggregate, capped, magnitude, root_mean_square
-from agora.averaging.drift import BEYOND_USUAL, NEAR, Drift, Newcomer, Norm
+from agora.averaging.plausibility import MOST_TIMES_USUAL, NEAR, Drift, GradientSize, Newcomer
 
 SIZE = 512
 
@@ -188,69 +188,69 @@ def test_one_attacker_moves_a_clip_by_its_share_of_the_radius_in_each_round() ->
 
 
 def test_a_first_average_may_lie_as_far_as_the_values_are_large_and_a_later_one_eight_times_the_usual() -> None:
-    assert not Drift().unbelievable(1.0, 1.0)
-    assert "the average lies 1.01 from" in Drift().unbelievable(1.01, 1.0)
-    usual = Drift().seen(0.01)
-    assert not usual.unbelievable(0.99 * BEYOND_USUAL * 0.01, 1.0)
-    assert usual.unbelievable(1.01 * BEYOND_USUAL * 0.01, 1.0)
+    assert not Drift().why_implausible(1.0, 1.0)
+    assert "the average lies 1.01 from" in Drift().why_implausible(1.01, 1.0)
+    usual = Drift().updated(0.01)
+    assert not usual.why_implausible(0.99 * MOST_TIMES_USUAL * 0.01, 1.0)
+    assert usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 1.0)
 
 
 def test_after_rounds_without_drift_a_fiftieth_of_the_values_is_still_believed() -> None:
-    still = Drift().seen(0.0)
-    assert not still.unbelievable(0.02, 1.0) and still.unbelievable(0.021, 1.0)
+    still = Drift().updated(0.0)
+    assert not still.why_implausible(0.02, 1.0) and still.why_implausible(0.021, 1.0)
 
 
 def test_who_had_most_of_the_weight_still_believes_the_next_average() -> None:
     """Two replicas, found 0.0037 apart, one with a tenth of the other's tokens; then they weigh the same."""
     near, median, size = 0.00033, 0.0019, 0.05
-    assert Drift().seen(near).unbelievable(0.0044, size), "the own distance alone says too little"
-    assert not Drift().seen(Drift.believed(near, median)).unbelievable(0.0044, size)
-    assert Drift.believed(0.0034, median) == 0.0034
-    assert Drift.believed(near, 1e30) == BEYOND_USUAL * near, "an owner's word counts so much and no more"
-    assert Drift.believed(0.0, 1e30) == 0.0
+    assert Drift().updated(near).why_implausible(0.0044, size), "the own distance alone says too little"
+    assert not Drift().updated(Drift.after_acceptance(near, median)).why_implausible(0.0044, size)
+    assert Drift.after_acceptance(0.0034, median) == 0.0034
+    assert Drift.after_acceptance(near, 1e30) == MOST_TIMES_USUAL * near, "an owner's word counts so much and no more"
+    assert Drift.after_acceptance(0.0, 1e30) == 0.0
 
 
 def test_replicas_that_are_suddenly_farther_apart_believe_one_another_again_soon() -> None:
-    drift, refused = Drift().seen(0.01), 0
-    while drift.unbelievable(1.0, 1.0):
-        drift, refused = drift.seen(drift.counted(1.0)), refused + 1
+    drift, refused = Drift().updated(0.01), 0
+    while drift.why_implausible(1.0, 1.0):
+        drift, refused = drift.updated(drift.after_rejection(1.0)), refused + 1
     assert refused == 3
-    assert Drift().counted(1.0) is None, "a first that is not believed teaches nothing"
+    assert Drift().after_rejection(1.0) is None, "a first that is not believed teaches nothing"
     for _ in range(100):
-        drift = drift.seen(drift.counted(1.0))
+        drift = drift.updated(drift.after_rejection(1.0))
     assert drift.usual <= 1.0, "as large as the values, at most"
 
 
 def test_what_is_not_a_number_is_not_believed() -> None:
-    for drift in (Drift(), Drift().seen(0.01)):
-        assert drift.unbelievable(math.nan, 1.0) and drift.unbelievable(math.inf, 1.0)
+    for drift in (Drift(), Drift().updated(0.01)):
+        assert drift.why_implausible(math.nan, 1.0) and drift.why_implausible(math.inf, 1.0)
 
 
 def test_the_usual_distance_follows_slowly() -> None:
-    drift = Drift().seen(0.01)
+    drift = Drift().updated(0.01)
     for _ in range(3):
         before = drift.usual
-        drift = drift.seen(BEYOND_USUAL * before)
+        drift = drift.updated(MOST_TIMES_USUAL * before)
         assert drift.usual < 3.2 * before, "even at the edge of what is believed"
     for _ in range(30):
-        drift = drift.seen(0.02)
+        drift = drift.updated(0.02)
     assert drift.usual == pytest.approx(0.02, rel=0.01)
 
 
 def test_a_mean_gradient_may_be_eight_times_as_large_as_the_usual_or_as_the_own() -> None:
-    usual = Norm().seen(0.01, 0.02)
-    assert not usual.unbelievable(0.99 * BEYOND_USUAL * 0.01, 0.0)
-    assert "the mean gradient is 0.0808 large" in usual.unbelievable(1.01 * BEYOND_USUAL * 0.01, 0.0)
-    assert not usual.unbelievable(1.01 * BEYOND_USUAL * 0.01, 0.02)
-    for norm in (Norm(), usual):
-        assert norm.unbelievable(math.nan, 1.0) and norm.unbelievable(math.inf, 1.0)
-    assert usual.seen(0.08, 0.01).usual < 0.032
+    usual = GradientSize().updated(0.01, 0.02)
+    assert not usual.why_implausible(0.99 * MOST_TIMES_USUAL * 0.01, 0.0)
+    assert "the mean gradient is 0.0808 large" in usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 0.0)
+    assert not usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 0.02)
+    for size in (GradientSize(), usual):
+        assert size.why_implausible(math.nan, 1.0) and size.why_implausible(math.inf, 1.0)
+    assert usual.updated(0.08, 0.01).usual < 0.032
 
 
 def test_a_mean_gradient_with_nothing_to_judge_it_by_is_used_and_not_remembered() -> None:
-    assert not Norm().unbelievable(1e38, 0.0) and Norm().seen(1e38, 0.0) == Norm()
-    assert Norm().unbelievable(0.81, 0.1) and not Norm().unbelievable(0.79, 0.1)
-    assert Norm().seen(0.79, 0.1) == Norm(0.1), "a first is judged by the own, and so remembered"
+    assert not GradientSize().why_implausible(1e38, 0.0) and GradientSize().updated(1e38, 0.0) == GradientSize()
+    assert GradientSize().why_implausible(0.81, 0.1) and not GradientSize().why_implausible(0.79, 0.1)
+    assert GradientSize().updated(0.79, 0.1).usual == 0.1, "a first is judged by the own, and so remembered"
 
 
 # --- when a newcomer counts
@@ -259,16 +259,16 @@ def test_a_mean_gradient_with_nothing_to_judge_it_by_is_used_and_not_remembered(
 def test_who_counts_goes_on_counting() -> None:
     newcomer = Newcomer()
     for _ in range(3):
-        newcomer = newcomer.seen(100.0, 1.0, 3.0, cover=20)
+        newcomer = newcomer.after_round(100.0, 1.0, 3.0, cover=20)
         assert newcomer.counts
 
 
 @pytest.mark.parametrize("members", [2.0, 3.0, 8.0])
 def test_a_newcomer_counts_once_it_is_as_near_as_the_others_would_be_from_outside(members: float) -> None:
     edge = NEAR * math.sqrt((members + 1) / (members - 1))
-    far = Newcomer(counts=False).seen(1.01 * edge * 0.1, 0.1, members, cover=20)
+    far = Newcomer(counts=False).after_round(1.01 * edge * 0.1, 0.1, members, cover=20)
     assert not far.counts and far.rounds == 1
-    assert far.seen(0.99 * edge * 0.1, 0.1, members, cover=20).counts
+    assert far.after_round(0.99 * edge * 0.1, 0.1, members, cover=20).counts
 
 
 def test_a_replica_as_good_as_the_others_is_near_enough() -> None:
@@ -277,15 +277,15 @@ def test_a_replica_as_good_as_the_others_is_near_enough() -> None:
         values = [honest(n) for n in range(members + 1)]
         found = averaged(values, [1.0] * members + [0.0])
         own = root_mean_square(values[-1], found.average)
-        assert Newcomer(counts=False).seen(own, found.distance, found.members, cover=20).counts
+        assert Newcomer(counts=False).after_round(own, found.distance, found.members, cover=20).counts
 
 
 def test_a_single_other_is_nothing_to_compare_with() -> None:
-    assert Newcomer(counts=False).seen(5.0, 0.0, 1.0, cover=20).counts
+    assert Newcomer(counts=False).after_round(5.0, 0.0, 1.0, cover=20).counts
 
 
 def test_a_newcomer_that_has_every_slice_counts_in_any_case() -> None:
     newcomer = Newcomer(counts=False)
     for number in range(1, 6):
-        newcomer = newcomer.seen(100.0, 1.0, 3.0, cover=5)
+        newcomer = newcomer.after_round(100.0, 1.0, 3.0, cover=5)
         assert newcomer.counts == (number == 5)

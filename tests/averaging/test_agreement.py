@@ -7,18 +7,21 @@ import random
 import pytest
 
 from agora.averaging.agreement import (
-    FEW,
-    STALE_S,
+    GOSSIP_FANOUT,
+    SILENT_S,
     ReplicaProgress,
-    absent,
-    counted_by,
-    fresh,
-    heard,
-    lost,
+    choose_targets,
+    compose_gossip,
+    count_tokens,
+    exact_members,
+    leading_step,
+    live_replicas,
+    merge_gossip,
+    record_failure,
+    record_view,
     step_to_follow,
-    tale,
     tokens_to_go,
-    whom_to_tell,
+    unreachable_replicas,
 )
 from tests.averaging.world import identities
 
@@ -27,7 +30,9 @@ ME, A, B, C = identities(4)
 
 def known(*numbers: tuple[str, int, int, int], at: float = 0.0) -> dict:
     """As each said itself."""
-    return {peer: ReplicaProgress(step, tokens, before, at, said=step) for peer, step, tokens, before in numbers}
+    return {
+        peer: ReplicaProgress(step, tokens, before, at, reported_step=step) for peer, step, tokens, before in numbers
+    }
 
 
 def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
@@ -38,21 +43,21 @@ def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
 
 
 def test_who_has_stepped_took_its_tokens_with_it() -> None:
-    table = heard(known((A, 5, 300, 0)), [(A, 6, 10, 0)], A, ME, 1.0)
-    assert counted_by(table, 5) == 300 and counted_by(table, 6) == 10
-    table = heard(table, [(A, 9, 4, 0)], A, ME, 2.0)
-    assert counted_by(table, 8) == 0, "of a jump nothing is known"
-    assert counted_by(known((A, 9, 4, 300)), 5) == 0, "nor of an earlier step"
+    table = merge_gossip(known((A, 5, 300, 0)), [(A, 6, 10, 0)], A, ME, 1.0)
+    assert count_tokens(table, 5) == 300 and count_tokens(table, 6) == 10
+    table = merge_gossip(table, [(A, 9, 4, 0)], A, ME, 2.0)
+    assert count_tokens(table, 8) == 0, "of a jump nothing is known"
+    assert count_tokens(known((A, 9, 4, 300)), 5) == 0, "nor of an earlier step"
 
 
 def test_an_old_tale_keeps_nobody_alive_and_changes_nothing() -> None:
     table = known((A, 5, 300, 0))
-    soon = heard(table, [(A, 5, 200, 0)], B, ME, 1.0)
+    soon = merge_gossip(table, [(A, 5, 200, 0)], B, ME, 1.0)
     assert soon[A] == table[A], "a third peer's lower number"
-    late = heard(table, [(A, 5, 300, 1500)], B, ME, STALE_S)
-    assert late[A].heard == STALE_S - 1.5, "as old as it was when it was told"
-    assert heard(table, [(A, 5, 300, 7000)], B, ME, STALE_S) == table
-    assert fresh(table, [A, B], STALE_S + 0.1) == {} and fresh(table, [B], 0.0) == {}
+    late = merge_gossip(table, [(A, 5, 300, 1500)], B, ME, SILENT_S)
+    assert late[A].heard_at == SILENT_S - 1.5, "as old as it was when it was told"
+    assert merge_gossip(table, [(A, 5, 300, 7000)], B, ME, SILENT_S) == table
+    assert live_replicas(table, [A, B], SILENT_S + 0.1) == {} and live_replicas(table, [B], 0.0) == {}
 
 
 def test_two_that_tell_each_other_of_a_dead_one_forget_it_in_time() -> None:
@@ -60,26 +65,30 @@ def test_two_that_tell_each_other_of_a_dead_one_forget_it_in_time() -> None:
     for tick in range(40):
         now = 0.25 * tick
         for one, other in ((ME, B), (B, ME)):
-            news = tale(tables[one], (one, 5, tick), [ME, A, B], now)
-            tables[other] = heard(tables[other], news, one, other, now)
+            news = compose_gossip(tables[one], (one, 5, tick), [ME, A, B], now)
+            tables[other] = merge_gossip(tables[other], news, one, other, now)
     for peer, table in tables.items():
-        assert A not in fresh(table, [ME, A, B], 0.25 * 39), peer
-        assert absent(table, [ME, A, B], 0.25 * 39) == {A}
+        assert A not in live_replicas(table, [ME, A, B], 0.25 * 39), peer
+        assert unreachable_replicas(table, [ME, A, B], 0.25 * 39) == {A}
 
 
 def test_who_did_not_answer_is_absent_until_it_has_spoken_again() -> None:
-    table = lost(known((A, 5, 300, 0)), A, 1.0)
-    assert absent(table, [A, B], 1.0) == {A} and fresh(table, [A], 1.0) == {}
-    assert absent(heard(table, [(A, 5, 300, 500)], B, ME, 1.2), [A], 1.2) == {A}, "it spoke before it was lost"
-    assert absent(heard(table, [(A, 5, 310, 100)], B, ME, 1.2), [A], 1.2) == set()
-    assert absent(heard(table, [(A, 5, 300, 0)], A, ME, 1.2), [A], 1.2) == set()
-    assert absent(lost({}, A, 1.0), [A, B], 1.0) == {A}, "it was never heard; of the other nothing is known"
+    table = record_failure(known((A, 5, 300, 0)), A, 1.0)
+    assert unreachable_replicas(table, [A, B], 1.0) == {A} and live_replicas(table, [A], 1.0) == {}
+    assert unreachable_replicas(merge_gossip(table, [(A, 5, 300, 500)], B, ME, 1.2), [A], 1.2) == {A}, (
+        "it spoke before it was lost"
+    )
+    assert unreachable_replicas(merge_gossip(table, [(A, 5, 310, 100)], B, ME, 1.2), [A], 1.2) == set()
+    assert unreachable_replicas(merge_gossip(table, [(A, 5, 300, 0)], A, ME, 1.2), [A], 1.2) == set()
+    assert unreachable_replicas(record_failure({}, A, 1.0), [A, B], 1.0) == {A}, (
+        "it was never heard; of the other nothing is known"
+    )
 
 
 def test_a_replica_that_started_again_says_so_itself() -> None:
     table = known((A, 50, 300, 0))
-    assert heard(table, [(A, 0, 0, 0)], B, ME, 1.0)[A].step == 50
-    assert heard(table, [(A, 0, 0, 0)], A, ME, 1.0)[A].step == 0
+    assert merge_gossip(table, [(A, 0, 0, 0)], B, ME, 1.0)[A].step == 50
+    assert merge_gossip(table, [(A, 0, 0, 0)], A, ME, 1.0)[A].step == 0
 
 
 @pytest.mark.parametrize(
@@ -104,26 +113,51 @@ def test_one_that_is_heard_first_is_no_majority() -> None:
 
 def test_a_tale_of_the_others_is_no_majority() -> None:
     table = known((A, 5, 100, 0), (B, 5, 100, 0), (C, 5, 100, 0))
-    lies = heard(table, [(C, 155, 1, 0), (A, 155, 1, 0), (B, 155, 1, 0)], C, ME, 1.0)
+    lies = merge_gossip(table, [(C, 155, 1, 0), (A, 155, 1, 0), (B, 155, 1, 0)], C, ME, 1.0)
     assert lies[A].step == 155, "believed until it speaks itself"
-    assert step_to_follow(fresh(lies, [A, B, C], 1.0), 3, 5, 100, 1000) == 5
-    near = heard(table, [(C, 6, 1, 0), (A, 6, 1, 0), (B, 6, 1, 0)], C, ME, 1.0)
-    assert step_to_follow(fresh(near, [A, B, C], 1.0), 3, 5, 10, 2000) == 5, "nor one step ahead, without its tokens"
-    said = heard(near, [(A, 6, 1, 0)], A, ME, 1.0)
-    assert step_to_follow(fresh(said, [A, B, C], 1.0), 3, 5, 10, 2000) == 6
+    assert step_to_follow(live_replicas(lies, [A, B, C], 1.0), 3, 5, 100, 1000) == 5
+    near = merge_gossip(table, [(C, 6, 1, 0), (A, 6, 1, 0), (B, 6, 1, 0)], C, ME, 1.0)
+    assert step_to_follow(live_replicas(near, [A, B, C], 1.0), 3, 5, 10, 2000) == 5, (
+        "nor one step ahead, without its tokens"
+    )
+    said = merge_gossip(near, [(A, 6, 1, 0)], A, ME, 1.0)
+    assert step_to_follow(live_replicas(said, [A, B, C], 1.0), 3, 5, 10, 2000) == 6
+
+
+def test_a_replica_whose_call_failed_belongs_to_an_exact_step_until_it_is_silent() -> None:
+    table = record_failure(known((A, 5, 300, 0)), A, 1.0)
+    assert unreachable_replicas(table, [A], 1.0) == {A}
+    assert exact_members(table, [A, B], SILENT_S) == {A, B}, "it may be alive; of the other nothing is known yet"
+    assert exact_members(table, [A, B], SILENT_S + 0.1) == {B}
+    never_heard = record_failure({}, A, 1.0)
+    assert exact_members(never_heard, [A], 1.0 + SILENT_S) == {A} and not exact_members(never_heard, [A], 7.1)
+
+
+def test_a_replica_that_the_view_does_not_list_yet_belongs_to_an_exact_step_and_one_that_has_left_does_not() -> None:
+    table = known((A, 5, 300, 0))
+    assert exact_members(table, [], 1.0) == {A}, "the view lags"
+    assert exact_members(merge_gossip({}, [(A, 5, 300, 0)], B, ME, 0.0), [], 1.0) == set(), "others' word is not enough"
+    assert exact_members(table, [], SILENT_S + 0.1) == set()
+    listed = record_view(table, [A], 1.0)
+    assert listed[A].listed and exact_members(record_view(listed, [], 2.0), [], 2.0) == set()
+
+
+def test_what_is_known_of_those_that_are_neither_listed_nor_live_is_forgotten() -> None:
+    table = known((A, 5, 300, 0), (B, 5, 300, 0))
+    assert set(record_view(table, [A], SILENT_S)) == {A, B} and set(record_view(table, [A], SILENT_S + 0.1)) == {A}
 
 
 def test_few_are_all_told_and_of_many_a_few() -> None:
     rng = random.Random(0)
-    assert set(whom_to_tell([ME, A, B, C], ME, rng)) == {A, B, C}
+    assert set(choose_targets([ME, A, B, C], ME, rng)) == {A, B, C}
     many = identities(40)
-    assert len(set(whom_to_tell(many, many[0], rng))) == FEW
-    assert tale(known((A, 5, 1, 0)), (ME, 5, 2), [A], 0.0) == ((ME, 5, 2, 0), (A, 5, 1, 0))
+    assert len(set(choose_targets(many, many[0], rng))) == GOSSIP_FANOUT
+    assert compose_gossip(known((A, 5, 1, 0)), (ME, 5, 2), [A], 0.0) == ((ME, 5, 2, 0), (A, 5, 1, 0))
 
 
 @pytest.mark.parametrize("replicas", [3, 16, 64])
 def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: int) -> None:
-    """A simulation of ticks: everyone counts at its own pace, tells as the teller does, and steps by the rules."""
+    """A simulation of ticks: everyone counts at its own pace, gossips as StepGossip does, and steps by the rules."""
     rng, peers, target = random.Random(1), identities(replicas), 1000 * replicas
     step = dict.fromkeys(peers, 0)
     tokens = dict.fromkeys(peers, 0)
@@ -134,12 +168,12 @@ def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: in
         for peer in peers:
             tokens[peer] += rng.randrange(0, 200)
         for peer in peers:
-            for other in whom_to_tell(peers, peer, rng):
+            for other in choose_targets(peers, peer, rng):
                 if rng.random() > 0.2:
-                    news = tale(tables[peer], (peer, step[peer], tokens[peer]), peers, now)
-                    tables[other] = heard(tables[other], news, peer, other, now)
+                    news = compose_gossip(tables[peer], (peer, step[peer], tokens[peer]), peers, now)
+                    tables[other] = merge_gossip(tables[other], news, peer, other, now)
         for peer in peers:
-            others = fresh(tables[peer], peers, now)
+            others = live_replicas(tables[peer], peers, now)
             reached = step_to_follow(others, replicas - 1, step[peer], tokens[peer], target)
             if tokens[peer] >= tokens_to_go(others, step[peer], target):
                 reached = max(reached, step[peer] + 1)
@@ -149,3 +183,8 @@ def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: in
         assert max(step.values()) - min(step.values()) <= 2
     per_step = sum(spent) / max(step.values())
     assert 0.97 * target <= per_step <= 1.35 * target, per_step / target
+
+
+def test_the_furthest_stage_is_not_what_a_single_replica_claims() -> None:
+    assert leading_step([[40, 40, 41], [20, 10**12], []]) == 40
+    assert leading_step([[3], [7]]) == 7 and leading_step([[], []]) == 0

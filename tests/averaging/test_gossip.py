@@ -1,4 +1,4 @@
-"""Tellers among themselves, in virtual time: they step together, wait for nobody, and believe no single one."""
+"""Step gossip among replicas, in virtual time: they step together, wait for nobody, and believe no single one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,25 @@ from agora_protocol.fields import MAX_UINT
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.messages import GossipedSteps, GossipSteps, Pong
 
-from agora.averaging.agreement import FEW, STALE_S, TELL_ALL
-from agora.averaging.gossip import CALL_S, HEARTBEAT_S, Judgement, StepGossip
+from agora.averaging.agreement import (
+    GOSSIP_FANOUT,
+    MOST_DIRECT_TARGETS,
+    SILENT_S,
+    live_replicas,
+    tokens_to_go,
+    unreachable_replicas,
+)
+from agora.averaging.gossip import CALL_S, HEARTBEAT_S, INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
+from agora.averaging.next_action import (
+    Action,
+    ActionConfig,
+    Follow,
+    OtherReplicas,
+    OwnStage,
+    TakeStep,
+    Wait,
+    next_action,
+)
 from tests.averaging.world import Reply, identities
 from tests.pipeline.virtual_time import run
 
@@ -27,24 +44,23 @@ def now() -> float:
 
 
 class Replica:
-    """Counts tokens at its own rate, and steps as the daemon does: when enough is there, or behind the others."""
+    """Counts tokens at its own rate, and steps as next_action decides."""
 
     def __init__(self, world: World, peer: PeerId, rate: float) -> None:
         self.world, self.peer, self.rate = world, peer, rate
         self.step, self.tokens, self.spent = 0, 0, 0
         self.sees: list[PeerId] | None = None
-        self.judgements: list[Judgement] = []
+        self.actions: list[Action] = []
         self.gossip = StepGossip(
             peer,
             Span(STAGE, STAGE),
-            world.target,
             self,
             lambda stage: self.sees if self.sees is not None else list(world.replicas),
             lambda: {STAGE: (self.step, self.tokens)},
-            soon=world.soon,
+            self.decide,
+            interval_s=SYNCHRONOUS_INTERVAL_S if world.soon else INTERVAL_S,
             rng=random.Random(len(world.replicas)),
         )
-        self.gossip.act = self.act
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -56,22 +72,47 @@ class Replica:
         if self.tasks:
             await asyncio.wait(self.tasks)
 
-    def act(self, judgement: Judgement) -> None:
-        self.judgements.append(judgement)
-        assert (judgement.stage, judgement.step) == (STAGE, self.step)
+    @property
+    def others(self) -> OtherReplicas:
+        return OtherReplicas(self.gossip.known(STAGE), self.gossip.others(STAGE))
+
+    @property
+    def heard(self) -> set[PeerId]:
+        return set(live_replicas(self.others.known, self.others.listed, now()))
+
+    @property
+    def present(self) -> set[PeerId]:
+        others = self.others
+        return {self.peer, *others.listed} - unreachable_replicas(others.known, others.listed, now())
+
+    def to_go(self) -> int:
+        live = live_replicas(self.others.known, self.others.listed, now())
+        return tokens_to_go(live, self.step, self.world.target)
+
+    def decide(self, stage: int) -> None:
+        config = ActionConfig(self.world.target, False, 0, 10**9, most_behind=10**30)
+        action, _ = next_action(now(), OwnStage(self.step, self.tokens), self.others, config)
+        self.actions.append(action)
         if self.tasks:
-            self.take(max(judgement.reached, self.step + 1 if judgement.complete else 0))
+            self.carry_out(action)
+
+    def carry_out(self, action: Action) -> None:
+        match action:
+            case Follow(step):
+                self.take(step)
+            case TakeStep():
+                self.take(self.step + 1)
 
     def take(self, step: int) -> None:
         self.world.spent[self.step] += self.tokens
         self.step, self.tokens = step, 0
-        self.gossip.tell()
+        self.gossip.tick()
 
     async def _count(self) -> None:
         while True:
             await asyncio.sleep(0.05)
             self.tokens += int(self.rate * 0.05)
-            if self.tokens >= self.gossip.tokens_to_go(STAGE, self.step):
+            if self.tokens >= self.to_go():
                 self.take(self.step + 1)
 
     # --- Caller
@@ -181,12 +222,14 @@ def test_a_replica_that_falls_silent_is_not_counted_on_and_blocks_nobody(how: st
         silent = world.all[2]
         await silent.stop()
         getattr(world, how).add(silent.peer)
-        await asyncio.sleep(STALE_S + CALL_S)
+        await asyncio.sleep(SILENT_S + CALL_S)
         for replica in world.all[:2]:
-            assert silent.peer not in replica.gossip.heard(STAGE)
-            assert silent.peer not in replica.gossip.present(STAGE)
-            assert replica.gossip.present(STAGE) == {it.peer for it in world.all[:2]}
-            assert not replica.gossip.alone(STAGE), "in the view it still is"
+            assert silent.peer not in replica.heard
+            assert silent.peer not in replica.present
+            assert replica.present == {it.peer for it in world.all[:2]}
+            assert replica.gossip.others(STAGE) == {it.peer for it in world.all} - {replica.peer}, (
+                "in the view it still is"
+            )
         before, world.spent = world.all[0].step, Counter()
         await asyncio.sleep(10.0)
         steps = [it.step for it in world.all[:2]]
@@ -203,10 +246,10 @@ def test_one_that_was_lost_is_there_again_when_it_speaks() -> None:
         first, second = world.all
         world.dead.add(second.peer)
         await asyncio.sleep(2.0)
-        assert first.gossip.present(STAGE) == {first.peer}
+        assert first.present == {first.peer}
         world.dead.clear()
         await asyncio.sleep(2.0)
-        assert first.gossip.present(STAGE) == {first.peer, second.peer} == second.gossip.present(STAGE)
+        assert first.present == {first.peer, second.peer} == second.present
         assert abs(first.step - second.step) <= 1
 
     in_world([400.0] * 2, work)
@@ -215,40 +258,36 @@ def test_one_that_was_lost_is_there_again_when_it_speaks() -> None:
 # --- what others ask of a gossip
 
 
-def test_tokens_to_go_is_what_the_others_have_not_counted_and_belongs_to_one_step() -> None:
+def test_tokens_to_go_is_what_the_others_have_not_counted_for_this_step() -> None:
     async def work(world: World) -> None:
         first, second, third = world.all
         gossip = first.gossip
-        assert gossip.tokens_to_go(STAGE, 0) == 1000
+        assert first.to_go() == 1000
         gossip.answer(second.peer, told(0, 300, by=second.peer))
-        assert gossip.tokens_to_go(STAGE, 0) == 700 == gossip.missing(STAGE)
+        assert first.to_go() == 700
         gossip.answer(third.peer, told(0, 650, by=third.peer))
         first.tokens = 20
-        assert gossip.tokens_to_go(STAGE, 0) == 50 and gossip.missing(STAGE) == 30
-        assert gossip.tokens_to_go(STAGE, 1) == 1000, "of the next step nothing is known yet"
+        assert first.to_go() == 50 and set(map(type, first.actions)) == {Wait}
         gossip.answer(third.peer, told(0, 5000, by=third.peer))
-        assert gossip.tokens_to_go(STAGE, 0) == 1 and gossip.missing(STAGE) == 0
-        assert first.judgements == [Judgement(STAGE, 0, 0, True)]
-        await asyncio.sleep(STALE_S + 1.0)
-        gossip.tell()
-        assert gossip.tokens_to_go(STAGE, 0) == 1000, "what they counted went with them"
+        assert first.to_go() == 1
+        assert first.actions[-1] == TakeStep()
+        await asyncio.sleep(SILENT_S + 1.0)
+        gossip.tick()
+        assert first.to_go() == 1000, "what they counted went with them"
         await asyncio.sleep(CALL_S)
 
     in_world([0.0] * 3, work)
 
 
-def test_what_asks_for_work_is_said_once_and_again_when_asked_for() -> None:
+def test_each_report_and_each_tick_is_decided_on() -> None:
     async def work(world: World) -> None:
         first, second = world.all
-        for _ in range(3):
-            first.gossip.answer(second.peer, told(0, 2000, by=second.peer))
-            first.gossip.tell()
-        assert first.judgements == [Judgement(STAGE, 0, 0, True)]
-        first.gossip.judge_again(STAGE)
-        first.gossip.tell()
-        assert first.judgements == [Judgement(STAGE, 0, 0, True)] * 2
+        first.tokens = 1
+        first.gossip.answer(second.peer, told(0, 2000, by=second.peer))
+        first.gossip.tick()
+        assert first.actions == [TakeStep()] * 2
         first.gossip.answer(second.peer, told(1, 0, by=second.peer))
-        assert first.judgements[-1] == Judgement(STAGE, 0, 1, True)
+        assert first.actions[-1] == Follow(1)
 
     in_world([0.0] * 2, work)
 
@@ -257,13 +296,13 @@ def test_one_that_is_alone_calls_nobody_and_steps_by_its_own_tokens() -> None:
     async def work(world: World) -> None:
         only = world.all[0]
         only.start()
-        assert only.gossip.alone(STAGE)
+        assert not only.gossip.others(STAGE)
         await asyncio.sleep(10.2)
         assert only.step == 4 and not world.calls
         only.sees = []
-        assert only.gossip.alone(STAGE), "also before the view has itself in it"
+        assert not only.gossip.others(STAGE), "also before the view has itself in it"
         only.sees = [only.peer, identities(2)[1]]
-        assert not only.gossip.alone(STAGE)
+        assert only.gossip.others(STAGE)
         only.sees = None
 
     in_world([400.0], work)
@@ -287,7 +326,7 @@ def test_a_stage_that_is_not_held_is_refused() -> None:
         for stage in (STAGE - 1, STAGE + 1):
             with pytest.raises(NotMyStage):
                 first.gossip.answer(second.peer, GossipSteps(stage, ((second.peer, 9, 9, 0),)))
-        assert not first.gossip.heard(STAGE) and not first.judgements
+        assert not first.heard and set(map(type, first.actions)) <= {Wait}
 
     in_world([0.0] * 2, work)
 
@@ -295,23 +334,23 @@ def test_a_stage_that_is_not_held_is_refused() -> None:
 # --- how much is told
 
 
-@pytest.mark.parametrize("replicas", [2, TELL_ALL + 1, TELL_ALL + 2, 40])
+@pytest.mark.parametrize("replicas", [2, MOST_DIRECT_TARGETS + 1, MOST_DIRECT_TARGETS + 2, 40])
 def test_few_are_told_at_once_and_nobody_twice_at_the_same_time(replicas: int) -> None:
     async def work(world: World) -> None:
-        most = replicas - 1 if replicas <= TELL_ALL + 1 else FEW
+        most = replicas - 1 if replicas <= MOST_DIRECT_TARGETS + 1 else GOSSIP_FANOUT
         first = world.all[0]
         for _ in range(20):
             before = len(world.calls)
             first.tokens += 1
-            first.gossip.tell()
-            first.gossip.tell()
+            first.gossip.tick()
+            first.gossip.tick()
             await asyncio.sleep(0.2)
             asked = [peer for _, _, peer in world.calls[before:]]
             assert len(asked) == most == len(set(asked)) and first.peer not in asked
         world.hung |= set(world.replicas) - {first.peer}
         for _ in range(100):
             first.tokens += 1
-            first.gossip.tell()
+            first.gossip.tick()
             assert max(world.open.values()) <= 1
             await asyncio.sleep(0.01)
         await asyncio.sleep(CALL_S)
@@ -319,7 +358,7 @@ def test_few_are_told_at_once_and_nobody_twice_at_the_same_time(replicas: int) -
     in_world([0.0] * replicas, work)
 
 
-def test_a_teller_that_ends_waits_for_no_answer() -> None:
+def test_gossip_that_ends_waits_for_no_answer() -> None:
     async def work(world: World) -> None:
         world.hung |= set(world.replicas)
         world.start()
@@ -338,7 +377,7 @@ def test_without_news_only_heartbeats_are_told() -> None:
         world.start()
         await asyncio.sleep(60.0)
         assert 0.8 * 60.0 / HEARTBEAT_S <= len(world.calls) / 2 <= 60.0 / HEARTBEAT_S + 2
-        assert all(len(it.gossip.heard(STAGE)) == 1 for it in world.all), "which keep them alive for each other"
+        assert all(len(it.heard) == 1 for it in world.all), "which keep them alive for each other"
 
     in_world([0.0] * 2, work)
 
@@ -369,12 +408,12 @@ def test_lies_about_others_last_until_those_speak() -> None:
         for honest in (second, third):
             first.gossip.answer(honest.peer, told(0, 100, by=honest.peer))
         first.gossip.answer(hostile.peer, told(0, 0, (second.peer, 0, 400, 0), by=hostile.peer))
-        assert first.gossip.tokens_to_go(STAGE, 0) == 500
+        assert first.to_go() == 500
         first.gossip.answer(second.peer, told(0, 101, by=second.peer))
-        assert first.gossip.tokens_to_go(STAGE, 0) == 1000 - 201
+        assert first.to_go() == 1000 - 201
         first.gossip.answer(hostile.peer, told(0, 0, (second.peer, 0, 1, 0), (first.peer, 9, 9, 0), by=hostile.peer))
-        assert first.gossip.tokens_to_go(STAGE, 0) == 1000 - 201, "and nobody is made less, or told of itself"
-        assert not first.judgements
+        assert first.to_go() == 1000 - 201, "and nobody is made less, or told of itself"
+        assert set(map(type, first.actions)) <= {Wait}
 
     in_world([0.0] * 4, work)
 
@@ -388,11 +427,11 @@ def test_strangers_move_nobody_and_are_not_remembered() -> None:
             about = [(peer, 7, 10**6, 0) for peer in (second.peer, *strangers[:40]) if peer != stranger]
             answer = first.gossip.answer(stranger, told(10**6, 10**6, *about, by=stranger))
             assert {peer for peer, *_ in answer.replicas} == {first.peer, second.peer}
-        assert first.gossip.tokens_to_go(STAGE, 0) == 900 and not first.judgements
-        assert set(first.gossip.heard(STAGE)) == {second.peer}
-        await asyncio.sleep(STALE_S + 1.0)
+        assert first.to_go() == 900 and set(map(type, first.actions)) <= {Wait}
+        assert set(first.heard) == {second.peer}
+        await asyncio.sleep(SILENT_S + 1.0)
         first.gossip.answer(second.peer, told(0, 110, *((it, 7, 7, 0) for it in strangers[:40]), by=second.peer))
-        assert set(first.gossip._stages[STAGE].known) == {second.peer}
+        assert set(first.gossip.known(STAGE)) == {second.peer}
 
     in_world([0.0] * 2, work)
 
@@ -402,9 +441,9 @@ def test_an_answer_of_another_kind_changes_nothing() -> None:
         first, second = world.all
         for answer in (told(0, 500, by=second.peer), Pong()):
             world.answers[second.peer] = lambda peer, message: answer
-            first.gossip.tell()
+            first.gossip.tick()
             await asyncio.sleep(HEARTBEAT_S + 0.5)
-            assert not first.gossip.heard(STAGE) and first.gossip.tokens_to_go(STAGE, 0) == 1000
+            assert not first.heard and first.to_go() == 1000
 
     in_world([0.0] * 2, work)
 

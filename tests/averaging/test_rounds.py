@@ -11,13 +11,13 @@ import torch
 from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PART_ELEMENTS
-from agora_protocol.messages import Averaged, Contribute
+from agora_protocol.messages import Averaged, Contribute, Recall
 from agora_protocol.tensors import WireTensor
 
+from agora.averaging.kinds import Average, Part
 from agora.averaging.owner import KEPT_NUMBERS
-from agora.averaging.ownership import owners
+from agora.averaging.partition import choose_owners
 from agora.averaging.rounds import RoundResult
-from agora.averaging.terms import Average, Part
 from agora.averaging.wire import PartCodec
 from agora.observe.events import PartFailed, RoundDone
 from tests.averaging.world import RUN, Member, World, identities
@@ -59,7 +59,7 @@ def mean_of(indices: list[int], weights: list[float]) -> torch.Tensor:
 
 
 def owner_of(world: World, part: int, number: int = 0) -> tuple[Member, Member]:
-    first, second = owners(RUN, 0, "weights", number, part, dict.fromkeys(world.members, 0.0))
+    first, second = choose_owners(RUN, 0, "weights", number, part, dict.fromkeys(world.members, 0.0))
     return world.members[first], world.members[second]
 
 
@@ -160,7 +160,7 @@ def test_an_owner_that_dies_after_some_answers_leaves_one_average_for_all(nth: i
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(4))
-        first, _ = owners(RUN, 0, "weights", 0, 0, dict.fromkeys(world.members, 0.0))
+        first, _ = choose_owners(RUN, 0, "weights", 0, 0, dict.fromkeys(world.members, 0.0))
         victim = world.members[first]
         victim.dies_at = ("averaging.answered", nth)
         deadline = asyncio.get_running_loop().time() + world.round_s
@@ -323,7 +323,7 @@ def test_who_is_no_member_may_have_an_average_and_is_in_none() -> None:
         inside, stranger = members[:3], members[3]
         for member in inside:
             member.sees = dict.fromkeys((m.peer for m in inside), 0.0)
-        first = owners(RUN, 0, "weights", 0, 0, inside[0].view)[0]
+        first = choose_owners(RUN, 0, "weights", 0, 0, inside[0].view)[0]
         sent = PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
@@ -436,7 +436,8 @@ def test_of_rounds_that_follow_one_another_only_the_last_few_are_kept() -> None:
         for number in range(12):
             await one_round(world, members, [1.0, 1.0], number, what="gradient")
         for member in members:
-            assert 1 <= len({part.number for part in member.owner._done}) <= KEPT_NUMBERS
+            kept = [number for number in range(12) if member.owner.recall(Recall(0, "gradient", number, 0))[1]]
+            assert kept == list(range(12 - KEPT_NUMBERS, 12))
         await world.close()
 
     run(main())

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 
-from agora.averaging.ownership import owners
-from agora.averaging.slices import Slices, parts
+from agora.averaging.partition import Slices, choose_owners, cut_into_parts
 from tests.averaging.world import RUN, identities
 
 
@@ -31,14 +30,14 @@ def test_a_twentieth_makes_twenty_slices_and_the_blocks_are_pinned() -> None:
 
 
 def test_parts_are_of_one_size_but_the_last() -> None:
-    cuts = parts(2 * PART_ELEMENTS + 5)
+    cuts = cut_into_parts(2 * PART_ELEMENTS + 5)
     assert [cut.stop - cut.start for cut in cuts] == [PART_ELEMENTS, PART_ELEMENTS, 5]
 
 
 def test_a_peer_wins_parts_as_its_bandwidth_is() -> None:
     peers = identities(4)
     members = dict(zip(peers, (10.0, 20.0, 0.0, 30.0), strict=True))  # unknown: the median, 20
-    wins = Counter(owners(RUN, 0, "weights", 1, part, members)[0] for part in range(4000))
+    wins = Counter(choose_owners(RUN, 0, "weights", 1, part, members)[0] for part in range(4000))
     for peer, share in zip(peers, (1, 2, 2, 3), strict=True):
         assert wins[peer] == pytest.approx(4000 * share / 8, rel=0.1)
 
@@ -48,6 +47,6 @@ def test_a_peer_that_goes_leaves_the_parts_of_others_alone() -> None:
     before = dict.fromkeys(peers, 0.0)
     after = dict.fromkeys(peers[:-1], 0.0)
     for part in range(200):
-        first, second = owners(RUN, 0, "weights", 1, part, before)
+        first, second = choose_owners(RUN, 0, "weights", 1, part, before)
         gone = peers[-1]
-        assert owners(RUN, 0, "weights", 1, part, after)[0] == (second if first == gone else first)
+        assert choose_owners(RUN, 0, "weights", 1, part, after)[0] == (second if first == gone else first)

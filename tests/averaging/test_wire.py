@@ -12,7 +12,7 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PART_ELEMENTS, QUANTISER_BLOCK
 from agora_protocol.tensors import WireTensor
 
-from agora.averaging.terms import AveragingTerms, Part
+from agora.averaging.kinds import Part, RoundConfig, round_kinds
 from agora.averaging.wire import LEAST_EXPONENT, MOST_EXPONENT, Dither, PartCodec
 
 NAMES = ("int8", "bf16", "float32")
@@ -224,10 +224,11 @@ def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_t
 
 
 def test_an_owner_answers_itself_as_the_others_but_for_the_rounding_of_a_difference() -> None:
-    terms = AveragingTerms(PeerId("me"), RunId("0" * 64), "mean", "int8", 20.0, 1e9)
+    kinds = round_kinds(RoundConfig(PeerId("me"), RunId("0" * 64), "mean", "int8", 20.0, 1e9))
     average, values = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
     weights, gradient = Part(0, "weights", 3, 0), Part(0, "gradient", 3, 0)
-    assert torch.equal(terms.own_answer(weights, average, values), average - values)
-    assert not terms.own_answer(weights, values, values).any(), "who agrees is not moved"
-    others = terms.answered(gradient, terms.answer(gradient, average, torch.zeros(1000)), 1000)
-    assert torch.equal(terms.own_answer(gradient, average, values), others), "all step along the same bits"
+    assert torch.equal(kinds["weights"].own_answer(weights, average, values), average - values)
+    assert not kinds["weights"].own_answer(weights, values, values).any(), "who agrees is not moved"
+    of_gradients = kinds["gradient"]
+    others = of_gradients.decode_answer(gradient, of_gradients.encode_answer(gradient, average, values), 1000)
+    assert torch.equal(of_gradients.own_answer(gradient, average, values), others), "all step along the same bits"

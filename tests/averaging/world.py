@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from agora_protocol.errors import AgoraError, PeerFailed, ProtocolError
@@ -12,10 +12,10 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import Contribute, Message, Recall
 from agora_protocol.tensors import WireTensor
 
+from agora.averaging.kinds import Part, RoundConfig
 from agora.averaging.owner import Owner
+from agora.averaging.partition import cut_into_parts
 from agora.averaging.rounds import Rounds
-from agora.averaging.slices import parts
-from agora.averaging.terms import AveragingTerms, Part
 from agora.net.errors import ConnectionBroken, DeadlinePassed
 from agora.observe.events import Event
 
@@ -57,24 +57,31 @@ class World:
 
 
 class Member:
-    """One peer; `sees` is its view of the replicas."""
+    """One peer; `sees` is its view of the replicas, `suspects` those that it could not reach lately."""
 
     def __init__(self, world: World, peer: PeerId) -> None:
         self.world, self.peer = world, peer
         self.events: list[Event] = []
         self.sees: dict[PeerId, float] | None = None
+        self.suspects: set[PeerId] = set()
         self.at: dict[str, int] = {}
         self.dies_at: tuple[str, int] | None = None
-        terms = AveragingTerms(peer, RUN, world.rule, world.wire, world.round_s, max_weight=1e9, exact=world.exact)  # type: ignore[arg-type]
-        self.owner = Owner(terms, self, lambda stage: self.view, self._size_of, self._fault)
-        self.rounds = Rounds(terms, self, self.owner, self.events.append, self._fault)
+        config = RoundConfig(peer, RUN, world.rule, world.wire, world.round_s, max_weight=1e9, exact=world.exact)  # type: ignore[arg-type]
+        self.owner = Owner(config, self, self, self._fault)
+        self.rounds = Rounds(config, self, self.owner, self.events.append, self._fault)
 
     @property
     def view(self) -> dict[PeerId, float]:
         return self.sees if self.sees is not None else dict.fromkeys(self.world.members, 0.0)
 
-    def _size_of(self, part: Part) -> int:
-        cuts = parts(self.world.size)
+    def members(self, stage: int, what: str) -> dict[PeerId, float]:
+        return self.view
+
+    def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
+        return self.suspects & set(peers)
+
+    def numel_of(self, part: Part) -> int:
+        cuts = cut_into_parts(self.world.size)
         if part.part >= len(cuts):
             raise ProtocolError("bad-message", "no such part")
         return cuts[part.part].stop - cuts[part.part].start

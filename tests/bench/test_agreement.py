@@ -27,7 +27,7 @@ from benchmarks.children import Nursery, deal
 from benchmarks.report import columns
 from benchmarks.task import prepare_corpus, spec
 
-from agora.averaging.slices import Slices
+from agora.averaging.partition import Slices
 from agora.averaging.wire import PartCodec
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler

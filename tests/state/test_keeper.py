@@ -7,18 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from agora_protocol.errors import Refused
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId, RunId, Span
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import GetState, StateIndex
 
-from agora.averaging.slices import Slices
+from agora.averaging.partition import Slices
 from agora.state.checkpoint import newest_checkpoint
 from agora.state.keeper import KeeperConfig, StateKeeper
-from agora.state.layout import Layout, StageState
+from agora.state.layout import StageState
 from tests.state.world import World
-from tests.train.support import Compute, Events, pipeline_of, small_manifest
+from tests.train.support import Events, pipeline_of, small_manifest
 
 ME, *OTHERS = (Identity(bytes([n]) * 32).peer for n in range(1, 6))
 RUN = RunId("0" * 64)
@@ -83,44 +81,5 @@ def test_checkpoints_are_written_when_due_and_found_by_the_next_start(tmp_path: 
             assert await again.find_checkpoints() == (12,)
             assert await again.fill_stages() == "stage 0: own checkpoint of step 12; no peer offers any"
             assert not again.fetched
-
-    asyncio.run(asyncio.wait_for(whole(), 30))
-
-
-class SlowCopy:
-    """A stage whose state takes as long to copy as the test wants."""
-
-    span = Span(0, 0)
-
-    def __init__(self, compute: Compute) -> None:
-        self._compute = compute
-        self.copying, self.go_on = asyncio.Event(), asyncio.Event()
-
-    def layout(self, stage: int) -> Layout:
-        return self._compute.layout(stage)
-
-    async def export_state(self, stage: int) -> StageState:
-        """Waits for `go_on`."""
-        self.copying.set()
-        await self.go_on.wait()
-        return await self._compute.export_state(stage)
-
-
-def test_a_state_that_was_being_copied_when_it_came_into_doubt_is_not_given(tmp_path: Path) -> None:
-    async def whole() -> None:
-        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
-            slow = SlowCopy(compute)
-            keeper = keeper_of(slow, tmp_path, {})
-            await keeper.fill_stages()
-            asked = asyncio.create_task(keeper.answer(GetState(0)))
-            await slow.copying.wait()
-            keeper.doubt(0)
-            slow.go_on.set()
-            with pytest.raises(Refused, match="may differ"):
-                await asked
-            with pytest.raises(Refused, match="may differ"):
-                await keeper.answer(GetState(0))
-            keeper.trust(0)
-            assert (await given_state(keeper)).size > 0
 
     asyncio.run(asyncio.wait_for(whole(), 30))

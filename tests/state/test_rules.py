@@ -10,7 +10,6 @@ from agora_protocol.ids import PeerId
 from agora.state.rules import (
     checkpoint_due,
     choose_start,
-    leading_step,
     lowest_step_to_fetch,
     missed_rounds,
     most_advanced_first,
@@ -93,8 +92,3 @@ def test_missed_slices_are_those_averaged_since_each_once() -> None:
     assert missed_rounds(100, 160, 20, 20) == [6, 7, 8]
     assert missed_rounds(0, 1000, 20, 20) == list(range(31, 51))
     assert missed_rounds(120, 100, 20, 20) == []
-
-
-def test_the_furthest_stage_is_not_what_a_single_replica_claims() -> None:
-    assert leading_step([[40, 40, 41], [20, 10**12], []]) == 40
-    assert leading_step([[3], [7]]) == 7 and leading_step([[], []]) == 0

@@ -18,15 +18,14 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 
-from agora.averaging.ownership import owners
-from agora.averaging.slices import Slices, parts
-from agora.averaging.terms import AveragingTerms, Part
+from agora.averaging.kinds import Part, RoundConfig
+from agora.averaging.partition import Slices, choose_owners, cut_into_parts
 from agora.averaging.wire import PartCodec
 
 HERE: Final = Path(__file__).parent
 RUN: Final = RunId(hashlib.sha256(b"agora vector").hexdigest())
 PEERS: Final = [Identity(hashlib.sha256(b"agora vector %d" % n).digest()).peer for n in range(5)]
-TERMS: Final = AveragingTerms(PEERS[0], RUN, "mean", "int8", 20.0, 1e9)
+TERMS: Final = RoundConfig(PEERS[0], RUN, "mean", "int8", 20.0, 1e9)
 
 
 def _hex(data: Any) -> dict[str, str]:
@@ -48,7 +47,7 @@ def slices() -> list[dict[str, Any]]:
 def cuts() -> list[dict[str, Any]]:
     """Where the parts of slices begin and end."""
     sizes = (SLICE_BLOCK, PART_ELEMENTS, PART_ELEMENTS + SLICE_BLOCK, 3 * PART_ELEMENTS)
-    return [{"elements": size, "parts": [[cut.start, cut.stop] for cut in parts(size)]} for size in sizes]
+    return [{"elements": size, "parts": [[cut.start, cut.stop] for cut in cut_into_parts(size)]} for size in sizes]
 
 
 def owned() -> list[dict[str, Any]]:
@@ -62,7 +61,7 @@ def owned() -> list[dict[str, Any]]:
     made = []
     for members in groups:
         for stage, what, number, part in parts_of:
-            first, second = owners(RUN, stage, what, number, part, members)
+            first, second = choose_owners(RUN, stage, what, number, part, members)
             asked = {"run": RUN, "stage": stage, "what": what, "round": number, "part": part}
             made.append({**asked, "members": members, "first": first, "second": second})
     return made

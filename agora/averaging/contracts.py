@@ -1,0 +1,68 @@
+"""What averaging asks of the rooms that it must not know: the stages in training, and the state of other replicas.
+
+Knows: the methods' forms. train.Compute is a ReplicatedStages, the state room's keeper is a StateFetcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from agora_protocol.ids import PeerId, Span
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agora.stepping import StepPolicy
+
+
+class GradientShare(Protocol):
+    """A replica's mean gradient: of which step, over how many tokens, and the values, float32 [numel] on the CPU."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def values(self) -> Tensor: ...
+
+
+class ReplicatedStages(Protocol):
+    """The stages of this peer's span (train.Compute). Each method raises NotMyStage for a stage that is not held."""
+
+    @property
+    def span(self) -> Span: ...
+    def layout(self, stage: int) -> Any:
+        """Returns a description of the stage's flat weights; `numel` is their number of elements."""
+
+    def progress(self) -> Sequence[Any]:
+        """Returns for each stage its number `stage`, `step`, and `tokens_in_step`."""
+
+    def step_of(self, stage: int) -> int:
+        """Returns the optimizer steps that the stage has taken."""
+
+    def publish_policy(self, stage: int, policy: StepPolicy) -> None:
+        """Replaces what decides when the stage steps by itself."""
+
+    async def snapshot_blocks(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, int]:
+        """Returns a copy of the weights in `blocks`, and the step they are of."""
+
+    async def apply_average(self, stage: int, blocks: NDArray[Any], delta: Tensor, snapshot: Tensor, rule: Any) -> None:
+        """Takes in an average that differs from `snapshot` by `delta`."""
+
+    async def catch_up(self, stage: int, step: int) -> None:
+        """Takes over a step number that the stage has reached elsewhere, and takes a step that is due."""
+
+    async def take_mean_gradient(self, stage: int) -> GradientShare:
+        """Returns this replica's share of the next step, and keeps the stage from taking that step by itself."""
+
+    async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
+        """Takes step `number` along the mean over `tokens` tokens of all replicas."""
+
+
+class StateFetcher(Protocol):
+    """Fetches states from other replicas (state.StateKeeper). fetched: the stages whose state came from others."""
+
+    fetched: set[int]
+
+    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
+        """Replaces the stage's state by one of at least `at_least` steps. Raises Unavailable when no source has one."""

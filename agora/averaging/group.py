@@ -1,0 +1,412 @@
+"""Keeps this peer's stages together with their replicas elsewhere: carries out what `next_action` decides.
+
+Knows: step gossip, rounds, stages (through ReplicatedStages). Must not know: networks, optimizers, files, the view.
+
+Two kinds of rounds:
+
+- After every `averaging.every`-th step, one on a slice of the weights, in the background. What it changes is added to
+  the weights as they are when it ends. A stage has one such round at a time.
+- For every exact step, one on the gradients: all replicas step along their mean. All steps of a synchronous run are
+  exact, and the first `averaging.exact_steps` of others.
+
+A stage that is too far behind fetches another replica's state. So does a replica of a synchronous run that did not get
+all of a mean gradient, instead of the step: whoever has taken a step equals the others, and can give its state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import SLICE_BLOCK
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.messages import Averaged, Contribute, GossipedSteps, GossipSteps, Recall, Recalled
+from agora_protocol.tensors import WireTensor
+from torch import Tensor
+
+from agora.averaging import agreement
+from agora.averaging.contracts import ReplicatedStages, StateFetcher
+from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
+from agora.averaging.kinds import Part, RoundConfig
+from agora.averaging.next_action import (
+    ActionConfig,
+    BeginSliceRound,
+    Follow,
+    OtherReplicas,
+    OwnStage,
+    Recover,
+    StepTogether,
+    TakeStep,
+    Wait,
+    counting_replicas,
+    next_action,
+)
+from agora.averaging.owner import Owner
+from agora.averaging.partition import Slices, cut_into_parts
+from agora.averaging.plausibility import Newcomer
+from agora.averaging.rounds import RoundResult, Rounds
+from agora.calls import Caller
+from agora.clock import loop_time
+from agora.observe import events
+from agora.observe.events import Report
+from agora.observe.faults import ReachFault
+from agora.stepping import EVERY_STEP, StepPolicy
+from agora.swarm.conduct import Offence, ReportOffence
+
+MOST_ROUNDS_OF_WEIGHT: Final = 64
+"""A contribution that weighs more tokens than so many rounds have is refused."""
+MOST_ROUNDS_APART: Final = 2
+"""An owner refuses parts of a round that is farther from its own."""
+FETCH_AGAIN_S: Final = 1.0
+FETCH_TRIES: Final = 3
+"""After so many failed fetches of a step that nobody has, the least peer id takes it with the parts that it has."""
+LOOK_S: Final = 5.0
+"""Seconds between two looks at how far the other stages of a synchronous run are."""
+LOST_COVERS: Final = 0.5
+"""A stage that is so many covers of the slice rounds behind, or LEAST_LOST steps, fetches the others' state."""
+LEAST_LOST: Final = 20
+
+
+@dataclass(slots=True)
+class _StageTasks:
+    """What a stage is doing. tokens: those counted since the last slice round, its weight in the next one.
+
+    last_slice_round: the newest one that this peer took part in. slice_task: the running slice round. work: a running
+    step, fetch or catch-up. behind: the step at which the stage fell behind the run's leading stage, and when.
+    """
+
+    slices: Slices
+    newcomer: Newcomer
+    tokens: int = 0
+    last_slice_round: int = -1
+    slice_due: int | None = None
+    behind: tuple[int, float] | None = None
+    slice_task: asyncio.Task[None] | None = None
+    work: asyncio.Task[None] | None = None
+    reason: str = ""
+
+
+class ReplicaGroup:
+    """One for each span. `run` until cancelled; call `stepped` on the loop after every step of a stage."""
+
+    def __init__(
+        self,
+        signed: SignedManifest,
+        me: PeerId,
+        stages: ReplicatedStages,
+        caller: Caller,
+        state: StateFetcher,
+        listed: Callable[[int], Mapping[PeerId, float]],
+        run_steps: Callable[[], Collection[Collection[int]]],
+        report: Report,
+        report_offence: ReportOffence,
+        reach: ReachFault | None = None,
+    ) -> None:
+        """A stage that `state` has fetched from other replicas is a newcomer among them.
+
+        listed: a stage's replicas in the view, with their bandwidths in bytes per second, 0 when unknown. run_steps:
+        for each stage of the run the steps of its replicas. reach: is awaited at the named fault points.
+        """
+        self._manifest = manifest = signed.manifest
+        self._averaging = averaging = manifest.averaging
+        self._synchronous = manifest.schedule.kind == "synchronous"
+        self._me = me
+        self._held = stages
+        self._state = state
+        self._listed = listed
+        self._run_steps = run_steps
+        self._leading = 0
+        self._report = report
+        self._report_offence = report_offence
+        self._leaving = False
+        target = manifest.optimizer.target_tokens
+        self._max_weight = MOST_ROUNDS_OF_WEIGHT * target * averaging.every
+        self._config = _action_config(signed)
+        self._policy = StepPolicy(target, EVERY_STEP if self._synchronous else averaging.exact_steps)
+        wire = "float32" if self._synchronous else averaging.wire
+        rounds = RoundConfig(
+            me, signed.run_id, averaging.aggregation, wire, averaging.round_s, self._max_weight, self._synchronous
+        )
+        self._owner = Owner(rounds, caller, self, reach)
+        self._rounds = Rounds(rounds, caller, self._owner, report, reach)
+        interval_s = SYNCHRONOUS_INTERVAL_S if self._synchronous else INTERVAL_S
+        self._gossip = StepGossip(me, stages.span, caller, listed, self._counts, self._look, interval_s=interval_s)
+        self._stages = {stage: self._new_stage(stage) for stage in stages.span.stages}
+        for stage in stages.span.stages:
+            stages.publish_policy(stage, self._policy)
+
+    def _new_stage(self, stage: int) -> _StageTasks:
+        """Returns the tasks of a stage; in a synchronous run a fetched state is exact, so that it counts at once."""
+        slices = Slices(self._held.layout(stage).numel, self._averaging.fraction, self._manifest.seed)
+        return _StageTasks(slices, Newcomer(counts=self._synchronous or stage not in self._state.fetched))
+
+    async def run(self) -> None:
+        """Gossips, steps and averages until cancelled; then cancels everything that is running."""
+        watching = asyncio.get_running_loop().create_task(self._watch_other_stages())
+        try:
+            await self._gossip.run()
+        finally:
+            tasks = [watching, *(t for s in self._stages.values() for t in (s.slice_task, s.work) if t is not None)]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._owner.close()
+
+    def leave(self) -> None:
+        """Takes and follows no step from now on: the state that a leaving peer writes is its last one."""
+        self._leaving = True
+
+    # --- what other replicas and other rooms ask
+
+    def gossip(self, peer: PeerId, message: GossipSteps) -> GossipedSteps:
+        """Answers a replica that reports its progress. Raises NotMyStage."""
+        return self._gossip.answer(peer, message)
+
+    async def contribute(
+        self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
+    ) -> tuple[Averaged, list[WireTensor]]:
+        """Averages a part that this peer owns with what a replica has sent. Raises Refused, Busy, ProtocolError."""
+        try:
+            return await self._owner.contribute(peer, message, tensors, deadline)
+        except ProtocolError as error:
+            # Counted once for a round, however many parts are wrong: a peer that has restarted sends all of them again.
+            occasion = f"stage {message.stage}, {message.what}, round {message.round}"
+            self._report_offence(peer, Offence.BAD_AVERAGE, f"{error.code}: {error}", occasion)
+            raise
+
+    def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
+        """Answers a second owner that asks for an average which the first owner may have given to this peer."""
+        return self._owner.recall(message)
+
+    def step_of(self, stage: int) -> int:
+        """Returns the optimizer steps that a stage held here has taken."""
+        return self._held.step_of(stage)
+
+    def missing_tokens(self, stage: int) -> int:
+        """Returns the tokens that the stage's replicas together still lack for the step this peer is at."""
+        now, (step, tokens) = loop_time(), self._counts()[stage]
+        others = OtherReplicas(self._gossip.known(stage), self._gossip.others(stage))
+        live = agreement.live_replicas(others.known, counting_replicas(now, step, others, self._config), now)
+        return max(0, self._config.target_tokens - tokens - agreement.count_tokens(live, step))
+
+    def reason(self, stage: int) -> str:
+        """Returns in words why the stage does what it does, or waits."""
+        return self._stages[stage].reason
+
+    # --- the owner's view of rounds
+
+    def members(self, stage: int, what: str) -> Mapping[PeerId, float]:
+        """Returns the members of a stage's rounds, this peer included, with their bandwidths.
+
+        Of rounds of weights: the listed replicas that are reachable. Of gradients: all that belong to an exact step.
+        """
+        listed, known, now = self._listed(stage), self._gossip.known(stage), loop_time()
+        others = self._gossip.others(stage)
+        if what == "gradient":
+            others = agreement.exact_members(known, others, now)
+        else:
+            others -= agreement.unreachable_replicas(known, others, now)
+        return {peer: listed.get(peer, 0.0) for peer in {*others, self._me}}
+
+    def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
+        """Returns those of `peers` whose last call failed, or that are silent."""
+        return agreement.unreachable_replicas(self._gossip.known(stage), peers, loop_time())
+
+    def numel_of(self, part: Part) -> int:
+        """Returns a part's number of elements. Raises Refused for a round too far from here, else ProtocolError."""
+        state, gradient = self._stages.get(part.stage), part.what == "gradient"
+        if state is None or (gradient and not self._config.is_exact(part.number)):
+            raise ProtocolError("bad-message", f"stage {part.stage} averages no {part.what} here")
+        step = self._held.step_of(part.stage)
+        own_number = step if gradient else step // self._averaging.every
+        if abs(part.number - own_number) > MOST_ROUNDS_APART:
+            raise Refused(f"round {part.number} is too far from this peer's round {own_number}")
+        numel = self._held.layout(part.stage).numel if gradient else state.slices.numel_of(part.number)
+        cuts = cut_into_parts(numel)
+        if part.part >= len(cuts):
+            raise ProtocolError("bad-message", f"round {part.number} has {len(cuts)} parts, not {part.part + 1}")
+        return len(range(numel)[cuts[part.part]])
+
+    # --- deciding
+
+    def stepped(self, stage: int, step: int, tokens: int) -> None:
+        """Reports a step to the others, and begins a slice round if one is due. tokens: this replica's in the step."""
+        state = self._stages[stage]
+        state.tokens = min(state.tokens + tokens, self._max_weight)
+        number, rest = divmod(step, self._averaging.every)
+        if rest == 0 and number > state.last_slice_round:
+            if _is_running(state.slice_task):
+                self._report(events.RoundSkipped(stage, number, "the one before has not ended yet"))
+            else:
+                state.slice_due = number
+        self._gossip.tick()
+        state.slice_due = None
+
+    def _look(self, stage: int) -> None:
+        """Publishes what is known to the device thread, and begins what `next_action` decides."""
+        now, state = loop_time(), self._stages[stage]
+        step, tokens = self._counts()[stage]
+        others = OtherReplicas(self._gossip.known(stage), self._gossip.others(stage), self._leading)
+        self._publish_policy(stage, step, others)
+        busy = _is_running(state.work)
+        behind_since = state.behind[1] if state.behind and state.behind[0] == step < self._leading else None
+        own = OwnStage(step, tokens, self._leaving, busy, state.slice_due, behind_since)
+        action, state.reason = next_action(now, own, others, self._config)
+        match action:
+            case Wait():
+                return
+            case BeginSliceRound(number):
+                state.slice_due = None
+                state.slice_task = self._start(self._slice_rounds(stage, number))
+                self._look(stage)
+            case Follow(reached):
+                state.work = self._start(self._held.catch_up(stage, reached))
+            case TakeStep():  # the device looks for due steps after each of its jobs
+                state.work = self._start(self._held.catch_up(stage, step))
+            case StepTogether(number):
+                state.work = self._start(self._step_together(stage, number))
+            case Recover(at_least, reached):
+                self._report(events.StateLost(stage, step, reached))
+                state.work = self._start(self._recover(stage, at_least, reached))
+
+    def _publish_policy(self, stage: int, step: int, others: OtherReplicas) -> None:
+        """Tells the device thread how many tokens step number `step` takes here, or that it waits for the mean."""
+        now = loop_time()
+        replicas = counting_replicas(now, step, others, self._config)
+        live = agreement.live_replicas(others.known, replicas, now)
+        to_go, alone = agreement.tokens_to_go(live, step, self._config.target_tokens), not replicas
+        self._held.publish_policy(stage, replace(self._policy, step=step, tokens_to_go=to_go, alone=alone))
+
+    async def _watch_other_stages(self) -> None:
+        """Notes, in a synchronous run, how far the run's furthest stage is.
+
+        Stages that begin from checkpoints of different steps would wait for one another for ever: each origin opens the
+        microbatches of its own step, and the stages of other steps refuse them.
+        """
+        while self._synchronous:
+            await asyncio.sleep(LOOK_S)
+            self._leading = agreement.leading_step(self._run_steps())
+            for stage, state in self._stages.items():
+                step = self._held.step_of(stage)
+                if step >= self._leading:
+                    state.behind = None
+                elif state.behind is None or state.behind[0] != step:
+                    state.behind = (step, loop_time())
+
+    def _counts(self) -> Mapping[int, tuple[int, int]]:
+        """Returns for each stage the steps taken and the tokens counted since."""
+        return {progress.stage: (progress.step, progress.tokens_in_step) for progress in self._held.progress()}
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a task whose failure is reported as an event."""
+
+        async def reported() -> None:
+            try:
+                await work
+            except Exception as error:
+                code = f"{error.code}: " if isinstance(error, AgoraError) else f"{type(error).__name__}: "
+                self._report(events.TaskFailed("averaging", f"{code}{error}"))
+
+        return asyncio.get_running_loop().create_task(reported())
+
+    # --- acting
+
+    async def _slice_rounds(self, stage: int, number: int) -> None:
+        """Takes part in slice round `number`, and then at once in a later one for which others may be waiting."""
+        while True:
+            await self._slice_round(stage, number)
+            due = self._held.step_of(stage) // self._averaging.every
+            newest = max(due, self._owner.newest(stage, "weights"))
+            if newest <= number:
+                return
+            number = newest
+
+    async def _slice_round(self, stage: int, number: int) -> None:
+        """Averages one slice of the weights, weighted by the tokens since the last round, and takes the average in."""
+        state = self._stages[stage]
+        state.last_slice_round, blocks = number, state.slices.blocks(number)
+        weight, state.tokens = float(state.tokens if state.newcomer.counts else 0), 0
+        values, _ = await self._held.snapshot_blocks(stage, blocks)
+        result = await self._run_round(stage, "weights", number, values, weight)
+        averaged = result.averaged_blocks()
+        if len(averaged):
+            delta, snapshot = (flat.view(-1, SLICE_BLOCK)[averaged].flatten() for flat in (result.answer, values))
+            await self._held.apply_average(stage, blocks[averaged], delta, snapshot, self._averaging.rule)
+        if not result.failed_parts:
+            distances = result.distance, result.distance_others, result.members
+            state.newcomer = state.newcomer.after_round(*distances, cover=state.slices.count)
+
+    async def _step_together(self, stage: int, step: int) -> None:
+        """Takes an exact step. A newcomer's own gradient has weight 0, because it was computed on other weights."""
+        share = await self._held.take_mean_gradient(stage)
+        if share.step != step:
+            return
+        weight = float(share.tokens if self._stages[stage].newcomer.counts else 0)
+        result = await self._run_round(stage, "gradient", step, share.values, weight)
+        if result.failed_parts and self._synchronous and await self._fetch_step(stage, step + 1):
+            return
+        tokens = max(share.tokens, round(result.weight))
+        try:
+            await self._held.step_with_gradient(stage, step, result.answer, tokens)
+        except ProtocolError:
+            if self._synchronous:
+                raise
+            await self._held.step_with_gradient(
+                stage, step, share.values, tokens=0
+            )  # the step counts, but changes nothing
+
+    async def _run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
+        """Takes part in one round with its members of now."""
+        deadline = loop_time() + self._averaging.round_s
+        return await self._rounds.run(stage, what, number, values, weight, self.members(stage, what), deadline)
+
+    async def _fetch_step(self, stage: int, at_least: int) -> bool:
+        """Fetches the state of a replica that has taken `at_least` steps; returns whether that succeeded.
+
+        | the other replicas | result |
+        |---|---|
+        | one of them has got the whole mean gradient, and so has taken the step | True |
+        | none has after FETCH_TRIES, and this peer has the least id | False: it takes the step, the others fetch it |
+        | all are silent, or have left | False |
+        """
+        tries = 0
+        while others := sorted(self.members(stage, "gradient").keys() - {self._me}):
+            tries += 1
+            try:
+                await self._state.fetch(stage, others, at_least)
+                return True
+            except Unavailable as error:
+                self._report(events.TaskFailed("fetch state", str(error)))
+            if self._me < others[0] and tries >= FETCH_TRIES:
+                return False
+            await asyncio.sleep(FETCH_AGAIN_S)
+        return False
+
+    async def _recover(self, stage: int, at_least: int, reached: int) -> None:
+        """Fetches the others' state; in an asynchronous run in which nobody gives it, goes on at their step number."""
+        try:
+            await self._state.fetch(stage, sorted(self._gossip.others(stage)), at_least)
+            self._stages[stage].newcomer = Newcomer(counts=self._synchronous)
+        except Unavailable as error:
+            self._report(events.TaskFailed("fetch state", str(error)))
+            if self._synchronous:
+                await asyncio.sleep(FETCH_AGAIN_S)
+            else:
+                await self._held.catch_up(stage, reached)
+
+
+def _action_config(signed: SignedManifest) -> ActionConfig:
+    """Returns what a manifest says about stepping; a synchronous stage that is two steps behind needs a state."""
+    averaging, synchronous = signed.manifest.averaging, signed.manifest.schedule.kind == "synchronous"
+    most_behind = 1 if synchronous else max(LEAST_LOST, round(LOST_COVERS * averaging.every / averaging.fraction))
+    target = signed.manifest.optimizer.target_tokens
+    return ActionConfig(target, synchronous, averaging.exact_steps, averaging.every, most_behind)
+
+
+def _is_running(task: asyncio.Task[None] | None) -> bool:
+    """Returns whether a task was begun and has not ended."""
+    return task is not None and not task.done()

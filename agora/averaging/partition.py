@@ -1,0 +1,83 @@
+"""Computes which weights a round averages, in which parts, and which peer averages each part. Pure.
+
+Knows: numbers of blocks, peers by id and bandwidth. Must not know: weights, calls, time. All peers compute the same,
+so that nothing of it is sent: SPEC.md, section 12.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections.abc import Mapping
+
+import numpy as np
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
+from numpy.typing import NDArray
+
+
+class Slices:
+    """The slices of a vector of `numel` elements, in blocks of SLICE_BLOCK elements.
+
+    Block i is in slice ((a i + b) mod blocks) mod count.
+    `count` is ceil(1 / fraction), or the number of blocks where that is less; `count` rounds average each element once.
+    a and b come from the run's seed, in whole numbers alone, so that every version of every library computes the same.
+    """
+
+    def __init__(self, numel: int, fraction: float, seed: int) -> None:
+        if numel <= 0 or numel % SLICE_BLOCK:
+            raise ValueError(f"{numel} elements are no multiple of {SLICE_BLOCK}")
+        self._blocks = numel // SLICE_BLOCK
+        self.count = min(self._blocks, math.ceil(round(1.0 / fraction, 9)))
+        digest = hashlib.sha256(f"agora slices 1\0{seed}\0{numel}".encode()).digest()
+        self._factor = _next_coprime(int.from_bytes(digest[:8], "big"), self._blocks)
+        self._offset = int.from_bytes(digest[8:16], "big") % self._blocks
+
+    def blocks(self, number: int) -> NDArray[np.int64]:
+        """Returns the numbers of the blocks that round `number` averages, rising; int64 [n]."""
+        inverse = pow(self._factor, -1, self._blocks) if self._blocks > 1 else 0
+        places = range(number % self.count, self._blocks, self.count)
+        return np.array(sorted(inverse * (place - self._offset) % self._blocks for place in places), np.int64)
+
+    def numel_of(self, number: int) -> int:
+        """Returns the number of elements that round `number` averages."""
+        return SLICE_BLOCK * len(range(number % self.count, self._blocks, self.count))
+
+
+def cut_into_parts(numel: int) -> list[slice]:
+    """Returns the parts of a vector of `numel` elements: PART_ELEMENTS each, the last one what is left."""
+    return [slice(start, min(start + PART_ELEMENTS, numel)) for start in range(0, numel, PART_ELEMENTS)]
+
+
+def choose_owners(
+    run: RunId, stage: int, what: str, number: int, part: int, members: Mapping[PeerId, float]
+) -> tuple[PeerId, PeerId | None]:
+    """Returns the first and the second owner of a part of round `number`, by a rendezvous hash.
+
+    members: bandwidths in bytes per second; 0 means unknown and counts as the median of the known ones. The member
+    with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, number, part, peer):
+    a peer wins parts in proportion to its bandwidth, and another member more or less changes only the parts that it
+    wins. The second owner is None with a single member. Raises ValueError without members.
+    """
+    if not members:
+        raise ValueError("a part has no owner without members")
+    known = [bandwidth for bandwidth in members.values() if bandwidth > 0]
+    usual = statistics.median(known) if known else 1.0
+    label = f"agora owner 1\0{run}\0{stage}\0{what}\0{number}\0{part}\0"
+    order = sorted(members, key=lambda peer: (_exponential(label + peer) / (members[peer] or usual), peer))
+    return order[0], order[1] if len(order) > 1 else None
+
+
+def _exponential(text: str) -> float:
+    """Returns -ln(u) for the u in (0, 1) that the text hashes to: exponentially distributed."""
+    whole = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return -math.log((whole + 0.5) / 2.0**64)
+
+
+def _next_coprime(start: int, modulus: int) -> int:
+    """Returns the first of start, start + 1, ... (mod modulus) that has no factor in common with `modulus`."""
+    candidate = start % modulus
+    while math.gcd(candidate, modulus) != 1:
+        candidate = (candidate + 1) % modulus
+    return candidate

@@ -1,0 +1,125 @@
+"""Judges by their sizes whether averages are plausible, and when a newcomer's values count. Pure.
+
+Knows: distances and sizes as root mean squares. Must not know: tensors, calls, time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from agora.moving_average import MovingAverage
+
+USUAL_WEIGHT: Final = 0.3
+"""Weight of a new distance or size in the usual one."""
+MOST_TIMES_USUAL: Final = 8.0
+LEAST_LIMIT: Final = 0.02
+"""An average may always lie this share of the values' own size away: replicas that train well do."""
+NEAR: Final = 1.25
+"""A newcomer is near when its distance is at most this many times what the others would have from outside."""
+
+
+def _usual_after(usual: MovingAverage | None, sample: float) -> MovingAverage:
+    """Returns the usual value after one more sample; without warm-up, so that no sample after the first weighs half."""
+    return MovingAverage(USUAL_WEIGHT, sample, samples=4) if usual is None else usual.updated(sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How far a stage's averages usually lie from its own weights; `average` is None before the first round."""
+
+    average: MovingAverage | None = None
+
+    @property
+    def usual(self) -> float | None:
+        """The usual distance, None before the first accepted round."""
+        return self.average.value if self.average else None
+
+    def limit(self, size: float) -> float:
+        """Returns how far an average may lie from own values of root mean square `size`.
+
+        `size` before the first round, then max(MOST_TIMES_USUAL * usual, LEAST_LIMIT * size): at a run's start the
+        distance grows fast from nothing.
+        """
+        return size if self.usual is None else max(MOST_TIMES_USUAL * self.usual, LEAST_LIMIT * size)
+
+    def why_implausible(self, distance: float, size: float) -> str:
+        """Returns why an average at `distance` from own values of size `size` is rejected; "" if it is not."""
+        limit = self.limit(size)
+        if distance <= limit:
+            return ""
+        return f"the average lies {distance:.3g} from the own values, {limit:.3g} would be the most"
+
+    def after_rejection(self, size: float) -> float | None:
+        """Returns the distance to record after a rejection: min(limit(size), size). None before the first round.
+
+        Recording the limit, not the rejected distance, lets replicas that have really drifted apart accept each other
+        again after a few rounds.
+        """
+        return None if self.usual is None else min(self.limit(size), size)
+
+    @staticmethod
+    def after_acceptance(distance: float, median: float) -> float:
+        """Returns the distance to record when an average was accepted: max(distance, min(median, 8 * distance)).
+
+        median: of the members' distances, as the owner says. A member with most of the weight lies near the average
+        for that reason alone, and would reject the next one, in which all weigh the same.
+        """
+        return max(distance, min(median, MOST_TIMES_USUAL * distance))
+
+    def updated(self, distance: float) -> Drift:
+        """Returns the drift after a round whose recorded distances have the median `distance`."""
+        return Drift(_usual_after(self.average, distance))
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSize:
+    """How large the mean gradients of one part of a stage usually are; `average` is None before the first."""
+
+    average: MovingAverage | None = None
+
+    @property
+    def usual(self) -> float | None:
+        """The usual root mean square, None before the first."""
+        return self.average.value if self.average else None
+
+    def limit(self, own: float) -> float:
+        """Returns how large a mean gradient may be: 8 times the usual or the own size; infinite when both are 0."""
+        largest = max(self.usual or 0.0, own)
+        return MOST_TIMES_USUAL * largest if largest else math.inf
+
+    def why_implausible(self, mean: float, own: float) -> str:
+        """Returns why a mean gradient of size `mean` is rejected, `own` being the own share's; "" if it is not."""
+        limit = self.limit(own)
+        if math.isfinite(mean) and mean <= limit:
+            return ""
+        return f"the mean gradient is {mean:.3g} large, {limit:.3g} would be the most"
+
+    def updated(self, mean: float, own: float) -> GradientSize:
+        """Returns the size after an accepted mean gradient; a first counts as min(mean, own), if own > 0."""
+        if self.average is None:
+            return GradientSize(_usual_after(None, min(mean, own)) if own else None)
+        return GradientSize(_usual_after(self.average, mean))
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """Whether this replica's values count in averages; one that joined has weight 0 until it is near the others.
+
+    rounds: complete slice rounds that it has taken part in.
+    """
+
+    counts: bool = True
+    rounds: int = 0
+
+    def after_round(self, own: float, others: float, members: float, cover: int) -> Newcomer:
+        """Returns the state after a slice round in which every part was averaged.
+
+        own: this replica's distance to the average. others: the median of the members' distances; `members` of them.
+        cover: rounds that average every weight once; after so many this replica counts in any case.
+        Of replicas that lie equally far, s, from their true mean, n have the distance s sqrt(1 - 1/n) to their average,
+        and another one s sqrt(1 + 1/n). With a single other there is nothing to compare: then one round is enough.
+        """
+        near = members < 2 or own <= NEAR * others * math.sqrt((members + 1) / (members - 1))
+        return Newcomer(self.counts or near or self.rounds + 1 >= cover, self.rounds + 1)

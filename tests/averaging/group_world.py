@@ -1,0 +1,219 @@
+"""Replica groups in one process and in virtual time: fake stages of one vector, calls that arrive or break at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from agora_protocol.errors import PeerFailed, Unavailable
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.limits import SLICE_BLOCK
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.messages import Contribute, GossipSteps, Message, Recall
+
+from agora.averaging.group import ReplicaGroup
+from agora.net.errors import ConnectionBroken, DeadlinePassed
+from agora.observe.events import Event
+from agora.stepping import StepPolicy
+from agora.swarm.conduct import Offence
+from tests.averaging.world import Reply, identities
+from tests.train.support import small_manifest
+
+NUMEL = 4 * SLICE_BLOCK
+TICK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Share:
+    """As train.MeanGradient."""
+
+    step: int
+    tokens: int
+    values: torch.Tensor
+
+
+class FakeStage:
+    """Stage 0: counts tokens at `rate` per second, and its own gradient is its peer's number, so that alone differs."""
+
+    span = Span(0, 0)
+
+    def __init__(self, number: int, rate: float) -> None:
+        self.number, self.rate = number, rate
+        self.weights = torch.zeros(NUMEL)
+        self.step = self.tokens = self.given = 0
+        self.share: Share | None = None
+        self.policy = StepPolicy(10**9)
+        self.alone_at: list[int] = []
+        self.group: ReplicaGroup | None = None
+
+    def layout(self, stage: int) -> Any:
+        return SimpleNamespace(numel=NUMEL)
+
+    def progress(self) -> list[Any]:
+        return [SimpleNamespace(stage=0, step=self.step, tokens_in_step=self.given if self.share else self.tokens)]
+
+    def step_of(self, stage: int) -> int:
+        return self.step
+
+    def publish_policy(self, stage: int, policy: StepPolicy) -> None:
+        self.policy = policy
+
+    async def count(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tokens += int(self.rate * TICK_S)
+            self._take_due_step()
+
+    def _take_due_step(self) -> None:
+        due = self.share is None and 0 < self.tokens >= self.policy.tokens_needed(self.step)
+        if due and not self.policy.waits_for_mean(self.step):
+            self.alone_at.append(self.step)
+            self._step(torch.full((NUMEL,), float(self.number)))
+
+    def _step(self, gradient: torch.Tensor) -> None:
+        self.weights = self.weights - 0.01 * gradient
+        self.step, self.share = self.step + 1, None
+        own, self.tokens = self.tokens, 0
+        self._tell(own)
+
+    def _tell(self, own: int) -> None:
+        assert self.group is not None
+        asyncio.get_running_loop().call_soon(self.group.stepped, 0, self.step, own)
+
+    async def snapshot_blocks(self, stage: int, blocks: Any) -> tuple[torch.Tensor, int]:
+        return self.weights.view(-1, SLICE_BLOCK)[blocks].flatten(), self.step
+
+    async def apply_average(self, stage: int, blocks: Any, delta: torch.Tensor, snapshot: Any, rule: Any) -> None:
+        self.weights = self.weights.clone()
+        self.weights.view(-1, SLICE_BLOCK)[blocks] += delta.view(-1, SLICE_BLOCK)
+
+    async def catch_up(self, stage: int, step: int) -> None:
+        if step > self.step and self.share is None:
+            self.step, self.tokens = step, 0
+            self._tell(0)
+        self._take_due_step()
+
+    async def take_mean_gradient(self, stage: int) -> Share:
+        if self.share is None:
+            self.share = Share(self.step, self.tokens, torch.full((NUMEL,), float(self.number)))
+            self.given, self.tokens = self.tokens, 0
+        return self.share
+
+    async def step_with_gradient(self, stage: int, number: int, mean_gradient: torch.Tensor, tokens: int) -> None:
+        assert self.share is not None and self.share.step == number
+        self._step(mean_gradient)
+
+
+class GroupPeer:
+    """One peer with a replica group; `sees` is its view, None for everyone."""
+
+    def __init__(self, world: GroupWorld, peer: PeerId, number: int, rate: float) -> None:
+        self.world, self.peer = world, peer
+        self.stage = FakeStage(number, rate)
+        self.sees: list[PeerId] | None = None
+        self.fetched: set[int] = set()
+        self.events: list[Event] = []
+        self.fetches: list[int] = []
+        self.offences: list[tuple[PeerId, Offence, str]] = []
+        self.group = ReplicaGroup(
+            world.signed,
+            peer,
+            self.stage,
+            self,
+            self,
+            lambda stage: dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0),
+            lambda: world.run_steps,
+            self.events.append,
+            lambda peer, offence, text, occasion="": self.offences.append((peer, offence, occasion)),
+        )
+        self.stage.group = self.group
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self.tasks = [asyncio.create_task(self.group.run()), asyncio.create_task(self.stage.count())]
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.tasks = []
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> None:
+        """As the state room's keeper: from the first source that is reachable and far enough."""
+        self.fetches.append(at_least)
+        await asyncio.sleep(0.1)
+        for source in sources:
+            other = self.world.peers[source].stage
+            if other.step >= at_least and not self.world.breaks(self.peer, source):
+                self.stage.weights, self.stage.step = other.weights, other.step
+                self.stage.share, self.stage.tokens = None, 0
+                return
+        raise Unavailable(stage, ["nobody is that far"])
+
+    async def call(
+        self, peer: PeerId, request: Message, tensors: Sequence[Any] = (), *, deadline: float, on_progress: Any = None
+    ) -> Reply:
+        await asyncio.sleep(0.005)
+        self.world.calls[type(request).__name__] += 1
+        if self.world.breaks(self.peer, peer):
+            raise ConnectionBroken("the stream broke")
+        if type(request) in self.world.failing:
+            raise PeerFailed("as the test wants it")
+        group = self.world.peers[peer].group
+        try:
+            async with asyncio.timeout_at(deadline):
+                match request:
+                    case GossipSteps():
+                        return Reply(group.gossip(self.peer, request), [])
+                    case Recall():
+                        return Reply(*group.recall(request))
+                    case Contribute():
+                        return Reply(*await group.contribute(self.peer, request, list(tensors), deadline))
+        except TimeoutError:
+            raise DeadlinePassed("no answer before its deadline") from None
+        raise AssertionError(request)
+
+
+class GroupWorld:
+    """Groups of one run. `dead` peers and `broken` pairs break every call; requests of a kind in `failing` fail."""
+
+    def __init__(self, rates: Sequence[float], target: int = 1024, **sections: Any) -> None:
+        sections["optimizer"] = {"target_tokens": target}
+        self.signed = SignedManifest.sign(small_manifest(**sections), Identity(bytes([9]) * 32))
+        self.dead: set[PeerId] = set()
+        self.broken: set[frozenset[PeerId]] = set()
+        self.failing: set[type[Message]] = set()
+        self.calls: Counter[str] = Counter()
+        self.run_steps: list[list[int]] = [[0]]
+        self.peers: dict[PeerId, GroupPeer] = {}
+        for number, (peer, rate) in enumerate(zip(identities(len(rates)), rates, strict=True)):
+            self.peers[peer] = GroupPeer(self, peer, number + 1, rate)
+
+    @property
+    def all(self) -> list[GroupPeer]:
+        return list(self.peers.values())
+
+    def breaks(self, one: PeerId, other: PeerId) -> bool:
+        return bool({one, other} & self.dead) or frozenset((one, other)) in self.broken
+
+    async def __aenter__(self) -> GroupWorld:
+        for peer in self.all:
+            peer.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for peer in self.all:
+            await peer.stop()
+
+    async def kill(self, peer: GroupPeer) -> None:
+        self.dead.add(peer.peer)
+        await peer.stop()

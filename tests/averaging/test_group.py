@@ -1,0 +1,218 @@
+"""Replica groups that step together, whatever their views and calls do: no replica steps alone while others live."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from agora_protocol.messages import Contribute
+
+from agora.averaging.agreement import SILENT_S
+from agora.averaging.group import FETCH_TRIES, LOOK_S
+from agora.averaging.next_action import RESUME_S
+from agora.observe.events import PartFailed, RoundDone, StateLost
+from tests.averaging.group_world import GroupPeer, GroupWorld
+from tests.pipeline.virtual_time import run
+
+EXACT = {"averaging": {"exact_steps": 10**6, "every": 10**6, "wire": "float32", "round_s": 3.0}}
+SYNCHRONOUS = {"schedule": {"kind": "synchronous"}, "averaging": {"every": 10**6, "round_s": 3.0}}
+
+
+def assert_equal_bits(*peers: GroupPeer) -> None:
+    """At one step or next to it: the weights of the earlier one are those of the later one before its last step."""
+    steps = {peer.stage.step for peer in peers}
+    assert max(steps) - min(steps) <= 1
+    for peer in peers:
+        for other in peers:
+            if peer.stage.step == other.stage.step:
+                assert torch.equal(peer.stage.weights, other.stage.weights)
+
+
+async def at_one_step(*peers: GroupPeer) -> None:
+    while len({peer.stage.step for peer in peers}) > 1 or any(peer.stage.share for peer in peers):
+        await asyncio.sleep(0.01)
+
+
+def gradient_rounds(peer: GroupPeer) -> list[RoundDone]:
+    return [event for event in peer.of(RoundDone) if event.what == "gradient"]
+
+
+@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_replicas_step_along_the_same_bits(sections: dict) -> None:
+    async def main() -> None:
+        async with GroupWorld([400.0, 800.0, 600.0], **sections) as world:
+            await asyncio.sleep(15.0)
+            await at_one_step(*world.all)
+            assert world.all[0].stage.step >= 8
+            assert_equal_bits(*world.all)
+            assert all(done.members == 3 and not done.failed_parts for p in world.all for done in gradient_rounds(p))
+
+    run(main())
+
+
+@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_a_replica_that_the_view_does_not_list_yet_is_not_stepped_without(sections: dict) -> None:
+    """The view of the first has a replica that died, and not yet the one that lives: it must not step alone."""
+
+    async def main() -> None:
+        world = GroupWorld([500.0, 500.0, 500.0], **sections)
+        first, second, victim = world.all
+        first.sees = [first.peer, victim.peer]
+        async with world:
+            await asyncio.sleep(1.0)
+            await world.kill(victim)
+            await asyncio.sleep(15.0)
+            await at_one_step(first, second)
+            assert first.stage.step >= 4 and not first.stage.alone_at and not second.stage.alone_at
+            assert_equal_bits(first, second)
+            for done in gradient_rounds(first) + gradient_rounds(second):
+                assert done.members >= 2 and not done.failed_parts
+            first.sees = None
+            await asyncio.sleep(5.0)
+            await at_one_step(first, second)
+            assert_equal_bits(first, second)
+
+    run(main())
+
+
+@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_calls_that_fail_for_a_while_make_nobody_step_alone(sections: dict) -> None:
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0], **sections) as world:
+            first, second = world.all
+            for _ in range(6):
+                await asyncio.sleep(3.0)
+                await at_one_step(first, second)
+                world.broken.add(frozenset(world.peers))
+                await asyncio.sleep(0.6 * SILENT_S)
+                world.broken.clear()
+            await asyncio.sleep(3.0)
+            await at_one_step(first, second)
+            assert first.stage.step >= 10 and not first.stage.alone_at and not second.stage.alone_at
+            assert_equal_bits(first, second)
+            assert all(done.members == 2 and not done.failed_parts for p in world.all for done in gradient_rounds(p))
+
+    run(main())
+
+
+@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_the_last_replica_steps_alone_once_the_others_are_silent(sections: dict) -> None:
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0], **sections) as world:
+            first, second = world.all
+            await asyncio.sleep(5.0)
+            await at_one_step(first, second)
+            await world.kill(second)
+            step = first.stage.step
+            await asyncio.sleep(0.8 * SILENT_S)
+            assert first.stage.step <= step + 1 and not first.stage.alone_at
+            assert "may still be alive" in first.group.reason(0)
+            await asyncio.sleep(SILENT_S + 6.0)
+            assert first.stage.step >= step + 2 and first.stage.alone_at
+
+    run(main())
+
+
+def test_when_nobody_gets_a_whole_mean_gradient_the_least_id_takes_the_step_and_the_others_fetch_it() -> None:
+    async def main() -> None:
+        world = GroupWorld([500.0, 500.0, 500.0], **SYNCHRONOUS)
+        world.failing.add(Contribute)
+        async with world:
+            least = min(world.all, key=lambda peer: peer.peer)
+            while least.stage.step == 0:
+                await asyncio.sleep(0.01)
+            world.failing.clear()
+            assert least.fetches == [1] * FETCH_TRIES
+            await asyncio.sleep(5.0)
+            await at_one_step(*world.all)
+            assert least.stage.step >= 2 and least.of(PartFailed)
+            assert_equal_bits(*world.all)
+
+    run(main())
+
+
+def test_a_replica_that_missed_a_mean_gradient_fetches_the_state_of_one_that_has_it() -> None:
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0, 500.0], **SYNCHRONOUS) as world:
+            first, second, third = world.all
+            await asyncio.sleep(5.0)
+            world.broken |= {frozenset((third.peer, other.peer)) for other in (first, second)}
+            await asyncio.sleep(0.5 * SILENT_S)
+            world.broken.clear()
+            await asyncio.sleep(10.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
+            assert not any(peer.stage.alone_at for peer in world.all)
+
+    run(main())
+
+
+def test_a_synchronous_stage_that_stays_behind_the_other_stages_takes_their_step_number() -> None:
+    async def main() -> None:
+        world = GroupWorld([0.0, 0.0], **SYNCHRONOUS)
+        world.run_steps = [[0, 0], [40, 40, 10**9]]
+        async with world:
+            await asyncio.sleep(RESUME_S)
+            assert [peer.stage.step for peer in world.all] == [0, 0]
+            await asyncio.sleep(2 * LOOK_S)
+            assert [peer.stage.step for peer in world.all] == [40, 40]
+
+    run(main())
+
+
+def test_a_replica_far_behind_fetches_the_state_and_takes_averages_at_weight_0_until_it_is_near() -> None:
+    sections = {"averaging": {"exact_steps": 0, "every": 2, "fraction": 0.5, "wire": "float32", "round_s": 3.0}}
+
+    async def main() -> None:
+        world = GroupWorld([4000.0, 4000.0, 0.0], **sections)
+        async with world:
+            await world.kill(world.all[2])
+            await asyncio.sleep(20.0)
+            world.dead.clear()
+            world.all[2].start()
+            await asyncio.sleep(8.0)
+            assert len(world.all[2].of(StateLost)) == 1 == len(world.all[2].fetches)
+            rounds = [done for done in world.all[2].of(RoundDone) if done.what == "weights"]
+            assert rounds and rounds[0].weight == 0.0
+            assert abs(world.all[2].stage.step - world.all[0].stage.step) <= 2
+
+    run(main())
+
+
+def test_a_leaving_replica_follows_no_step() -> None:
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0], averaging={"exact_steps": 0, "every": 10**6}) as world:
+            await asyncio.sleep(5.0)
+            leaving, other = world.all
+            leaving.group.leave()
+            leaving.stage.rate, step = 0.0, leaving.stage.step
+            await asyncio.sleep(10.0)
+            assert leaving.stage.step <= step + 1 and other.stage.step > step + 1
+            assert leaving.group.reason(0) == "this peer is leaving"
+
+    run(main())
+
+
+def test_a_slice_round_is_begun_once_and_weighs_no_more_tokens_than_owners_accept() -> None:
+    async def main() -> None:
+        world = GroupWorld([0.0, 0.0], averaging={"exact_steps": 0, "every": 2, "wire": "float32"})
+        first, second = world.all
+        first.sees = [first.peer]
+        async with world:
+            for step in range(1, 400):
+                first.group.stepped(0, step, 1024)
+            await asyncio.sleep(1.0)
+            assert not first.of(RoundDone), "alone"
+            first.sees = None
+            for peer in world.all:
+                peer.stage.step = 400
+                peer.group.stepped(0, 400, 0)
+            await asyncio.sleep(1.0)
+            for peer in world.all:
+                peer.group.stepped(0, 400, 0)
+            await asyncio.sleep(1.0)
+            assert [(done.round, done.weight) for done in first.of(RoundDone)] == [(200, 64 * 1024 * 2)]
+            assert [(done.round, done.weight) for done in second.of(RoundDone)] == [(200, 0.0)]
+
+    run(main())
