@@ -22,8 +22,9 @@ from agora_protocol.messages import GetManifest, Hello, ManifestAnswer
 
 from agora.calls import Reply
 from agora.clock import loop_time
-from agora.net.calls import IncomingCall, Network
 from agora.net.host import Host
+from agora.net.incoming import IncomingCall
+from agora.net.network import Network
 from agora.node import control_client, paths, runs
 from agora.node.startup import Startup
 

@@ -17,7 +17,7 @@ from agora_protocol.messages import Contribute, GossipSteps, Message, Process, R
 from agora.averaging.group import ReplicaGroup
 from agora.calls import Reply
 from agora.model import family_of
-from agora.net.calls import IncomingCall
+from agora.net.incoming import IncomingCall
 from agora.node.background import BackgroundTasks
 from agora.node.node_report import SpanReport, StageReport
 from agora.node.origin_batches import OriginBatches
@@ -49,7 +49,7 @@ class LoadedSpan:
             signed,
             startup.peer,
             compute,
-            peer.caller,
+            peer.network,
             keeper,
             self._listed_replicas,
             self._steps_of_run,

@@ -19,13 +19,14 @@ from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest, SignedManifest
 
-from agora.net.calls import NetLimits, Network
 from agora.net.directory import Directory
 from agora.net.host import Host
+from agora.net.net_limits import NetLimits
+from agora.net.network import Network
 from agora.node import doctor, joining, runs
 from agora.node.background import BackgroundTasks
 from agora.node.node_report import NodeReport, progress_record, status_json
-from agora.node.requests import CountingCaller, RequestHandler, SentTensors
+from agora.node.requests import RequestHandler, SentTensors
 from agora.node.startup import Startup
 from agora.observe import events
 from agora.pipeline.interfaces import WireShapes
@@ -65,9 +66,10 @@ class Peer:
         self.sent = SentTensors()
         self.offences = OffenceLog(startup.report)
         self.ledger = WorkLedger(startup.peer, self.seats, startup.report)
-        self.requests = RequestHandler(signed, lambda: status_json(take_report()), self.sent, self.ledger)
+        self.requests = RequestHandler(
+            signed, lambda: status_json(take_report()), self.offences.report_offence, self.ledger
+        )
         self.network = self._make_network()
-        self.caller = CountingCaller(self.network, self.sent)
         self.membership = Membership(
             MembershipConfig(signed.run_id, signed.manifest.stage_count, startup.incarnation, addresses),
             directory,
@@ -76,7 +78,7 @@ class Peer:
             progress=lambda: progress_record(take_report()),
         )
         self.router = Router(
-            self.caller,
+            self.network,
             lambda: self.membership.view,
             me=startup.peer,
             stage_count=signed.manifest.stage_count,
@@ -84,7 +86,7 @@ class Peer:
             report=startup.report,
             report_offence=self.offences.report_offence,
             is_shut_out=self.offences.is_shut_out,
-            round_trip_s=self._round_trip_s,
+            round_trip_s=self.network.round_trip_s,
         )
         self.membership.subscribe(self.router.view_changed)
         self.tasks = BackgroundTasks()
@@ -100,16 +102,12 @@ class Peer:
             report_violation=self.offences.report_violation,
             shut_out_s=self.offences.shut_out_s,
             report_failure=self._report_failure,
+            count_sent=self.sent.add,
         )
 
     def _report_failure(self, other: PeerId, error: Exception) -> None:
         """Reports that answering a request of `other` failed by an unforeseen error."""
         self.startup.report(events.TaskFailed(f"answering {other}", f"{type(error).__name__}: {error}"))
-
-    def _round_trip_s(self, other: PeerId) -> float | None:
-        """Returns the measured round trip to a connected peer, in seconds."""
-        connected = self.network.statistics().peers.get(other)
-        return connected.rtt_s if connected else None
 
     def traffic(self) -> events.Traffic:
         """Returns the bytes that were sent and received since the start."""

@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from agora_protocol.errors import Busy, NotAdmitted, Unsupported, WrongRun
-from agora_protocol.ids import PeerId
+from agora_protocol.errors import Busy, NotAdmitted, ProtocolError, Unsupported, WrongRun
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import (
@@ -42,9 +41,10 @@ from agora_protocol.messages import (
 )
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Caller, OnProgress, Reply
-from agora.net.calls import IncomingCall
+from agora.calls import Reply
+from agora.net.incoming import IncomingCall
 from agora.pipeline.ledger import WorkLedger
+from agora.swarm.conduct import Offence, ReportOffence
 
 JOINING_RETRY_MS = 1000
 
@@ -64,36 +64,15 @@ class SentTensors:
     state_bytes: int = 0
 
     def add(self, request: Message, tensors: Sequence[WireTensor]) -> None:
-        """Counts tensors that were sent with `request`, or with the answer to it."""
+        """Counts tensors that were sent with `request`, or with the answer to it; tokens beside a boundary are not."""
         sent = sum(tensor.nbytes for tensor in tensors)
         match request:
             case Process():
-                self.boundary_bytes += sent
+                self.boundary_bytes += sum(tensor.nbytes for tensor in tensors[:1])
             case Contribute() | Recall():
                 self.averaging_bytes += sent
             case GetState() | GetChunk() | GetSlice():
                 self.state_bytes += sent
-
-
-class CountingCaller:
-    """A caller that counts the tensors that it sends. The tokens that go along with a boundary are not counted."""
-
-    def __init__(self, caller: Caller, sent: SentTensors) -> None:
-        self._caller = caller
-        self._sent = sent
-
-    async def call(
-        self,
-        peer: PeerId,
-        request: Message,
-        tensors: Sequence[WireTensor] = (),
-        *,
-        deadline: float,
-        on_progress: OnProgress | None = None,
-    ) -> Reply:
-        """See Caller.call."""
-        self._sent.add(request, tensors[:1] if isinstance(request, Process) else tensors)
-        return await self._caller.call(peer, request, tensors, deadline=deadline, on_progress=on_progress)
 
 
 class RequestHandler:
@@ -106,14 +85,14 @@ class RequestHandler:
         self,
         signed: SignedManifest,
         status: Callable[[], dict[str, Any]],
-        sent: SentTensors,
+        report_offence: ReportOffence,
         ledger: WorkLedger,
     ) -> None:
         self._signed = signed
         self._manifest_bytes = signed.to_bytes()
         self._run = bytes.fromhex(signed.run_id)
         self._status = status
-        self._sent = sent
+        self._report_offence = report_offence
         self._ledger = ledger
         self._answerers: dict[type[Message], Answerer] = {}
 
@@ -148,9 +127,15 @@ class RequestHandler:
 
     async def _answer_by_span(self, call: IncomingCall, request: Message) -> Reply:
         answerer = self._answerers.get(type(request))
-        reply = self._answer_without_span(call, request) if answerer is None else await answerer(call)
-        self._sent.add(request, reply.tensors)
-        return reply
+        if answerer is None:
+            return self._answer_without_span(call, request)
+        try:
+            return await answerer(call)
+        except ProtocolError as error:
+            # What is wrong with a microbatch may be another peer's fault; a bad contribution counts once for a round.
+            if not isinstance(request, Process | Contribute):
+                self._report_offence(call.peer, Offence.BAD_REQUEST, f"{error.code}: {error}")
+            raise
 
     def _answer_without_span(self, call: IncomingCall, request: Message) -> Reply:
         """Answers a repeat of a microbatch that a former span has finished; everything else is refused Busy."""

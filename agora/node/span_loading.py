@@ -28,7 +28,7 @@ from agora.averaging.partition import Slices
 from agora.calls import Reply
 from agora.data import Sampler, open_corpus, open_tokenizer
 from agora.model import family_of
-from agora.net.calls import IncomingCall
+from agora.net.incoming import IncomingCall
 from agora.node import doctor
 from agora.node.loaded_span import WORK_REQUESTS, LoadedSpan
 from agora.node.origin_batches import OriginBatches

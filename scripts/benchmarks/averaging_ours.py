@@ -22,7 +22,9 @@ from agora.averaging.kinds import Part, RoundConfig
 from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
 from agora.averaging.rounds import Rounds
-from agora.net.calls import IncomingCall, Network, Reply
+from agora.calls import Reply
+from agora.net.incoming import IncomingCall
+from agora.net.network import Network
 from agora.train.memory import keep_freed_memory
 from benchmarks.averaging_values import Holding
 from benchmarks.streams import join

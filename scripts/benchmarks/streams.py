@@ -23,8 +23,10 @@ from agora_protocol.messages import Hello, Process, Processed
 from agora_protocol.tensors import WireTensor
 from hivemind.p2p import PeerID
 
-from agora.net.calls import Handler, IncomingCall, Network, Reply
+from agora.calls import Reply
 from agora.net.host import Host
+from agora.net.incoming import Handler, IncomingCall
+from agora.net.network import Network
 from benchmarks.worker import Channel
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)

@@ -39,9 +39,11 @@ from agora_protocol.ids import MicrobatchId
 from agora_protocol.messages import Hello, Process, Processed
 from agora_protocol.tensors import WireTensor
 
-from agora.net.calls import IncomingCall, Network, Reply
+from agora.calls import Reply
 from agora.net.host import Host
+from agora.net.incoming import IncomingCall
 from agora.net.link import LinkSpec
+from agora.net.network import Network
 
 RUN: Final = b"\x07" * 32
 ROUND_TRIPS: Final = 21

@@ -19,9 +19,12 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import Hello, Process, Processed, StatusAnswer
 from agora_protocol.tensors import WireTensor
 
-from agora.net.calls import Handler, IncomingCall, NetLimits, Network, Reply
+from agora.calls import Reply
 from agora.net.host import Host
+from agora.net.incoming import Handler, IncomingCall
 from agora.net.link import LinkSpec
+from agora.net.net_limits import NetLimits
+from agora.net.network import Network
 from agora.swarm.offences import OffenceLog
 
 T = TypeVar("T")

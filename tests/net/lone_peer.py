@@ -7,7 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from agora.net.calls import IncomingCall, Reply
+from agora.calls import Reply
+from agora.net.incoming import IncomingCall
 from tests.net.helpers import make_peer, run
 
 

@@ -13,9 +13,12 @@ from agora_protocol.limits import PREFIX_BYTES
 from agora_protocol.messages import Advance, Hello, Message, Processed
 
 from agora.calls import Reply
-from agora.net.connection import GUARANTEED_BYTES, Connection
-from agora.net.streams import HEAD_BYTES, NEWS_BYTES, FrameStream
-from agora.net.terms import HeldBytes, IncomingCall, NetLimits
+from agora.net.connection import Connection
+from agora.net.incoming import IncomingCall, Service
+from agora.net.net_limits import NetLimits
+from agora.net.payload_budget import GUARANTEED_BYTES, PayloadBudget
+from agora.net.send_queue import NEWS_BYTES
+from agora.net.streams import HEAD_BYTES, FrameStream
 from tests.net.helpers import RUN, boundary, process
 from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
 from tests.pipeline.virtual_time import run
@@ -24,11 +27,14 @@ LARGE = 2 * GUARANTEED_BYTES
 LIMITS = NetLimits(max_payload_bytes=1 << 20, max_held_bytes=3 * LARGE, patience_s=1.0)
 
 
-class Home:
+class Owner:
     """A network of one peer, whose handler answers after `takes_s`."""
 
     def __init__(self, takes_s: float = 0.0) -> None:
-        self.limits, self.held = LIMITS, HeldBytes(LIMITS.max_held_bytes)
+        self.budget = PayloadBudget(LIMITS.max_held_bytes)
+        self.service = Service(
+            LIMITS, self.budget, self.handle, self.spawn, lambda _, error: self.errors.append(error), lambda *_: None
+        )
         self.takes_s = takes_s
         self.handled: list[IncomingCall] = []
         self.tasks: set[asyncio.Task[None]] = set()
@@ -54,26 +60,23 @@ class Home:
     def shut_out_s(self, peer: PeerId) -> float:
         return 0.0
 
-    def report_failure(self, peer: PeerId, error: Exception) -> None:
-        self.errors.append(error)
-
-    def ready(self, connection: Connection) -> None:
+    def on_ready(self, connection: Connection) -> None:
         pass
 
-    def gone(self, connection: Connection) -> None:
+    def on_gone(self, connection: Connection) -> None:
         pass
 
 
 class Line:
     """A connection that a peer opened, and what this peer wrote on it."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, owner: Owner) -> None:
         stream = FrameStream(FrameLimits(max_payload_bytes=LIMITS.max_payload_bytes))
         self.transport = FakeTransport(stream)
         stream.connection_made(self.transport)
         self.transport.feed(PREAMBLE)
-        self.connection = Connection(home, stream, PEER, opened=False, path="direct")
-        home.spawn(self.connection.start())
+        self.connection = Connection(owner, stream, PEER, opened=False, path="direct")
+        owner.spawn(self.connection.start())
         self.unread = b""
 
     async def greeted(self) -> Line:
@@ -89,7 +92,7 @@ class Line:
 
     @property
     def waits(self) -> bool:
-        return self.connection.stream.reading_held
+        return self.connection.stream.is_waiting
 
     def heard(self) -> list[tuple[FrameType, int]]:
         return [(prefix.type, prefix.call) for prefix, _ in self.frames()]
@@ -104,7 +107,7 @@ class Line:
         return seen
 
 
-def frame(kind: FrameType, call: int, message: Message, tensors: Sequence[Any] = ()) -> bytes:
+def frame(kind: FrameType, call: int, message: Message | None, tensors: Sequence[Any] = ()) -> bytes:
     return b"".join(encode_frame(kind, call, message, tensors))
 
 
@@ -115,16 +118,16 @@ def request(call: int, size: int) -> bytes:
 
 def test_a_request_that_got_through_ends_no_later_ones_wait() -> None:
     async def work() -> None:
-        home = Home(takes_s=0.8)
-        line = await Line(home).greeted()
-        home.held.add(home.held.limit)
+        owner = Owner(takes_s=0.8)
+        line = await Line(owner).greeted()
+        owner.budget.reserve(owner.budget.limit)
         line.say(request(1, LARGE))
         assert line.waits
         await asyncio.sleep(0.5)
-        home.held.let_go(LARGE)
+        owner.budget.release(LARGE)
         line.say(request(3, LARGE))
         await asyncio.sleep(0)
-        assert line.waits and len(home.handled) == 1, "the second waits for what the first holds"
+        assert line.waits and len(owner.handled) == 1, "the second waits for what the first holds"
         await asyncio.sleep(0.7)
         assert line.waits and not line.heard()[1:], "the time of the first is over, that of the second is not"
         await asyncio.sleep(0.2)
@@ -137,15 +140,15 @@ def test_a_request_that_got_through_ends_no_later_ones_wait() -> None:
 
 def test_a_wait_that_ended_leaves_no_timer_behind_however_it_ended() -> None:
     async def work() -> None:
-        home, loop = Home(), asyncio.get_running_loop()
-        lines = [await Line(home).greeted() for _ in range(3)]
+        owner, loop = Owner(), asyncio.get_running_loop()
+        lines = [await Line(owner).greeted() for _ in range(3)]
         await asyncio.sleep(20.0)
-        home.held.add(home.held.limit)
+        owner.budget.reserve(owner.budget.limit)
         for line in lines:
             line.say(request(1, LARGE))
         assert all(line.waits for line in lines)
-        lines[0].connection.break_("the test says so")
-        home.held.let_go(LARGE)
+        lines[0].connection.break_off("the test says so")
+        owner.budget.release(LARGE)
         assert [line.waits for line in lines[1:]] == [False, True], "first come, first served"
         timers = [it for it in loop._scheduled if not it.cancelled()]  # type: ignore[attr-defined]
         assert len(timers) == 1, "that of the third"
@@ -158,14 +161,14 @@ def test_a_wait_that_ended_leaves_no_timer_behind_however_it_ended() -> None:
 SMALL = 3_000
 
 
-async def held_up(home: Home, count: int) -> list[Line]:
+async def held_up(owner: Owner, count: int) -> list[Line]:
     """Lines that wait, each with a request of which all has been read, and so has an answer to us after it."""
-    lines = [await Line(home).greeted() for _ in range(count)]
-    asked = [home.spawn(_asked(line.connection)) for line in lines]
+    lines = [await Line(owner).greeted() for _ in range(count)]
+    asked = [owner.spawn(_asked(line.connection)) for line in lines]
     for line in lines:
         line.say(request(1, GUARANTEED_BYTES - SMALL))  # which it may always hold
     await asyncio.sleep(0)
-    home.held.add(max(0, home.held.limit - home.held.used))
+    owner.budget.reserve(max(0, owner.budget.limit - owner.budget.used))
     last, answer = request(3, SMALL + 1), frame(FrameType.ANSWER, 2, Processed(0.0, 1, 0.0), boundary(1_000)[:1])
     assert len(last + answer) < HEAD_BYTES
     for line in lines:
@@ -176,17 +179,17 @@ async def held_up(home: Home, count: int) -> list[Line]:
 
 def test_who_lets_go_while_it_is_let_through_costs_nobody_the_place_in_the_queue() -> None:
     async def work() -> None:
-        home = Home(takes_s=100.0)
-        lines = [*await held_up(home, 1), await Line(home).greeted(), await Line(home).greeted()]
+        owner = Owner(takes_s=100.0)
+        lines = [*await held_up(owner, 1), await Line(owner).greeted(), await Line(owner).greeted()]
         for line in lines[1:]:
             line.say(request(1, LARGE))
         for freed, waits in ((SMALL + 1, [False, True, True]), (LARGE, [False, False, True]), (LARGE, [False] * 3)):
-            home.held.let_go(freed)
+            owner.budget.release(freed)
             assert [line.waits for line in lines] == waits
         for line in lines:
             line.say()
         await asyncio.sleep(10.0)
-        assert len(home.handled) == 4 and not home.errors
+        assert len(owner.handled) == 4 and not owner.errors
         assert not any(kind is FrameType.REFUSAL for line in lines for kind, _ in line.heard())
 
     run(work())
@@ -195,12 +198,12 @@ def test_who_lets_go_while_it_is_let_through_costs_nobody_the_place_in_the_queue
 def test_any_number_of_those_gets_through_at_once() -> None:
     async def work() -> None:
         for count in (1, 300):
-            home = Home(takes_s=100.0)
-            lines = await held_up(home, count)
-            home.held.let_go(home.held.used - home.held.limit + count * (SMALL + 1))
+            owner = Owner(takes_s=100.0)
+            lines = await held_up(owner, count)
+            owner.budget.release(owner.budget.used - owner.budget.limit + count * (SMALL + 1))
             assert not any(line.waits for line in lines)
             await asyncio.sleep(10.0)
-            assert len(home.handled) == 2 * count and not home.errors and home.held.used == home.held.limit
+            assert len(owner.handled) == 2 * count and not owner.errors and owner.budget.used == owner.budget.limit
 
     run(work())
 
@@ -213,12 +216,12 @@ def test_news_that_nobody_reads_is_dropped_and_cuts_nobody_off() -> None:
     flood = 100_000
 
     async def work() -> None:
-        home = Home(takes_s=1.0)
-        line = await Line(home).greeted()
+        owner = Owner(takes_s=1.0)
+        line = await Line(owner).greeted()
         line.say(request(1, 100))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        (call,) = home.handled
+        (call,) = owner.handled
         line.transport.full = True
         for number in range(flood):
             call.progress(Advance(0, PEER, "accepted", number))
@@ -230,5 +233,19 @@ def test_news_that_nobody_reads_is_dropped_and_cuts_nobody_off() -> None:
         news = [message.queue for _, message in line.frames() if isinstance(message, Advance)]
         assert news == list(range(len(news))) and 300 < len(news) < 1_000
         assert line.heard()[-1] == (FrameType.ANSWER, 1)
+
+    run(work())
+
+
+def test_a_peer_that_says_goodbye_is_asked_nothing_more_and_the_connection_ends_when_it_has_its_answers() -> None:
+    async def work() -> None:
+        owner = Owner(takes_s=1.0)
+        line = await Line(owner).greeted()
+        line.say(request(1, 100), frame(FrameType.GOODBYE, 0, None))
+        await asyncio.sleep(0.5)
+        assert not line.connection.is_usable and line.connection.broken is None
+        await asyncio.sleep(1.0)
+        assert line.heard()[-1] == (FrameType.ANSWER, 1) and line.connection.broken is not None
+        assert line.transport.aborted and not owner.errors
 
     run(work())

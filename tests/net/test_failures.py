@@ -17,7 +17,10 @@ import pytest
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetStatus, Processed
 
-from agora.net.calls import ConnectionBroken, IncomingCall, NetLimits, Reply
+from agora.calls import Reply
+from agora.net.errors import ConnectionBroken
+from agora.net.incoming import IncomingCall
+from agora.net.net_limits import NetLimits
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, peers, process, run, until
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +78,9 @@ def test_when_a_p2pd_is_killed_both_sides_know_at_once_and_the_callees_work_goes
             await b.host.died.wait()
             assert time.monotonic() - began < 2
             assert calls[0].caller_gone
-            assert b.network.held.used > 0  # the handler was not stopped: its result may be asked for again
+            assert b.network.budget.used > 0  # the handler was not stopped: its result may be asked for again
             finished.set()
-            await until(lambda: b.network.held.used == 0)
+            await until(lambda: b.network.budget.used == 0)
             with pytest.raises(ConnectionBroken, match="p2pd is gone"):
                 await b.network.call(a.id, GetStatus(), deadline=after(10))
             assert not a.host.died.is_set()
@@ -106,7 +109,7 @@ def test_a_broken_stream_is_opened_again_by_the_next_call() -> None:
         async with peers(echo, echo) as (a, b):
             for _ in range(3):
                 await a.network.call(b.id, GetStatus(), deadline=after(10))
-                connection = a.network._usable(b.id)
+                connection = a.network.connection_to(b.id)
                 assert connection is not None
                 connection.stream.abort()
                 await until(lambda: not a.network.statistics().peers)
@@ -123,13 +126,13 @@ def test_a_large_request_whose_peer_dies_half_way_fails_at_once_and_leaves_nothi
             tensors = boundary(128 * MEGABYTE)
             call = asyncio.create_task(a.network.call(b.id, process(a.id), tensors, deadline=after(20)))
             await until(lambda: b.network.statistics().bytes_in > MEGABYTE)
-            assert b.network.held.used > 128 * MEGABYTE
-            connection = b.network._usable(a.id)
+            assert b.network.budget.used > 128 * MEGABYTE
+            connection = b.network.connection_to(a.id)
             assert connection is not None
             connection.stream.abort()
             with pytest.raises(ConnectionBroken):
                 await call
-            await until(lambda: b.network.held.used == 0)
+            await until(lambda: b.network.budget.used == 0)
 
     run(main)
 

@@ -28,7 +28,8 @@ from agora_protocol.messages import (
 )
 from hivemind.p2p import PeerID
 
-from agora.net.calls import ConnectionBroken, NetLimits
+from agora.net.errors import ConnectionBroken
+from agora.net.net_limits import NetLimits
 from agora.swarm.conduct import Conduct, Offence, Penalty
 from agora.swarm.offences import OffenceLog
 from tests.net.helpers import RUN, Peer, after, boundary, echo, peers, process, run, until
@@ -144,8 +145,8 @@ def test_400_mutated_streams_end_typed_while_an_honest_peer_is_served_and_memory
             assert sum(ends.values()) == 400
             assert len(victim.violations) == 400 - ends["wrong-run"] - ends["wrong-version"]  # these two are none
             assert {"bad-frame", "bad-message", "too-large", "out-of-order"} <= ends.keys()
-            await until(lambda: victim.network.held.used == 0)
-            assert victim.network.held.peak <= LENIENT.max_payload_bytes * 4
+            await until(lambda: victim.network.budget.used == 0)
+            assert victim.network.budget.peak <= LENIENT.max_payload_bytes * 4
             assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
             await attacker.network.call(victim.id, GetStatus(), deadline=after(5))  # it may still behave
 
@@ -192,7 +193,7 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
                 asked = None
                 async with raw_stream(a, victim, greet) as raw, asyncio.timeout(5):
                     if greet == HELLO:
-                        await until(lambda: victim.network._usable(a.id) is not None)
+                        await until(lambda: victim.network.connection_to(a.id) is not None)
                         asked = asyncio.create_task(victim.network.call(a.id, GetStatus(), deadline=after(5)))
                         await asyncio.sleep(0)  # a connection begins with a Ping, so this is call 4
                     raw.send(said)
@@ -258,9 +259,9 @@ def test_a_request_withdrawn_in_the_same_breath_leaves_nothing_held() -> None:
                 raw.send(encode_frame(FrameType.REQUEST, 99, GetStatus()))
                 while (await raw.next())[0].call != 99:
                     pass
-                await until(lambda: b.network.held.used == 0)
+                await until(lambda: b.network.budget.used == 0)
                 assert not b.violations
-                (connection,) = b.network._connections[a.id]
-                assert not connection._serving and connection._held_here == 0
+                connection = b.network.connection_to(a.id)
+                assert connection is not None and not len(connection.incoming) and connection.share.held == 0
 
     run(main)

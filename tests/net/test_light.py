@@ -15,7 +15,8 @@ from agora_protocol.identity import Identity
 from agora_protocol.manifest import SignedManifest, preset
 from agora_protocol.messages import GetManifest, GetStatus, ManifestAnswer, StatusAnswer
 
-from agora.net.calls import IncomingCall, Reply
+from agora.calls import Reply
+from agora.net.incoming import IncomingCall
 from tests.net.helpers import peers, run
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +83,6 @@ def test_status_and_manifest_come_without_torch_or_hivemind_and_failures_say_wha
             assert said[3][0] == "unreachable" and "Check the invite" in said[3][1]
             assert said[4][0] == "bad-input" and "should look like" in said[4][1]
             assert all(answer["seconds"] < 6 and not answer["heavy"] for answer in answers)
-            assert not a.events
+            assert not a.violations and not a.failures
 
     run(main, timeout_s=60)

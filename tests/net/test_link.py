@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import pytest
 from agora_protocol.messages import Processed
 
-from agora.net.calls import IncomingCall, Reply
+from agora.calls import Reply
+from agora.net.incoming import IncomingCall
 from agora.net.link import CHUNK_S, MOST_CHUNK, DelayLine, LinkError, LinkSpec, TokenBucket
 from agora.net.shaping import DOWN_DEPTH_S, HIGH_BYTES, HOLD_S, AccessLink, _Alarm
 from tests.net.helpers import Peer, after, boundary, introduce, make_peer, process, run

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from agora_protocol.errors import PROTOCOL_CODES, ProtocolError
-from agora_protocol.frames import FrameLimits, FrameType, Prefix, TensorSpec, encode_frame, slice_payload
+from agora_protocol.frames import FrameLimits, FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Advance, Message, Ping, Refusal, StatusAnswer
 
 from agora.net.errors import ConnectionBroken
-from agora.net.streams import MAX_QUEUED_BYTES, MAX_SMALL_BYTES, SCRATCH_BYTES, Frame, FrameStream, Intake
+from agora.net.send_queue import MAX_BULK_BYTES, MAX_SMALL_BYTES
+from agora.net.streams import SCRATCH_BYTES, Frame, FrameStream, Intake
 from tests.net.helpers import boundary, process, run
 
 PEER = PeerId("12D3KooWLTVCHqFgoXPTuCtNrhfyyqHzrPHGiJnmwkdonRVHXhyw")
@@ -77,19 +78,19 @@ class Sink:
         self.errors: list[ProtocolError] = []
         self.ends: list[str] = []
 
-    def prefix(self, prefix: Prefix) -> None:
+    def on_prefix(self, prefix: Prefix) -> None:
         pass
 
-    def begin(self, prefix: Prefix, message: Message | None, specs: tuple[TensorSpec, ...]) -> Intake:
+    def on_header(self, prefix: Prefix, message: Message | None) -> Intake:
         return self.intakes.pop(0) if self.intakes else Intake.TAKE
 
-    def frame(self, frame: Frame) -> None:
+    def on_frame(self, frame: Frame) -> None:
         self.frames.append(frame)
 
-    def violated(self, error: ProtocolError, prefix: Prefix | None) -> None:
+    def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
         self.errors.append(error)
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         self.ends.append(reason)
 
 
@@ -149,9 +150,9 @@ def test_waiting_stops_the_reading_until_it_may_go_on() -> None:
             stream, transport, sink = opened(Intake.WAIT)
             wire = request(1, 200_000) + request(3, 10)
             taken = transport.feed(wire)
-            assert taken < 10_000 and stream.reading_held and not sink.frames
+            assert taken < 10_000 and stream.is_waiting and not sink.frames
             stream.proceed(verdict)
-            assert transport.reading and not stream.reading_held
+            assert transport.reading and not stream.is_waiting
             transport.feed(wire[taken:])
             assert [frame.call for frame in sink.frames] == calls
 
@@ -182,7 +183,7 @@ def test_bulk_waits_for_room_and_a_peer_that_never_reads_is_cut_off() -> None:
     async def main() -> None:
         stream, transport, sink = opened()
         transport.full = True
-        half = [memoryview(bytes(MAX_QUEUED_BYTES // 2))]
+        half = [memoryview(bytes(MAX_BULK_BYTES // 2))]
         for call in (1, 3, 5):  # the first is on its way, two fill the queue
             await stream.send(half, call)
         waiting = [asyncio.create_task(stream.send(half, call)) for call in (7, 9)]

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from agora_protocol.messages import GetState
 
-from agora.net.calls import IncomingCall, Reply
+from agora.calls import Reply
+from agora.net.incoming import IncomingCall
 from agora.state.layout import ELEMENT_BYTES
 from agora.state.snapshot import Snapshots
 from agora.state.transfer import StateFetch

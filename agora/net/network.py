@@ -1,7 +1,7 @@
-"""Calls to peers, and their calls to us: what the rest of agora sees of the network.
+"""All calls of this peer, both ways: connections to other peers are opened when they are needed, and kept.
 
-Knows which peers are connected, dials those that are not, and remembers who broke the protocol. Must not know what a
-request means. One long-lived stream per pair of peers carries all calls both ways, whoever opened it.
+Knows: which peers are connected, and how to dial those that are not. Must not know: what a request means, or why a peer
+is shut out. One long-lived stream for each pair of peers carries all calls both ways, whoever opened it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,59 +22,43 @@ from agora_protocol.messages import Hello, Message, refusal_to_wire
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
+from agora.clock import loop_time
+from agora.net.address_book import AddressBook
 from agora.net.connection import Connection
 from agora.net.errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from agora.net.host import Host
-from agora.net.peers import AddressBook
+from agora.net.incoming import Handler, Service
+from agora.net.net_limits import NetLimits
+from agora.net.payload_budget import PayloadBudget
 from agora.net.streams import FrameStream
-from agora.net.terms import HeldBytes, IncomingCall, NetLimits
 
-__all__ = [
-    "ConnectionBroken",
-    "DeadlinePassed",
-    "Handler",
-    "IncomingCall",
-    "NetLimits",
-    "NetStatistics",
-    "Network",
-    "PeerStatistics",
-    "Reply",
-]
-
-LAST_WORDS_S: Final = 0.5  # how long `Network.close` waits for peers to have heard it
-SAME_MOMENT_S: Final = 0.1  # less than this before our deadline, a failed callee has met its own
+GOODBYES_S: Final = 0.5  # how long `Network.close` waits for peers to have read their GOODBYE
+SAME_MOMENT_S: Final = 0.1  # less than this before this peer's deadline, a failed callee has met its own
 DIAL_AGAIN_S: Final = 5.1  # after dials that crossed; p2pd refuses to dial an address for 5 s after it failed
 TURN_S: Final = 0.5  # how much later the peer with the higher id dials again
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is this little too late is not worth a new message
-
-Handler = Callable[[IncomingCall], Awaitable[Reply]]
-"""Answers a peer. An AgoraError that it raises becomes a typed refusal; it is cancelled when the caller gives up."""
+TICK_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class PeerStatistics:
-    """One connected peer: round trip in seconds (None before the first measurement), bytes since the stream opened."""
+    """One connected peer: its mean round trip (None before the first), and its path, "direct" or "relayed"."""
 
     rtt_s: float | None
-    bytes_in: int
-    bytes_out: int
-    open_calls: int
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class NetStatistics:
-    """Bytes since the start, and of held payloads now and at most; one entry for each connected peer."""
+    """Bytes of all streams since the start, and one entry for each connected peer."""
 
     bytes_in: int
     bytes_out: int
-    held_bytes: int
-    held_peak: int
     peers: dict[PeerId, PeerStatistics]
 
 
 class Network:
-    """All calls of this peer, both ways; what the pipeline calls through."""
+    """Calls other peers and answers their calls, from `start` to `close`."""
 
     def __init__(
         self,
@@ -86,71 +70,73 @@ class Network:
         report_violation: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
         shut_out_s: Callable[[PeerId], float] = lambda _peer: 0.0,
         report_failure: Callable[[PeerId, Exception], None] = lambda _peer, _error: None,
+        count_sent: Callable[[Message, Sequence[WireTensor]], None] = lambda _request, _tensors: None,
     ) -> None:
-        """report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
+        """hello: returns what this peer says first on every stream. handler: answers other peers' requests.
+
+        report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
         peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
+        count_sent: takes each request that was sent or answered, and the tensors that were sent with it.
         """
         self.limits = limits or NetLimits()
+        self.budget = PayloadBudget(self.limits.max_held_bytes)
+        self.service = Service(self.limits, self.budget, handler, self._spawn, report_failure, count_sent)
         self.hello = hello
-        self.handle = handler
-        self.held = HeldBytes(self.limits.max_held_bytes)
-        self._host = host
         self.report_violation = report_violation
         self.shut_out_s = shut_out_s
-        self.report_failure = report_failure
+        self._host = host
         self._book = AddressBook()
         self._connections: dict[PeerId, list[Connection]] = {}
         self._dials: dict[PeerId, asyncio.Task[Connection]] = {}
         self._awaited: dict[PeerId, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._past_bytes = [0, 0]
-        self._closing = self._leaving = False
+        self._is_closing = False
 
     async def start(self) -> None:
-        """Accept streams from peers. Raises ConnectionBroken when the host is gone."""
+        """Begins to accept streams from peers. Raises ConnectionBroken when the host is gone."""
         await self._host.serve(PROTOCOL_NAME, self.limits.frames(), self._accept)
-        self.spawn(self._tick())
-
-    def leave(self) -> None:
-        """Say GOODBYE to everyone: open calls are finished, new ones go elsewhere, and nobody is let in."""
-        self._leaving = True
-        for connection in self._all():
-            connection.say_goodbye()
+        self._spawn(self._tick())
 
     async def close(self) -> None:
-        """Stop all calls both ways and end every stream, telling the peers so."""
-        if self._closing:
+        """Stops all calls both ways and ends every stream, telling the peers so."""
+        if self._is_closing:
             return
-        self._closing = self._leaving = True
+        self._is_closing = True
         tasks = [*self._tasks, *self._dials.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         connections = self._all()
         for connection in connections:
-            connection.say_goodbye(PeerFailed("this peer has left"))
-            connection.lost("this peer is leaving")
+            connection.end(PeerFailed("this peer has left"), "this peer is leaving")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(GOODBYES_S):
                 for connection in connections:
                     await connection.stream.ended.wait()
         for connection in connections:
             connection.stream.abort()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Remember where `peer` can be dialled: multiaddrs with /p2p/PEER; others are passed over."""
+        """Remembers where `peer` can be dialled: multiaddrs with /p2p/PEER. Others are passed over."""
         self._book.learn(peer, addresses)
 
     def statistics(self) -> NetStatistics:
-        """What the network has carried so far."""
+        """Returns what the network has carried so far, and who is connected."""
         streams = [connection.stream for connection in self._all()]
         return NetStatistics(
             bytes_in=self._past_bytes[0] + sum(stream.bytes_in for stream in streams),
             bytes_out=self._past_bytes[1] + sum(stream.bytes_out for stream in streams),
-            held_bytes=self.held.used,
-            held_peak=self.held.peak,
-            peers={peer: _statistics_of(connections) for peer, connections in self._connections.items()},
+            peers={
+                peer: PeerStatistics(self.round_trip_s(peer), connections[-1].path)
+                for peer, connections in self._connections.items()
+            },
         )
+
+    def round_trip_s(self, peer: PeerId) -> float | None:
+        """Returns the mean round trip to a connected peer in seconds; None where none was measured."""
+        measured = [connection.round_trip_s for connection in self._connections.get(peer, ())]
+        return min((seconds for seconds in measured if seconds is not None), default=None)
 
     async def call(
         self,
@@ -161,60 +147,63 @@ class Network:
         deadline: float,
         on_progress: OnProgress | None = None,
     ) -> Reply:
-        """Ask `peer`, and wait for the answer until `deadline` (loop time).
+        """Calls `peer`; see `agora.calls.Caller`. Dials it first when there is no connection.
 
-        `on_progress` is called from the event loop with every Advance the peer sends meanwhile. The tensors must not
-        change until this returns. Raises what the peer refused with (Refused, ProtocolError, Unavailable, PeerFailed),
-        ConnectionBroken as soon as the stream breaks or cannot be opened, DeadlinePassed. When it ends early, by the
-        deadline or by cancellation, the peer is told to stop.
+        The tensors must not change until this returns. Raises what the peer refused with (Refused, ProtocolError,
+        Unavailable, PeerFailed), NotAdmitted for a peer that is shut out, ConnectionBroken as soon as the stream breaks
+        or cannot be opened, DeadlinePassed.
         """
         try:
             async with asyncio.timeout_at(deadline):
                 self._refuse_shut_out(peer)
-                connection = self._usable(peer) or await self._dial(peer)
-                request = _shortened(request, deadline - asyncio.get_running_loop().time())
+                connection = self.connection_to(peer) or await self._dial(peer)
+                request = _with_deadline(request, deadline - loop_time())
                 return await connection.call(request, tensors, on_progress)
         except TimeoutError:
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline") from None
         except PeerFailed as error:
-            # The callee's clock runs out with ours: whose word comes first is chance, and must not matter.
-            if asyncio.get_running_loop().time() < deadline - SAME_MOMENT_S:
+            # The callee's clock runs out with this peer's: which word comes first is chance, and must not matter.
+            if loop_time() < deadline - SAME_MOMENT_S:
                 raise
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline ({error})") from None
 
-    # --- opening streams
+    def connection_to(self, peer: PeerId) -> Connection | None:
+        """Returns the connection for new calls to `peer`, None when there is none.
 
-    def _usable(self, peer: PeerId) -> Connection | None:
-        """The connection that both sides choose when they opened one each at the same time: the lower peer id's."""
-        usable = [connection for connection in self._connections.get(peer, ()) if connection.usable]
+        Of two that both sides opened at the same time, both choose the one that the lower peer id opened.
+        """
+        usable = [connection for connection in self._connections.get(peer, ()) if connection.is_usable]
         if len(usable) > 1:
-            lower = self._host.peer < peer
-            usable.sort(key=lambda connection: connection.opened is not lower)
+            is_lower = self._host.peer < peer
+            usable.sort(key=lambda connection: connection.opened is not is_lower)
         return usable[0] if usable else None
 
+    # --- opening streams
+
     async def _dial(self, peer: PeerId) -> Connection:
-        """A new connection; everyone who wants one to the same peer meanwhile awaits the same dial."""
-        if self._leaving:
+        """Opens a connection. All callers that want one to the same peer meanwhile await the same dial."""
+        if self._is_closing:
             raise ConnectionBroken("this peer is leaving")
         if peer == self._host.peer:
             raise ConnectionBroken("a peer does not call itself")
         dial = self._dials.get(peer)
         if dial is None:
             dial = self._dials[peer] = asyncio.create_task(self._open(peer), name=f"dial {peer}")
-            dial.add_done_callback(lambda done: self._dialled(peer, done))
+            dial.add_done_callback(lambda done: self._on_dialled(peer, done))
         try:
             return await asyncio.shield(dial)
         except asyncio.CancelledError:
-            if dial.cancelled() and not _being_cancelled():
+            if dial.cancelled() and not _is_being_cancelled():
                 raise ConnectionBroken("this peer is leaving") from None
             raise
 
-    def _dialled(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
+    def _on_dialled(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
         self._dials.pop(peer, None)
         if not dial.cancelled():
-            dial.exception()  # whoever still waits gets it; perhaps nobody does
+            dial.exception()  # callers that still wait get it; perhaps none does
 
     async def _open(self, peer: PeerId) -> Connection:
+        """Opens a stream and shakes hands, within `dial_s` for the stream. Raises ConnectionBroken."""
         try:
             async with asyncio.timeout(self.limits.dial_s):
                 opened = await self._open_stream_or_meet(peer)
@@ -223,38 +212,37 @@ class Network:
         if isinstance(opened, Connection):
             return opened
         stream, path = opened
-        connection = Connection(self, stream, peer, opened=True, path=path)
-        self._register(connection)
+        connection = self._add_connection(stream, peer, opened=True, path=path)
         with contextlib.ExitStack() as undo:
-            undo.callback(connection.break_, "the handshake failed")
+            undo.callback(connection.break_off, "the handshake failed")
             await connection.start()
             undo.pop_all()
         return connection
 
     async def _open_stream_or_meet(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
-        """A stream; or, when our dial crossed the peer's, the connection by which it reaches us meanwhile.
+        """Returns a new stream; or, when both peers' dials crossed, the connection that the peer opened meanwhile.
 
-        Tries until cancelled, as long as that is all that fails; the lower peer id dials again first.
+        Tries until cancelled, as long as crossed dials are all that fails. The lower peer id dials again first.
         """
         while True:
             try:
                 return await self._open_stream(peer)
             except DialsCrossed:
-                turn = TURN_S * (random.random() * 0.5 + (self._host.peer > peer))
-            met = await self._met(peer, DIAL_AGAIN_S + turn)
+                turn_s = TURN_S * (random.random() * 0.5 + (self._host.peer > peer))
+            met = await self._wait_for_connection(peer, DIAL_AGAIN_S + turn_s)
             if met is not None:
                 return met
 
-    async def _met(self, peer: PeerId, timeout_s: float) -> Connection | None:
-        """The connection that `peer` opens within this time."""
+    async def _wait_for_connection(self, peer: PeerId, timeout_s: float) -> Connection | None:
+        """Returns the connection that `peer` opens within this time, None when it opens none."""
         came = self._awaited[peer] = asyncio.Event()
         try:
-            if self._usable(peer) is None:
+            if self.connection_to(peer) is None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(came.wait(), timeout_s)
         finally:
             del self._awaited[peer]
-        return self._usable(peer)
+        return self.connection_to(peer)
 
     async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:
         # p2pd cannot find by itself a peer that it never met ("routing: not found"): known addresses first.
@@ -275,9 +263,10 @@ class Network:
             raise ConnectionBroken(f"{peer} could not be reached: {error}{tried}") from error
 
     def _accept(self, stream: FrameStream, peer: PeerId, path: str) -> None:
+        """Takes a stream that a peer has opened, or says in a GOODBYE why not."""
         try:
             self._refuse_shut_out(peer)
-            if self._leaving or not self._make_room():
+            if self._is_closing or not self._make_room():
                 raise Refused("This peer takes no more connections now; try another.")
         except Refused as error:
             stream.send_small(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
@@ -285,19 +274,17 @@ class Network:
             return
         for older in list(self._connections.get(peer, ())):
             if not older.opened:  # an honest peer opens a second stream only when it has given the first one up
-                older.break_("the peer opened a new stream")
-        connection = Connection(self, stream, peer, opened=False, path=path)
-        self._register(connection)
-        self.spawn(self._greet(connection))
+                older.break_off("the peer opened a new stream")
+        self._spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
 
     def _make_room(self) -> bool:
-        """Whether one more connection may come; observers, and who has not said HELLO yet, give way to newcomers."""
+        """Whether one more connection may come. Observers, and peers without a HELLO yet, give way to newcomers."""
         connections = self._all()
         if len(connections) < self.limits.max_connections:
             return True
         for connection in connections:
-            if connection.observer and not connection.opened:
-                connection.break_("others need the room")
+            if connection.is_observer and not connection.opened:
+                connection.break_off("others need the room")
                 return True
         return False
 
@@ -311,27 +298,22 @@ class Network:
         if seconds > 0:
             raise NotAdmitted(f"{peer} broke the rules too often; it is shut out for {seconds:.0f} s more.")
 
-    def _register(self, connection: Connection) -> None:
-        self._connections.setdefault(connection.peer, []).append(connection)
+    def _add_connection(self, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> Connection:
+        connection = Connection(self, stream, peer, opened=opened, path=path)
+        self._connections.setdefault(peer, []).append(connection)
+        return connection
 
-    # --- what connections need of us
+    # --- what connections need of the network
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` until it ends or the network closes."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    def ready(self, connection: Connection) -> None:
-        """Both HELLOs were said."""
+    def on_ready(self, connection: Connection) -> None:
+        """See ConnectionOwner."""
         self._book.learn(connection.peer, connection.addresses)
         if connection.peer in self._awaited:
             self._awaited[connection.peer].set()
-        self.spawn(connection.ping())
+        self._spawn(connection.ping())
 
-    def gone(self, connection: Connection) -> None:
-        """A connection broke; what it carried stays counted."""
+    def on_gone(self, connection: Connection) -> None:
+        """See ConnectionOwner. What the connection has carried stays counted."""
         self._past_bytes[0] += connection.stream.bytes_in
         self._past_bytes[1] += connection.stream.bytes_out
         left = self._connections.get(connection.peer, [])
@@ -340,41 +322,37 @@ class Network:
         if not left:
             self._connections.pop(connection.peer, None)
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` until it ends or the network closes."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     def _all(self) -> list[Connection]:
         return [connection for connections in self._connections.values() for connection in connections]
 
     async def _tick(self) -> None:
-        loop = asyncio.get_running_loop()
+        """Looks at every connection twice a second: is its peer still there, and not shut out?"""
         while True:
-            await asyncio.sleep(min(0.5, self.limits.silence_s / 4))
+            await asyncio.sleep(min(TICK_S, self.limits.silence_s / 4))
             for connection in self._all():
                 if self.shut_out_s(connection.peer) > 0:
-                    connection.break_("the peer is shut out")
-                connection.tick(loop.time())
+                    connection.break_off("the peer is shut out")
+                connection.tick(loop_time())
 
 
-def _being_cancelled() -> bool:
+def _is_being_cancelled() -> bool:
+    """Whether somebody has cancelled the current task."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-def _statistics_of(connections: Sequence[Connection]) -> PeerStatistics:
-    measured = [connection.rtt_s for connection in connections if connection.rtt_s is not None]
-    return PeerStatistics(
-        rtt_s=min(measured, default=None),
-        bytes_in=sum(connection.stream.bytes_in for connection in connections),
-        bytes_out=sum(connection.stream.bytes_out for connection in connections),
-        open_calls=sum(connection.owed for connection in connections),
-        path=connections[-1].path if connections else "direct",
-    )
-
-
-def _shortened(request: Message, left_s: float) -> Message:
-    """`request` with a deadline of at most `left_s` seconds from now."""
+def _with_deadline(request: Message, left_s: float) -> Message:
+    """Returns `request` with a deadline of at most `left_s` seconds from now."""
     left_ms = max(1, int(left_s * 1000))
     fields: Any = request
-    return (
-        request
-        if left_ms + DEADLINE_SLACK_MS >= fields.deadline_ms
-        else dataclasses.replace(fields, deadline_ms=left_ms)
-    )
+    if left_ms + DEADLINE_SLACK_MS >= fields.deadline_ms:
+        return request
+    shortened: Message = dataclasses.replace(fields, deadline_ms=left_ms)
+    return shortened

@@ -1,6 +1,7 @@
-"""When a silent peer counts as gone. Pure: told what a stream has done, at times that are arguments.
+"""Decides when a silent peer counts as gone. Pure: `now` is an argument.
 
-Knows two waits: how long a peer that owes an answer may be silent before it is pinged, and how long it has then.
+Knows: what one stream has sent and received, and two waits: how long a peer that owes an answer may be silent before it
+is pinged, and how long it has then. Must not know: clocks, sockets, calls.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ class Verdict(Enum):
     GONE = "give it up"
 
 
-class Pulse:
-    """Looks at one connection about twice a second."""
+class LivenessCheck:
+    """Judges whether the peer at the other end of one connection is still there. Asked about twice a second."""
 
     def __init__(self, silence_s: float, answer_s: float, now: float) -> None:
         self._silence_s, self._answer_s = silence_s, answer_s
@@ -27,10 +28,11 @@ class Pulse:
         self._had_backlog = False
 
     def judge(self, now: float, *, owed: bool, heard_at: float, flushed: int, backlog: int) -> Verdict:
-        """owed: an answer of the peer is awaited, and we are reading. heard_at: when its last byte came.
+        """Returns what to do about the peer at `now`.
 
-        flushed: bytes that have left us so far; backlog: bytes that wait to. Bytes that leave a backlog are a sign of
-        life too: on a slow link the peer is still reading our request, and has nothing to say yet.
+        owed: an answer of the peer is awaited, and this side is reading. heard_at: when the peer's last byte came.
+        flushed: bytes that the kernel has taken so far. backlog: bytes that wait to be taken. A backlog that shrinks is
+        a sign of life too: on a slow link the peer is still reading the request, and has nothing to answer yet.
         """
         if not owed or (self._had_backlog and flushed > self._flushed):
             self._alive_at = now
@@ -46,5 +48,5 @@ class Pulse:
         return Verdict.FINE
 
     def silent_s(self, now: float) -> float:
-        """For how long there was no sign of life."""
+        """Returns for how many seconds there was no sign of life."""
         return now - self._alive_at

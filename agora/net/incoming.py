@@ -1,0 +1,212 @@
+"""The calls that a peer has open on one connection: whether their requests are read, and how they are answered.
+
+Knows: call numbers, the memory for payloads, and the handler. Must not know: what a request means beyond its type, or
+how streams are opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from agora_protocol.errors import AgoraError, Busy, PeerFailed, ProtocolError
+from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_CALLS_PER_CONNECTION
+from agora_protocol.messages import Advance, Message, Ping, Pong, Request, refusal_to_wire
+from agora_protocol.tensors import WireTensor
+
+from agora.calls import OnProgress, Reply
+from agora.clock import loop_time
+from agora.net.errors import ConnectionBroken
+from agora.net.net_limits import NetLimits
+from agora.net.payload_budget import PayloadBudget, PayloadShare
+from agora.net.send_queue import Buffers
+from agora.net.streams import Frame, FrameStream, Intake
+
+
+@dataclass(slots=True)
+class IncomingCall:
+    """What a peer asks for. `deadline` is loop time; `run` the 32 bytes of the peer's run, None for an observer.
+
+    `progress` tells the caller how far things are; it never waits, and does nothing once the caller is gone.
+    """
+
+    peer: PeerId
+    run: bytes | None
+    message: Message
+    tensors: list[WireTensor]
+    deadline: float
+    progress: OnProgress = lambda _: None
+    caller_gone: bool = False
+
+
+Handler = Callable[[IncomingCall], Awaitable[Reply]]
+"""Answers a peer. An AgoraError that it raises becomes a typed refusal; it is cancelled when the caller gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What all connections of one peer answer with, and within which bounds.
+
+    spawn: runs work until it ends or the network closes. report_failure: takes what `handle` raised that is no
+    AgoraError. count_sent: takes each request or answered request, and the tensors that were sent for it.
+    """
+
+    limits: NetLimits
+    budget: PayloadBudget
+    handle: Handler
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    report_failure: Callable[[PeerId, Exception], None]
+    count_sent: Callable[[Message, Sequence[WireTensor]], None]
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """A request that is not answered yet."""
+
+    call: IncomingCall
+    task: asyncio.Task[None] | None = None
+
+
+class IncomingCalls:
+    """The peer's calls on one connection."""
+
+    def __init__(
+        self,
+        service: Service,
+        stream: FrameStream,
+        share: PayloadShare,
+        peer: PeerId,
+        *,
+        is_own: Callable[[int], bool],
+        refusal_of: Callable[[Message | None], AgoraError | None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        """is_own: whether a call of this number is this side's to make. refusal_of: why a request is not answered.
+
+        on_idle: called whenever a request has been answered.
+        """
+        self._service = service
+        self._stream = stream
+        self._share = share
+        self._peer = peer
+        self._is_own = is_own
+        self._refusal_of = refusal_of
+        self._on_idle = on_idle
+        self._open: dict[int, _OpenRequest] = {}
+        self._waiting_call = 0  # whose payload waits for memory
+
+    def __len__(self) -> int:
+        """How many requests are not answered yet."""
+        return len(self._open)
+
+    def on_request_header(self, prefix: Prefix, request: Message | None) -> Intake:
+        """Judges the header of a REQUEST, and decides whether its payload is read. Raises ProtocolError."""
+        number = prefix.call
+        if self._is_own(number) or number in self._open:
+            raise ProtocolError("out-of-order", f"Call {number} is not the peer's to open.")
+        if isinstance(request, Ping):
+            return Intake.TAKE
+        refusal = self._refusal_of(request)
+        if refusal is not None:
+            return self.refuse(number, refusal)
+        if len(self._open) >= MAX_CALLS_PER_CONNECTION:
+            raise ProtocolError("too-many-calls", f"More than {MAX_CALLS_PER_CONNECTION} calls on one connection.")
+        if len(self._open) >= self._service.limits.max_calls:
+            return self.refuse(number, self._busy(f"{len(self._open)} calls of this peer are in hand"))
+        intake = self._share.reserve_for_request(prefix.payload_bytes)
+        self._waiting_call = number
+        return self._refuse_for_memory() if intake is Intake.DROP else intake
+
+    def on_wait_over(self, is_reserved: bool) -> None:
+        """Reads on after a request has waited for memory."""
+        self._stream.proceed(Intake.TAKE if is_reserved else self._refuse_for_memory())
+
+    def _refuse_for_memory(self) -> Intake:
+        return self.refuse(self._waiting_call, self._busy("no memory free for the payload"))
+
+    def _busy(self, why: str) -> Busy:
+        return Busy(why, retry_after_ms=int(self._service.limits.patience_s * 1000))
+
+    def refuse(self, number: int, error: AgoraError) -> Intake:
+        """Refuses a request; returns what becomes of its payload."""
+        self._stream.send_small(encode_frame(FrameType.REFUSAL, number, refusal_to_wire(error)), number)
+        return Intake.DROP
+
+    def on_request(self, frame: Frame, request: Request, run: bytes | None) -> None:
+        """Has a complete request answered. run: of the peer, None for an observer."""
+        held_bytes = self._share.take_arrived()
+        if isinstance(request, Ping):
+            self._stream.send_small(encode_frame(FrameType.ANSWER, frame.call, Pong()))
+            return
+        tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
+        call = IncomingCall(self._peer, run, request, tensors, loop_time() + request.deadline_ms / 1000)
+        call.progress = partial(self._send_progress, frame.call)
+        self._open[frame.call] = entry = _OpenRequest(call)
+        entry.task = self._service.spawn(self._serve(frame.call, call))
+        entry.task.add_done_callback(lambda _: self._on_served(frame.call, entry, held_bytes))
+
+    def on_cancel(self, number: int) -> None:
+        """Stops the work for a call that the peer has given up. Raises ProtocolError for a call of this side."""
+        if self._is_own(number):
+            raise ProtocolError("out-of-order", f"CANCEL of call {number}, which is not the peer's.")
+        entry = self._open.pop(number, None)
+        if entry is not None:
+            entry.call.caller_gone = True
+            if entry.task is not None:
+                entry.task.cancel()
+        self._stream.withdraw(number)
+
+    def on_lost(self) -> None:
+        """Marks all callers as gone. The work goes on: its result may be asked for again on another connection."""
+        for entry in self._open.values():
+            entry.call.caller_gone = True
+
+    def _send_progress(self, number: int, advance: Advance) -> None:
+        entry = self._open.get(number)
+        if entry is not None and not entry.call.caller_gone:
+            self._stream.send_news(encode_frame(FrameType.PROGRESS, number, advance), number)
+
+    async def _serve(self, number: int, call: IncomingCall) -> None:
+        """Answers one request, unless its caller is gone by then."""
+        buffers = await self._answer(number, call)
+        with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
+            async with asyncio.timeout_at(None if self._stream.has_room else call.deadline):
+                if not call.caller_gone:
+                    await self._stream.send(buffers, number)
+
+    def _on_served(self, number: int, entry: _OpenRequest, held_bytes: int) -> None:
+        """Forgets a request whose task has ended; perhaps it was cancelled before it began."""
+        if self._open.get(number) is entry:
+            del self._open[number]
+        self._share.release(held_bytes)
+        self._on_idle()
+
+    async def _answer(self, number: int, call: IncomingCall) -> Buffers:
+        """Returns the frame that answers or refuses a request."""
+        refusal: AgoraError
+        try:
+            async with asyncio.timeout_at(call.deadline):
+                reply = await self._service.handle(call)
+        except TimeoutError:
+            refusal = PeerFailed("the deadline of the call passed")
+        except AgoraError as error:
+            refusal = error
+        except Exception as error:
+            self._service.report_failure(self._peer, error)
+            refusal = PeerFailed("an error inside the peer's daemon; its log has it")
+        else:
+            try:
+                buffers = encode_frame(FrameType.ANSWER, number, reply.message, reply.tensors)
+            except ProtocolError as error:
+                self._service.report_failure(self._peer, error)
+                refusal = PeerFailed("the peer's answer would have broken the protocol")
+            else:
+                self._service.count_sent(call.message, reply.tensors)
+                return buffers
+        return encode_frame(FrameType.REFUSAL, number, refusal_to_wire(refusal))
