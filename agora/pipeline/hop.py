@@ -171,10 +171,10 @@ class Hop:
 
     async def _pass_on(self, job: Job, work: Work) -> HopAnswer:
         """Computes any other hop: forward, the rest of the pipeline, backward."""
-        microbatch, kept = job.message.microbatch, job.train
+        microbatch, first, kept = job.message.microbatch, job.message.stage, job.train
         try:
             with self._counted_on_device():
-                output = await self._compute.forward(microbatch, job.message.stage, job.boundary, job.tokens, job.train)
+                output = await self._compute.forward(microbatch, first, job.boundary, job.tokens, job.train)
             await self._fault("hop.forwarded")
             while True:
                 below = await self._send_on(job, output, work)
@@ -186,7 +186,7 @@ class Hop:
                     return self._answer(job, below.message, result.busy_s, result.gradient, below.message.path_ms)
         finally:
             if kept:
-                self._compute.forget(microbatch)
+                self._compute.forget(microbatch, first)
 
     async def _send_on(self, job: Job, output: WireTensor, work: Work) -> HopAnswer:
         """Sends the output to the next stage and returns its answer, in time for the backward here."""
@@ -202,7 +202,7 @@ class Hop:
         started = loop_time()
         try:
             with self._counted_on_device():
-                result = await self._compute.backward(job.message.microbatch, below.gradient)
+                result = await self._compute.backward(job.message.microbatch, job.message.stage, below.gradient)
         except ProtocolError as error:
             work.uncommit()
             self._router.report_useless_gradient(self.span.last + 1, below.peer, error)

@@ -71,14 +71,14 @@ class SpanCompute(Protocol):
     ) -> LastStageResult:
         """Runs stages `first` to the model's last, the loss and, when `train`, the backward, as one job."""
 
-    async def backward(self, microbatch: MicrobatchId, gradient: WireTensor) -> BackwardResult:
-        """Runs the backward of an earlier `forward`.
+    async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> BackwardResult:
+        """Runs the backward of an earlier `forward` that entered at stage `first`.
 
         After a ProtocolError (an unusable gradient) the forward is still kept; after any other error it is dropped.
         """
 
-    def forget(self, microbatch: MicrobatchId) -> None:
-        """Drops the forward of a microbatch that gets no backward; does nothing when there is none."""
+    def forget(self, microbatch: MicrobatchId, first: int) -> None:
+        """Drops the forward that entered at `first` and gets no backward; does nothing when there is none."""
 
 
 class BatchSource(Protocol):

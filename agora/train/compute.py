@@ -33,8 +33,6 @@ from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-DEFAULT_IN_FLIGHT = 32
-
 
 @dataclass(frozen=True, slots=True)
 class BackwardDone:
@@ -94,29 +92,27 @@ class Compute:
         *,
         report: Report,
         device: str = "auto",
-        in_flight: int = 0,
-        bf16: bool | None = None,
+        in_flight: int = 32,
         fault: Callable[[str], None] | None = None,
     ) -> Compute:
         """Builds the span's stages with their initial weights on the device.
 
-        in_flight: most microbatches between forward and backward here (0: the manifest's max_in_flight, or 32).
-        bf16: matrix products in bf16; None: if the device has it in hardware. fault: is called with "device.job" at the
-        start of each job. Raises DeviceError, MemoryError_, ManifestError.
+        Matrix products are in bf16 when the device has it in hardware. in_flight: most microbatches between forward and
+        backward here. fault: is called with "device.job" at the start of each job. Raises DeviceError, MemoryError_,
+        ManifestError.
         """
         chosen = choose_device(device)
         if chosen.type == "cpu":
             keep_freed_memory()
-        in_flight = in_flight or manifest.schedule.max_in_flight or DEFAULT_IN_FLIGHT
         limit = LIMIT_PER_SEAT * in_flight
         queue = DeviceQueue(limit=limit, fault=fault, failed=lambda error: report(TaskFailed("device", repr(error))))
         events = StepEvents()
 
         def build() -> SpanTrainer:
-            precision = has_native_bf16(chosen) if bf16 is None else bf16
+            bf16 = has_native_bf16(chosen)
             with _device_errors():
                 return SpanTrainer(
-                    manifest, span, chosen, report=report, bf16=precision, in_flight=in_flight, on_step=events.put
+                    manifest, span, chosen, report=report, bf16=bf16, in_flight=in_flight, on_step=events.put
                 )
 
         async with AsyncExitStack() as undo:
@@ -159,19 +155,19 @@ class Compute:
             priority, self._finish, microbatch, first, boundary, tokens, train, then=self.trainer.take_due_steps
         )
 
-    async def backward(self, microbatch: MicrobatchId, gradient: WireTensor, first: int | None = None) -> BackwardDone:
+    async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> BackwardDone:
         """Adds a microbatch's gradients to the sums and counts its tokens in every stage that it went through.
 
-        gradient: of the loss sum, with respect to the boundary that `forward` returned. first: the stage that this
-        forward entered; without it, a microbatch that entered at two stages is a LocalError. After a ProtocolError the
-        forward is still stashed, so that a gradient from another peer can follow; after any other error it is gone.
+        first: the stage that its forward entered. gradient: of the loss sum, with respect to the boundary that
+        `forward` returned. After a ProtocolError the forward is still stashed, so that a gradient from another peer can
+        follow; after any other error it is gone.
         """
         return await self._queue.run(
-            Priority.BACKWARD, self._backward, microbatch, gradient, first, then=self.trainer.take_due_steps
+            Priority.BACKWARD, self._backward, microbatch, first, gradient, then=self.trainer.take_due_steps
         )
 
-    def forget(self, microbatch: MicrobatchId, first: int | None = None) -> None:
-        """Frees the forwards of a microbatch that get no backward: all, or only the one that entered at `first`."""
+    def forget(self, microbatch: MicrobatchId, first: int) -> None:
+        """Frees the forward of a microbatch that entered at `first` and gets no backward, if there is one."""
         self.trainer.stashed.forget(microbatch, first)
 
     # --- for everybody: how far the stages are
@@ -293,15 +289,15 @@ class Compute:
             encoded = self._encode_gradient(microbatch, first, gradient, entry)
         return LastStageDone(encoded, time.perf_counter() - begun, loss_sum, supervised)
 
-    def _backward(self, microbatch: MicrobatchId, gradient: WireTensor, first: int | None) -> BackwardDone:
+    def _backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> BackwardDone:
         """Decodes, runs the backward, encodes. See `backward`."""
         begun = time.perf_counter()
         with _device_errors():
             key = gradient_dither_key(microbatch, self.span.last + 1)
             decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self._device)
             self._require_finite(decoded, microbatch, self.span.last, "gradient")
-            result, forward = self.trainer.backward(microbatch, decoded, first)
-            encoded = self._encode_gradient(microbatch, forward.first, result, forward.entry)
+            result, forward = self.trainer.backward(microbatch, first, decoded)
+            encoded = self._encode_gradient(microbatch, first, result, forward.entry)
         return BackwardDone(encoded, forward.device_s + time.perf_counter() - begun)
 
     def _decode(

@@ -76,7 +76,6 @@ class DeviceQueue:
     def __init__(
         self,
         *,
-        name: str = "device",
         limit: int = DEFAULT_LIMIT,
         fault: Callable[[str], None] | None = None,
         failed: Callable[[Exception], None] | None = None,
@@ -97,7 +96,7 @@ class DeviceQueue:
         self._busy_s = 0.0
         self._born = time.monotonic()
         self._job_started: float | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, name="device", daemon=True)
         self._thread.start()
 
     async def run(

@@ -128,17 +128,15 @@ class SpanTrainer:
         self._count(microbatch, first, supervised, steps, loss_sum)
         return loss_sum, supervised, gradient
 
-    def backward(
-        self, microbatch: MicrobatchId, gradient: Tensor, first: int | None = None
-    ) -> tuple[Tensor | None, StashedForward]:
+    def backward(self, microbatch: MicrobatchId, first: int, gradient: Tensor) -> tuple[Tensor | None, StashedForward]:
         """Adds a microbatch's gradients to the sums. Returns that of its entry (None at stage 0), and its forward.
 
-        gradient: float32 [b, s, d], finite, with respect to the boundary that `forward` returned. first: the stage that
-        the microbatch entered, needed only when it entered twice. Raises LocalError when no forward is stashed, and
-        NonFinite when a computed gradient is not finite; then nothing was added, and the forward is gone.
+        first: the stage that the microbatch entered. gradient: float32 [b, s, d], finite, with respect to the boundary
+        that `forward` returned. Raises LocalError when no forward is stashed, and NonFinite when a computed gradient is
+        not finite; then nothing was added, and the forward is gone.
         """
         forward = self.stashed.take(microbatch, first)
-        first, output, versions = forward.first, forward.output, forward.versions
+        output, versions = forward.output, forward.versions
         if output is None:
             with torch.enable_grad():
                 output, versions = self._run_with_graph(first, forward.entry, forward.context)

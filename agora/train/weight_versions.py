@@ -135,8 +135,8 @@ class StashedForward:
 class StashedForwards:
     """The forwards of a span that wait for their backward, by microbatch and by the stage that they entered.
 
-    A microbatch may pass a span twice, entered at different stages. At most `limit` are kept. `forget` may be called
-    from any thread, the other methods on the device thread.
+    A microbatch may pass a span twice, entered at two stages, when its caller gave up and asked another peer. At most
+    `limit` forwards are kept. `forget` may be called from any thread, the other methods on the device thread.
     """
 
     def __init__(self, limit: int) -> None:
@@ -157,37 +157,24 @@ class StashedForwards:
         with self._lock:
             self._forwards[microbatch, forward.first] = forward
 
-    def take(self, microbatch: MicrobatchId, first: int | None = None) -> StashedForward:
-        """Removes and returns the forward of a microbatch that entered at `first` (None: wherever it entered).
-
-        Raises LocalError when there is none, or when `first` is None and there are two.
-        """
+    def take(self, microbatch: MicrobatchId, first: int) -> StashedForward:
+        """Removes and returns the forward of a microbatch that entered at `first`. Raises LocalError without one."""
         with self._lock:
-            keys = self._keys_of(microbatch, first)
-            if len(keys) > 1:
-                raise LocalError(
-                    f"microbatch {microbatch.hex()} was run forward from stages {keys[0][1]} and {keys[1][1]}; "
-                    "say for which of them the gradient is"
-                )
-            if not keys:
-                raise LocalError(f"no forward of microbatch {microbatch.hex()} is kept here; it has to be sent again")
-            return self._forwards.pop(keys[0])
+            forward = self._forwards.pop((microbatch, first), None)
+        if forward is None:
+            raise LocalError(f"no forward of microbatch {microbatch.hex()} is kept here; it has to be sent again")
+        return forward
 
-    def forget(self, microbatch: MicrobatchId, first: int | None = None) -> None:
-        """Frees the forwards of a microbatch, or only the one that entered at `first`, if there are any."""
+    def forget(self, microbatch: MicrobatchId, first: int) -> None:
+        """Frees the forward of a microbatch that entered at `first`, if there is one."""
         with self._lock:
-            for key in self._keys_of(microbatch, first):
-                del self._forwards[key]
+            self._forwards.pop((microbatch, first), None)
 
     def forget_exactly(self, microbatch: MicrobatchId, forward: StashedForward) -> None:
         """Frees this forward, but not one that has replaced it."""
         with self._lock:
             if self._forwards.get((microbatch, forward.first)) is forward:
                 del self._forwards[microbatch, forward.first]
-
-    def _keys_of(self, microbatch: MicrobatchId, first: int | None) -> list[tuple[MicrobatchId, int]]:
-        """The keys under which forwards of a microbatch are kept, only that of `first` when it is given."""
-        return [key for key in self._forwards if key[0] == microbatch and first in (None, key[1])]
 
     def graph_count(self) -> int:
         """Number of forwards whose graph is kept."""

@@ -67,7 +67,7 @@ class Stages:
             if gradient is None:
                 raise ValueError("a stage that a boundary enters has its gradient")
             into.backward.append(gradient)
-            gradient, _ = stage.backward(name, self._crossing(gradient, "backward", name, number + 1))
+            gradient, _ = stage.backward(name, number, self._crossing(gradient, "backward", name, number + 1))
         for stage in self._stages:
             stage.take_due_steps()
 

@@ -104,16 +104,16 @@ class FakeCompute:
         gradient = gradient_of(of, first) if train and first else None
         return Done(gradient, self._seconds(first), loss_of(tokens), TOKENS)
 
-    async def backward(self, microbatch, gradient) -> Done:
+    async def backward(self, microbatch, first, gradient) -> Done:
         assert microbatch in self.held, "backward without a forward"
         if bytes(gradient.data) != bytes(gradient_of(microbatch, self.span.last + 1).data):
             raise ProtocolError("bad-tensor", "the gradient is wrong")
-        first = self.entered[microbatch]
+        assert first == self.entered[microbatch]
         await self._device(self._seconds(first) * 2.0 / 3.0, lambda: self._count(microbatch, first))
         self.held.discard(microbatch)
         return Done(gradient_of(microbatch, first) if first else None, self._seconds(first))
 
-    def forget(self, microbatch) -> None:
+    def forget(self, microbatch, first) -> None:
         self.held.discard(microbatch)
 
     @property

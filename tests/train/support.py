@@ -115,6 +115,6 @@ async def train_step(pipeline: Sequence[Compute], microbatches: Sequence[np.ndar
     gradients = [finished.gradient for finished in done]
     for compute in reversed(inner):
         for i, microbatch in enumerate(ids):
-            gradients[i] = (await compute.backward(microbatch, gradients[i])).gradient
+            gradients[i] = (await compute.backward(microbatch, compute.span.first, gradients[i])).gradient
     assert gradients == [None] * len(ids)
     return sum(finished.loss_sum for finished in done) / sum(finished.tokens for finished in done)

@@ -62,7 +62,7 @@ def test_a_gradient_comes_back_for_the_columns_that_crossed_and_learns(activatio
             entering.append(await middle.forward(name, 1, entering[0], tokens, True))
             done = await last.finish(name, 2, entering[1], tokens, True)
             assert done.gradient is not None
-            back = await middle.backward(name, done.gradient)
+            back = await middle.backward(name, middle.span.first, done.gradient)
             assert back.gradient is not None
             for boundary, gradient in zip(entering, (back.gradient, done.gradient), strict=True):
                 columns = [
@@ -70,7 +70,7 @@ def test_a_gradient_comes_back_for_the_columns_that_crossed_and_learns(activatio
                     for wire, leg in ((boundary, "forward"), (gradient, "backward"))
                 ]
                 assert int(columns[0].sum()) == 20 and bool((columns[0] == columns[1]).all())
-            await first.backward(name, back.gradient)
+            await first.backward(name, 0, back.gradient)
 
     asyncio.run(whole())
 
@@ -93,9 +93,9 @@ def test_what_crosses_has_the_legs_own_size_and_another_is_refused() -> None:
             assert done.gradient is not None and done.gradient.shape == (2 * 16 * (2 + 32),)
             for wrong in (boundary, WireTensor("uint8", (4,), memoryview(b"1234"))):
                 with pytest.raises(ProtocolError, match="int8 makes uint8") as refusal:
-                    await first.backward(name, wrong)
+                    await first.backward(name, 0, wrong)
                 assert refusal.value.code == "bad-tensor"
-            await first.backward(name, done.gradient)
+            await first.backward(name, 0, done.gradient)
             with pytest.raises(ProtocolError, match="int6 makes uint8"):
                 await last.finish(microbatch_id(2), 1, done.gradient, tokens, True)
 

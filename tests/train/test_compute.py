@@ -126,9 +126,9 @@ def test_a_bad_gradient_is_refused_and_a_good_one_from_a_sibling_may_follow(name
     async def test(compute: Compute) -> None:
         await compute.forward(M, 0, None, a_batch(), True)
         with pytest.raises(ProtocolError):
-            await compute.backward(M, BAD_BOUNDARIES[name])
+            await compute.backward(M, 0, BAD_BOUNDARIES[name])
         assert compute.progress()[0].tokens_total == 0
-        assert (await compute.backward(M, a_boundary())).gradient is None
+        assert (await compute.backward(M, 0, a_boundary())).gradient is None
         assert compute.progress()[0].tokens_total == 32
 
     events = with_compute("0", test)
@@ -142,11 +142,11 @@ def test_a_gradient_that_overflows_here_is_refused_and_nothing_of_it_is_added() 
         untouched = await compute.copy_weights(0)
         await compute.forward(M, 0, None, a_batch(), True)
         with pytest.raises(NonFinite):
-            await compute.backward(M, a_boundary(3e38))  # finite, as its sender may say
+            await compute.backward(M, 0, a_boundary(3e38))  # finite, as its sender may say
         sums = compute.trainer.stage(0).sum.flat
         assert not sums.any()
         with pytest.raises(LocalError, match="sent again"):
-            await compute.backward(M, a_boundary())
+            await compute.backward(M, 0, a_boundary())
         (progress,) = compute.progress()
         assert (progress.tokens_total, progress.step, progress.refused_nonfinite) == (0, 0, 1)
         assert all((untouched[name] == value).all() for name, value in (await compute.copy_weights(0)).items())
@@ -217,8 +217,8 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
             out = await span.forward(M, 1, a_boundary(), a_batch(), True)
             middle = await one.forward(M, 1, a_boundary(), a_batch(), True)
             np.testing.assert_array_equal(values_of(out), values_of(await two.forward(M, 2, middle, a_batch(), True)))
-            mine = (await span.backward(M, a_boundary())).gradient
-            theirs = (await one.backward(M, (await two.backward(M, a_boundary())).gradient)).gradient
+            mine = (await span.backward(M, 1, a_boundary())).gradient
+            theirs = (await one.backward(M, 1, (await two.backward(M, 2, a_boundary())).gradient)).gradient
             np.testing.assert_array_equal(values_of(mine), values_of(theirs))
             assert [p.tokens_in_step for p in span.progress()] == [0, 32, 32]
             assert not span.trainer.stage(0).sum.flat.any()
@@ -259,10 +259,10 @@ def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
 def test_a_forgotten_microbatch_has_to_be_sent_again() -> None:
     async def test(compute: Compute) -> None:
         await compute.forward(M, 0, None, a_batch(), True)
-        compute.forget(M)
-        compute.forget(M)
+        compute.forget(M, 0)
+        compute.forget(M, 0)
         with pytest.raises(LocalError, match="sent again"):
-            await compute.backward(M, a_boundary())
+            await compute.backward(M, 0, a_boundary())
 
     with_compute("0", test)
 
@@ -276,17 +276,15 @@ def test_a_microbatch_that_enters_a_span_twice_keeps_its_two_forwards_apart() ->
             expected = {}
             for first in (1, 2):
                 await alone.forward(M, first, a_boundary(), a_batch(), True)
-                expected[first] = values_of((await alone.backward(M, a_boundary())).gradient)
+                expected[first] = values_of((await alone.backward(M, first, a_boundary())).gradient)
                 await both.forward(M, first, a_boundary(), a_batch(), True)
-            with pytest.raises(LocalError, match="from stages 1 and 2"):
-                await both.backward(M, a_boundary())
             for first in (1, 2):
-                gradient = (await both.backward(M, a_boundary(), first)).gradient
+                gradient = (await both.backward(M, first, a_boundary())).gradient
                 np.testing.assert_array_equal(values_of(gradient), expected[first])
             await both.forward(M, 1, a_boundary(), a_batch(), True)
             await both.forward(M, 2, a_boundary(), a_batch(), True)
             both.forget(M, 2)
-            assert (await both.backward(M, a_boundary())).gradient is not None
+            assert (await both.backward(M, 1, a_boundary())).gradient is not None
 
     asyncio.run(whole())
 
@@ -295,11 +293,11 @@ def test_undoing_an_abandoned_forward_spares_the_one_that_replaced_it() -> None:
     async def test(compute: Compute) -> None:
         stashed = compute.trainer.stashed
         await compute.forward(M, 0, None, a_batch(), True)
-        old = stashed.take(M)
+        old = stashed.take(M, 0)
         await compute.forward(M, 0, None, a_batch(), True)
         stashed.forget_exactly(M, old)
         assert len(stashed) == 1
-        new = stashed.take(M)
+        new = stashed.take(M, 0)
         stashed.add(M, new)
         stashed.forget_exactly(M, new)
         assert len(stashed) == 0
@@ -368,9 +366,9 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
 def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
     async def test(compute: Compute) -> None:
         await compute.forward(M, 0, None, a_batch(), True)
-        forward = compute.trainer.stashed.take(M)
+        forward = compute.trainer.stashed.take(M, 0)
         compute.trainer.stashed.add(M, forward)
-        assert (await compute.backward(M, a_boundary())).busy_s > forward.device_s > 0
+        assert (await compute.backward(M, 0, a_boundary())).busy_s > forward.device_s > 0
 
     with_compute("0", test)
 

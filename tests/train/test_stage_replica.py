@@ -73,7 +73,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
                 m, wired = microbatch_id(number * 100 + i), tokens_of(ids)
                 done = await last.finish(m, 1, await first.forward(m, 0, None, wired, True), wired, True)
                 assert done.gradient is not None
-                await first.backward(m, done.gradient)
+                await first.backward(m, 0, done.gradient)
                 loss, tokens = loss + done.loss_sum, tokens + done.tokens
             losses.append(loss / tokens)
             for k, stage in enumerate(stages):
@@ -117,7 +117,7 @@ async def one_microbatch(compute: Compute, number: int) -> None:
     """A microbatch through stage 0, with an arbitrary gradient."""
     wired = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
     out = await compute.forward(microbatch_id(number), 0, None, wired, True)
-    await compute.backward(microbatch_id(number), out)
+    await compute.backward(microbatch_id(number), 0, out)
 
 
 def with_stage_0(test: Any, **overrides: Any) -> Events:

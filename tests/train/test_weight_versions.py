@@ -48,7 +48,7 @@ class Bench:
         return self.trainer.forward(microbatch_id(number), 0, tokens[:, :-1], tokens, True)[0]
 
     def backward(self, number: int) -> None:
-        assert self.trainer.backward(microbatch_id(number), self.gradients[number])[0] is None
+        assert self.trainer.backward(microbatch_id(number), 0, self.gradients[number])[0] is None
 
     def step(self) -> None:
         """An optimizer step now, with whatever was summed."""
@@ -196,7 +196,7 @@ def test_any_order_of_forwards_backwards_and_steps_adds_gradients_of_whole_weigh
         elif action == "forget" and seen and choices.random() < 0.3:
             number = choices.choice(list(seen))
             del seen[number]
-            bench.trainer.stashed.forget(microbatch_id(number))
+            bench.trainer.stashed.forget(microbatch_id(number), 0)
         assert bench.alive() <= 2
         assert len(bench.trainer.stashed) == len(seen)
         assert bench.trainer.progress()[0].step == steps
@@ -244,7 +244,7 @@ def test_forgetting_frees_the_graph_and_the_former_weights() -> None:
     del forward
     bench.step_with(1)
     assert bench.alive() == 2
-    bench.trainer.stashed.forget(microbatch_id(0))
+    bench.trainer.stashed.forget(microbatch_id(0), 0)
     assert graph() is None
     assert bench.alive() == 1
     with pytest.raises(LocalError, match="sent again"):
