@@ -49,7 +49,7 @@ def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
-    """Yields, for each part of a level, its lowest bit, its width, and the slice of the packed bytes that holds it."""
+    """Yields the lowest bit and the width of each part of a level, and the slice of the packed bytes that holds it."""
     lowest_bit, begin = 0, 0
     for width in part_widths(bits):
         size = packed_bytes(count, width)

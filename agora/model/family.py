@@ -21,7 +21,10 @@ TRAINING_BYTES: Final = 16
 
 
 class Family(abc.ABC):
-    """One family of models, with the sizes that one manifest gives it. What crosses a boundary: ModelSection."""
+    """One model family with the sizes of one manifest: builds, counts, exports and describes its stages.
+
+    How wide a boundary is, the manifest's ModelSection says, since every peer must know it without torch.
+    """
 
     @abc.abstractmethod
     def make_stage(self, layers: range) -> Stage:

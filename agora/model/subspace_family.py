@@ -49,21 +49,26 @@ class SubspaceFamily(Family):
         self._model = model
 
     def make_stage(self, layers: range) -> Stage:
+        """Returns a SubspaceStage of `layers`, on the meta device."""
         return SubspaceStage(self._model, layers)
 
     def memory_bytes(self, layers: range, tokens: int) -> int:
+        """Returns TRAINING_BYTES for each parameter plus ACTIVATION_BYTES for each token and channel."""
         return TRAINING_BYTES * self.parameter_count(layers) + ACTIVATION_BYTES * tokens * self._model.width
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
+        """Returns the tensors of `layers` under LlamaForCausalLM's names and with its shapes."""
         return [self._exported(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
 
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
+        """Returns config.json of a Llama, and generation_config.json."""
         return {
             "config.json": _llama_config(self._model, dtype, end_of_text),
             "generation_config.json": _generation_config(end_of_text),
         }
 
     def describe(self) -> ModelDescription:
+        """Returns the kind and the sizes of the decoder in words."""
         model = self._model
         return ModelDescription(
             kind="A Llama-style decoder",

@@ -63,6 +63,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(model.width, outputs, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """Returns the attention's output [b, s, outputs] for x [b, s, d]. table: of rotary_table."""
         query = apply_rotary(self._split_heads(self.query(x), self.heads), table)
         key = apply_rotary(self._split_heads(self.key(x), self.key_value_heads), table)
         value = self._split_heads(self.value(x), self.key_value_heads)
@@ -86,6 +87,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(model.feed_forward, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns [b, s, outputs] for x [b, s, d]."""
         output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return output
 
@@ -101,6 +103,7 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(model, outputs)
 
     def forward(self, hidden: Tensor, table: Tensor, expand: Expand) -> Tensor:
+        """Returns the residual stream after the layer, same shape as `hidden`. expand: what makes sublayer inputs."""
         hidden = hidden + self.attention(self.attention_norm(expand(hidden)), table)
         return hidden + self.feed_forward(self.feed_forward_norm(expand(hidden)))  # type: ignore[no-any-return]
 
@@ -134,6 +137,7 @@ class Subspace(nn.Module):
         rows = self.fixed_rows(tokens)
 
         def expand(coordinates: Tensor) -> Tensor:
+            """Returns U c + T[token]."""
             inside = coordinates if self.basis is None else F.linear(coordinates, self.basis)
             return inside + rows
 
@@ -146,7 +150,7 @@ class Subspace(nn.Module):
         return torch.where(signs.bool(), FIXED_SCALE, -FIXED_SCALE)
 
 
-def keep(hidden: Tensor) -> Tensor:
+def expand_nothing(hidden: Tensor) -> Tensor:
     """Returns its argument: the Expand of a residual stream that has the whole width."""
     return hidden
 
@@ -172,14 +176,15 @@ class SubspaceStage(Stage):
             self.head = nn.Linear(model.width, model.vocabulary, bias=False)
 
     def forward(self, hidden: Tensor, context: Context | None = None) -> Tensor:
-        expand: Expand = keep
+        """Returns the boundary that leaves the stage, or logits; see Stage.forward."""
+        expand: Expand = expand_nothing
         if self.space is not None:
             expand = self.space.expand_for(self._tokens(hidden, context))
         if self.is_first:
             hidden = self.embedding(hidden.clamp(min=0))
         for name, layer in self.layers.items():
             if name == self._free_layer:
-                hidden, expand = expand(hidden), keep
+                hidden, expand = expand(hidden), expand_nothing
             hidden = layer(hidden, self.table, expand)
         if self.is_last:
             hidden = self.head(self.norm(hidden))

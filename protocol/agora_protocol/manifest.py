@@ -1,7 +1,7 @@
-"""The manifest: the immutable description of a run. Reads it from TOML, gives its canonical form, hash and signature.
+"""The manifest: the immutable description of a run, its TOML form, its canonical bytes, its hash and its signature.
 
-Knows text, bytes and keys; opens no files and judges no machine. The run id is
-SHA-256(b"agora manifest 1\\0" || canonical bytes), the founder included, so nothing in a run can change under its name.
+The run id is SHA-256(b"agora manifest 1\\0" || canonical bytes), the founder included, so nothing in a run can change
+under its name. Knows: text, bytes and keys. Must not know: files, machines.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Manifest(Section):
 
     @classmethod
     def from_values(cls, values: dict[str, Any], source: str) -> Manifest:
-        """From plain values as TOML or msgpack gives them. Raises ManifestError; `source` begins its text."""
+        """Returns the manifest of plain values. Raises ManifestError, whose text begins with `source`."""
         try:
             return cls.model_validate(values, context={"source": source})
         except ValidationError as error:
@@ -111,35 +111,35 @@ class Manifest(Section):
 
     @classmethod
     def from_toml(cls, text: str, source: str = "manifest") -> Manifest:
-        """From a manifest file's text; the [signed] table of a signed one is not looked at. Raises ManifestError."""
+        """Returns the manifest of a file's text, without looking at its [signed] table. Raises ManifestError."""
         values = _toml(text, source)
         values.pop("signed", None)
         return cls.from_values(values, source)
 
     def to_toml(self) -> str:
-        """The manifest as a commented file; reading it gives an equal manifest."""
+        """Returns the text of a commented file; reading it gives an equal manifest."""
         return manifest_toml.write(self)
 
     def replaced(self, **overrides: Any) -> Manifest:
-        """A copy with some values changed, sections as dicts: replaced(seed=1, stages={"count": 4})."""
+        """Returns a copy with some values changed, sections as dicts: replaced(seed=1, stages={"count": 4})."""
         return Manifest.from_values(_changed(self.model_dump(), overrides), "manifest")
 
     def canonical(self) -> bytes:
-        """Deterministic msgpack of every field: maps sorted by key, floats as float64. Hashed and signed."""
+        """Returns deterministic msgpack of every field, which is hashed and signed: keys sorted, floats as float64."""
         return pack_canonical(self.model_dump())
 
     @property
     def run_id(self) -> RunId:
-        """64 hex characters; changes with any field."""
+        """Returns the hash of the canonical bytes: 64 hex characters that change with any field."""
         return RunId(hashlib.sha256(RUN_TAG + self.canonical()).hexdigest())
 
     @property
     def stage_count(self) -> int:
-        """Stages that the model is cut into."""
+        """Returns how many stages the model is cut into."""
         return self.stages.count
 
     def layers_of(self, stage: int) -> range:
-        """The layers of one stage."""
+        """Returns the layers of one stage. Raises ValueError for a stage that the run does not have."""
         count, layers = self.stages.count, self.model.layers
         if not 0 <= stage < count:
             raise ValueError(f"stage {stage} is not one of {count}")
@@ -152,7 +152,7 @@ class Manifest(Section):
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Supervised tokens in one microbatch, b x s."""
+        """Returns the supervised tokens of one microbatch, b x s."""
         return self.schedule.microbatch * self.model.context
 
     def boundary_shape(self) -> tuple[int, int, int]:
@@ -161,15 +161,16 @@ class Manifest(Section):
 
     @property
     def max_payload_bytes(self) -> int:
-        """The largest payload a frame of this run can have: a boundary and its tokens (b x (s + 1) of 4 bytes), or
-        a chunk of state.
+        """Returns the largest payload of a frame in this run, in bytes.
+
+        It is a boundary with its tokens (b x (s + 1) of 4 bytes), or a chunk of state.
         """
         shape, codec = self.boundary_shape(), parse_codec(self.boundary.codec)
         boundary = max(codec.bytes_of(shape, direction) for direction in DIRECTIONS)
         return max(STATE_CHUNK_BYTES, boundary + 4 * shape[0] * (shape[1] + 1))
 
     def admits(self, peer: PeerId) -> bool:
-        """Whether `peer` may take part; the founder always may."""
+        """Returns whether `peer` may take part; the founder always may."""
         return self.admission.mode == "open" or peer == self.founder or peer in self.admission.peers
 
 
@@ -182,17 +183,17 @@ class SignedManifest:
 
     @property
     def founder(self) -> PeerId:
-        """Who signed."""
+        """Returns the peer that signed."""
         return PeerId(self.manifest.founder)
 
     @property
     def run_id(self) -> RunId:
-        """The run that this manifest founds."""
+        """Returns the id of the run that this manifest describes."""
         return self.manifest.run_id
 
     @classmethod
     def sign(cls, manifest: Manifest, identity: Identity) -> SignedManifest:
-        """Found a run: the signer becomes its founder, which gives the run its id."""
+        """Returns the manifest with `identity` as its founder, signed by it. The founder gives the run its id."""
         founded = manifest.model_copy(update={"founder": identity.peer})
         return cls(founded, identity.sign(SIGNATURE_TAG + founded.canonical()))
 
@@ -209,12 +210,12 @@ class SignedManifest:
             )
 
     def to_bytes(self) -> bytes:
-        """msgpack [1, canonical bytes, signature], as ManifestAnswer carries it."""
+        """Returns msgpack [1, canonical bytes, signature], as ManifestAnswer carries it."""
         return pack((SIGNED_VERSION, self.manifest.canonical(), self.signature))
 
     @classmethod
     def from_bytes(cls, data: bytes, run: RunId | None = None) -> SignedManifest:
-        """Read and verify what a peer sent. Raises ManifestError."""
+        """Reads and verifies what a peer sent; it must be of `run` where one is given. Raises ManifestError."""
         try:
             parts = unpack(data, MAX_MANIFEST_BYTES)
             if not isinstance(parts, tuple) or len(parts) != 3 or not is_version(parts[0], SIGNED_VERSION):
@@ -231,12 +232,12 @@ class SignedManifest:
         return signed
 
     def to_toml(self) -> str:
-        """The commented file with a [signed] table at its end."""
+        """Returns the text of a commented file with a [signed] table at its end."""
         return self.manifest.to_toml() + manifest_toml.signed_table(self.run_id, self.signature)
 
     @classmethod
     def from_toml(cls, text: str, source: str = "manifest") -> SignedManifest:
-        """Read and verify a signed manifest file. Raises ManifestError."""
+        """Reads and verifies the text of a signed manifest file. Raises ManifestError."""
         table = _toml(text, source).get("signed")
         if not isinstance(table, dict) or set(table) - {"run", "signature"} or "signature" not in table:
             raise ManifestError(f"{source}: there is no [signed] table with a signature; join it once to sign it.")
@@ -250,11 +251,12 @@ class SignedManifest:
 
 
 def is_signed(text: str, source: str = "manifest") -> bool:
-    """Whether a manifest file's text has a [signed] table. Raises ManifestError when it is no TOML."""
+    """Returns whether a manifest file's text has a [signed] table. Raises ManifestError if it is not TOML."""
     return "signed" in _toml(text, source)
 
 
 def _toml(text: str, source: str) -> dict[str, Any]:
+    """Returns the values of a TOML text. Raises ManifestError if it is too long or not TOML."""
     if len(text.encode(errors="replace")) > 4 * MAX_MANIFEST_BYTES:
         raise ManifestError(f"{source}: the file has more than {4 * MAX_MANIFEST_BYTES} bytes; is it a manifest?")
     try:
@@ -316,7 +318,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
 
 
 def preset(name: str, /, **overrides: Any) -> Manifest:
-    """A ready manifest, with some values changed: preset("tiny", seed=1, stages={"count": 4}). Raises ManifestError."""
+    """Returns a preset with some values changed: preset("tiny", stages={"count": 4}). Raises ManifestError."""
     if name not in PRESETS:
         raise ManifestError(f"There is no preset {name[:40]!r}; {suggest(name, PRESETS)}")
     return Manifest.from_values(_changed(PRESETS[name], overrides), f"preset {name}")

@@ -87,12 +87,15 @@ class SubspaceSection(ModelSection):
 
     @property
     def boundary_width(self) -> int:
+        """Returns `subspace`: a boundary carries that many coordinates of each token."""
         return self.subspace
 
     def full_boundary(self) -> dict[str, Any]:
+        """Returns `subspace` = `width`."""
         return {"subspace": self.width}
 
     def broken_rule(self) -> str | None:
+        """Returns a sentence about heads or subspace that do not fit the width; None when they do."""
         return self._broken_head_rule() or self._broken_subspace_rule()
 
     @classmethod

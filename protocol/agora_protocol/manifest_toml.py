@@ -15,7 +15,7 @@ _COLUMN = 34
 
 
 def write(manifest: Manifest) -> str:
-    """The whole file, without a signature."""
+    """Returns the whole file, without a signature."""
     lines = ["# A run of agora. Every key is optional except where a comment says so; unknown keys are errors.", ""]
     sections = {}
     for name, field in type(manifest).model_fields.items():
@@ -31,7 +31,7 @@ def write(manifest: Manifest) -> str:
 
 
 def signed_table(run: str, signature: bytes) -> str:
-    """The table that makes a manifest file a signed one."""
+    """Returns the table that makes a manifest file a signed one."""
     return (
         "\n[signed]  # by founder, over everything above; any change makes it invalid"
         f'\nrun = "{run}"\nsignature = "{signature.hex()}"\n'
@@ -39,15 +39,17 @@ def signed_table(run: str, signature: bytes) -> str:
 
 
 def _first_line(section: BaseModel) -> str:
+    """Returns the first line of the section's documentation."""
     return (type(section).__doc__ or "").strip().splitlines()[0]
 
 
 def _line(name: str, value: Any, field: FieldInfo) -> str:
+    """Returns the line of one key, with its documentation as a comment."""
     return f"{f'{name} = {toml_value(value)}':<{_COLUMN}}  # {field.description}"
 
 
 def toml_value(value: Any) -> str:
-    """A text, number or tuple of those, as TOML writes it."""
+    """Returns a text, a number or a tuple of those as TOML writes it."""
     if isinstance(value, tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, str):
@@ -56,5 +58,5 @@ def toml_value(value: Any) -> str:
 
 
 def _toml_text(value: str) -> str:
-    """A TOML basic string: as in JSON, except that TOML wants DEL escaped too."""
+    """Returns a TOML basic string: as in JSON, but with DEL escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
