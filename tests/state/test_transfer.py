@@ -120,7 +120,7 @@ def test_a_source_killed_in_the_middle_costs_exactly_its_open_chunks(die_after: 
         fetch = fetcher(world)
         got, _ = await fetched(world, fetch)
         assert_equal(got, killed.state)
-        assert killed.dead.is_set() and 1 <= len(killed.open_at_death) <= WINDOW
+        assert killed.dead and 1 <= len(killed.open_at_death) <= WINDOW
         assert fetch.schedule.refetched == len(killed.open_at_death) and fetch.schedule.duplicated == 0
         assert sum(sum(r.given.values()) for r in world.replicas.values()) == COUNT, "nothing arrived twice"
         assert not world.offences

@@ -1,4 +1,4 @@
-"""Replicas that give their state over an in-memory network in virtual time, with faults that count their firings."""
+"""Replicas that give their state over the network in memory, with faults that count their firings."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from agora_protocol.errors import AgoraError
+from agora_protocol.errors import AgoraError, Refused
 from agora_protocol.ids import PeerId
-from agora_protocol.messages import GetChunk, GetSlice, GetState
+from agora_protocol.messages import GetChunk, GetSlice, GetState, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
-from agora.net.errors import ConnectionBroken, DeadlinePassed
 from agora.state.layout import CHUNK_ELEMENTS, ELEMENT_BYTES, StageState
 from agora.state.missed_slices import SLICE_CHUNK, slice_reply
 from agora.state.snapshot import Snapshots
 from agora.swarm.conduct import Offence
+from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 
 WINDOW = 3
 
@@ -52,10 +52,11 @@ class Link:
 class Replica:
     """A peer that gives `state`; its faults are plain fields."""
 
+    world: World
+    peer: PeerId
     state: StageState | None
     uplink: Link
     delay_s: float = 0.025
-    dead: asyncio.Event = field(default_factory=asyncio.Event)
     die_after: int = 10**9  # chunks given
     hang_after: int = 10**9
     fault: Callable[[Reply, int], Reply | AgoraError] | None = None  # (answer, the how-manieth call of its kind)
@@ -64,24 +65,59 @@ class Replica:
     open_chunks: set[int] = field(default_factory=set)
     open_at_death: set[int] = field(default_factory=set)
     slices: dict[int, np.ndarray] = field(default_factory=dict)
+    working: set[asyncio.Task] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         async def export(_: int) -> StageState | None:
             return self.state
 
         self.snapshots = Snapshots(export, lambda _: 0 if self.state is None else ELEMENT_BYTES * self.state.numel)
+        self.world.network.join(self.peer, self.handle)
+
+    @property
+    def dead(self) -> bool:
+        return self.world.network.peers[self.peer].frozen
 
     def die(self) -> None:
+        """SIGKILL: its connections break and its work ends."""
         self.open_at_death = set(self.open_chunks)
-        self.dead.set()
+        self.world.network.kill(self.peer)
+        for task in self.working:
+            task.cancel()
 
-    async def answer(self, request: GetState | GetChunk | GetSlice) -> Reply:
+    async def handle(self, call: MemoryCall) -> Reply:
+        """Answers a request after the time that the delay and both wires take."""
+        request, task = call.message, asyncio.current_task()
+        assert task is not None
+        chunk = request.chunk if isinstance(request, GetChunk) else -1
+        self.working.add(task)
+        self.open_chunks |= {chunk} - {-1}
+        try:
+            await asyncio.sleep(self.delay_s)
+            if chunk >= 0 and self.calls["GetChunk"] >= self.hang_after:
+                await asyncio.Event().wait()
+            answer = await self.answer(request)
+            nbytes = sum(tensor.nbytes for tensor in answer.tensors)
+            await self.uplink.carry(nbytes)
+            await self.world.downlink.carry(nbytes)
+            await asyncio.sleep(self.delay_s)
+        finally:
+            self.open_chunks.discard(chunk)
+            self.working.discard(task)
+        if chunk >= 0:
+            self.given[chunk] += 1
+            if self.given.total() == self.die_after:  # once this answer is on its way
+                asyncio.get_running_loop().call_later(1e-6, self.die)
+        return answer
+
+    async def answer(self, request: Message) -> Reply:
         self.calls[type(request).__name__] += 1
         if isinstance(request, GetChunk):
             answer = await self.snapshots.get_chunk(request)
         elif isinstance(request, GetState):
             answer = await self.snapshots.get_state(request)
         else:
+            assert isinstance(request, GetSlice)
             answer = slice_reply(self.slices[request.round][SLICE_CHUNK * request.chunk :][:SLICE_CHUNK], 12)
         if self.fault is not None:
             changed = self.fault(answer, self.calls[type(request).__name__])
@@ -92,17 +128,23 @@ class Replica:
 
 
 class World:
-    """A joiner's view of its replicas; the joiner's own wire is shared by all of them."""
+    """A joining peer's calls to its replicas; its own wire is shared by all of them."""
 
     def __init__(self, downlink: float = 1e12) -> None:
+        self.network = MemoryNetwork(Faults(latency_s=(0.0, 0.0)))
         self.downlink = Link(downlink)
         self.replicas: dict[PeerId, Replica] = {}
         self.offences: list[tuple[PeerId, str]] = []
         self.open = 0
         self.most_open = 0
+        self.joining = self.network.join(PeerId("joining"), self.refuse)
+
+    async def refuse(self, call: MemoryCall) -> Reply:
+        raise Refused("this peer is joining")
 
     def add(self, name: str, state: StageState | None, *, uplink: float = 50e6, **faults: object) -> Replica:
-        replica = self.replicas[PeerId(name)] = Replica(state, Link(uplink), **faults)  # type: ignore[arg-type]
+        peer = PeerId(name)
+        replica = self.replicas[peer] = Replica(self, peer, state, Link(uplink), **faults)  # type: ignore[arg-type]
         return replica
 
     def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
@@ -117,48 +159,9 @@ class World:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
-            async with asyncio.timeout_at(deadline):
-                return await self._until_death(self.replicas[peer], request)
-        except TimeoutError:
-            raise DeadlinePassed("no answer") from None
+            return await self.joining.call(peer, request, tensors, deadline=deadline)
         finally:
             self.open -= 1
-
-    async def _until_death(self, replica: Replica, request) -> Reply:
-        if replica.dead.is_set():
-            raise ConnectionBroken("refused")
-        work = asyncio.create_task(self._serve(replica, request))
-        death = asyncio.create_task(replica.dead.wait())
-        try:
-            await asyncio.wait([work, death], return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            raise ConnectionBroken("the stream broke")
-        finally:
-            work.cancel()
-            death.cancel()
-            await asyncio.gather(work, death, return_exceptions=True)
-
-    async def _serve(self, replica: Replica, request) -> Reply:
-        chunk = request.chunk if isinstance(request, GetChunk) else -1
-        if chunk >= 0:
-            replica.open_chunks.add(chunk)
-        try:
-            await asyncio.sleep(replica.delay_s)
-            if chunk >= 0 and replica.calls["GetChunk"] >= replica.hang_after:
-                await asyncio.Event().wait()
-            answer = await replica.answer(request)
-            nbytes = sum(tensor.nbytes for tensor in answer.tensors)
-            await replica.uplink.carry(nbytes)
-            await self.downlink.carry(nbytes)
-            await asyncio.sleep(replica.delay_s)
-        finally:
-            replica.open_chunks.discard(chunk)
-        if chunk >= 0:
-            replica.given[chunk] += 1
-            if sum(replica.given.values()) == replica.die_after:
-                replica.die()
-        return answer
 
 
 def flipped(answer: Reply) -> Reply:
