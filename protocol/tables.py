@@ -62,18 +62,19 @@ LIMITS: Final = {
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:
+    """Returns a markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 def limits_table() -> str:
-    """Every constant of limits.py with its value and meaning."""
+    """Returns the table of every constant of limits.py with its value and meaning."""
     names = [name for name in vars(limits) if name.isupper()]
     return _table(["name", "value", "meaning"], [[f"`{n}`", f"`{getattr(limits, n)}`", LIMITS[n]] for n in names])
 
 
 def tags_table() -> str:
-    """The byte strings that identities, hashes and signatures are made with."""
+    """Returns the table of the byte strings that begin identities, hashed bytes and signed bytes."""
     rows = [
         ["peer id prefix (multihash, protobuf)", f"`{ids.PEER_ID_PREFIX.hex()}`"],
         ["key file prefix (protobuf)", f"`{identity.KEY_FILE_PREFIX.hex()}`"],
@@ -95,37 +96,39 @@ def errors_table() -> str:
 
 
 def dtypes_table() -> str:
-    """Every dtype of a tensor."""
+    """Returns the table of every dtype of a tensor."""
     return _table(["dtype", "bytes per item"], [[f"`{name}`", str(size)] for name, size in tensors.ITEM_BYTES.items()])
 
 
 def frames_table() -> str:
-    """Every frame type and which messages it carries."""
+    """Returns the table of every frame type and the messages that it carries."""
     rows = []
     for kind in messages.FrameType:
-        carried = [it.__name__ for it in messages.KINDS.values() if kind in it.FRAMES]
+        carried = [message.__name__ for message in messages.KINDS.values() if kind in message.FRAMES]
         rows.append([str(int(kind)), kind.name, ", ".join(carried) or "nothing"])
     return _table(["type", "name", "carries"], rows)
 
 
 def addresses_table() -> str:
-    """Every part that an address may have."""
+    """Returns the table of every part that an address may have."""
     rows = [[f"`/{name}`", "a value" if check else "no value"] for name, check in addresses.PARTS.items()]
     return _table(["part", "followed by"], rows)
 
 
 def _default(value: Any) -> str:
+    """Returns a default value as SPEC.md shows it; empty for a required field."""
     return "" if value is REQUIRED else f"`{toml_value(value)}`"
 
 
 def _structure(kind: type[Structure], title: str) -> str:
+    """Returns the section of one message or record: its title, its docstring, and the table of its fields."""
     text = f"#### {title}\n\n{' '.join((kind.__doc__ or '').split())}\n\n"
     rows = [[f"`{name}`", f.words, _default(f.default), f.doc] for name, f in kind.FIELDS.items()]
     return text + (_table(["field", "type", "usual", "meaning"], rows) if rows else "No fields.\n") + "\n"
 
 
 def messages_tables() -> str:
-    """One section for every message."""
+    """Returns one section for every message."""
     parts = []
     for kind, message in messages.KINDS.items():
         fewest, most = message.TENSORS
@@ -136,13 +139,15 @@ def messages_tables() -> str:
 
 
 def records_tables() -> str:
-    """One section for every record."""
+    """Returns one section for every record."""
     return "".join(
-        _structure(it, f"{it.__name__} (kind {n}, key word `{it.NAME}`)") for n, it in records.RECORDS.items()
+        _structure(record, f"{record.__name__} (kind {kind}, key word `{record.NAME}`)")
+        for kind, record in records.RECORDS.items()
     )
 
 
 def _bounds(field: Any) -> str:
+    """Returns the bounds of a manifest's field, such as ">= 1, <= 100"."""
     words = []
     for item in field.metadata:
         for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
@@ -152,7 +157,7 @@ def _bounds(field: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """str as "text", tuple[int, ...] as "list of int", Literal["a", "b"] as "a or b"."""
+    """Returns a type in words: str as "text", tuple[int, ...] as "list of int", Literal["a", "b"] as "a or b"."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is tuple:
         return f"list of {_type(inside[0])}"
@@ -164,7 +169,7 @@ def _type(annotation: Any) -> str:
 
 
 def manifest_table() -> str:
-    """Every key of a manifest, in the order of its file."""
+    """Returns the table of every key of a manifest, in the order of its file."""
     rows = []
     for name, field in manifest.Manifest.model_fields.items():
         inner = type(field.default).model_fields if isinstance(field.default, BaseModel) else {}
@@ -195,7 +200,7 @@ TABLES: Final = {
 
 
 def render(text: str) -> str:
-    """SPEC.md's text with every table as the code has it."""
+    """Returns SPEC.md's text with every table as the code has it."""
     return _BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]().rstrip()}\n\n{found[3]}", text)
 
 

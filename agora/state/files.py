@@ -52,6 +52,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metada
     """Creates the safetensors file `path` of float32 tensors and waits until the disk has it. Raises OSError."""
 
     def pieces() -> Iterator[bytes | memoryview]:
+        """Yields the header and then each tensor's bytes."""
         yield safetensors_header({name: ("F32", t.shape, t.nbytes) for name, t in tensors.items()}, metadata)
         for tensor in tensors.values():
             yield np.ascontiguousarray(tensor, "<f4").reshape(-1).data.cast("B")

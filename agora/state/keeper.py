@@ -99,14 +99,15 @@ class StateKeeper:
         """Looks for this peer's own checkpoints. Returns the step of each stage of the span, 0 where there is none."""
         config = self._config
 
-        def find() -> dict[int, Checkpoint]:
+        def find_newest() -> dict[int, Checkpoint]:
+            """Returns the newest intact checkpoint of each stage that has one."""
             newest = {
                 s: newest_checkpoint(config.folder, config.run, s, self._report_damage)
                 for s in self._stages.span.stages
             }
             return {stage: checkpoint for stage, checkpoint in newest.items() if checkpoint is not None}
 
-        self._found = await run_in_thread(find)
+        self._found = await run_in_thread(find_newest)
         return tuple(self._found[stage].step if stage in self._found else 0 for stage in self._stages.span.stages)
 
     def _report_damage(self, error: CheckpointError) -> None:
@@ -207,6 +208,7 @@ class StateKeeper:
         sizes = {number: slices.numel_of(number) for number in rounds}
 
         async def put(number: int, values: Flat) -> None:
+            """Loads the slice of round `number`."""
             await self._stages.replace_blocks(stage, slices.blocks(number), values)
 
         missing = await SliceFetch(self._caller, stage, sources, loop_time() + SLICES_S, self._report_offence).run(

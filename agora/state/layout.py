@@ -114,6 +114,7 @@ def lay_out(shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
 
 
 def _next_border(offset: int, border: int) -> int:
+    """Returns `offset`, rounded up to a multiple of `border`."""
     return -(-offset // border) * border
 
 

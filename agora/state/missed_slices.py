@@ -70,6 +70,7 @@ class SliceFetch:
         missing = set(sizes)
 
         async def fetch_and_put(number: int) -> None:
+            """Fetches the slice of round `number` and hands it to `put`."""
             values = await self._fetch_slice(number, sizes[number])
             if values is not None:
                 await put(number, values)

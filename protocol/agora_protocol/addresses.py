@@ -22,13 +22,14 @@ _RELAY_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,60}\Z", re.ASCII)
 def _is_ip(version: int) -> Callable[[str], bool]:
     """Returns the check for a textual IP address of that version, without a zone."""
 
-    def check(text: str) -> bool:
+    def is_address(text: str) -> bool:
+        """Tells whether `text` is an address of that version."""
         try:
             return ipaddress.ip_address(text).version == version and "%" not in text
         except ValueError:
             return False
 
-    return check
+    return is_address
 
 
 def _is_port(text: str) -> bool:

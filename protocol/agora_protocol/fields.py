@@ -53,41 +53,45 @@ def describe(value: object) -> str:
 def int_field(low: int, high: int, *, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares an integer from low to high."""
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         if type(value) is not int:
             return f"is {describe(value)}; it must be an integer"
         return None if low <= value <= high else f"is {describe(value)}; it must be from {low} to {high}"
 
-    return Field(f"int {low}..{high}", check, default, doc)
+    return Field(f"int {low}..{high}", find_problem, default, doc)
 
 
 def float_field(low: float, high: float, *, optional: bool = False, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares a finite float from low to high, or None where it is optional."""
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         if value is None and optional:
             return None
         if not isinstance(value, float) or not math.isfinite(value):
             return f"is {describe(value)}; it must be a finite float"
         return None if low <= value <= high else f"is {describe(value)}; it must be from {low} to {high}"
 
-    return Field(f"float {low:g}..{high:g}" + (" or nil" if optional else ""), check, default, doc)
+    return Field(f"float {low:g}..{high:g}" + (" or nil" if optional else ""), find_problem, default, doc)
 
 
 def bool_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares a bool."""
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         return None if isinstance(value, bool) else f"is {describe(value)}; it must be true or false"
 
-    return Field("bool", check, default, doc)
+    return Field("bool", find_problem, default, doc)
 
 
 def text_field(most: int, *, pattern: str | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares a text of at most `most` bytes of UTF-8; all of it must match `pattern`, where one is given."""
     compiled = re.compile(pattern, re.ASCII) if pattern else None
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         if not isinstance(value, str):
             return f"is {describe(value)}; it must be a text"
         if len(value) > most or (not value.isascii() and _utf8_length(value) > most):
@@ -96,7 +100,7 @@ def text_field(most: int, *, pattern: str | None = None, default: Any = REQUIRED
             return f"is {describe(value)}; it must match {pattern}"
         return None
 
-    return Field(f"text <= {most} bytes" + (f", matches {pattern}" if pattern else ""), check, default, doc)
+    return Field(f"text <= {most} bytes" + (f", matches {pattern}" if pattern else ""), find_problem, default, doc)
 
 
 def _utf8_length(value: str) -> float:
@@ -111,47 +115,52 @@ def bytes_field(*lengths: int, most: int | None = None, default: Any = REQUIRED,
     """Declares bytes of one of the given lengths, or of at most `most`."""
     words = " or ".join(map(str, lengths)) if most is None else f"<= {most}"
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         if not isinstance(value, bytes):
             return f"is {describe(value)}; it must be bytes"
         fits = len(value) in lengths if most is None else len(value) <= most
         return None if fits else f"has {len(value)} bytes; it must have {words}"
 
-    return Field(f"bytes {words}", check, default, doc)
+    return Field(f"bytes {words}", find_problem, default, doc)
 
 
 def choice_field(*words: str, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares a text that is one of a few words."""
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         return (
             None
             if isinstance(value, str) and value in words
             else f"is {describe(value)}; it must be one of {', '.join(words)}"
         )
 
-    return Field("one of " + ", ".join(words), check, default, doc)
+    return Field("one of " + ", ".join(words), find_problem, default, doc)
 
 
 def peer_id_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares the base58 peer id of an Ed25519 key."""
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         fits = isinstance(value, str) and is_peer_id(value)
         return None if fits else f"is {describe(value)}; it must be the peer id of an Ed25519 key"
 
-    return Field("peer id", check, default, doc)
+    return Field("peer id", find_problem, default, doc)
 
 
 def span_field(*, doc: str = "") -> Any:
     """Declares a Span of at most MAX_SPAN_STAGES stages; on the wire it is [first, last]."""
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         if not isinstance(value, Span):
             return f"is {describe(value)}; it must be [first, last], two stages from 0 to {MAX_STAGES - 1} in order"
         return None if len(value) <= MAX_SPAN_STAGES else f"is {value}; a span has at most {MAX_SPAN_STAGES} stages"
 
     def load(value: Any) -> Any:
+        """Returns [first, last] from the wire as a Span; anything else as it is, for the check to refuse."""
         if isinstance(value, tuple) and len(value) == 2 and all(type(end) is int for end in value):
             try:
                 return Span(*value)
@@ -160,7 +169,12 @@ def span_field(*, doc: str = "") -> Any:
         return value
 
     return Field(
-        f"[first, last], <= {MAX_SPAN_STAGES} stages", check, REQUIRED, doc, load, lambda it: (it.first, it.last)
+        f"[first, last], <= {MAX_SPAN_STAGES} stages",
+        find_problem,
+        REQUIRED,
+        doc,
+        load,
+        lambda stages: (stages.first, stages.last),
     )
 
 
@@ -168,7 +182,8 @@ def list_field(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") 
     """Declares a tuple of at most `most` items, each of which passes the check of the field `item`."""
     check_item: Check = item.check
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         if not isinstance(value, tuple) or len(value) > most:
             return f"must be a list of at most {most}"
         for position, entry in enumerate(value):
@@ -176,13 +191,14 @@ def list_field(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") 
                 return f"[{position}] {problem}"
         return None
 
-    return Field(f"list of <= {most} of ({item.words})", check, default, doc)
+    return Field(f"list of <= {most} of ({item.words})", find_problem, default, doc)
 
 
 def tuple_field(*items: Any) -> Any:
     """Declares a tuple of fixed length whose values each have their own field, as an item of `list_field`."""
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         if not isinstance(value, tuple) or len(value) != len(items):
             return f"is {describe(value)}; it must be a list of {len(items)}"
         for item, part in zip(items, value, strict=True):
@@ -190,19 +206,20 @@ def tuple_field(*items: Any) -> Any:
                 return problem  # type: ignore[no-any-return]
         return None
 
-    return Field(f"[{', '.join(item.words for item in items)}]", check)
+    return Field(f"[{', '.join(item.words for item in items)}]", find_problem)
 
 
 def addresses_field(*, doc: str = "") -> Any:
     """Declares a tuple of multiaddrs that each end in /p2p/PEER."""
 
-    def check(value: Any) -> str | None:
+    def find_problem(value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
         if not isinstance(value, str):
             return f"is {describe(value)}; it must be a text"
         problem = address_problem(value)
         return f"is {describe(value)}; an address {problem}" if problem else None
 
-    return list_field(Field("address", check), MAX_ADDRESSES, doc=doc)
+    return list_field(Field("address", find_problem), MAX_ADDRESSES, doc=doc)
 
 
 @dataclass_transform(

@@ -112,10 +112,13 @@ def manifests() -> list[dict[str, Any]]:
 def invites() -> list[dict[str, Any]]:
     """Invites in their parts and as text."""
     made = [Invite(RUN, (ADDRESS,), "tiny"), Invite(RUN, (ADDRESS, RELAYED), "two words"), Invite(RUN, (ADDRESS,))]
-    return [{"run": it.run, "name": it.name, "addresses": it.addresses, "text": str(it)} for it in made]
+    return [
+        {"run": invite.run, "name": invite.name, "addresses": invite.addresses, "text": str(invite)} for invite in made
+    ]
 
 
 def _records() -> list[tuple[Record, Identity, int]]:
+    """Returns the records of the vectors, who signs each, and under which stage it is published."""
     return [
         (Claim(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (ADDRESS, RELAYED), "serving", 12.5), FIRST, 1),
         (Claim(SECOND.peer, Span(3, 3), 0, (), "joining", 0.0), SECOND, 3),
@@ -144,12 +147,14 @@ def records() -> list[dict[str, Any]]:
 
 
 def _tensors() -> tuple[WireTensor, WireTensor]:
+    """Returns a boundary and tokens that fit each other."""
     boundary = struct.pack("<12H", *(0x3F80 + 3 * n for n in range(12)))
     tokens = struct.pack("<8i", 72, 101, 108, 108, 111, 33, 10, 0)
     return WireTensor("bf16", (2, 3, 2), memoryview(boundary)), WireTensor("int32", (2, 4), memoryview(tokens))
 
 
 def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
+    """Returns frames of step gossip and averaging: type, call, message, tensors."""
     kind = FrameType
     values = WireTensor("float32", (3,), memoryview(struct.pack("<3f", 0.5, -1.25, 3.0)))
     levels = WireTensor("int8", (3,), memoryview(struct.pack("<3b", 21, -53, 127)))
@@ -167,6 +172,7 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
 
 
 def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
+    """Returns frames of state transfers: type, call, message, tensors."""
     kind = FrameType
     values = WireTensor("float32", (3,), memoryview(struct.pack("<3f", 0.5, -1.25, 3.0)))
     chunk = WireTensor("uint8", (5,), memoryview(b"agora"))
@@ -183,6 +189,7 @@ def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTenso
 
 
 def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
+    """Returns all frames of the vectors: type, call, message, tensors."""
     boundary, tokens = _tensors()
     kind = FrameType
     return [
@@ -240,6 +247,7 @@ def _frame(kind: int, call: int, header: Any, payload: bytes = b"", /, **prefix:
 
 
 def _bad_frames() -> list[tuple[str, str, bytes]]:
+    """Returns frames that must be refused: what is wrong, the code, the bytes."""
     ping, tensor = {"deadline_ms": 1}, ["int8", [4]]
     goodbye = [6, {"code": "Busy", "text": "", "retry_after_ms": 0, "stage": 0}, []]
     return [
@@ -301,6 +309,7 @@ def _sealed(payload: Any, signer: Identity = FIRST, run: RunId = RUN) -> bytes:
 
 
 def _bad_records() -> list[tuple[str, str, bytes]]:
+    """Returns records that must be refused: what is wrong, the code, the bytes."""
     fields = Claim(FIRST.peer, Span(0, 1), 1, (), "serving", 0.0).to_fields()
     good = [1, 1, NOW_UNIX + 60, fields]
     stranger = f"/ip4/203.0.113.7/tcp/31000/p2p/{SECOND.peer}"
@@ -345,6 +354,7 @@ def _bad_records() -> list[tuple[str, str, bytes]]:
 
 
 def _bad_manifests() -> list[tuple[str, str, bytes]]:
+    """Returns signed manifests that must be refused: what is wrong, the code, the bytes."""
     values = SIGNED.manifest.model_dump()
 
     def signed(changed: dict[str, Any], sort: bool = True) -> bytes:
