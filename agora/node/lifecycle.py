@@ -312,7 +312,7 @@ class Node:
         While a stage has no peer, this origin's own microbatches cannot come back: then it does not wait for them.
         """
         patience_s = MOVE_FINISH_SECONDS if not self.take_report().empty_stages else ORIGIN_SECONDS
-        await self._finish(peer, span, patience_s, loop_time() + 2 * patience_s)
+        await self._finish(peer, span, patience_s, loop_time() + 2 * patience_s, "moving to other stages")
         await span.write_checkpoints(MOVE_CHECKPOINT_SECONDS)
         self.span = None
         await self._span_closing.aclose()
@@ -332,18 +332,21 @@ class Node:
             return
         span.collector.close()
         if not peer.host.died.is_set():
-            await self._finish(peer, span, ORIGIN_SECONDS, until)
+            await self._finish(peer, span, ORIGIN_SECONDS, until, "leaving")
         await span.write_checkpoints(max(1.0, until + 1.0 - loop_time()))
         self._watchdog.report_traffic(self.take_report())
 
-    async def _finish(self, peer: Peer, span: LoadedSpan, origin_s: float, until: float) -> None:
-        """Announces that the span is given up, and finishes what is in hand; at `until` the rest is handed back."""
+    async def _finish(self, peer: Peer, span: LoadedSpan, origin_s: float, until: float, reason: str) -> None:
+        """Announces that the span is given up, and finishes what is in hand; at `until` the rest is handed back.
+
+        origin_s: how long it waits for this origin's own microbatches. reason: completes "this peer is ...".
+        """
         try:
             async with asyncio.timeout(origin_s):
                 await asyncio.gather(self._announce_leaving(peer), span.finish_own(origin_s - 1.0))
         except TimeoutError:
             self.report(events.TaskFailed("leave", "what was in hand could not be ended in time"))
-        await span.hop.leave(max(0.1, until - loop_time()))
+        await span.hop.leave(max(0.1, until - loop_time()), reason)
 
     async def _announce_leaving(self, peer: Peer) -> None:
         """Says in the directory that this peer leaves its stages."""

@@ -162,10 +162,9 @@ def fitting(status: dict[str, Any]) -> bytes:
 
     When it is too long, the last peers are left out, and `peers_left_out` says how many.
     """
-    data = json.dumps(status).encode()
-    peers = list(status["peers"])
-    while len(data) > MAX_STATUS_BYTES and peers:
-        peers = peers[: len(peers) // 2]
-        status = status | {"peers": peers, "peers_left_out": len(status["peers"]) - len(peers)}
-        data = json.dumps(status).encode()
+    data, peers = json.dumps(status).encode(), status["peers"]
+    kept = len(peers)
+    while len(data) > MAX_STATUS_BYTES and kept:
+        kept //= 2
+        data = json.dumps(status | {"peers": peers[:kept], "peers_left_out": len(peers) - kept}).encode()
     return data

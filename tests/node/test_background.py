@@ -1,0 +1,40 @@
+"""Claims about background tasks."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agora_protocol.errors import LocalError
+
+from agora.node.background import BackgroundTasks
+
+
+def test_tasks_end_with_their_block_and_the_first_that_failed_is_named() -> None:
+    cancelled: list[str] = []
+
+    async def forever(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(name)
+
+    async def fails() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_raise())
+
+    async def _raise() -> None:
+        raise LocalError("no disk")
+
+    async def work() -> None:
+        async with BackgroundTasks() as tasks:
+            tasks.start("one", forever("one"))
+            tasks.start("two", forever("two"))
+            await asyncio.sleep(0)
+            assert tasks.first_ended() is None
+            tasks.start("three", fails())
+            await asyncio.wait(tasks.running, return_when=asyncio.FIRST_COMPLETED)
+            name, error = tasks.first_ended() or ("", None)
+            assert name == "three" and str(error) == "no disk"
+        assert cancelled == ["one", "two"]
+
+    asyncio.run(work())

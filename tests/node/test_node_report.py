@@ -1,0 +1,113 @@
+"""Claims about the report of a daemon and what is shown of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from agora_protocol.identity import Identity
+from agora_protocol.ids import Span
+from agora_protocol.records import Claim
+
+from agora.node.node_report import (
+    NodeReport,
+    SpanReport,
+    StageReport,
+    WindowedRate,
+    progress_record,
+    report_json,
+    service_status,
+    status_json,
+)
+from agora.node.systemd import Notifier
+from agora.node.watchdog import Watchdog
+from agora.observe import events
+from agora.observe.reporter import Counters
+from agora.swarm.health import Health
+from agora.swarm.status import RunFacts
+from agora.swarm.view import View, merge
+
+ME = Identity(bytes([1]) * 32).peer
+SPAN = SpanReport(
+    Span(0, 1),
+    (StageReport(0, 7, (3, 1), 0), StageReport(1, 8, (0, 2), 1)),
+    busy_fraction=0.51239,
+    in_hand=2,
+    queue=1,
+    path_s=0.2,
+    is_origin=True,
+    loss=3.5,
+    credit="8: twice what is on its way",
+)
+
+
+def report(**fields: object) -> NodeReport:
+    """A daemon that serves stages 0-1 of two."""
+    view = merge(View(), [Claim(ME, Span(0, 1), 5, (), "serving", 0.0)], 100.0, 20.0)
+    node = NodeReport(
+        peer=ME,
+        incarnation=5,
+        run=RunFacts("ab" * 32, "poems", 2),
+        state="serving",
+        step_of_start="",
+        is_paused=False,
+        link="",
+        health=Health("OK", "every stage steps"),
+        now_unix=101.0,
+        counters=Counters(steps={0: 7, 1: 8}, counted_tokens=640, stage_loss=3.25, last_sign_unix=100.0),
+        tokens_per_second=12.34,
+        view=view,
+        traffic=events.Traffic(1, 20, 30, 4, 5),
+        span=SPAN,
+    )
+    return dataclasses.replace(node, **fields)  # type: ignore[arg-type]
+
+
+def test_a_serving_daemon_answers_everything_that_is_counted_as_json() -> None:
+    answer = json.loads(json.dumps(report_json(report())))
+    assert answer["span"] == [0, 1] and answer["steps"] == {"0": 7, "1": 8}
+    assert answer["staleness"] == {"0": [3, 1], "1": [0, 2]} and answer["refused_nonfinite"] == 1
+    assert answer["bytes"] == {"boundary": 1, "sent": 20, "received": 30, "averaging": 4, "state": 5}
+    assert (answer["busy_fraction"], answer["tokens_per_second"], answer["in_hand"]) == (0.5124, 12.3, 2)
+    assert (answer["state"], answer["paused"], answer["link"]) == ("serving", False, None)
+
+
+def test_a_daemon_without_a_span_answers_what_it_has_and_publishes_no_progress() -> None:
+    node = report(span=None, state="joining")
+    assert report_json(node)["state"] == "joining" and "span" not in report_json(node)
+    assert progress_record(node) is None
+
+
+def test_progress_has_the_origins_loss_or_else_that_of_the_last_stage() -> None:
+    record = progress_record(report())
+    assert record is not None and (record.steps, record.loss, record.incarnation) == ((7, 8), 3.5, 5)
+    later = progress_record(report(span=dataclasses.replace(SPAN, is_origin=False, loss=None)))
+    assert later is not None and later.loss == 3.25
+
+
+def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:
+    status = status_json(report(is_paused=True, link="10mbit,50ms"))
+    (peer,) = status["peers"]
+    assert (peer["path"], peer["note"]) == ("self", "paused by its owner; link 10mbit,50ms")
+    assert status["name"] == "poems" and len(status["stages"]) == 2
+
+
+def test_systemds_line_has_health_work_steps_and_speed() -> None:
+    line = service_status(report(), "working on 2 microbatches")
+    assert line == "OK: working on 2 microbatches; stage 0 step 7, stage 1 step 8; 12 tokens/s"
+
+
+def test_a_rate_is_that_of_the_last_fifteen_seconds() -> None:
+    rate = WindowedRate()
+    assert rate.per_second == 0.0
+    for second in range(40):
+        rate.add(float(second), 100 * second if second < 20 else 2000 + 10 * (second - 20))
+    assert rate.per_second == 10.0
+
+
+def test_the_watchdog_reports_what_has_changed_and_nothing_twice() -> None:
+    seen: list[events.Event] = []
+    watchdog = Watchdog(report, seen.append, Notifier({}), began_unix=90.0)
+    for _ in range(2):
+        watchdog.report_traffic(report())
+    assert seen == [events.Traffic(1, 20, 30, 4, 5)]

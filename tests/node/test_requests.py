@@ -1,0 +1,159 @@
+"""Claims about what this peer answers to others: who may ask, what is refused without a span, what a repeat gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from agora_protocol.errors import AgoraError, Busy, NotAdmitted, Unsupported, WrongRun
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, microbatch_id
+from agora_protocol.limits import MAX_STATUS_BYTES
+from agora_protocol.manifest import SignedManifest, preset
+from agora_protocol.messages import (
+    GetManifest,
+    GetState,
+    GetStatus,
+    GossipSteps,
+    ManifestAnswer,
+    Message,
+    Ping,
+    Pong,
+    Process,
+    Processed,
+    StatusAnswer,
+)
+from agora_protocol.tensors import WireTensor
+
+from agora.calls import Reply
+from agora.clock import loop_time
+from agora.net.calls import IncomingCall
+from agora.node.requests import CountingCaller, RequestHandler, SentTensors, fitting
+from agora.pipeline.interfaces import HopAnswer
+from agora.pipeline.ledger import Work, WorkKey, WorkLedger
+
+ME, OTHER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
+SIGNED = SignedManifest.sign(preset("tiny"), ME)
+RUN = bytes.fromhex(SIGNED.run_id)
+GRADIENT = WireTensor("float32", (2,), memoryview(b"12345678"))
+
+
+class Peer:
+    """A request handler with a ledger, and nothing else of a daemon."""
+
+    def __init__(self, signed: SignedManifest = SIGNED) -> None:
+        self.sent = SentTensors()
+        self.ledger = WorkLedger(ME.peer, 4, lambda event: None)
+        self.requests = RequestHandler(signed, lambda: {"peers": []}, self.sent, self.ledger)
+
+    async def ask(self, message: Message, *, peer: PeerId = OTHER.peer, run: bytes | None = RUN) -> Message:
+        call = IncomingCall(peer, run, message, [], loop_time() + 10.0)
+        return (await self.requests.answer(call)).message
+
+    async def finish(self, request: Process, answer: HopAnswer) -> None:
+        """Does a microbatch's work, as the hop of a span does."""
+
+        async def work(_: Work) -> HopAnswer:
+            return answer
+
+        await self.ledger.run(WorkKey.of(request), request.stage, loop_time() + 10.0, lambda news: None, work)
+
+
+def process(number: int, stage: int = 1) -> Process:
+    return Process(microbatch_id(b"session0", number), OTHER.peer, stage, "train", 60_000)
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(work())
+
+
+def test_everybody_may_ask_for_status_and_manifest_and_only_peers_of_the_run_for_more() -> None:
+    async def work() -> None:
+        peer = Peer()
+        assert await peer.ask(GetManifest(), run=None) == ManifestAnswer(SIGNED.to_bytes())
+        assert await peer.ask(GetStatus(), run=None) == StatusAnswer(b'{"peers": []}')
+        assert await peer.ask(Ping(), run=None) == Pong()
+        refused: list[tuple[Message, bytes | None, type[AgoraError]]] = [
+            (process(1), None, NotAdmitted),
+            (GetState(0), None, NotAdmitted),
+            (process(1), bytes(32), WrongRun),
+            (GetStatus(), bytes(32), WrongRun),
+            (Pong(), RUN, Unsupported),
+        ]
+        for message, run_, error in refused:
+            with pytest.raises(error):
+                await peer.ask(message, run=run_)
+
+    run(work)
+
+
+def test_peers_that_a_manifest_does_not_list_may_fetch_state_and_not_train() -> None:
+    admission = {"mode": "listed", "peers": [ME.peer]}
+
+    signed = SignedManifest.sign(preset("tiny", admission=admission), ME)
+
+    async def work() -> None:
+        peer, own = Peer(signed), bytes.fromhex(signed.run_id)
+        with pytest.raises(NotAdmitted):
+            await peer.ask(process(1), run=own)
+        with pytest.raises(Busy):
+            await peer.ask(GetState(0), run=own)
+
+    run(work)
+
+
+def test_without_a_span_the_work_of_a_former_one_is_repeated_and_everything_else_is_busy() -> None:
+    async def work() -> None:
+        peer, done = Peer(), process(1)
+        answer = HopAnswer(Processed(3.0, 2, 1.0), [GRADIENT])
+        await peer.finish(done, answer)
+        assert await peer.ask(done) == answer.message
+        assert peer.sent.boundary_bytes == GRADIENT.nbytes
+        for message in (process(2), process(1, stage=0), GetState(0)):
+            with pytest.raises(Busy, match="still joining"):
+                await peer.ask(message)
+
+    run(work)
+
+
+def test_a_span_answers_its_kinds_of_requests_until_it_ends() -> None:
+    async def answer(call: IncomingCall) -> Reply:
+        return Reply(Pong(), [GRADIENT])
+
+    async def work() -> None:
+        peer = Peer()
+        with peer.requests.answering((GetState,), answer):
+            assert await peer.ask(GetState(0)) == Pong()
+            with pytest.raises(Busy):
+                await peer.ask(process(1))
+        assert (peer.sent.state_bytes, peer.sent.boundary_bytes) == (GRADIENT.nbytes, 0)
+        with pytest.raises(Busy):
+            await peer.ask(GetState(0))
+
+    run(work)
+
+
+def test_of_a_microbatch_that_is_sent_the_boundary_is_counted_and_the_tokens_are_not() -> None:
+    class Silent:
+        async def call(self, *args: object, **options: object) -> Reply:
+            return Reply(Pong())
+
+    async def work() -> None:
+        sent = SentTensors()
+        caller = CountingCaller(Silent(), sent)
+        await caller.call(OTHER.peer, process(1), [GRADIENT, GRADIENT], deadline=0.0)
+        await caller.call(OTHER.peer, GossipSteps(0, ()), deadline=0.0)
+        assert sent == SentTensors(boundary_bytes=GRADIENT.nbytes)
+
+    run(work)
+
+
+def test_a_status_of_very_many_peers_is_cut_to_what_a_message_holds() -> None:
+    status = {"peers": [{"peer": f"{number:052d}"} for number in range(100_000)]}
+    data = fitting(status)
+    shown = json.loads(data)
+    assert len(data) <= MAX_STATUS_BYTES
+    assert len(shown["peers"]) + shown["peers_left_out"] == 100_000 and shown["peers"]
