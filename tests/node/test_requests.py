@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from agora_protocol.errors import AgoraError, Busy, NotAdmitted, Unsupported, WrongRun
+from agora_protocol.errors import AgoraError, Busy, NotAdmitted, ProtocolError, Unsupported, WrongRun
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, microbatch_id
 from agora_protocol.limits import MAX_STATUS_BYTES
@@ -30,10 +30,11 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.clock import loop_time
-from agora.net.calls import IncomingCall
-from agora.node.requests import CountingCaller, RequestHandler, SentTensors, fitting
+from agora.net.incoming import IncomingCall
+from agora.node.requests import RequestHandler, SentTensors, fitting
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.ledger import Work, WorkKey, WorkLedger
+from agora.swarm.conduct import Offence
 
 ME, OTHER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
 SIGNED = SignedManifest.sign(preset("tiny"), ME)
@@ -45,9 +46,12 @@ class Peer:
     """A request handler with a ledger, and nothing else of a daemon."""
 
     def __init__(self, signed: SignedManifest = SIGNED) -> None:
-        self.sent = SentTensors()
+        self.offences: list[tuple[PeerId, Offence]] = []
         self.ledger = WorkLedger(ME.peer, 4, lambda event: None)
-        self.requests = RequestHandler(signed, lambda: {"peers": []}, self.sent, self.ledger)
+        self.requests = RequestHandler(signed, lambda: {"peers": []}, self.report_offence, self.ledger)
+
+    def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
+        self.offences.append((peer, offence))
 
     async def ask(self, message: Message, *, peer: PeerId = OTHER.peer, run: bytes | None = RUN) -> Message:
         call = IncomingCall(peer, run, message, [], loop_time() + 10.0)
@@ -111,7 +115,6 @@ def test_without_a_span_the_work_of_a_former_one_is_repeated_and_everything_else
         answer = HopAnswer(Processed(3.0, 2, 1.0), [GRADIENT])
         await peer.finish(done, answer)
         assert await peer.ask(done) == answer.message
-        assert peer.sent.boundary_bytes == GRADIENT.nbytes
         for message in (process(2), process(1, stage=0), GetState(0)):
             with pytest.raises(Busy, match="still joining"):
                 await peer.ask(message)
@@ -129,26 +132,33 @@ def test_a_span_answers_its_kinds_of_requests_until_it_ends() -> None:
             assert await peer.ask(GetState(0)) == Pong()
             with pytest.raises(Busy):
                 await peer.ask(process(1))
-        assert (peer.sent.state_bytes, peer.sent.boundary_bytes) == (GRADIENT.nbytes, 0)
         with pytest.raises(Busy):
             await peer.ask(GetState(0))
 
     run(work)
 
 
-def test_of_a_microbatch_that_is_sent_the_boundary_is_counted_and_the_tokens_are_not() -> None:
-    class Silent:
-        async def call(self, *args: object, **options: object) -> Reply:
-            return Reply(Pong())
+def test_a_malformed_request_for_state_is_an_offence_and_a_malformed_microbatch_may_be_anothers_fault() -> None:
+    async def refuse(call: IncomingCall) -> Reply:
+        raise ProtocolError("bad-message", "no such chunk")
 
     async def work() -> None:
-        sent = SentTensors()
-        caller = CountingCaller(Silent(), sent)
-        await caller.call(OTHER.peer, process(1), [GRADIENT, GRADIENT], deadline=0.0)
-        await caller.call(OTHER.peer, GossipSteps(0, ()), deadline=0.0)
-        assert sent == SentTensors(boundary_bytes=GRADIENT.nbytes)
+        peer = Peer()
+        with peer.requests.answering((GetState, Process), refuse):
+            for message in (process(1), GetState(0)):
+                with pytest.raises(ProtocolError):
+                    await peer.ask(message)
+        assert peer.offences == [(OTHER.peer, Offence.BAD_REQUEST)]
 
     run(work)
+
+
+def test_of_a_microbatch_that_is_sent_the_boundary_is_counted_and_the_tokens_are_not() -> None:
+    sent = SentTensors()
+    sent.add(process(1), [GRADIENT, GRADIENT])
+    sent.add(GetState(0), [GRADIENT, GRADIENT])
+    sent.add(GossipSteps(0, ()), [])
+    assert sent == SentTensors(boundary_bytes=GRADIENT.nbytes, state_bytes=2 * GRADIENT.nbytes)
 
 
 def test_a_status_of_very_many_peers_is_cut_to_what_a_message_holds() -> None:
