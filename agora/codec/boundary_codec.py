@@ -2,23 +2,27 @@
 
 Activations are rounded to the nearest level. Gradients are rounded with a dither that sender and receiver both derive
 from the seed, the microbatch and the stage: rounded to nearest, small gradients would vanish in every microbatch alike,
-and their sum too. Knows: directions, shapes, the run's seed. Must not know: models, peers, streams.
+and their sum too. All tokens of a microbatch share the columns that are sent, so that the columns' numbers cost almost
+nothing. Knows: directions, shapes, the run's seed. Must not know: models, peers, streams.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from agora_protocol.codec_names import Direction, DirectionCodec, Shape, parse_codec
+from agora_protocol.codec_names import COLUMN_BYTES, Direction, DirectionCodec, Shape, parse_codec
 from agora_protocol.errors import ProtocolError
 from agora_protocol.tensors import WireTensor
+from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.codec.column_selection import pack_columns, strongest_columns, unpack_columns
 from agora.codec.quantisation import check_scales, dequantise, quantise
 from agora.codec.rotation import rotate_blocks
 from agora.codec.seeded_random import random_bytes
 from agora.codec.uncompressed import CPU, decode_uncompressed, encode_uncompressed
+
+COLUMN: np.dtype[np.uint16] = np.dtype("<u2")
+"""The dtype of a column's number on the wire."""
 
 
 def gradient_dither_key(microbatch: bytes, stage: int) -> str:
@@ -121,3 +125,30 @@ class BoundaryCodec:
                 "bad-tensor",
                 f"The tensor is {wire.dtype} {wire.shape}; {name} makes {expected[0]} {expected[1]} of {shape}.",
             )
+
+
+def strongest_columns(tensor: Tensor, count: int) -> Tensor:
+    """Returns the `count` columns of [b, s, k] with the largest sums of squares, int64 [count], ascending.
+
+    A decoded boundary has zeros in every column that was not sent, so its strongest columns are those that were sent.
+    """
+    energies = tensor.detach().to(torch.float32).flatten(0, 1).square().sum(dim=0)
+    return energies.topk(count).indices.sort().values
+
+
+def pack_columns(columns: Tensor, values: memoryview) -> NDArray[np.uint8]:
+    """Returns the columns' numbers, COLUMN_BYTES each, followed by the bytes of their values."""
+    numbers = columns.to("cpu").numpy().astype(COLUMN).view(np.uint8)
+    return np.concatenate((numbers, np.frombuffer(values, np.uint8)))
+
+
+def unpack_columns(data: memoryview, count: int, k: int) -> tuple[Tensor, memoryview]:
+    """Returns what `pack_columns` was given: the columns, int64 [count], and the bytes of their values.
+
+    Raises ProtocolError "bad-tensor" for numbers that do not ascend, or are not below `k`.
+    """
+    split = COLUMN_BYTES * count
+    columns = np.frombuffer(data[:split], COLUMN).astype(np.int64)
+    if columns[-1] >= k or (np.diff(columns) <= 0).any():
+        raise ProtocolError("bad-tensor", f"The column numbers do not ascend, or reach {k}, the boundary's width.")
+    return torch.from_numpy(columns), data[split:]

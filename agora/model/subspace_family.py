@@ -61,10 +61,17 @@ class SubspaceFamily(Family):
         return [self._exported(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
 
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
-        """Returns config.json of a Llama, and generation_config.json."""
+        """Returns config.json of a Llama, and generation_config.json: sampling until a document ends."""
         return {
             "config.json": _llama_config(self._model, dtype, end_of_text),
-            "generation_config.json": _generation_config(end_of_text),
+            "generation_config.json": {
+                "do_sample": True,
+                "temperature": 0.8,
+                "top_p": 0.95,
+                "bos_token_id": None,
+                "eos_token_id": end_of_text,
+                "pad_token_id": end_of_text,
+            },
         }
 
     def describe(self) -> ModelDescription:
@@ -144,16 +151,4 @@ def _llama_config(model: SubspaceSection, dtype: str, end_of_text: int | None) -
         "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,
-    }
-
-
-def _generation_config(end_of_text: int | None) -> dict[str, Any]:
-    """Returns generation_config.json: sampling; the end of a document ends the text and pads."""
-    return {
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_p": 0.95,
-        "bos_token_id": None,
-        "eos_token_id": end_of_text,
-        "pad_token_id": end_of_text,
     }
