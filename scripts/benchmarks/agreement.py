@@ -44,7 +44,7 @@ RATIOS: Mapping[str, tuple[Setting, str, str]] = {
 
 
 def run(quick: bool, folder: Path) -> Report:
-    """The whole comparison. Raises BenchFailed when a part of it cannot be had."""
+    """Runs the whole comparison. Raises BenchFailed when a part of it fails."""
     effort = QUICK if quick else FULL
     report = Report("agreement", "Agreement: the loss of replicas that average slices", describe())
     found = train_all(effort, folder)
@@ -58,7 +58,7 @@ def run(quick: bool, folder: Path) -> Report:
 
 
 def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
-    """What every setting found, a seed after the other; the children train side by side, a thread each."""
+    """Trains every setting with every seed in child processes of one thread each; returns the answers by setting."""
     manifest = effort.manifest()
     prepare_corpus(folder, manifest)
     told = spec(manifest, folder, 1, steps=effort.steps, heldout=effort.heldout_batches)
@@ -77,12 +77,12 @@ def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
 
 
 def losses(found: Sequence[Found]) -> list[float]:
-    """The held-out loss of a replica, the mean over the replicas, by seed."""
+    """Returns the mean held-out loss over the replicas, for each seed."""
     return [answer["loss_of_replica"] for answer in found]
 
 
 def row(setting: Setting, found: Mapping[Setting, Sequence[Found]]) -> dict[str, Cell]:
-    """One line of the table; percentages are of the synchronous loss of the same seed."""
+    """Returns one line of the table; percentages are of the synchronous loss of the same seed."""
     these, synchronous = found[setting], losses(found[SYNCHRONOUS])
     lost = [100 * (ours / theirs - 1) for ours, theirs in zip(losses(these), synchronous, strict=False)]
     by_mean = [100 * (own["loss_of_mean"] / theirs - 1) for own, theirs in zip(these, synchronous, strict=False)]
@@ -100,7 +100,7 @@ def row(setting: Setting, found: Mapping[Setting, Sequence[Found]]) -> dict[str,
 
 
 def notes(effort: Effort) -> list[str]:
-    """What makes the comparison fair, in the words of the published page."""
+    """Returns what makes the comparison fair, for the published page."""
     model, schedule = effort.manifest().model, effort.manifest().schedule
     own = schedule.microbatch * model.context
     cover = DEFAULTS.every / DEFAULTS.fraction

@@ -65,39 +65,39 @@ class Replica:
         self.trainer.stage(0).policy = StepPolicy(self.tokens, exact_steps=EVERY_STEP)
 
     def draw(self, step: int) -> Tensor:
-        """This replica's samples of a step, token ids [b, s + 1]."""
+        """Returns this replica's samples of a step, token ids [b, s + 1]."""
         first = step * self._sequences
         ids = [sample_id(self._name, counter) for counter in range(first, first + self._sequences)]
         return torch.from_numpy(self._sampler.batch(ids)).long()
 
     def learn(self, step: int, tokens: Tensor) -> None:
-        """Adds the gradient of token ids [b, s + 1], and takes the step unless its steps are held."""
+        """Adds the gradient of token ids [b, s + 1], and takes the step unless all step together."""
         self.trainer.finish(_microbatch(step), 0, _inputs(tokens), tokens, train=True)
         self.trainer.take_due_steps()
 
     def loss(self, heldout: Sequence[Tensor]) -> float:
-        """Mean loss per token of batches [b, s + 1], in nats."""
+        """Returns the mean loss per token of batches [b, s + 1], in nats."""
         sums = [self.trainer.finish(_microbatch(0), 0, _inputs(tokens), tokens, train=False)[:2] for tokens in heldout]
         return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
 
 
 class Agreement(Protocol):
-    """How replicas agree; asked after every step of all."""
+    """A way for replicas to agree; called after every step of all replicas."""
 
     @property
     def bytes_each(self) -> float:
-        """What each replica has put in so far."""
+        """Bytes that each replica has sent so far."""
 
     @property
     def rounds(self) -> int:
-        """How often they have agreed."""
+        """Number of rounds so far."""
 
     def after(self, step: int) -> None:
-        """All replicas have taken (or in synchronous runs seen) `step` steps."""
+        """Lets the replicas agree after all have taken `step` steps, or computed its gradients."""
 
 
 class NoAgreement:
-    """Every replica for itself."""
+    """No agreement: every replica trains alone."""
 
     bytes_each, rounds = 0.0, 0
 
@@ -106,7 +106,7 @@ class NoAgreement:
 
 
 class Exact:
-    """Steps along the mean gradient of all, which travels as `wire`."""
+    """Every step is along the mean gradient of all replicas, which travels in the dtype `wire`."""
 
     def __init__(self, replicas: Sequence[Replica], wire: WireName) -> None:
         self.bytes_each, self.rounds = 0.0, 0
@@ -116,7 +116,7 @@ class Exact:
             replica.step_together()
 
     def end(self) -> None:
-        """From now on every replica takes its own steps."""
+        """Lets every replica take its own steps from now on."""
         for replica in self._replicas:
             replica.step_alone()
 
@@ -156,7 +156,7 @@ def exchange(
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A round under way: what was taken, and what each replica adds when it `lands`."""
+    """A round under way: the snapshots, and what each replica adds at step `lands`."""
 
     lands: int
     blocks: Blocks
@@ -165,7 +165,7 @@ class Flight:
 
 
 class Averaging:
-    """Slices of weights every so many steps."""
+    """Replicas average a slice of their weights every so many steps."""
 
     def __init__(self, setting: Setting, replicas: Sequence[Replica], seed: int) -> None:
         self.bytes_each, self.rounds = 0.0, 0
@@ -201,7 +201,7 @@ class Averaging:
 
 
 class ExactAtFirst:
-    """Exact for some steps, another way from there on."""
+    """Replicas step along their mean gradient for some steps, and agree in another way after them."""
 
     def __init__(self, steps: int, first: Exact, later: Agreement) -> None:
         self._steps, self._first, self._later = steps, first, later
@@ -227,7 +227,7 @@ class ExactAtFirst:
 
 
 def train(manifest: Manifest, sampler: Sampler, setting: Setting, steps: int, heldout: int) -> dict[str, float]:
-    """Trains REPLICAS replicas for `steps`; losses over `heldout` batches, how far apart they are, what it cost."""
+    """Trains REPLICAS replicas; returns losses over `heldout` batches, their distance, bytes and rounds."""
     replicas = [Replica(manifest, sampler, f"replica {number}") for number in range(REPLICAS)]
     agreement = agree(setting, replicas, manifest.seed)
     for step in range(steps):
@@ -240,7 +240,7 @@ def train(manifest: Manifest, sampler: Sampler, setting: Setting, steps: int, he
 
 
 def judge(replicas: Sequence[Replica], heldout: Sequence[Tensor]) -> dict[str, float]:
-    """Losses of the replicas and of their mean; their root mean square distance to it, as a share of its own.
+    """Returns the losses of the replicas and of their mean, and their root mean square distance / that of the mean.
 
     The first replica holds the mean afterwards.
     """
@@ -253,7 +253,7 @@ def judge(replicas: Sequence[Replica], heldout: Sequence[Tensor]) -> dict[str, f
 
 
 def agree(setting: Setting, replicas: Sequence[Replica], seed: int) -> Agreement:
-    """The way that a setting names."""
+    """Returns the way to agree that a setting names."""
     if setting.scheme == "synchronous":
         return Exact(replicas, "float32")
     later: Agreement = NoAgreement() if setting.scheme == "none" else Averaging(setting, replicas, seed)
@@ -273,7 +273,7 @@ def serve(spec: dict[str, Any], channel: Channel) -> None:
 
 
 def _inputs(tokens: Tensor) -> Tensor:
-    """What enters stage 0 of token ids [b, s + 1]: all but the last, [b, s]."""
+    """Returns the inputs of token ids [b, s + 1]: all but the last, [b, s]."""
     return tokens[:, :-1].contiguous()
 
 

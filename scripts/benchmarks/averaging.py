@@ -49,7 +49,7 @@ FULL = Effort(turns=15, windows=7, window_s=32.0)
 
 
 def run(quick: bool, folder: Path) -> Report:
-    """The whole comparison. Raises BenchFailed when a part of it cannot be measured."""
+    """Runs the whole comparison. Raises BenchFailed when a part of it cannot be measured."""
     effort = QUICK if quick else FULL
     report = Report("averaging", "Averaging: a round beside hivemind's, and what it costs training", describe())
     found: dict[str, list[Round]] = {}
@@ -66,7 +66,7 @@ def run(quick: bool, folder: Path) -> Report:
 
 
 def groups_of(size: int, nursery: Nursery) -> list[Group]:
-    """The groups that take turns; at COMPARED members also ours in hivemind's precision."""
+    """Returns the groups that take turns; with COMPARED members, ours in hivemind's precision is one of them."""
     groups: list[Group] = [OurGroup(size, nursery), HivemindGroup(size, nursery)]
     if size == COMPARED:
         groups.append(OurGroup(size, nursery, SAME_PRECISION))
@@ -74,7 +74,7 @@ def groups_of(size: int, nursery: Nursery) -> list[Group]:
 
 
 def rounds_of(groups: Sequence[Group], turns: int) -> dict[str, list[Round]]:
-    """The rounds of every group."""
+    """Starts all groups, lets them take turns, and returns the rounds by group."""
     for group in groups:
         tell(f"starting {group.name}")
         with contextlib.suppress(Incomplete):  # of the round that nobody counts
@@ -88,7 +88,7 @@ def rounds_of(groups: Sequence[Group], turns: int) -> dict[str, list[Round]]:
 
 
 def whole_round(group: Group) -> Round:
-    """The next round that leaves everybody with the mean, and how many before it did not."""
+    """Returns the next round after which every member holds the mean, and counts those before it that failed to."""
     for incomplete in range(TRIES):
         try:
             return replace(group.round(), incomplete=incomplete)
@@ -99,7 +99,7 @@ def whole_round(group: Group) -> Round:
 
 
 def round_row(name: str, rounds: Sequence[Round]) -> dict[str, Cell]:
-    """One line of the table for a group's rounds."""
+    """Returns one line of the table for a group's rounds."""
     seconds = [done.seconds for done in rounds]
     return {
         "name": name,
@@ -117,7 +117,7 @@ def round_row(name: str, rounds: Sequence[Round]) -> dict[str, Cell]:
 
 
 def round_ratios(found: Mapping[str, Sequence[Round]]) -> dict[str, Ratio]:
-    """The ratios of seconds and of bytes, by their fixed names."""
+    """Returns the ratios of seconds and of bytes, by their fixed names."""
 
     def seconds(name: str) -> list[float]:
         return [done.seconds for done in found[name]]
@@ -133,7 +133,7 @@ def round_ratios(found: Mapping[str, Sequence[Round]]) -> dict[str, Ratio]:
 
 
 def notes(effort: Effort) -> list[str]:
-    """What makes the comparison fair, in the words of the published page."""
+    """Returns what makes the comparison fair, for the published page."""
     return [
         f"A round: every member has {NUMEL / 1e6:.0f} M float32 values of its own, and ends with their mean. Each is a "
         "process with its own libp2p host on loopback, numeric libraries at one thread; a round lasts from the first "

@@ -58,15 +58,15 @@ class Group(ABC):
 
     @property
     def name(self) -> str:
-        """As the rows have it."""
+        """The name in the table: side, number of members, and the dtype where it is not the default."""
         return " ".join([self.side, str(self.size), *([self.wire] if self.wire else [])])
 
     @abstractmethod
     def start(self) -> None:
-        """Starts all members, makes them acquainted, and runs one round that nobody counts."""
+        """Starts all members, connects them, and runs one round that is not measured."""
 
     def round(self) -> Round:
-        """One round of all. Raises Incomplete when a member does not hold the mean, BenchFailed after ROUND_S."""
+        """Runs one round. Raises Incomplete when a member does not hold the mean, BenchFailed after ROUND_S."""
         begun, watch = loopback_bytes(), Watch(member.pid for member in self._members)
         self._rounds += 1
         for member in self._members:
@@ -80,7 +80,7 @@ class Group(ABC):
         return Round(_seconds(answers), sent / 1e6 / self.size, cpu_s, others, error)
 
     def start_again(self) -> None:
-        """Ends all members and starts others: who came out of step in a round that failed may stay so."""
+        """Ends all members and starts others, since a member that lost step in a failed round may not find it again."""
         end_children(self._members)
         self._members.clear()
         with contextlib.suppress(Incomplete):  # of the round that nobody counts

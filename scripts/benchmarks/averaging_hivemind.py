@@ -48,7 +48,7 @@ def serve(spec: dict[str, Any], channel: Channel) -> None:
 
 
 def _step(averager: DecentralizedAverager) -> bool:
-    """One round, matchmaking included; whether it came to an end. By default it need not when a peer dies."""
+    """Runs one round with its matchmaking, and returns whether it ended; when a peer dies it may never end."""
     step = averager.step(timeout=ROUND_S, wait=False)
     try:
         return step.result(ROUND_S) is not None

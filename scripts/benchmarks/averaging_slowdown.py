@@ -28,7 +28,7 @@ ON, EXACT, OFF = "swarm_averaging", "swarm_exact", "swarm_never"
 
 @dataclass(slots=True)
 class Slowdown:
-    """What was found: rows, the ratio of the contract, and how to read it."""
+    """The measured slowdown: rows, the ratio, and notes for the page."""
 
     ratio: Ratio
     rows: list[dict[str, Cell]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Slowdown:
 
 
 class AveragingSwarm(SwarmContender):
-    """A swarm that keeps what its rounds did over all its windows."""
+    """A swarm that remembers the participation in its rounds over all windows."""
 
     def __init__(self, name: str, manifest: Manifest, nursery: Nursery, folder: Path) -> None:
         super().__init__(manifest, nursery, folder, name, REPLICAS)
@@ -51,7 +51,7 @@ class AveragingSwarm(SwarmContender):
 
 
 def measure_slowdown(folder: Path, windows: int, window_s: float) -> Slowdown:
-    """All three in turning order, at rest while another is measured."""
+    """Measures the three swarms in turns; the others rest meanwhile."""
     manifest = training_manifest()
     prepare_corpus(folder, manifest)
     kinds = {ON: {"exact_steps": 0}, EXACT: {"exact_steps": NEVER}, OFF: {"exact_steps": 0, "every": NEVER}}
@@ -63,13 +63,13 @@ def measure_slowdown(folder: Path, windows: int, window_s: float) -> Slowdown:
 
 
 def training_manifest() -> Manifest:
-    """The pipeline benchmark's model in STAGES stages, small steps, averaging by the manifest's defaults."""
+    """Returns the manifest: the pipeline benchmark's model in STAGES stages, small steps, averaging by the defaults."""
     manifest = manifest_for(STAGES)
     return manifest.replaced(optimizer={"target_tokens": MICROBATCHES * manifest.tokens_per_microbatch})
 
 
 def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: Manifest) -> Slowdown:
-    """Rows and ratio; the ratio is not a number where the swarm that should average did not."""
+    """Returns rows, ratio and notes; the ratio is NaN when the swarm that should average had no round."""
     averaging = swarms[0]
     lost = 1.0 - paired_ratio(found[ON].rates, found[OFF].rates) if averaging.done else float("nan")
     slowdown = Slowdown(Ratio(lost, "< 0.03", "share of tokens/s that training loses to averaging"))

@@ -29,7 +29,7 @@ class Holding:
         self._offset, self._true = offset, true_mean
 
     def put(self, into: Tensor) -> None:
-        """The values before a round."""
+        """Writes the member's values before a round into a tensor."""
         torch.add(self._common, SPREAD * self._offset, out=into)
 
     def found(self, values: Tensor) -> dict[str, float]:

@@ -63,7 +63,7 @@ class Child:
             raise self._failed("ended before it was told what to do") from broken
 
     def hear(self, timeout_s: float) -> dict[str, Any]:
-        """The child's next answer. Raises BenchFailed when it ends first, or takes longer than `timeout_s`."""
+        """Returns the child's next answer. Raises BenchFailed when it ends first, or takes longer than `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._left:
             self._left += self._read_some(deadline, timeout_s)
@@ -77,7 +77,7 @@ class Child:
         return answer
 
     def ask(self, order: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
-        """`tell` and `hear`."""
+        """Sends one order and returns its answer, as `tell` and `hear` do."""
         self.tell(order)
         return self.hear(timeout_s)
 
@@ -109,7 +109,7 @@ class Child:
 def deal(
     children: Sequence[Child], orders: Iterable[tuple[Name, Mapping[str, object]]], timeout_s: float
 ) -> Iterator[tuple[Name, dict[str, Any]]]:
-    """Gives each child an order, and the next one when it has answered; (the order's name, its answer) as they come.
+    """Gives each free child the next order, and yields (name of the order, answer) as the answers come.
 
     `orders` is read no further than there are free children. Raises BenchFailed like `Child.hear`.
     """
@@ -128,7 +128,7 @@ def deal(
 
 
 def _first_to_answer(children: Sequence[Child], timeout_s: float) -> Child:
-    """One that has said something by now; when none does in time, the first, from which `hear` is then in vain."""
+    """Returns a child that has answered; the first one when none does in time, so that `hear` raises for it."""
     with selectors.DefaultSelector() as selector:
         for child in children:
             assert child.process.stdout is not None
@@ -159,7 +159,7 @@ def end_children(children: Sequence[Child]) -> None:
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log, indented."""
+    """Returns the last lines of a log, indented."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -192,7 +192,7 @@ class Nursery:
         return child
 
     def adopt(self, dismiss: Callable[[], object], end: Callable[[], object]) -> None:
-        """For processes started in another way: `dismiss` tells them to end without waiting, `end` makes sure."""
+        """Adds processes started elsewhere. dismiss: asks them to end, without waiting. end: makes sure of it."""
         self._adopted.append((dismiss, end))
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class Nursery:
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Environment that bounds the threads of OpenMP and MKL."""
+    """Returns the environment that limits the threads of OpenMP and MKL."""
     count = str(threads)
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
 

@@ -38,7 +38,7 @@ class Samples:
 
 
 def unchanged(tensor: Tensor, direction: Direction, microbatch: MicrobatchId, stage: int) -> Tensor:
-    """A crossing that changes nothing."""
+    """Returns the tensor as it is: a crossing that changes nothing."""
     return tensor
 
 
@@ -52,7 +52,7 @@ class Stages:
         self._stages = [_trainer(manifest, number) for number in range(manifest.stage_count)]
 
     def learn(self, step: int, into: Samples | None = None) -> None:
-        """One step; `into` keeps what crossed, before it was changed."""
+        """Takes one training step; `into` collects what crosses, before the crossing changes it."""
         size = self._manifest.schedule.microbatch
         ids = [sample_id(ORIGIN, counter) for counter in range(step * size, (step + 1) * size)]
         tokens = torch.from_numpy(self._sampler.batch(ids)).long()
@@ -87,7 +87,7 @@ class Stages:
 
 
 def boundary_samples(manifest: Manifest, steps: int, keep: int, folder: Path) -> Samples:
-    """What crosses in the last `keep` of `steps` steps of a run with exact boundaries."""
+    """Trains `steps` steps with exact boundaries and returns what crossed in the last `keep` of them."""
     stages, found = Stages(manifest, folder), Samples()
     for step in range(steps):
         stages.learn(step, found if step >= steps - keep else None)

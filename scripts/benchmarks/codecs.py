@@ -38,7 +38,7 @@ class Size:
 
 
 def run(quick: bool, folder: Path) -> Report:
-    """One thread throughout."""
+    """Measures all codecs on one thread."""
     size = Size(60, 4, 5) if quick else Size(300, 8, 15)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -94,7 +94,7 @@ def _row(name: str, samples: Samples, size: Size) -> dict[str, Cell]:
 
 
 def crossing(codec: BoundaryCodec) -> Crossing:
-    """What arrives of what crosses by `codec`, its dither and its columns as in a daemon."""
+    """Returns the crossing of a codec: its encoding and decoding, with dither and columns as in a daemon."""
     entries: dict[tuple[MicrobatchId, int], Tensor] = {}
 
     def cross(tensor: Tensor, direction: Direction, microbatch: MicrobatchId, stage: int) -> Tensor:
@@ -124,7 +124,7 @@ def _relative(found: Tensor, true: Tensor) -> float:
 
 
 def _error_of_mean(draw: Callable[[int], Tensor], true: Tensor) -> float:
-    """Relative error of the mean of DRAWS draws: what no sum over microbatches takes away."""
+    """Returns the relative error of the mean of DRAWS draws: the bias, which no sum over microbatches removes."""
     total = torch.zeros_like(true)
     for number in range(DRAWS):
         total += draw(number)
@@ -132,7 +132,7 @@ def _error_of_mean(draw: Callable[[int], Tensor], true: Tensor) -> float:
 
 
 def _gigabytes_per_s(values: Tensor, work: Callable[[], object], repeats: int) -> float:
-    """float32 bytes per second of processor time: what else runs on the machine does not count."""
+    """Returns gigabytes of float32 per second of processor time, so that other programs do not count."""
     taken = []
     for _ in range(repeats + 1):
         begin = time.process_time()

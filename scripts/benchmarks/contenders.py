@@ -32,7 +32,7 @@ class Contender(Protocol):
         ...
 
     def groups(self) -> list[int]:
-        """The process groups to freeze while others are measured."""
+        """Returns the process groups to freeze while others are measured."""
         ...
 
     def measure(self, seconds: float) -> Window:
@@ -156,7 +156,7 @@ class HivemindMoe:
 
 
 def start_moe_stage(nursery: Nursery, told: Mapping[str, Any], threads: int) -> tuple[Child, list[str]]:
-    """A "moe-stage" child that serves, and its addresses. Raises BenchFailed when MOE_ATTEMPTS did not start."""
+    """Starts a "moe-stage" child; returns it and its addresses. Raises BenchFailed when MOE_ATTEMPTS fail to start."""
     for _ in range(MOE_ATTEMPTS):
         child = nursery.start(f"moe-{told['stage']}", "moe-stage", told, threads)
         answer = child.hear(START_S)
@@ -174,7 +174,7 @@ class Lockstep:
         self._step_s = 1.0
 
     def groups(self) -> list[int]:
-        """Their process groups."""
+        """Returns the process groups of the children."""
         return [child.pid for child in self._children]
 
     def warm_up(self) -> None:
@@ -185,11 +185,11 @@ class Lockstep:
         self.take(1)
 
     def measure(self, seconds: float) -> Window:
-        """As many whole steps as fill `seconds` best."""
+        """Takes the number of whole steps that fills `seconds` best."""
         return self.take(max(1, round(seconds / self._step_s)))
 
     def take(self, steps: int) -> Window:
-        """`steps` steps; the time is that of the slowest child."""
+        """Takes `steps` steps; the time is that of the slowest child."""
         for child in self._children:
             child.tell({"steps": steps})
         answers = [child.hear(PATIENCE_S) for child in self._children]

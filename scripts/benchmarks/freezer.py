@@ -34,7 +34,7 @@ class Freezer:
 
     @property
     def guardian_pid(self) -> int:
-        """The process that outlives us."""
+        """The process that kills the frozen groups if this process dies."""
         return self._guardian.pid
 
     def freeze(self, groups: Iterable[int]) -> None:
@@ -45,7 +45,7 @@ class Freezer:
             _signal(group, signal.SIGSTOP)
 
     def thaw(self, groups: Iterable[int]) -> None:
-        """Lets them go on."""
+        """Lets every process of these groups continue."""
         for group in groups:
             self._frozen.discard(group)
             _signal(group, signal.SIGCONT)

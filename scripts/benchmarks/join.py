@@ -37,7 +37,7 @@ class Joined:
 
 
 def manifest() -> Manifest:
-    """Two stages of some 26 M parameters each, 100 MB; steps of few tokens, so that rounds come within seconds."""
+    """Returns a manifest of two stages of 26 M parameters each; steps are small, so that rounds come in seconds."""
     model = {"width": 1024, "layers": 4, "heads": 8, "key_value_heads": 4, "feed_forward": 3072, "context": 32}
     values = {
         "name": "join",

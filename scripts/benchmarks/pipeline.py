@@ -44,7 +44,7 @@ FULL = Effort(rounds=7, window_s=15.0, stream_repeats=15)
 
 
 def run(quick: bool, folder: Path) -> Report:
-    """The whole comparison. Raises BenchFailed when a part of it cannot be measured."""
+    """Runs the whole comparison. Raises BenchFailed when a part of it cannot be measured."""
     effort = QUICK if quick else FULL
     report = Report("pipeline", "Pipeline: a local swarm beside other ways to train the same model", describe())
     prepare_corpus(folder)
@@ -70,7 +70,7 @@ def run(quick: bool, folder: Path) -> Report:
 
 
 def training_ratios(found: Mapping[str, Readings]) -> dict[str, Ratio]:
-    """The four ratios of tokens per second, by their fixed names."""
+    """Returns the four ratios of tokens per second, by their fixed names."""
     return {
         name: Ratio(paired_ratio(found[ours].rates, found[theirs].rates), target, meaning)
         for name, (ours, theirs, target, meaning) in RATIOS.items()
@@ -78,7 +78,7 @@ def training_ratios(found: Mapping[str, Readings]) -> dict[str, Ratio]:
 
 
 def notes(effort: Effort) -> list[str]:
-    """What makes the comparison fair, in the words of the published page."""
+    """Returns what makes the comparison fair, for the published page."""
     manifest = manifest_for(1)
     model = manifest.model
     cores = usable_cores()

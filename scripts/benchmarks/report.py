@@ -37,7 +37,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The one JSON object of `--json` (COMMANDS: schema 1); a number that could not be had is null."""
+        """Returns the one JSON object of `--json`; a number that is not finite is null."""
         return {
             "schema": 1,
             "bench": self.bench,
@@ -49,7 +49,7 @@ class Report:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of round-by-round ratios: what drifts slowly on the machine hits both sides of a pair alike.
+    """Returns the median of ours[i] / theirs[i], so that slow drift of the machine hits both sides alike.
 
     `ours[i]` and `theirs[i]` were measured in the same round. NaN when nothing was measured.
     """
@@ -58,12 +58,12 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def columns(rows: Sequence[Mapping[str, Cell]]) -> list[str]:
-    """Every key of the rows, in the order in which they first appear."""
+    """Returns every key of the rows, in the order in which they first appear."""
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def show(value: Cell) -> str:
-    """A cell for people: three significant figures below a thousand, none behind the point above, "-" for nothing."""
+    """Returns a cell as text: three significant figures below a thousand, whole numbers above, "-" for no value."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "-"
     if not isinstance(value, float):
@@ -74,7 +74,7 @@ def show(value: Cell) -> str:
 
 
 def print_tables(report: Report, out: TextIO) -> None:
-    """The rows and the ratios as tables; without colour and wrapping where `out` is no terminal."""
+    """Prints rows and ratios as tables, without colour and wrapping where `out` is no terminal."""
     from rich.console import Console
 
     console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
@@ -86,7 +86,7 @@ def print_tables(report: Report, out: TextIO) -> None:
 
 
 def section(report: Report, command: str, date: str) -> str:
-    """The benchmark's part of docs/benchmarks.md, without its markers."""
+    """Returns the benchmark's section of docs/benchmarks.md, without its markers."""
     ratios = [[f"`{name}`", show(r.value), r.target, r.meaning] for name, r in report.ratios.items()]
     parts = [
         f"## {report.title}",
@@ -99,7 +99,7 @@ def section(report: Report, command: str, date: str) -> str:
 
 
 def renew(text: str, bench: str, body: str) -> str:
-    """`text` with the section of `bench` replaced between its markers, or appended with them; the rest stays as it is.
+    """Returns `text` with the section of `bench` replaced between its markers, or appended; the rest stays as it is.
 
     Raises ValueError when one marker stands without the other or before it.
     """

@@ -39,7 +39,7 @@ def serve(spec: dict[str, Any], channel: Channel) -> None:
 
 
 def train(work: Work, model: nn.Module) -> Iterator[float]:
-    """Trains without end; the mean loss per token of each microbatch."""
+    """Trains without end, and yields the mean loss per token of each microbatch."""
     optimizer = work.optimizer(model)
     step = 0
     while True:

@@ -25,7 +25,7 @@ FLOW_BYTES, FLOW_COUNT = 4 * MIB, 48
 
 @dataclass(slots=True)
 class Streams:
-    """What was found: rows, the ratio of the contract, and how to read it."""
+    """The measured streams: rows, the ratio, and notes for the page."""
 
     ratio: Ratio
     rows: list[dict[str, Cell]] = field(default_factory=list)
@@ -56,7 +56,7 @@ def measure_streams(nursery: Nursery, repeats: int) -> Streams:
 
 
 def summary(found: Mapping[str, _Readings]) -> Streams:
-    """Rows and ratio of the readings."""
+    """Returns rows, ratio and notes of the readings."""
     ratio = paired_ratio(found["agora"].flows, found["bare"].flows)
     streams = Streams(Ratio(ratio, ">= 0.9", "MB/s of one stream, agora.net's calls against a bare P2P stream"))
     for carrier in CARRIERS:

@@ -40,10 +40,10 @@ class Carrier(Protocol):
     """One way to carry payloads to the echo process."""
 
     async def trip(self, payload: memoryview) -> None:
-        """The payload there and back."""
+        """Sends a payload to the echo process and waits until it is back."""
 
     async def flow(self, payload: memoryview, count: int) -> None:
-        """The payload there `count` times, IN_FLIGHT at once, a short answer back for each."""
+        """Sends a payload `count` times, IN_FLIGHT at once, and waits for a short answer to each."""
 
 
 class AgoraCalls:
@@ -120,20 +120,20 @@ class BareStreams:
 
 
 async def send(writer: asyncio.StreamWriter, payload: bytes | memoryview) -> None:
-    """A payload behind its length."""
+    """Writes a payload behind its length."""
     writer.write(LENGTH.pack(len(payload)))
     writer.write(payload)
     await writer.drain()
 
 
 async def receive(reader: asyncio.StreamReader) -> bytes:
-    """The payload that `send` sent."""
+    """Reads the payload that `send` has written."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return await reader.readexactly(length)
 
 
 def serve_echo(spec: dict[str, Any], channel: Channel) -> None:
-    """The process at the other end: says its peer id and addresses, then serves until the parent closes the pipe."""
+    """Runs the echo process: answers its peer id and addresses, then serves until the parent closes the pipe."""
     uvloop.run(_echo(Path(spec["folder"]), channel))
 
 
@@ -183,7 +183,7 @@ async def _measure(carrier: Carrier, shape: str, payload: memoryview, count: int
 
 
 async def join(key: Path, handler: Handler) -> tuple[Host, Network]:
-    """A host on loopback with a fresh identity, kept at `key`, and a network that answers by `handler`."""
+    """Starts a host on loopback with a fresh identity, kept at `key`, and a network that answers by `handler`."""
     Identity.create(key)
     host = await Host.create(identity_path=key, listen=LOOPBACK)
     addresses = await host.addresses()
@@ -194,7 +194,7 @@ async def join(key: Path, handler: Handler) -> tuple[Host, Network]:
 
 
 async def _answer(call: IncomingCall) -> Reply:
-    """Echoes the boundary as its gradient, or only counts it."""
+    """Answers a training call with its boundary as the gradient, any other call with a few bytes."""
     assert isinstance(call.message, Process)
     answer = Processed(loss_sum=0.0, tokens=1, busy_ms=0.0)
     return Reply(answer, [call.tensors[0]] if call.message.purpose == "train" else [])

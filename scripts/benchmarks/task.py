@@ -40,15 +40,15 @@ def manifest_for(stages: int, sections: dict[str, dict[str, Any]] | None = None)
 
 
 def corpus_cache(folder: Path) -> Path:
-    """Where the tokenized corpus lies in the benchmark's folder."""
+    """Returns where the tokenized corpus lies in the benchmark's folder."""
     return folder / "corpus"
 
 
 def prepare_corpus(folder: Path, manifest: Manifest | None = None) -> None:
-    """Tokenizes the corpus once, before anybody's time is taken."""
+    """Tokenizes the corpus once, before anything is measured."""
     open_corpus((manifest or manifest_for(1)).data.corpus, ByteTokenizer(), corpus_cache(folder))
 
 
 def spec(manifest: Manifest, folder: Path, threads: int, **more: object) -> dict[str, object]:
-    """What a child process is told: the manifest's text, where the corpus lies tokenized, its number of threads."""
+    """Returns the spec of a child process: the manifest's text, the folder of the tokenized corpus, its threads."""
     return {"manifest": manifest.to_toml(), "cache": str(corpus_cache(folder)), "threads": threads, **more}

@@ -32,14 +32,14 @@ class Readings:
 
 
 def alternating(those: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """(Round, whose turn it is), from round 1; the order of turns is reversed in every other round."""
+    """Yields (round, contender), from round 1; the order of contenders is reversed in every other round."""
     for number in range(rounds):
         for one in those if number % 2 == 0 else reversed(those):
             yield number + 1, one
 
 
 def start(contenders: Sequence[Contender], freezer: Freezer | None = None) -> None:
-    """One after the other; each is frozen as soon as it is warm. None: it rests, see take_turns."""
+    """Starts the contenders one after the other and freezes each when it is warm; without a freezer it rests."""
     for contender in contenders:
         tell(f"starting {contender.name}")
         contender.start()
@@ -50,7 +50,7 @@ def start(contenders: Sequence[Contender], freezer: Freezer | None = None) -> No
 def take_turns(
     contenders: Sequence[Contender], rounds: int, window_s: float, freezer: Freezer | None = None
 ) -> dict[str, Readings]:
-    """What every contender did in every round.
+    """Measures every contender once in each round, in turns, and returns its readings by name.
 
     freezer: of all contenders, which are frozen now, and are again afterwards. Daemons that are frozen for long take
     each other for dead when they thaw; so None lets those that are not measured rest, which costs the one that is
@@ -76,7 +76,7 @@ def take_turns(
 
 
 def row(contender: Contender, found: Readings) -> dict[str, Cell]:
-    """One line of the table for a contender."""
+    """Returns one line of the table for a contender."""
     return {
         "name": contender.name,
         "processes": contender.processes,
@@ -92,7 +92,7 @@ def row(contender: Contender, found: Readings) -> dict[str, Cell]:
 
 
 def calmness(elsewhere: Iterable[Sequence[float]]) -> list[str]:
-    """A warning where the machine had other things to do; of each who took turns, the cores that others used."""
+    """Returns a warning when other programs used the machine. elsewhere: the cores they used, by contender."""
     worst = max(map(statistics.mean, elsewhere), default=0.0)
     if worst <= CALM_CORES:
         return []

@@ -45,7 +45,7 @@ FILE_NAME = str.maketrans(" /=,", "____")
 
 
 def run(quick: bool, folder: Path) -> Report:
-    """The whole comparison. Raises BenchFailed when a part of it cannot be had."""
+    """Runs the whole comparison. Raises BenchFailed when a part of it fails."""
     effort = QUICK if quick else FULL
     report = Report("wan", "Slow links: the time to a target loss", describe())
     prepare_corpus(folder, effort.manifest(DENSE, effort.widths[0]))
@@ -61,7 +61,7 @@ def run(quick: bool, folder: Path) -> Report:
 
 
 class Swarms:
-    """Speeds of real swarms of one width, each taking turns with the same one: the pace.
+    """The speeds of real swarms of one width, each of which takes turns with the same swarm, the pace.
 
     The pace is the chosen setting without a link. Every speed is a share of it, and every link follows from what the
     machine let it do lately: what drifts hits both.
@@ -69,13 +69,13 @@ class Swarms:
 
     def __init__(self, effort: Effort, width: int, folder: Path, nursery: Nursery) -> None:
         self._effort, self._width, self._folder, self._nursery = effort, width, folder, nursery
-        self._pace = self._swarm(CHOSEN, None)
+        self._pace = self.new_swarm(CHOSEN, None)
         self._paces: list[float] = []
         self._others = 0.0
         start([self._pace])
 
     def speeds(self) -> Speeds:
-        """Dense without a link, then all settings of this width over the link that follows from it."""
+        """Measures dense bf16 without a link, then every setting over the link that follows from its speed."""
         dense = self._share(DENSE, None, 2 * self._effort.turns)
         links, shares = {}, {}
         for setting in self._effort.settings:
@@ -88,12 +88,12 @@ class Swarms:
 
     @property
     def _lately(self) -> float:
-        """Tokens per second of the pace in its latest turns."""
+        """Median tokens per second of the pace in its latest turns."""
         return statistics.median(self._paces[-self._effort.turns :])
 
     def _share(self, setting: Setting, link: str | None, turns: int) -> float:
-        """Tokens per second against those of the pace: the median of the ratios of so many turns."""
-        swarm = self._swarm(setting, link)
+        """Returns tokens per second of a setting / those of the pace, the median over so many turns."""
+        swarm = self.new_swarm(setting, link)
         try:
             start([swarm])
             found = take_turns([self._pace, swarm], turns, self._effort.window_s)
@@ -106,20 +106,21 @@ class Swarms:
         tell(f"{swarm.name}: {share:.3f} of the pace")
         return share
 
-    def _swarm(self, setting: Setting, link: str | None) -> SteadySwarm:
+    def new_swarm(self, setting: Setting, link: str | None) -> SteadySwarm:
+        """Returns a swarm of this setting behind a link, not yet started."""
         manifest = self._effort.swarm_manifest(setting, self._width)
         name = f"{setting.name} {self._width} {link or 'no link'}".translate(FILE_NAME)
         return SteadySwarm(manifest, self._nursery, self._folder, name, link=link)
 
 
 def link_for(width: int, tokens_per_s: float) -> str:
-    """The link on which the bytes of dense bf16 take 1 / DENSE_SHARE of a step at this speed."""
+    """Returns the link over which the bytes of dense bf16 take 1 / DENSE_SHARE of a step at this speed."""
     bits = 8 * DENSE.sent_per_token(width) * tokens_per_s * DENSE_SHARE
     return f"{bits / 1e6:.4f}Mbit,{RTT_MS}ms"
 
 
 def train_all(effort: Effort, folder: Path) -> dict[int, dict[Setting, list[Curve]]]:
-    """By width and setting, the curves of its seeds in order; the children train side by side, a thread each."""
+    """Trains every setting in child processes of one thread each; returns the curves by width and setting."""
     told = {"cache": str(corpus_cache(folder)), "threads": 1, "heldout": effort.heldout_batches}
     curves: dict[Job, Curve] = {}
     with Nursery(folder) as nursery:
@@ -138,12 +139,12 @@ def train_all(effort: Effort, folder: Path) -> dict[int, dict[Setting, list[Curv
 
 
 def longest_first(jobs: Sequence[Job]) -> list[Job]:
-    """So that the children end about together."""
+    """Returns the jobs with the longest first, so that the children end at about the same time."""
     return sorted(jobs, key=lambda job: -job.width)
 
 
 def order(job: Job, effort: Effort, known: Mapping[Job, Curve], folder: Path) -> dict[str, object]:
-    """What a child is told; the manifest lies in a file. All but the published recipe may end at its last loss."""
+    """Returns a child's order, its manifest in a file. All but the published recipe may end at that one's last loss."""
     manifest = effort.manifest(job.setting, job.width, job.seed)
     file = folder / f"loss-{job.width}-{effort.settings.index(job.setting)}-{job.seed}.toml"
     file.write_text(manifest.to_toml(), encoding="utf-8")

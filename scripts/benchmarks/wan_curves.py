@@ -18,7 +18,7 @@ NEIGHBOURS: Final = 2
 
 
 def smooth(curve: Curve) -> list[tuple[int, float]]:
-    """Each loss replaced by the mean of up to five around it, as many before as after; the last ones stay out of it."""
+    """Returns the curve with each loss replaced by the mean of up to five around it, without the last two."""
     losses = [loss for _, loss in curve]
     last = len(curve) - NEIGHBOURS
     return [
@@ -29,17 +29,17 @@ def smooth(curve: Curve) -> list[tuple[int, float]]:
 
 
 def final(curve: Curve) -> float:
-    """The loss at the end: of the last smoothed point. NaN, which nothing reaches, where none was ever finite."""
+    """Returns the loss of the last smoothed point; NaN for a curve without points."""
     return smooth(curve)[-1][1] if curve else math.nan
 
 
 def until(curve: Curve, steps: int) -> list[tuple[int, float]]:
-    """The part of it that a run of `steps` would have."""
+    """Returns the part of the curve up to a step."""
     return [(step, loss) for step, loss in curve if step <= steps]
 
 
 def steps_to(curve: Curve, target: float) -> float | None:
-    """The first step at which the smoothed loss is as low, between two points by a straight line; None if never."""
+    """Returns the first step whose smoothed loss is at most `target`, interpolated; None when there is none."""
     before: tuple[int, float] | None = None
     for step, loss in smooth(curve):
         if loss <= target:
@@ -61,5 +61,5 @@ class Length:
     enough: float | None = None
 
     def ends(self, curve: Curve) -> bool:
-        """Whether this is all that was to be known."""
+        """Returns whether a run with this curve ends now."""
         return self.enough is not None and curve[-1][0] >= self.least and final(curve) <= self.enough

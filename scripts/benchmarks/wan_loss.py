@@ -22,7 +22,7 @@ from benchmarks.worker import Channel
 
 
 def train(manifest: Manifest, cache: Path, length: Length, heldout: int) -> list[tuple[int, float]]:
-    """(step, loss over `heldout` held-out batches) at each evaluation; ends early where numbers overflow."""
+    """Trains and returns (step, loss over `heldout` batches) of each evaluation; ends early when numbers overflow."""
     stages = Stages(manifest, cache, crossing(BoundaryCodec(manifest.boundary.codec, manifest.seed)))
     curve: list[tuple[int, float]] = []
     try:

@@ -45,12 +45,12 @@ class Speeds:
     others: float
 
     def of(self, setting: Setting) -> float | None:
-        """Over the link; None where it was not measured."""
+        """Returns the speed of a setting over the link; None where it was not measured."""
         return self.shaped.get(SAME_SPEED.get(setting, setting))
 
     @property
     def kept(self) -> float:
-        """Throughput of the chosen setting over the link, against itself without one."""
+        """Throughput of the chosen setting over the link / without a link."""
         return (self.of(CHOSEN) or math.nan) / self.chosen_unshaped
 
 
@@ -87,7 +87,7 @@ class Results:
         return [math.inf if step_s is None else steps * step_s for steps in self.steps(setting)]
 
     def equal_loss(self, setting: Setting) -> float:
-        """After the steps that all settings have; the mean over the seeds, NaN where one has no finite loss."""
+        """Returns the loss after the steps that all settings have, the mean over seeds; NaN without a finite loss."""
         return statistics.fmean(final(until(curve, self.effort.steps)) for curve in self.curves[setting])
 
     def against_published(self) -> float:
@@ -101,14 +101,14 @@ class Results:
 
 
 def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median over seeds; NaN where one has no finite time."""
+    """Returns the median over seeds of ours / theirs; NaN when a time is not finite."""
     if not all(map(math.isfinite, (*ours, *theirs))):
         return math.nan
     return statistics.median(own / their for own, their in zip(ours, theirs, strict=True))
 
 
 def row(results: Results, setting: Setting) -> dict[str, Cell]:
-    """One line of the table."""
+    """Returns one line of the table."""
     steps, times, rate = results.steps(setting), results.times(setting), results.speeds.of(setting)
     forward, backward = setting.bytes_per_token(results.width)
     reached = [value for value in steps if math.isfinite(value)]
@@ -130,7 +130,7 @@ def row(results: Results, setting: Setting) -> dict[str, Cell]:
 
 
 def ratios(found: Sequence[Results]) -> dict[str, Ratio]:
-    """Those of the contract: the worse of the widths."""
+    """Returns the ratios by their fixed names, each of the worse width."""
     subspace = worst([results.against_published() for results in found], max)
     dense = worst([results.against_dense() for results in found], max)
     kept = worst([results.speeds.kept for results in found], min)
@@ -143,12 +143,12 @@ def ratios(found: Sequence[Results]) -> dict[str, Ratio]:
 
 
 def worst(values: Sequence[float], which: Callable[[Sequence[float]], float]) -> float:
-    """NaN if any is, or there is none."""
+    """Returns the worst of the values; NaN when one is NaN or there is none."""
     return math.nan if not values or any(map(math.isnan, values)) else which(values)
 
 
 def notes(found: Sequence[Results]) -> list[str]:
-    """What makes the comparison fair, and what came out beside the ratios."""
+    """Returns what makes the comparison fair, and the speeds, for the published page."""
     return [*_speeds(found), *_rules(found[0].effort)]
 
 

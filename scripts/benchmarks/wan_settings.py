@@ -16,9 +16,9 @@ DENSE_SHARE: Final = 0.15
 """Of a step of dense bf16 over the link, what it would take without the link: 85 % of it is the wire's doing."""
 PUBLISHED_PARTS: Final = 6.4
 SWARM_SEQUENCES: Final = 16
-"""Of a microbatch, where speed is measured."""
+"""Sequences of a microbatch where speed is measured."""
 SWARM_MICROBATCHES: Final = 8
-"""Of an optimizer step there; a loss run steps after each."""
+"""Microbatches of an optimizer step where speed is measured; a loss run steps after each."""
 TOKEN_BYTES: Final = 1
 """A token's id, which goes forward with its coordinates; of the bytes tokenizer."""
 WARMUP_STEPS: Final = 50
@@ -35,22 +35,22 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
+        """The name in the table: the boundary's size and its codec."""
         share = {1.0: "d", 16 / 7: "7d/16"}.get(self.parts, f"d/{self.parts:g}")
         told = f"k = {share}, {self.codec}"
         return told if self.embedding == "fixed" else f"{told}, learnt embedding"
 
     def subspace(self, width: int) -> int:
-        """k at this width."""
+        """Returns k, the coordinates of a boundary, at this width."""
         return max(2, round(width / self.parts))
 
     def bytes_per_token(self, width: int) -> tuple[float, float]:
-        """Of a boundary: forward and backward, without the token's id."""
+        """Returns the bytes of a boundary per token, forward and backward, without the token's id."""
         codec, k = parse_codec(self.codec), self.subspace(width)
         return codec.bytes_per_token(k, "forward"), codec.bytes_per_token(k, "backward")
 
     def sent_per_token(self, width: int) -> float:
-        """Bytes that a middle stage sends for each token, in both directions, ids included; it receives as many."""
+        """Returns the bytes that a middle stage sends for each token in both directions, ids included."""
         return sum(self.bytes_per_token(width)) + TOKEN_BYTES
 
 
@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is trained and measured.
+    """The amount of training and measuring.
 
     Each of `settings` is trained with each of `seeds` at each of `widths`. The published recipe takes `most_steps` of
     that width, and its loss at the end is the target; a run of another setting ends when it is there, but not before
@@ -95,12 +95,12 @@ class Effort:
     sequences: int = 8
 
     def most_at(self, width: int) -> int:
-        """The longest run at this width, in steps."""
+        """Returns the steps of the longest run at this width."""
         return self.most_steps[self.widths.index(width)]
 
     @property
     def tokens_per_step(self) -> int:
-        """Of a loss run."""
+        """Tokens of a step of a loss run."""
         return self.context * self.sequences
 
     @property
@@ -109,14 +109,14 @@ class Effort:
         return [Job(setting, width, seed) for width in self.widths for setting in self.settings for seed in self.seeds]
 
     def swarm_manifest(self, setting: Setting, width: int) -> Manifest:
-        """For a swarm whose speed is measured."""
+        """Returns the manifest of a swarm whose speed is measured."""
         target = SWARM_MICROBATCHES * SWARM_SEQUENCES * self.context
         return self.manifest(setting, width).replaced(
             schedule={"microbatch": SWARM_SEQUENCES}, optimizer={"target_tokens": target}
         )
 
     def manifest(self, setting: Setting, width: int, seed: int = 0) -> Manifest:
-        """Of a loss run: one layer for each stage; the learning rate is constant after its warm-up."""
+        """Returns the manifest of a loss run: one layer a stage, the learning rate constant after its warm-up."""
         model = {
             "width": width,
             "subspace": setting.subspace(width),

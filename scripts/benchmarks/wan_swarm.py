@@ -38,11 +38,11 @@ class SteadySwarm(SwarmContender):
 
 
 def credit_of(report: dict[str, Any]) -> int:
-    """The credit that a daemon's report gives, 0 when it gives none."""
+    """Returns the credit in a daemon's report; 0 when there is none."""
     found = re.match(r"[0-9]+", str(report.get("credit", "")))
     return int(found[0]) if found else 0
 
 
 def is_settled(credits: Sequence[int]) -> bool:
-    """Whether these looks at the credit, of which there are LOOKS, say the same but for a tenth, or one microbatch."""
+    """Returns whether LOOKS readings of the credit differ by at most a tenth, or by one microbatch."""
     return len(credits) >= LOOKS and max(credits) - min(credits) <= max(1.0, SETTLED * max(credits))

@@ -29,10 +29,10 @@ class Window:
 
 
 def stage_threads(stages: int) -> int:
-    """Threads per stage process such that all stages together use the machine's cores, and each has one."""
+    """Returns the threads of each stage process: cores / stages, at least 1."""
     return max(1, usable_cores() // stages)
 
 
 def tell(text: str) -> None:
-    """Progress, one plain line on standard error."""
+    """Prints a line of progress on standard error."""
     print(text, file=sys.stderr, flush=True)

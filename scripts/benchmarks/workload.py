@@ -35,24 +35,24 @@ class Work:
         torch.set_num_threads(int(spec["threads"]))
 
     def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
-        """The tokens and the targets of the numbered microbatch, both int64 [b, s]; the same for every contender."""
+        """Returns tokens and targets of a microbatch, both int64 [b, s]; they are the same for every contender."""
         first = index * self.sequences
         tokens_bs = torch.from_numpy(self._sampler.batch(range(first, first + self.sequences))).long()
         return tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
 
     def step_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """All microbatches of a step, stacked: int64 [16 * b, s] twice."""
+        """Returns tokens and targets of a whole step, both int64 [16 * b, s]."""
         first = step * MICROBATCHES_PER_STEP
         pairs = [self.microbatch(index) for index in range(first, first + MICROBATCHES_PER_STEP)]
         return torch.cat([tokens for tokens, _ in pairs]), torch.cat([targets for _, targets in pairs])
 
     def stage(self, stage: int) -> nn.Module:
-        """The numbered stage with its seeded initial weights, taking [b, s] tokens or [b, s, width] hidden states."""
+        """Returns a stage with its seeded initial weights, which takes [b, s] tokens or [b, s, width] hidden states."""
         layers = self.manifest.layers_of(stage)
         return Plain(family_of(self.manifest.model).build_stage(layers, self.manifest.seed))
 
     def optimizer(self, module: nn.Module) -> torch.optim.AdamW:
-        """AdamW as the manifest says (weight decay on matrices only), fused: the fastest that torch has."""
+        """Returns the manifest's AdamW (weight decay on matrices only), fused, which is the fastest that torch has."""
         section = self.manifest.optimizer
         matrices = [p for p in module.parameters() if p.dim() > 1]
         others = [p for p in module.parameters() if p.dim() <= 1]
@@ -66,7 +66,7 @@ class Work:
         )
 
     def take_step(self, step: int, module: nn.Module, optimizer: torch.optim.AdamW) -> None:
-        """One optimizer step with the manifest's schedule and clipping; gradients are already means over the step."""
+        """Takes one optimizer step with the manifest's schedule and clipping; gradients are means over the step."""
         section = self.manifest.optimizer
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, section)
@@ -85,11 +85,11 @@ class Plain(nn.Module):
         self.stage = stage
 
     def forward(self, entering: Tensor) -> Tensor:
-        """[b, s] tokens or [b, s, width] hidden states to hidden states, or logits at the last stage."""
+        """Computes hidden states [b, s, width], or logits at the last stage, from tokens [b, s] or hidden states."""
         result: Tensor = self.stage(entering)
         return result
 
 
 def loss_sum(leaving: Tensor, targets_bs: Tensor) -> Tensor:
-    """The sum of the token losses, float32 scalar."""
+    """Returns the sum of the token losses, a float32 scalar."""
     return stage_loss(leaving, targets_bs)
