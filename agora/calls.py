@@ -1,6 +1,6 @@
 """A call to another peer, as every room that makes one sees it: a request, progress while it is open, a reply.
 
-Knows: the form of a call. Must not know: who carries it (net.calls.Network, or memory in tests) or what it is about.
+Knows: the form of a call. Must not know: who carries it (net.network.Network, or memory in tests) or what it is about.
 """
 
 from __future__ import annotations

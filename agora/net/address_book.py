@@ -17,15 +17,15 @@ MAX_PEERS: Final = 16_384
 
 
 class AddressBook:
-    """Where peers can be dialled: what they or others said last."""
+    """The addresses of other peers, as they themselves or others have last announced them."""
 
     def __init__(self, max_peers: int = MAX_PEERS) -> None:
         self._max_peers = max_peers
         self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Remember the usable ones of `addresses`; what is malformed or leads elsewhere is passed over."""
-        usable = [it for it in addresses if address_problem(it) is None and peer_of_address(it) == peer]
+        """Remembers the usable ones of `addresses`, and passes over those that are malformed or of another peer."""
+        usable = [known for known in addresses if address_problem(known) is None and peer_of_address(known) == peer]
         if usable:
             self._known[peer] = tuple(usable[:MAX_ADDRESSES])
             self._known.move_to_end(peer)
@@ -33,5 +33,5 @@ class AddressBook:
                 self._known.popitem(last=False)
 
     def addresses(self, peer: PeerId) -> tuple[str, ...]:
-        """Multiaddrs with /p2p/PEER; empty when none are known."""
+        """Returns the peer's multiaddrs with /p2p/PEER; empty when none are known."""
         return self._known.get(peer, ())

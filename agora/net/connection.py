@@ -144,6 +144,7 @@ class Connection:
         self._fail(ConnectionBroken(reason))
 
     def _fail(self, error: AgoraError) -> None:
+        """Ends the connection with `error`: the handshake and every call raise it; its memory is released."""
         if self.broken is not None:
             return
         self.broken = error
@@ -241,6 +242,7 @@ class Connection:
         self._owner.report_violation(self.peer, error)
 
     def _on_wait_over(self, is_reserved: bool) -> None:
+        """Goes on reading after a request has waited for memory."""
         self.incoming.on_wait_over(is_reserved)
 
     def _refusal_of(self, request: Message | None) -> AgoraError | None:
@@ -252,6 +254,7 @@ class Connection:
         return None
 
     def _on_hello(self, hello: Hello) -> None:
+        """Judges the peer's HELLO: the connection is ready, or it ends."""
         if self._hello is not None:
             raise ProtocolError("out-of-order", "A second HELLO.")
         own = self._owner.hello()

@@ -1,7 +1,7 @@
-"""The DHT in which peers publish signed records, and read each other's.
+"""The DHT in which peers publish signed records and read those of other peers.
 
-Knows hivemind's DHTNode, its keys and its notion of time (unix seconds; a later expiry replaces an earlier one). Must
-not know what a record's fields mean. Every node that stores or returns a record judges it first, with the same rules.
+Knows: hivemind's DHTNode, its keys and its notion of time (unix seconds; a later expiry replaces an earlier one). Must
+not know: what a record's fields mean. Every node that stores or returns a record validates it first, by the same rules.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_RECORD_BYTES, MAX_STAGE
 from agora_protocol.packing import pack, unpack
 from agora_protocol.records import NAMES, Record, open_record, read_expiry, record_key, seal_record
 
+from agora.clock import loop_time
 from agora.net.errors import ConnectionBroken
 from agora.net.hive import DHTID, DHTLocalStorage, DHTNode, DHTRecord, DictionaryDHTValue, PeerID, RecordValidatorBase
 from agora.net.host import Host
 
 READ_S: Final = 3.0
 PUBLISH_S: Final = 10.0
-RPC_S: Final = 2.0  # a node that does not answer within this is passed over, and left alone for a while
+RPC_S: Final = 2.0  # a node that does not answer within this is passed over, and not asked for a while
 READS_AT_ONCE: Final = 8
-MAX_PEERS_OF_A_STAGE: Final = (
-    1024  # strangers can make keys at will; hivemind sends a key's records in one 4 MiB message
-)
-VERIFIED_AT_MOST: Final = 8192
+MAX_PEERS_OF_STAGE: Final = 1024  # strangers can make ids at will, and hivemind sends a key's records in one message
+MAX_VERIFIED: Final = 8192
 SMALL_SWARM: Final = 20  # up to here every node knows every other: hivemind's buckets hold 20
-LAG_S: Final = 0.3  # once half of the nodes have answered, how long a read waits for the next answer
-_PACKING: Final = 16  # what msgpack adds around a record's bytes, and more
+NEXT_ANSWER_S: Final = 0.3  # once half of the nodes have answered, how long a read waits for the next answer
+_PACKING_BYTES: Final = 16  # at least what msgpack adds around a record's bytes
 
-
-_Entries = dict[str, tuple[bytes, float]]  # by peer: the record as msgpack, its expiry
+_Entries = dict[str, tuple[bytes, float]]
+"""By peer: the record as msgpack, and its expiry in unix seconds."""
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Judges every record that a node is asked to store, or gets from another: ours, signed, and in its place."""
+    """Validates each record that a node is asked to store or gets from another: of this run, signed, under its key."""
 
     def __init__(self, run: RunId, stages: int = MAX_STAGES) -> None:
         self.run = run
@@ -55,6 +54,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         self._verified: OrderedDict[tuple[bytes, bytes, bytes, float], Record] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
+        """Whether the record is valid (called by hivemind); a record that is not is counted."""
         try:
             self.open(record.key, record.subkey, record.value, record.expiration_time)
         except ProtocolError as error:
@@ -63,15 +63,15 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return True
 
     def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
-        """The record; raises ProtocolError.
+        """Returns the record in a DHT entry, decoded and verified. Raises ProtocolError when it is not valid.
 
-        A record that is over, but was not a moment ago, passes here: what hivemind stores and returns is dropped at its
-        expiry anyway, and an answer of many records must not be refused because one of them ends on its way.
+        A record that has just expired is accepted: hivemind drops it anyway, and an answer of many records must not be
+        refused because one of them expires on its way.
         """
         key = self._keys.get(key_hash)
         if key is None:
             raise ProtocolError("wrong-run", "The key is not that of any record of this run.")
-        if len(packed) > MAX_RECORD_BYTES + _PACKING:
+        if len(packed) > MAX_RECORD_BYTES + _PACKING_BYTES:
             raise ProtocolError("too-large", f"A record of {len(packed)} bytes.")
         now_unix = time.time()
         known = self._verified.get((key_hash, packed_peer, packed, expires_unix))
@@ -85,18 +85,20 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         grace = min(now_unix, max(expires_unix - 1e-3, now_unix - CLOCK_TOLERANCE_S))
         record = open_record(data, run=self.run, key=key, subkey_peer=PeerId(peer), now_unix=grace)
         self._verified[key_hash, packed_peer, packed, expires_unix] = record
-        if len(self._verified) > VERIFIED_AT_MOST:
+        if len(self._verified) > MAX_VERIFIED:
             self._verified.popitem(last=False)
         return record
 
 
 class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage, with a bound on the peers under one key, and without a trap of its own.
+    """hivemind's storage, with a bound on the peers under one key.
 
-    There, storing an older record under a newer one is refused, but the newer is then dropped when the older would end.
+    It also refuses a record that expires before the one it has. hivemind's own refuses it too, but then drops the newer
+    one when the older would have expired.
     """
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
+        """Stores one record, or a whole dictionary of them. Returns whether it was stored."""
         if subkey is not None:
             return self.store_subkey(key, subkey, value, expiration_time)
         if not isinstance(value, DictionaryDHTValue):
@@ -104,18 +106,19 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return bool(super().store(key, value, expiration_time))
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """Stores one peer's record under a key. Returns whether it was stored."""
         present = self.get(key)
         if present is not None:
             known = present.value.get(subkey)
             if known is not None and known.expiration_time >= expiration_time:
                 return False
-            if known is None and len(present.value) >= MAX_PEERS_OF_A_STAGE:
+            if known is None and len(present.value) >= MAX_PEERS_OF_STAGE:
                 return False
         return bool(super().store_subkey(key, subkey, value, expiration_time))
 
 
 class Directory:
-    """This peer's node of the run's DHT. It works alone, and joins others whenever it meets them."""
+    """This peer's node of the run's DHT. It works alone, and joins other nodes whenever it meets them."""
 
     def __init__(self, host: Host, run: RunId, node: Any, validator: SignedRecords) -> None:
         self.run = run
@@ -130,16 +133,15 @@ class Directory:
     async def create(
         cls, host: Host, run: RunId, bootstrap: Sequence[str] = (), *, stages: int = MAX_STAGES
     ) -> Directory:
-        """Start a node on `host`, and join the DHT through those of `bootstrap` that answer.
+        """Starts a node on `host`, and joins the DHT through the peers of `bootstrap` that answer, if any.
 
-        bootstrap: multiaddrs with /p2p/PEER. stages: how many the run has; records of others are refused. That
-        nobody answers is no error: see the method of that name.
+        bootstrap: multiaddrs with /p2p/PEER. stages: how many the run has; records of other stages are refused.
         """
         validator = SignedRecords(run, stages)
         node = await DHTNode.create(
             p2p=host.p2p,
-            # Nothing is cached: a claim must be seen within a second or two, and a cached stage hides newcomers. And no
-            # search reuses another's: it would then wait for the slower of both.
+            # Nothing is cached: a claim must be seen within a second or two, and a cached stage hides newcomers. No
+            # search reuses another one: it would wait for the slower of both.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
@@ -163,11 +165,11 @@ class Directory:
 
     @property
     def neighbours(self) -> int:
-        """How many other nodes are in the routing table; 0 means that this node is alone."""
+        """How many other nodes the routing table has; 0 means that this node is alone."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def bootstrap(self, addresses: Iterable[str], timeout_s: float = 10.0) -> int:
-        """Meet the DHT through the peers at `addresses`; returns how many answered. May be called again at any time.
+        """Joins the DHT through the peers at `addresses`. Returns how many answered. May be called at any time.
 
         Raises InputError for a malformed address.
         """
@@ -184,10 +186,11 @@ class Directory:
         return sum(answer is not None for answer in answers)
 
     async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> bool:
-        """Sign `record` and store it under each stage of its span; returns whether every stage has it somewhere.
+        """Signs `record` and stores it under each stage of its span. Returns whether every stage has it somewhere.
 
-        The newest record of a peer replaces its older ones, also when it is to live shorter: such a one lives as long
-        as the one before. Takes at most PUBLISH_S. Raises ProtocolError for a record that is too large or not ours.
+        A record replaces the peer's older ones of its kind. One that should expire before its predecessor expires just
+        after it, since the DHT keeps the later expiry. Takes at most PUBLISH_S. Raises ProtocolError for a record that
+        is too large or of another peer.
         """
         fields: Any = record
         keys = [record_key(self.run, type(record), stage) for stage in fields.span.stages]
@@ -202,25 +205,24 @@ class Directory:
         return stored is not None and all(stored.values())
 
     async def read(self, kind: type[Record] | str, stage: int, timeout_s: float = READ_S) -> list[Record]:
-        """The valid records of a stage, one for each peer, newest versions. Empty when none came within the time."""
+        """Returns the valid records of a stage, one for each peer. Empty when none came within the time."""
         return (await self.read_many(kind, [stage], timeout_s))[stage]
 
     async def read_many(
         self, kind: type[Record] | str, stages: Sequence[int], timeout_s: float = READ_S
     ) -> dict[int, list[Record]]:
-        """`read` of several stages; in a small swarm as cheap as one."""
+        """Returns the valid records of several stages; in a small swarm that costs as much as for one."""
         keys = {stage: DHTID.generate(record_key(self.run, kind, stage)) for stage in stages}
         async with self._reads:
             if self.neighbours <= SMALL_SWARM:
                 found = await self._ask_everyone(list(keys.values()), timeout_s)
             else:
                 found = await self._search(list(keys.values()), timeout_s)
-        return {stage: self._opened(key, found.get(key, {})) for stage, key in keys.items()}
+        return {stage: self._open_all(key, found.get(key, {})) for stage, key in keys.items()}
 
     async def _ask_everyone(self, keys: list[Any], timeout_s: float) -> dict[Any, _Entries]:
-        """Ask every node we know, and whom they know, once for all keys. A node that lags is not waited for."""
-        loop = asyncio.get_running_loop()
-        table, ends = self._node.protocol.routing_table.uid_to_peer_id, loop.time() + timeout_s
+        """Asks every known node, and the nodes that they know, once for all keys; does not wait for the slowest."""
+        table, ends = self._node.protocol.routing_table.uid_to_peer_id, loop_time() + timeout_s
         found: dict[Any, _Entries] = {key: _merged({}, self._node.protocol.storage.get(key)) for key in keys}
         met, to_ask, asked = {self._node.node_id}, dict(table), 0
         running: set[asyncio.Task[Any]] = set()
@@ -231,7 +233,7 @@ class Directory:
                 task.add_done_callback(self._asking.discard)
             asked += len(to_ask)
             met |= to_ask.keys()
-            patience = ends - loop.time() if len(running) > asked / 2 else min(LAG_S, ends - loop.time())
+            patience = ends - loop_time() if len(running) > asked / 2 else min(NEXT_ANSWER_S, ends - loop_time())
             done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
@@ -243,7 +245,7 @@ class Directory:
         return found
 
     async def _search(self, keys: list[Any], timeout_s: float) -> dict[Any, _Entries]:
-        """Kademlia's search, for swarms in which a node knows only part of the others."""
+        """Does Kademlia's search, for swarms in which a node knows only part of the others."""
         # A search may end early on a "sufficient" expiry, which any node can claim. No expiry is >= NaN.
         searching = self._node.get_many_by_id(keys, sufficient_expiration_time=float("nan"), return_futures=True)
         futures = await searching
@@ -253,10 +255,11 @@ class Directory:
             if not future.done():
                 future.cancel()
             elif (result := future.result()) is not None and isinstance(result.value, dict):
-                found[key] = {peer: (pack(it.value), it.expiration_time) for peer, it in result.value.items()}
+                found[key] = {peer: (pack(entry.value), entry.expiration_time) for peer, entry in result.value.items()}
         return found
 
-    def _opened(self, key: Any, entries: _Entries) -> list[Record]:
+    def _open_all(self, key: Any, entries: _Entries) -> list[Record]:
+        """Returns the records of one key's entries, without those that have expired or are not valid any more."""
         now_unix = time.time()
         records = []
         for peer, (packed, expires_unix) in entries.items():
@@ -266,7 +269,7 @@ class Directory:
         return records
 
     async def close(self) -> None:
-        """Leave the DHT; the host stays."""
+        """Leaves the DHT. The host stays."""
         self._node.is_alive = False
         for task in self._asking:
             task.cancel()
@@ -275,7 +278,7 @@ class Directory:
 
 
 def _merged(entries: _Entries, found: Any) -> _Entries:
-    """`entries` with what a node holds under one key; of one peer's records the one that ends last."""
+    """Adds what a node holds under one key to `entries`, and returns them. A peer's record that expires last wins."""
     if found is not None and isinstance(found.value, DictionaryDHTValue):
         for peer, (packed, expires_unix) in found.value.items():
             if peer not in entries or entries[peer][1] < expires_unix:
@@ -284,14 +287,15 @@ def _merged(entries: _Entries, found: Any) -> _Entries:
 
 
 def _unpacked(packed: bytes, kind: type) -> Any:
-    value = unpack(packed, MAX_RECORD_BYTES + _PACKING, "bad-record")
+    """Returns a msgpack value of one type. Raises ProtocolError for anything else."""
+    value = unpack(packed, MAX_RECORD_BYTES + _PACKING_BYTES, "bad-record")
     if not isinstance(value, kind):
         raise ProtocolError("bad-record", f"A DHT entry is not {kind.__name__}.")
     return value
 
 
 async def _within(work: Any, timeout_s: float) -> Any:
-    """What `work` returns, or None when it takes longer than `timeout_s`."""
+    """Returns what `work` returns; None when it takes longer than `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             return await work

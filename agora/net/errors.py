@@ -1,9 +1,10 @@
-"""The two ways in which a call ends without an answer. Knows nothing of streams or peers.
+"""The errors of the network: how a call ends without an answer. Knows: their texts. Must not know: streams, peers.
 
 AgoraError
-|-- ConnectionBroken   the stream to the peer broke, or could not be opened; fails at once
-|   `-- DialsCrossed   it could not be opened because both dialled in the same instant; worth another try
-`-- DeadlinePassed     the caller's own deadline came first
+|-- ConnectionBroken   the stream to the peer broke, or could not be opened; raised at once
+|   `-- DialsCrossed   it could not be opened because both peers dialled in the same instant; worth another try
+|-- DeadlinePassed     the caller's own deadline came first
+`-- Unreachable        none of several peers answered
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The parts of hivemind that the network stands on: its p2pd, its DHT, their messages.
+"""Imports the parts of hivemind that the network uses: its p2pd, its DHT, their messages.
 
-`import hivemind` also runs its averaging, optimizers and experts, and scipy with them: a quarter of what a daemon's
-imports cost and 45 MB of its memory, for nothing that is used. So its package is entered here without that.
-Knows where hivemind keeps its parts. Must not know what is done with them.
+Knows: where hivemind keeps its parts. Must not know: what is done with them. `import hivemind` also imports averaging,
+optimizers, experts and scipy: a quarter of a daemon's import time, and 45 MB of memory, for nothing that is used. So
+its submodules are imported here without running its `__init__`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def _package_alone(name: str) -> Iterator[None]:
-    """Modules of the package can be imported meanwhile although its `__init__` has not run; afterwards it still can."""
+def _without_init(name: str) -> Iterator[None]:
+    """Lets submodules of a package be imported in the block without running its `__init__`, which may run later."""
     spec = importlib.util.find_spec(name)
     if name in sys.modules or spec is None:
         yield
@@ -27,7 +27,7 @@ def _package_alone(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
-with _package_alone("hivemind"):
+with _without_init("hivemind"):
     from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID

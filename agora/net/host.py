@@ -1,7 +1,7 @@
-"""This machine's libp2p host: hivemind's p2pd, started, watched and asked, inside the running event loop.
+"""This machine's libp2p host: hivemind's p2pd, started, watched and asked by the running event loop.
 
-Knows p2pd's control socket, addresses and its process. Must not know frames' meaning, calls, runs or records. TCP only
-unless other addresses are asked for: QUIC through p2pd is ten times slower where packets get lost.
+Knows: p2pd's control socket, its addresses and its process. Must not know: frames' meaning, calls, runs or records. It
+listens on TCP unless other addresses are given: QUIC through p2pd is ten times slower where packets get lost.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import random
-import shutil
 import socket
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -34,16 +31,16 @@ from agora.net.errors import ConnectionBroken, DialsCrossed
 from agora.net.hive import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
 from agora.net.link import LinkSpec
 from agora.net.shaping import AccessLink
+from agora.net.socket_directory import SocketDirectory
 from agora.net.streams import FrameStream
 
 OnStream = Callable[[FrameStream, PeerId, str], None]
-"""Called with every stream a peer opened to us: the stream, the peer at its other end, and its path."""
+"""Takes each stream that a peer has opened, with the peer at its other end and its path ("direct" or "relayed")."""
 
 STARTUP_S: Final = 60.0  # p2pd starts in 0.3 s on an idle machine; many at once on two cores take their turns
-ANSWER_S: Final = 5.0  # p2pd's own questions, which need no network
-LAG_S: Final = 1.0
-LEAVE_S: Final = 3.0  # SIGTERM, then SIGKILL
-SOCKET_PREFIX: Final = "agora-net-"
+ANSWER_S: Final = 5.0  # for p2pd to answer what needs no network
+MORE_PEERS_S: Final = 1.0  # once one peer was reached, how long `connect` waits for each other one
+TERMINATE_S: Final = 3.0  # between SIGTERM and SIGKILL
 CROSSED: Final = "noise: message is too short"  # a dialler's first handshake message where an answer belongs
 
 _GUARD: Final = (
@@ -55,14 +52,15 @@ _GUARD: Final = (
 
 
 class _GuardedP2P(P2P):  # type: ignore[misc]
-    """A p2pd that the kernel kills together with us, however we die.
+    """A p2pd that the kernel kills together with this process, however that ends.
 
-    By itself p2pd notices a killed parent after 1.0 to 1.5 s, and one that was killed while p2pd started after its idle
-    timeout of 30 s; meanwhile it holds the listen port and answers for a daemon that is not there.
+    By itself p2pd notices a killed parent after 1.0 to 1.5 s, or after 30 s when the parent was killed while p2pd
+    started. Meanwhile it holds the listen port and answers for a daemon that is not there.
     """
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+        """Returns p2pd's command line, run by a small program that asks the kernel for this."""
         command: list[str] = P2P._make_process_args(*args, **kwargs)
         if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
             return command
@@ -70,9 +68,9 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
 
 
 class Host:
-    """A running libp2p host. `peer` is who we are, `p2p` hivemind's handle; `died` is set when p2pd ends by itself."""
+    """A running libp2p host. peer: its id. p2p: hivemind's handle. died: set when p2pd ends by itself."""
 
-    def __init__(self, p2p: Any, sockets: _SocketDirectory) -> None:
+    def __init__(self, p2p: Any, sockets: SocketDirectory) -> None:
         self.p2p = p2p
         self.peer = PeerId(str(p2p.peer_id))
         self.died = asyncio.Event()
@@ -93,19 +91,19 @@ class Host:
         link: LinkSpec | None = None,
         startup_s: float = STARTUP_S,
     ) -> Host:
-        """Start p2pd with the key in `identity_path`, listen, and connect to whoever of `bootstrap` answers.
+        """Starts p2pd with the key in `identity_path`, listens, and connects to the peers of `bootstrap` that answer.
 
-        listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: what to tell others instead of the
-        addresses listened on. link: what all streams to peers together shall behave like; p2pd's own traffic, dials and
-        the DHT, does not. That no bootstrap peer answers is no error here; `connect` says so when asked again.
-        Raises IdentityError for the key file, LocalError for a taken port or a p2pd that does not start.
+        listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: addresses to announce instead of
+        those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not. No
+        error is raised when no bootstrap peer answers. Raises IdentityError for the key file, LocalError for a taken
+        port or a p2pd that does not start.
         """
         identity = Identity.load(identity_path)
         for address in listen:
             _check_listen(address)
         logging.getLogger("hivemind").setLevel(logging.CRITICAL)
         async with contextlib.AsyncExitStack() as undo:
-            sockets = _SocketDirectory()
+            sockets = SocketDirectory()
             undo.callback(sockets.remove)
             host = cls(await _start(identity_path, listen, announce, startup_s, sockets.path), sockets)
             undo.push_async_callback(host.close)
@@ -124,16 +122,16 @@ class Host:
         return int(self.p2p._child.pid)
 
     async def addresses(self) -> tuple[str, ...]:
-        """Where others can dial us, each with /p2p/PEER; empty when nowhere. Raises LocalError when p2pd is gone."""
+        """Returns where others can dial this host, each with /p2p/PEER. Raises ConnectionBroken when p2pd is gone."""
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)
         found = [f"{address}/p2p/{self.peer}" for raw in response.identify.addrs if (address := _address_text(raw))]
         return tuple(address for address in found if address_problem(address) is None)
 
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
-        """Connect to the peers these multiaddrs (with /p2p/PEER) lead to; returns how many peers answered.
+        """Connects to the peers of these multiaddrs (with /p2p/PEER). Returns how many peers answered.
 
-        Our own addresses are passed over. Once one has answered, the others get LAG_S more each. Raises InputError for
-        an address that is none, and ConnectionBroken when there were peers to connect to and none answered.
+        This host's own addresses are passed over. Once one peer has answered, each other one gets MORE_PEERS_S more.
+        Raises InputError for a malformed address, and ConnectionBroken when there were peers and none answered.
         """
         by_peer: dict[PeerId, list[str]] = defaultdict(list)
         for address in addresses:
@@ -145,7 +143,7 @@ class Host:
         reached, failed = 0, ""
         try:
             while running:
-                patience = LAG_S if reached else None
+                patience = MORE_PEERS_S if reached else None
                 done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 reached += sum(task.exception() is None for task in done)
                 failed = next((str(task.exception()) for task in done if task.exception() is not None), failed)
@@ -159,9 +157,9 @@ class Host:
         return reached
 
     async def reach(self, peer: PeerId, addresses: Iterable[str], timeout_s: float = 10.0) -> None:
-        """Have a libp2p connection to `peer`, dialling these addresses where there is none. Raises ConnectionBroken.
+        """Connects to `peer`, dialling these addresses unless there is a connection. Raises ConnectionBroken.
 
-        Without addresses p2pd looks in what it learnt from others, which knows nothing of a peer that nobody met.
+        Without addresses p2pd uses what other peers told it, which is nothing for a peer that none of them has met.
         """
         raw = [encoded for address in addresses if (encoded := _address_bytes(address.removesuffix(f"/p2p/{peer}")))]
         request = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=raw, timeout=max(1, int(timeout_s)))
@@ -170,7 +168,7 @@ class Host:
     async def open_stream(
         self, peer: PeerId, protocol: str, limits: FrameLimits, timeout_s: float
     ) -> tuple[FrameStream, str]:
-        """A new stream to `peer`, and its path ("direct" or "relayed"). Raises ConnectionBroken."""
+        """Opens a stream to `peer`. Returns it and its path ("direct" or "relayed"). Raises ConnectionBroken."""
         request = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol], timeout=max(1, int(timeout_s)))
         stream, response = await self._request(
             p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request), limits, timeout_s
@@ -180,7 +178,7 @@ class Host:
         return stream, _path(response.streamInfo.addr)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
-        """Hand every stream that a peer opens for `protocol` to `on_stream`, which must attach a sink or close it."""
+        """Hands every stream that a peer opens for `protocol` to `on_stream`, which must attach a sink or close it."""
         if self._link is not None:
             on_stream = _over_link(self._link, on_stream)
         path = self._sockets.path / f"serve{len(self._servers)}.sock"
@@ -192,7 +190,7 @@ class Host:
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_S)
 
     async def close(self) -> None:
-        """Stop p2pd and everything that talks to it. Safe to call twice."""
+        """Stops p2pd and everything that talks to it. May be called twice."""
         if self._closing:
             return
         self._closing = True
@@ -203,7 +201,7 @@ class Host:
         tasks += [control._read_task, control._write_task, *control._handler_tasks.values()] if control else []
         self.p2p._terminate()
         try:
-            await asyncio.wait_for(asyncio.shield(self._watcher), LEAVE_S)
+            await asyncio.wait_for(asyncio.shield(self._watcher), TERMINATE_S)
         except TimeoutError:
             self.p2p._child.kill()
         alive = [task for task in tasks if task is not None]
@@ -213,8 +211,8 @@ class Host:
         self._sockets.remove()
 
     async def _watch(self) -> None:
-        # hivemind does not look: with its p2pd gone, P2P.is_alive stays True and its calls hang. The same where only
-        # the task that reads p2pd's answers for the DHT has ended.
+        """Sets `died` when p2pd has ended by itself, or the task that reads its answers for the DHT has."""
+        # hivemind does not look: with its p2pd gone, P2P.is_alive stays True and its calls hang.
         child = asyncio.create_task(self.p2p._child.wait())
         await asyncio.wait([child, self.p2p._client.control._read_task], return_when=asyncio.FIRST_COMPLETED)
         if not self._closing:
@@ -222,12 +220,16 @@ class Host:
         await child
 
     async def _ask(self, request: Any, timeout_s: float) -> Any:
+        """Returns p2pd's answer to a request that opens no stream. Raises ConnectionBroken."""
         stream, response = await self._request(request, FrameLimits(), timeout_s)
         stream.abort()
         return response
 
     async def _request(self, request: Any, limits: FrameLimits, timeout_s: float) -> tuple[FrameStream, Any]:
-        """One question to p2pd on a socket of its own, which becomes the stream when the question was to open one."""
+        """Sends a request to p2pd on a socket of its own. Returns that as a stream, and p2pd's answer.
+
+        After a request to open a stream, the socket is that stream. Raises ConnectionBroken.
+        """
         body = request.SerializeToString()
         stream = FrameStream(limits)
         loop = asyncio.get_running_loop()
@@ -249,44 +251,11 @@ class Host:
         return stream, response
 
 
-class _SocketDirectory:
-    """A private directory for the Unix sockets to p2pd; those that killed daemons left behind are swept on the way.
-
-    Its lock says whether its daemon lives. Process ids would not: containers share /tmp and not ids.
-    """
-
-    def __init__(self) -> None:
-        base = Path(tempfile.gettempdir())
-        if len(str(base)) > 40:  # a Unix socket's path has at most 107 characters
-            base = Path("/tmp")
-        _sweep(base)
-        made = Path(tempfile.mkdtemp(prefix="." + SOCKET_PREFIX, dir=base))
-        self._lock = os.open(made / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = made.rename(base / made.name[1:])  # only now may a sweep see it
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-
-def _sweep(base: Path) -> None:
-    for left in base.glob(SOCKET_PREFIX + "*"):
-        with contextlib.suppress(OSError):  # not ours, in use, or just removed by another sweep
-            lock = os.open(left / "lock", os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-
 async def _start(
     identity_path: Path, listen: Sequence[str], announce: Sequence[str], startup_s: float, sockets: Path
 ) -> Any:
-    at_home = all("/127." in address or "/::1/" in address for address in listen)
+    """Returns hivemind's handle of a p2pd that listens on these addresses. Raises LocalError when it cannot."""
+    is_loopback = all("/127." in address or "/::1/" in address for address in listen)
     kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     try:
         return await kind.create(  # type: ignore[attr-defined]
@@ -295,8 +264,8 @@ async def _start(
             identity_path=str(identity_path),
             startup_timeout=startup_s,
             check_if_identity_free=False,
-            auto_nat=not at_home,
-            nat_port_map=not at_home,
+            auto_nat=not is_loopback,
+            nat_port_map=not is_loopback,
         )
     except P2PDaemonError as error:
         why = _one_line(str(error))
@@ -304,12 +273,14 @@ async def _start(
 
 
 def _inbound(limits: FrameLimits, on_stream: OnStream) -> FrameStream:
+    """Returns a stream that is handed to `on_stream` once p2pd has said which peer opened it."""
     stream = FrameStream(limits)
     stream.preamble.add_done_callback(partial(_introduce, stream, on_stream))
     return stream
 
 
 def _introduce(stream: FrameStream, on_stream: OnStream, preamble: asyncio.Future[bytes]) -> None:
+    """Hands a stream on with the peer and the path that its preamble names."""
     if preamble.cancelled() or preamble.exception() is not None:
         return
     info = p2pd_pb2.StreamInfo.FromString(preamble.result())
@@ -317,7 +288,10 @@ def _introduce(stream: FrameStream, on_stream: OnStream, preamble: asyncio.Futur
 
 
 def _over_link(link: AccessLink, on_stream: OnStream) -> OnStream:
+    """Returns `on_stream` for streams that go over an imitated link."""
+
     def shaped(stream: FrameStream, peer: PeerId, path: str) -> None:
+        """Puts the link between the stream and p2pd, and hands the stream on."""
         stream.interpose(link.shape)
         on_stream(stream, peer, path)
 
@@ -325,7 +299,7 @@ def _over_link(link: AccessLink, on_stream: OnStream) -> OnStream:
 
 
 def _check_listen(address: str) -> None:
-    """Raises LocalError unless the address can be listened on now."""
+    """Raises LocalError unless this machine can listen on the address now."""
     try:
         parts = {protocol.name: value for protocol, value in Multiaddr(address).items()}
     except (MultiaddrError, ValueError) as error:
@@ -349,19 +323,22 @@ def _check_listen(address: str) -> None:
 
 
 def _peer_bytes(peer: PeerId) -> bytes:
+    """Returns a peer id as the bytes that p2pd takes."""
     raw: bytes = PeerID.from_base58(peer).to_bytes()
     return raw
 
 
 def _address_bytes(address: str) -> bytes | None:
+    """Returns a multiaddr as bytes; None for one of a kind that this version of hivemind cannot write."""
     try:
         raw: bytes = Multiaddr(address).to_bytes()
     except (MultiaddrError, ValueError):
-        return None  # well formed, but of a kind that this version of hivemind cannot write
+        return None
     return raw
 
 
 def _address_text(raw: bytes) -> str | None:
+    """Returns a multiaddr as text; None for one that hivemind cannot read."""
     try:
         return str(Multiaddr(raw))
     except (MultiaddrError, ValueError):
@@ -369,18 +346,22 @@ def _address_text(raw: bytes) -> str | None:
 
 
 def _path(raw: bytes) -> str:
+    """Returns "relayed" for the address of a relay circuit, "direct" for any other."""
     return "relayed" if "p2p-circuit" in (_address_text(raw) or "") else "direct"
 
 
 def _failure(text: str) -> ConnectionBroken:
+    """Returns p2pd's error as an exception: DialsCrossed when both peers dialled in the same instant."""
     return DialsCrossed(text) if CROSSED in text else ConnectionBroken(text)
 
 
 def _one_line(text: str) -> str:
+    """Returns a text's first 300 characters on one line."""
     return " ".join(text.split())[:300]
 
 
 def _varint(number: int) -> bytes:
+    """Returns a number as protobuf's variable-length integer."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)

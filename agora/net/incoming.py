@@ -128,9 +128,11 @@ class IncomingCalls:
         self._stream.proceed(Intake.TAKE if is_reserved else self._refuse_for_memory())
 
     def _refuse_for_memory(self) -> Intake:
+        """Refuses the request whose payload found no memory."""
         return self.refuse(self._waiting_call, self._busy("no memory free for the payload"))
 
     def _busy(self, why: str) -> Busy:
+        """Returns the refusal of a request for which there is no room now."""
         return Busy(why, retry_after_ms=int(self._service.limits.patience_s * 1000))
 
     def refuse(self, number: int, error: AgoraError) -> Intake:
@@ -168,6 +170,7 @@ class IncomingCalls:
             entry.call.caller_gone = True
 
     def _send_progress(self, number: int, advance: Advance) -> None:
+        """Sends a progress frame to the caller, unless it is gone."""
         entry = self._open.get(number)
         if entry is not None and not entry.call.caller_gone:
             self._stream.send_news(encode_frame(FrameType.PROGRESS, number, advance), number)

@@ -1,6 +1,6 @@
 """The light client: asks a peer of a run for its status or manifest, without a daemon, torch or hivemind.
 
-Knows py-libp2p, trio and the wire protocol. Must not import hivemind, nor anything of agora that does: two libp2p
+Knows: py-libp2p, trio and the wire protocol. Must not know: hivemind, nor anything of agora that imports it: two libp2p
 implementations cannot live in one process.
 """
 
@@ -49,13 +49,14 @@ R = TypeVar("R")
 
 
 def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """The status of a run (`swarm status --json`) as the first of the peers at `addresses` that answers sees it.
+    """Returns a run's status (`swarm status --json`) as the first peer that answers sees it.
 
     addresses: multiaddrs with /p2p/PEER. Takes at most about `timeout_s`. Raises InputError for a malformed address,
-    WrongRun when all who answered train something else, Unreachable when nobody answered.
+    WrongRun when all peers that answered train another run, Unreachable when none answered.
     """
 
-    def read(answer: StatusAnswer) -> dict[str, Any]:
+    def decode(answer: StatusAnswer) -> dict[str, Any]:
+        """Returns the status that an answer holds. Raises ProtocolError."""
         try:
             status = json.loads(answer.status)
         except ValueError:
@@ -64,22 +65,23 @@ def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOU
             raise ProtocolError("bad-message", "The status is not a JSON object.")
         return status
 
-    return _fetch(addresses, run, timeout_s, GetStatus(), StatusAnswer, read)
+    return _fetch(addresses, run, timeout_s, GetStatus(), StatusAnswer, decode)
 
 
 def fetch_manifest(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S) -> bytes:
-    """The signed manifest of a run, its hash and signature checked. Errors as those of `fetch_status`.
+    """Returns a run's signed manifest as bytes, its hash and signature checked. Raises as `fetch_status` does.
 
     A peer that sends another manifest is passed over like one that does not answer.
     """
 
     from agora_protocol.manifest import SignedManifest  # it needs pydantic, which a status does not
 
-    def read(answer: ManifestAnswer) -> bytes:
+    def verify(answer: ManifestAnswer) -> bytes:
+        """Returns the manifest that an answer holds, if it is that of the run. Raises ManifestError."""
         SignedManifest.from_bytes(answer.manifest, run)
         return answer.manifest
 
-    return _fetch(addresses, run, timeout_s, GetManifest(), ManifestAnswer, read)
+    return _fetch(addresses, run, timeout_s, GetManifest(), ManifestAnswer, verify)
 
 
 def _fetch(
@@ -90,6 +92,7 @@ def _fetch(
     kind: type[A],
     read: Callable[[A], R],
 ) -> R:
+    """Asks the peers at `addresses`, and returns what `read` makes of the first answer that it accepts."""
     by_peer: dict[PeerId, list[str]] = defaultdict(list)
     for address in addresses:
         if problem := address_problem(address):
@@ -98,6 +101,7 @@ def _fetch(
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 
     async def ask_all() -> R:
+        """Runs the asking in trio's loop."""
         return await _ask_all(dict(by_peer), run, timeout_s, request, lambda answer: read(_typed(answer, kind)))
 
     result: R = trio.run(ask_all)
@@ -105,6 +109,7 @@ def _fetch(
 
 
 def _typed(answer: Message, kind: type[A]) -> A:
+    """Returns the answer if it is of this kind. Raises ProtocolError for another."""
     if not isinstance(answer, kind):
         raise ProtocolError("bad-message", f"{type(answer).__name__} is no answer to the question.")
     return answer
@@ -113,7 +118,7 @@ def _typed(answer: Message, kind: type[A]) -> A:
 async def _ask_all(
     by_peer: dict[PeerId, list[str]], run: RunId, timeout_s: float, request: Message, read: Callable[[Message], R]
 ) -> R:
-    """The first good answer; the peers are tried in turn, overlapping."""
+    """Returns the first answer that `read` accepts. The next peer is asked after STAGGER_S, or when one failed."""
     answers: list[R] = []
     errors: list[AgoraError] = []
     reasons: dict[PeerId, str] = dict.fromkeys(by_peer, "no answer in time")
@@ -122,6 +127,7 @@ async def _ask_all(
         async with host.run(listen_addrs=[]), trio.open_nursery() as nursery:
 
             async def attempt(peer: PeerId, addresses: list[str], done: trio.Event) -> None:
+                """Asks one peer, and ends the search when its answer is good."""
                 try:
                     answers.append(read(await _ask(host, peer, addresses, run, request)))
                     nursery.cancel_scope.cancel()
@@ -147,6 +153,7 @@ async def _ask_all(
 
 
 async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId, request: Message) -> Message:
+    """Returns one peer's answer to `request`. Raises WrongRun, the peer's refusal, or py-libp2p's own errors."""
     identity = ID.from_base58(peer)
     await host.connect(PeerInfo(identity, [Multiaddr(address) for address in addresses]))
     stream = await host.new_stream(identity, [TProtocol(PROTOCOL_NAME)])
@@ -169,21 +176,24 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId, reques
 
 
 class _Frames:
-    """The frames of a py-libp2p stream; the run's checks are the caller's."""
+    """Sends and receives frames on a py-libp2p stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._pending = bytearray()
 
     async def send(self, type: FrameType, call: int, message: Message) -> None:
+        """Writes one frame."""
         await self._stream.write(b"".join(encode_frame(type, call, message)))
 
     async def next(self) -> tuple[Prefix, Message | None]:
+        """Returns the next frame, which has no payload. Raises ProtocolError, Unreachable at the stream's end."""
         prefix = Prefix.parse(await self._exactly(PREFIX_BYTES), LIMITS)
         message, _ = decode_header(prefix, await self._exactly(prefix.header_bytes))
         return prefix, message
 
     async def _exactly(self, count: int) -> bytes:
+        """Returns the next `count` bytes."""
         while len(self._pending) < count:
             data = await self._stream.read(65_536)
             if not data:

@@ -1,7 +1,7 @@
-"""What a link of a given rate and latency does to bytes, computed: when a chunk has left, and when it arrives.
+"""Computes what a link of a given rate and latency does to bytes: when a chunk has left, and when it arrives. Pure.
 
-Knows: rates, delays, and the random numbers of jitter and loss, whose source is an argument, as the time is. Must not
-know: clocks, sockets, streams; `shaping` applies this to them. docs/links.md is the definition in words.
+Knows: rates and delays; the time and the source of random numbers are arguments. Must not know: clocks, sockets,
+streams; `shaping` applies this to them. docs/links.md is the definition in words.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOSS: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)%")
 
 
 class LinkError(InputError):
-    """A link was described in a way that cannot be read, or that no link is like; says what to write."""
+    """The description of a link cannot be read, or no link is like that; the text says what to write."""
 
     code = "bad-link"
 
@@ -51,7 +51,7 @@ class LinkSpec:
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:
-        """What a person wrote, "200Mbit,50ms". Raises LinkError."""
+        """Reads a description such as "200Mbit,50ms". Raises LinkError."""
         parts = [part.strip() for part in text.split(",")]
         if not 2 <= len(parts) <= 4:
             raise LinkError(f"{text!r} is no link; {EXAMPLES}")
@@ -70,15 +70,17 @@ class LinkSpec:
         return cls(rate, times[0], times[1] if len(times) > 1 else 0.0, loss, ",".join(parts))
 
     def __str__(self) -> str:
+        """The description as it was written."""
         return self.text or f"{self.rate * 8 / 1e6:g}Mbit,{self.rtt_s * 1e3:g}ms"
 
     @property
     def chunk_bytes(self) -> int:
-        """How much one stream may send before the others have their turn."""
+        """How many bytes one stream sends before the next stream's turn."""
         return max(LEAST_CHUNK, min(MOST_CHUNK, int(self.rate * CHUNK_S)))
 
 
 def _number(pattern: re.Pattern[str], part: str, what: str, example: str) -> float:
+    """Returns a rate in bytes per second, a time in seconds, or a percentage as a fraction. Raises LinkError."""
     match = pattern.fullmatch(part)
     if match is None:
         raise LinkError(f"{part!r} is no {what} like {example}; {EXAMPLES}")
@@ -91,9 +93,9 @@ def _number(pattern: re.Pattern[str], part: str, what: str, example: str) -> flo
 
 
 class TokenBucket:
-    """One direction of a link, shared by all streams: `rate` bytes per second, first come, first served.
+    """One direction of a link, which all streams share: `rate` bytes per second, first come, first served.
 
-    What the link could have carried while it was idle is lost, but for the last `depth_s` seconds of it.
+    depth_s: how many seconds of unused rate may be used later, at once.
     """
 
     def __init__(self, rate: float, depth_s: float = 0.0) -> None:
@@ -101,22 +103,22 @@ class TokenBucket:
         self._free_at = -math.inf
 
     def take(self, size: int, ready: float) -> float:
-        """When the last of `size` bytes has passed that were there at `ready`, which may lie in the past."""
+        """Returns when the last of `size` bytes has passed. ready: when they came, which may lie in the past."""
         self._free_at = max(self._free_at, ready - self._depth_s) + size / self._rate
         return self._free_at
 
 
 class DelayLine:
-    """The way of one stream from one peer to another: later by half the RTT, in order, nothing lost."""
+    """The delay of one stream from one peer to another: half the RTT, jitter and retransmissions; order is kept."""
 
     def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
         self._spec, self._rng = spec, rng
         self._arrived = -math.inf
 
     def arrival(self, size: int, departs: float) -> float:
-        """When a chunk is there whose last byte departs at `departs`.
+        """Returns when a chunk of `size` bytes arrives whose last byte departs at `departs`.
 
-        Each packet that is lost, or lost again, costs another RTT, and what is behind it waits: that is TCP.
+        A lost packet costs another RTT each time it is lost, and everything behind it waits, as with TCP.
         """
         spec, rng = self._spec, self._rng
         extra = rng.random() * spec.jitter_s / 2 if spec.jitter_s else 0.0

@@ -198,6 +198,7 @@ class Network:
             raise
 
     def _on_dialled(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
+        """Forgets a dial that has ended."""
         self._dials.pop(peer, None)
         if not dial.cancelled():
             dial.exception()  # callers that still wait get it; perhaps none does
@@ -245,6 +246,7 @@ class Network:
         return self.connection_to(peer)
 
     async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:
+        """Opens a stream to `peer`, dialling its known addresses first. Returns it and its path."""
         # p2pd cannot find by itself a peer that it never met ("routing: not found"): known addresses first.
         addresses = self._book.addresses(peer)
         tried = ""
@@ -289,6 +291,7 @@ class Network:
         return False
 
     async def _greet(self, connection: Connection) -> None:
+        """Shakes hands on a stream that a peer has opened."""
         with contextlib.suppress(AgoraError):
             await connection.start()
 
@@ -299,6 +302,7 @@ class Network:
             raise NotAdmitted(f"{peer} broke the rules too often; it is shut out for {seconds:.0f} s more.")
 
     def _add_connection(self, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> Connection:
+        """Makes a stream a connection, and remembers it."""
         connection = Connection(self, stream, peer, opened=opened, path=path)
         self._connections.setdefault(peer, []).append(connection)
         return connection
@@ -330,6 +334,7 @@ class Network:
         return task
 
     def _all(self) -> list[Connection]:
+        """Returns every connection."""
         return [connection for connections in self._connections.values() for connection in connections]
 
     async def _tick(self) -> None:

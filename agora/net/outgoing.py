@@ -150,6 +150,7 @@ class OutgoingCalls:
             call.settle(error)
 
     def _settle(self, number: int, result: Reply | AgoraError, what: str) -> None:
+        """Ends an open call. Raises ProtocolError when there never was one of this number."""
         call = self._open.get(number)
         if call is None:
             self._check_past(number, what)

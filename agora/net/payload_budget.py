@@ -145,11 +145,13 @@ class PayloadShare:
         return True
 
     def _reserve(self, size: int) -> None:
+        """Reserves the payload of the frame that arrives next."""
         self._budget.reserve(size)
         self.held += size
         self._arriving = size
 
     def _lose_patience(self) -> None:
+        """Ends a wait in vain."""
         if self._wanted:
             self._wanted = 0
             self._budget.stop_waiting(self)

@@ -112,10 +112,12 @@ class SendQueue:
         self.drop_bulk()
 
     def _shrink_bulk(self, frame: QueuedFrame) -> None:
+        """Takes a bulk frame's bytes off, which makes room for another."""
         self.bulk_bytes -= frame.size
         self._wake_one()
 
     def _wake_one(self) -> None:
+        """Wakes the sender that has waited longest for room."""
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():

@@ -1,11 +1,11 @@
 """Makes this peer's streams behave as if they ran over a link of a given rate and latency, inside the process.
 
-Knows: asyncio transports, and when bytes may pass, which `link` computes. Must not know: frames, calls, peers. A shaped
-transport stands between a stream and its real transport and is a transport to the one and a protocol to the other.
-Going out, chunks queue for the shared rate and then wait out the delay; coming in, a chunk that was read into the
-stream's own buffer is told to the stream when the rate allows, and nothing more is read before. So nothing is copied,
-what waits to go out is bounded by the stream's own limit, what is on its way by rate times delay, and what is not read
-fills the sender's windows as it would on a real link.
+Knows: asyncio transports, and when bytes may pass, which `link` computes. Must not know: frames, calls, peers.
+
+A shaped transport stands between a stream and its real transport. Outgoing chunks queue for the shared rate, and then
+wait until the delay is over. An incoming chunk is read into the stream's own buffer; the stream is told of it when the
+rate allows, and nothing more is read before. So nothing is copied. The stream's own limit bounds what waits to go out,
+rate times delay bounds what is on its way, and what is not read fills the sender's windows, as on a real link.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from agora.net.link import MOST_CHUNK, DelayLine, LinkSpec, TokenBucket
 
 HIGH_BYTES: Final = 262_144  # a stream is told to stop when this much waits for the rate, as by a plain transport
 LOW_BYTES: Final = 65_536
-HOLD_S: Final = 0.05  # parts of a message that arrived are handed on together, at the latest after so long
-DOWN_DEPTH_S: Final = 0.08  # what another's link already spread out is not spread out again; more than is held
+HOLD_S: Final = 0.05  # parts of a message that has arrived are handed on together, after this at the latest
+DOWN_DEPTH_S: Final = 0.08  # more than HOLD_S: what another peer's link has spread out is not spread out again
 TICK_S: Final = 0.001  # of the event loop's timers
 
 Clock = Callable[[], float]
 
 
 class AccessLink:
-    """One peer's link to everyone: two rates that all its streams share."""
+    """One peer's link to all others: a rate each way, which all its streams share."""
 
     def __init__(self, spec: LinkSpec, rng: random.Random, clock: Clock = time.monotonic) -> None:
         self.spec = spec
@@ -41,7 +41,7 @@ class AccessLink:
         self.down = TokenBucket(spec.rate, DOWN_DEPTH_S)
 
     def shape(self, transport: asyncio.Transport, stream: asyncio.BufferedProtocol) -> asyncio.Transport:
-        """What `stream` shall use in place of `transport`, which must not be reading now."""
+        """Returns the transport for `stream` to use in place of `transport`, which must not be reading now."""
         shaped = ShapedTransport(transport, stream, self)
         transport.set_protocol(shaped)
         return shaped
@@ -59,55 +59,69 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
     # --- for the stream, a transport
 
     def write(self, data: Any) -> None:
+        """Queues bytes as one message."""
         self._upload.add((data,))
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
+        """Queues the buffers as one message."""
         self._upload.add(list_of_data)
 
     def get_write_buffer_size(self) -> int:
+        """Returns the bytes that the kernel was not given yet."""
         return self._upload.waiting + self._real.get_write_buffer_size()
 
     def pause_reading(self) -> None:
+        """Stops reading."""
         self._download.want(False)
 
     def resume_reading(self) -> None:
+        """Starts reading."""
         self._download.want(True)
 
     def is_closing(self) -> bool:
+        """Whether the real transport is closing or closed."""
         return self._real.is_closing()
 
     def abort(self) -> None:
+        """Closes the real transport now; what is queued is lost."""
         self._end()
         self._real.abort()
 
     # --- for the real transport, a protocol
 
     def pause_writing(self) -> None:
+        """Asyncio's word that the real transport has enough."""
         self._upload.block()
 
     def resume_writing(self) -> None:
+        """Asyncio's word that the real transport takes more."""
         self._upload.unblock()
 
     def get_buffer(self, sizehint: int) -> Any:
+        """Returns where the real transport puts the next bytes."""
         return self._download.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Asyncio's word that `nbytes` were put there."""
         self._download.arrived(nbytes)
 
     def eof_received(self) -> bool | None:
+        """Asyncio's word that the peer sends nothing more."""
         return self._stream.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Asyncio's word that the real transport is gone."""
         self._end()
         self._stream.connection_lost(exc)
 
     def _end(self) -> None:
+        """Forgets everything that is queued or held."""
         self._upload.end()
         self._download.end()
 
 
 class _Alarm:
-    """A timer that is never early, which the loop's own may be by half a millisecond."""
+    """A timer that is never early. The loop's own may be, by half a millisecond."""
 
     def __init__(self, clock: Clock, ring: Callable[[float], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -116,7 +130,7 @@ class _Alarm:
         self._handle: asyncio.TimerHandle | None = None
 
     def set(self, at: float) -> None:
-        """Ring at `at` and not at any other time."""
+        """Calls `ring` at `at`, and at no time that was set before."""
         if at == self._at:
             return
         self.stop()
@@ -126,11 +140,13 @@ class _Alarm:
             self._handle = self._loop.call_later(ticks * TICK_S, self._fire)
 
     def stop(self) -> None:
+        """Forgets the time that was set."""
         if self._handle is not None:
             self._handle.cancel()
         self._at, self._handle = math.inf, None
 
     def _fire(self) -> None:
+        """Calls `ring` with the present time, or sets the timer again when it was early."""
         at, now = self._at, self._clock()
         self._at, self._handle = math.inf, None
         if now < at:
@@ -150,7 +166,7 @@ class _Chunk:
 
 
 class _Upload:
-    """What a stream sends: first it queues for the rate, a chunk at a time, then it waits out the delay."""
+    """What a stream sends: each chunk waits for the link's rate, and then until its delay is over."""
 
     def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
         self._real, self._stream, self._link = real, stream, link
@@ -165,10 +181,11 @@ class _Upload:
 
     @property
     def waiting(self) -> int:
-        """Bytes that the real transport has not been given yet."""
+        """Bytes that the real transport was not given yet."""
         return self._queued + self._on_its_way
 
     def add(self, buffers: Iterable[Any]) -> None:
+        """Queues one message; asks the stream to pause when much waits."""
         if self._ended:
             return
         if not self._queue:
@@ -183,16 +200,18 @@ class _Upload:
             self._stream.pause_writing()
 
     def block(self) -> None:
-        """The way is blocked further on: nothing is delivered, and nothing more is let onto the link."""
+        """Stops handing on, and letting chunks onto the link, since the real transport has enough."""
         self._blocked = True
         self._alarm.stop()
 
     def unblock(self) -> None:
+        """Goes on after `block`."""
         self._blocked = False
         self._ready = max(self._ready, self._link.clock())
         self._schedule()
 
     def end(self) -> None:
+        """Forgets everything that waits."""
         self._ended = True
         self._alarm.stop()
         self._queue.clear()
@@ -200,12 +219,15 @@ class _Upload:
         self._queued = self._on_its_way = 0
 
     def _schedule(self) -> None:
-        """Wake up when the next chunk may be let onto the link, or what has arrived is handed on."""
+        """Sets the timer to when the next chunk may go onto the link, or what has arrived is handed on."""
         if not self._blocked:
             self._alarm.set(min(self._ready if self._queue else math.inf, self._hand_on_at()))
 
     def _hand_on_at(self) -> float:
-        """When a message has arrived, or the first part of a long one HOLD_S ago: every write costs all behind it."""
+        """Returns when to hand on: when a whole message has arrived, or HOLD_S after the first part of a long one.
+
+        Each write to the real transport costs time, so the parts of a message are handed on together.
+        """
         at = self._line[0].arrives + HOLD_S if self._line else math.inf
         for chunk in self._line:
             if chunk.ends or chunk.arrives > at:
@@ -213,6 +235,7 @@ class _Upload:
         return at
 
     def _step(self, now: float) -> None:
+        """Lets chunks onto the link whose turn has come, and hands on what has arrived."""
         while self._queue and self._ready <= now:
             size, ends, pieces = self._next_chunk()
             self._ready = self._link.up.take(size, self._ready)
@@ -226,6 +249,7 @@ class _Upload:
             self._stream.resume_writing()
 
     def _hand_on(self, now: float) -> None:
+        """Gives the real transport the chunks that have arrived."""
         arrived: list[memoryview] = []
         while self._line and self._line[0].arrives <= now:
             chunk = self._line.popleft()
@@ -234,7 +258,7 @@ class _Upload:
         self._real.writelines(arrived)
 
     def _next_chunk(self) -> tuple[int, bool, list[memoryview]]:
-        """The first bytes of the queue, and whether a message ends in them; part of a buffer that is larger."""
+        """Takes at most a chunk from the queue. Returns its size, whether a message ends in it, and its bytes."""
         room, pieces, ends = self._link.spec.chunk_bytes, [], False
         while self._queue and room:
             view, last = self._queue.popleft()
@@ -250,7 +274,7 @@ class _Upload:
 
 
 class _Download:
-    """What a stream reads: a chunk that came faster than the rate is held, and nothing is read behind it."""
+    """What a stream reads: a chunk that came faster than the link's rate is held, and nothing is read behind it."""
 
     def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
         self._real, self._stream, self._link = real, stream, link
@@ -259,20 +283,24 @@ class _Download:
         self._wanted = self._reading = False
         self._held = 0
         self._held_until = 0.0
-        self._late_s = 0.0  # what a held chunk was told too late by, until those behind it have caught up
+        self._late_s = 0.0  # by how much a held chunk was delivered too late, until later ones have caught up
 
     def want(self, wanted: bool) -> None:
+        """Starts or stops reading, as the stream asks."""
         self._wanted = wanted
         self._read()
 
     def end(self) -> None:
+        """Forgets what is held."""
         self._alarm.stop()
         self._held = 0
 
     def buffer(self) -> Any:
+        """Returns where the real transport puts the next bytes: the first part of the stream's own buffer."""
         return self._stream.get_buffer(-1)[: self._most]  # type: ignore[index]
 
     def arrived(self, size: int) -> None:
+        """Delivers bytes that were put there, now or when the link's rate allows."""
         now = self._link.clock()
         until = self._link.down.take(size, now - self._late_s)
         if until <= now:
@@ -284,12 +312,14 @@ class _Download:
         self._alarm.set(until)
 
     def _deliver(self, now: float) -> None:
+        """Tells the stream of the bytes that were held."""
         size, self._held = self._held, 0
         self._late_s = now - self._held_until
         self._stream.buffer_updated(size)
         self._read()
 
     def _read(self) -> None:
+        """Has the real transport read, unless the stream wants nothing or a chunk is held."""
         reading = self._wanted and not self._held
         if reading is self._reading or self._real.is_closing():
             return

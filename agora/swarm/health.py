@@ -1,7 +1,15 @@
-"""Whether the swarm makes progress, why not, and what to do about it. Pure; judged by steps taken, not by heartbeats.
+"""Judges whether the swarm makes progress, why not, and what to do about it. Pure.
 
-Knows the view. Must not know how it was obtained, nor any clock. A swarm whose peers all answer but whose weights do
-not move is STALLED; one whose every stage steps is not, whatever its heartbeats say.
+Knows: the view. Must not know: how it was obtained, nor any clock. Steps count, not heartbeats: a swarm whose peers all
+answer but whose weights do not change is STALLED.
+
+| state | when |
+|---|---|
+| PAUSED | the owner of this peer paused it |
+| UNREACHABLE | the view is empty |
+| STALLED | a stage has no serving peer, or took no step for longer than `patience_s` |
+| DEGRADED | a stage has taken no step yet, or has a single replica |
+| OK | every stage has two replicas or more, and steps |
 """
 
 from __future__ import annotations
@@ -12,14 +20,14 @@ from dataclasses import dataclass
 from agora.swarm.view import PeerView, View
 
 OK, DEGRADED, STALLED, PAUSED, UNREACHABLE = "OK", "DEGRADED", "STALLED", "PAUSED", "UNREACHABLE"
-LEAST_PATIENCE_S = 60.0
+MIN_PATIENCE_S = 60.0
 PATIENCE_STEPS = 10.0
-"""No step for this many usual step times, and for a minute at least, is a stall."""
+"""A stage that took no step for this many usual step times, and for MIN_PATIENCE_S at least, is stalled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """state: OK, DEGRADED, STALLED, PAUSED or UNREACHABLE. do: what a reader can do, None when nothing is needed."""
+    """The state (see the table), why, and what a reader can do about it: None when nothing is needed."""
 
     state: str
     why: str
@@ -27,7 +35,7 @@ class Health:
 
 
 def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, paused: bool = False) -> Health:
-    """The swarm's health as one peer sees it; `since_unix` is since when it has been looking."""
+    """Returns the swarm's health as one peer sees it. since_unix: when that peer began to look."""
     if not view.peers and not paused:
         return Health(
             UNREACHABLE, "no peer of the run can be found", "check the invite's addresses and this machine's network"
@@ -41,11 +49,12 @@ def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, p
     for stage, stepped in last.items():
         patience = patience_s(view.replicas(stage))
         if now_unix - max(stepped or 0.0, since_unix) > patience:
-            return _still(stage, stepped, now_unix, patience)
-    return _moving(view, stage_count, last, now_unix)
+            return _stalled(stage, stepped, now_unix, patience)
+    return _stepping(view, stage_count, last, now_unix)
 
 
 def _vacant(view: View, empty: list[int]) -> Health:
+    """Returns the health of a swarm in which the stages of `empty` have no serving peer."""
     joining = [stage for stage in empty if view.claimants(stage)]
     names = f"stage {empty[0]} has" if len(empty) == 1 else "stages " + ", ".join(map(str, empty)) + " have"
     if len(joining) == len(empty):
@@ -56,14 +65,16 @@ def _vacant(view: View, empty: list[int]) -> Health:
     )
 
 
-def _still(stage: int, stepped: float | None, now_unix: float, patience: float) -> Health:
+def _stalled(stage: int, stepped: float | None, now_unix: float, patience: float) -> Health:
+    """Returns the health of a swarm in which `stage` took no step since `stepped` (None: since this peer looks)."""
     ago = "since this peer began to look" if stepped is None else f"for {now_unix - stepped:.0f} s"
     why = f"stage {stage} took no step {ago}; up to {patience:.0f} s are usual"
     do = f"look at the logs of its peers, and start another with `agora-node join RUN --stages {stage}`"
     return Health(STALLED, why, do)
 
 
-def _moving(view: View, stage_count: int, last: dict[int, float | None], now_unix: float) -> Health:
+def _stepping(view: View, stage_count: int, last: dict[int, float | None], now_unix: float) -> Health:
+    """Returns the health of a swarm in which no stage is stalled. last: when each stage was last seen to step."""
     waiting = [stage for stage, stepped in last.items() if stepped is None]
     if waiting:
         return Health(
@@ -81,10 +92,11 @@ def _moving(view: View, stage_count: int, last: dict[int, float | None], now_uni
 
 
 def patience_s(replicas: Sequence[PeerView]) -> float:
-    """How long these replicas of a stage may take no step before that is a stall."""
+    """Returns for how many seconds these replicas of a stage may take no step before the stage counts as stalled."""
     usual = min((p.step_s for p in replicas if p.step_s is not None), default=0.0)
-    return max(LEAST_PATIENCE_S, PATIENCE_STEPS * usual)
+    return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)
 
 
 def _last_step(replicas: Sequence[PeerView]) -> float | None:
+    """Returns when any of these replicas was last seen to step, in unix seconds; None when none was."""
     return max((p.stepped_unix for p in replicas if p.stepped_unix is not None), default=None)

@@ -160,6 +160,7 @@ class Membership:
         return self._report_chosen(settling.placement)
 
     def _report_chosen(self, placement: Placement) -> Placement:
+        """Reports a placement that stands, and returns it."""
         self._report(events.SpanChosen(placement.span.first, placement.span.last, placement.reason))
         return placement
 
@@ -176,6 +177,7 @@ class Membership:
             await self._publish_changed(replace(self._claim, state=state))
 
     async def _publish_new_claim(self, span: Span) -> None:
+        """Claims a span as joining: the first incarnation, or the next one."""
         if self._claim is None:
             config = self._config
             claim = Claim(self.me, span, config.incarnation, config.addresses, "joining", 0.0)
@@ -184,6 +186,7 @@ class Membership:
         await self._publish_changed(claim)
 
     async def _publish_changed(self, claim: Claim) -> None:
+        """Makes `claim` this peer's claim, in its own view and in the directory."""
         self._claim = claim
         self._merge([claim])
         await self._publish_claim()
@@ -196,17 +199,20 @@ class Membership:
             await self._publish(progress, self._config.lifetime_s)
 
     async def _publish_claim(self) -> None:
+        """Publishes the claim again."""
         if self._claim is not None:
             is_leaving = self._claim.state == "leaving"
             await self._publish(self._claim, LEAVING_LIFETIME_S if is_leaving else self._config.lifetime_s)
 
     async def _publish(self, record: Record, lifetime_s: float) -> None:
+        """Stores a record in the directory; trouble with it is reported, not raised."""
         try:
             await self._directory.publish(record, self._identity, lifetime_s)
         except AgoraError as error:
             self._report_trouble("publish", error)
 
     def _report_trouble(self, what: str, error: AgoraError) -> None:
+        """Reports that the directory could not be read or written."""
         self._report(events.DirectoryTrouble(what, f"{error.code}: {error}"))
 
     # --- staying
@@ -219,11 +225,13 @@ class Membership:
             group.create_task(self._keep_reading(), name="read directory")
 
     async def _keep_publishing_claim(self) -> None:
+        """Publishes the claim again and again, before it expires."""
         while True:
             await asyncio.sleep(self._jittered(min(PUBLISH_CLAIM_S, self._config.lifetime_s / 3.0)))
             await self._publish_claim()
 
     async def _keep_publishing_progress(self) -> None:
+        """Publishes this peer's progress again and again."""
         while True:
             await asyncio.sleep(self._jittered(PUBLISH_PROGRESS_S))
             progress = self._progress()
@@ -231,6 +239,7 @@ class Membership:
                 await self.publish_progress(progress)
 
     async def _keep_reading(self) -> None:
+        """Reads the directory again and again."""
         while True:
             took_s = await self.refresh()
             await asyncio.sleep(self._jittered(read_interval_s(self._is_calm(), took_s)))
@@ -250,6 +259,7 @@ class Membership:
         return took_s
 
     async def _read(self, kind: type[Record]) -> list[Record]:
+        """Returns all records of one kind; none when the directory is in trouble, which is reported."""
         try:
             by_stage = await self._directory.read_many(kind, range(self._config.stage_count))
         except AgoraError as error:
@@ -258,6 +268,7 @@ class Membership:
         return [record for records in by_stage.values() for record in records]
 
     def _jittered(self, seconds: float) -> float:
+        """Returns a time that is up to a fifth longer or shorter, so that peers do not act in step."""
         return seconds * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     # --- the view

@@ -169,6 +169,7 @@ def _best_starts(holders: Sequence[int], length: int) -> list[int]:
 
 
 def _reason(holders: Sequence[int], span: Span) -> str:
+    """Returns how many peers hold the span's stage with the fewest holders, in words."""
     thinnest = min(span.stages, key=lambda stage: holders[stage])
     count = holders[thinnest]
     peers = "nobody" if count == 0 else "1 peer" if count == 1 else f"{count} peers"

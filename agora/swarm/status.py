@@ -1,6 +1,6 @@
-"""What `swarm status --json` prints, made from a view: the same for a daemon and for whoever asks one. Pure.
+"""Makes what `swarm status --json` prints from a view: the same for a daemon and for a client that asks one. Pure.
 
-Knows the JSON of the command's contract. Must not know how it travels. Fields are only ever added.
+Knows: the JSON that the command promises. Must not know: how it travels. Fields may be added, never removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STATES = {"serving": "training", "joining": "joining", "leaving": "leaving"}
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What status says of the run itself."""
+    """What the status contains of the run itself."""
 
     run_id: str
     name: str
@@ -29,7 +29,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class PeerFacts:
-    """What only the asked peer knows of others: how it reaches each ("direct", "relay", "self"), and a note."""
+    """What only the asked peer knows of each peer: how it reaches it ("direct", "relayed", "self"), and a note."""
 
     paths: Mapping[PeerId, str] = field(default_factory=dict)
     notes: Mapping[PeerId, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class PeerFacts:
 def status(
     view: View, run: RunFacts, health: Health, now_unix: float, facts: PeerFacts | None = None
 ) -> dict[str, Any]:
-    """The status object. `step` is stage 0's; `tokens_per_second` that of the slowest stage, which is the swarm's."""
+    """Returns the status object. `step` is that of stage 0; `tokens_per_second` is that of the slowest stage."""
     facts = facts or PeerFacts()
     stages = [stage_status(view, stage) for stage in range(run.stage_count)]
     return {
@@ -50,12 +50,12 @@ def status(
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
         "health": {"state": health.state, "why": health.why, "do": health.do},
         "stages": stages,
-        "peers": [_peer(seen, now_unix, facts) for seen in sorted(view.peers.values(), key=_order)],
+        "peers": [_peer_status(seen, now_unix, facts) for seen in sorted(view.peers.values(), key=_by_span)],
     }
 
 
 def stage_status(view: View, stage: int) -> dict[str, Any]:
-    """One row of `stages`."""
+    """Returns one row of `stages`."""
     replicas = view.replicas(stage)
     return {
         "stage": stage,
@@ -66,18 +66,20 @@ def stage_status(view: View, stage: int) -> dict[str, Any]:
 
 
 def mean_loss(view: View) -> float | None:
-    """The mean of the losses that peers report, weighted by their throughput; None when nobody knows one."""
+    """Returns the mean of the losses that peers report, weighted by their tokens per second; None without any."""
     known = [(p.loss, max(p.tokens_per_second, 1e-3)) for p in view.peers.values() if p.loss is not None]
     if not known:
         return None
     return round(sum(loss * weight for loss, weight in known) / sum(weight for _, weight in known), 4)
 
 
-def _order(seen: PeerView) -> tuple[int, int, str]:
+def _by_span(seen: PeerView) -> tuple[int, int, str]:
+    """Returns the key by which the rows of `peers` are sorted."""
     return seen.span.first, seen.span.last, seen.peer
 
 
-def _peer(seen: PeerView, now_unix: float, facts: PeerFacts) -> dict[str, Any]:
+def _peer_status(seen: PeerView, now_unix: float, facts: PeerFacts) -> dict[str, Any]:
+    """Returns one row of `peers`."""
     return {
         "peer": seen.peer,
         "name": peer_name(seen.peer),

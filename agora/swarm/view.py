@@ -74,10 +74,12 @@ class View:
 
     @cached_property
     def _serving(self) -> Mapping[int, tuple[PeerView, ...]]:
+        """The serving peers of each stage."""
         return _by_stage(self.peers.values(), ("serving",))
 
     @cached_property
     def _claiming(self) -> Mapping[int, tuple[PeerView, ...]]:
+        """The serving and joining peers of each stage."""
         return _by_stage(self.peers.values(), ("serving", "joining"))
 
 
@@ -111,6 +113,7 @@ _STATES = ("joining", "serving", "leaving")
 
 
 def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:
+    """Puts a claim into `peers`, unless a newer one is known."""
     known = peers.get(claim.peer)
     if known is not None and known.incarnation > claim.incarnation:
         return
@@ -130,6 +133,7 @@ def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, l
 
 
 def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: float) -> None:
+    """Puts progress into `peers`, if it belongs to the claim that is known and is not older than what is known."""
     known = peers.get(progress.peer)
     if known is None or known.incarnation != progress.incarnation or known.span != progress.span:
         return

@@ -222,7 +222,7 @@ def test_an_expired_record_is_refused_and_a_replay_does_not_shorten_a_newer_ones
 
 
 def test_one_stage_holds_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "MAX_PEERS_OF_A_STAGE", 3)
+    monkeypatch.setattr(directory, "MAX_PEERS_OF_STAGE", 3)
     storage, key, now = directory._BoundedStorage(), DHTID.generate("k"), time.time()
     stored = [storage.store_subkey(key, f"p{n}", b"x", now + 30) for n in range(5)]
     assert stored == [True, True, True, False, False]

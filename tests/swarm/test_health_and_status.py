@@ -124,9 +124,9 @@ def test_status_of_an_empty_view_is_still_a_status() -> None:
 
 def test_what_only_the_asked_peer_knows_is_added() -> None:
     peer = peer_id("p00")
-    found = status(two_each(1), RUN_FACTS, OK, NOW, PeerFacts({peer: "relay"}, {peer: "slow link"}))
+    found = status(two_each(1), RUN_FACTS, OK, NOW, PeerFacts({peer: "relayed"}, {peer: "slow link"}))
     entry = next(p for p in found["peers"] if p["peer"] == peer)
-    assert (entry["path"], entry["note"]) == ("relay", "slow link")
+    assert (entry["path"], entry["note"]) == ("relayed", "slow link")
 
 
 def test_decisions_of_the_swarm_know_neither_asyncio_nor_torch() -> None:
