@@ -178,7 +178,6 @@ class StateKeeper:
         await self._stages.load_state(state)
         self._filled.add(stage)
         self.fetched.add(stage)
-        self._snapshots.outdate(stage)
         self._checkpointed[stage] = state.step
         missed = 0 if exact else await self._fetch_missed_slices(stage, state.step, sources)
         seconds, size = loop_time() - began, ELEMENT_BYTES * state.numel

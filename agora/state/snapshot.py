@@ -6,7 +6,6 @@ Knows: GetState and GetChunk, and how many bytes the copies may hold. Must not k
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -44,7 +43,6 @@ class _Snapshot:
     state: StageState
     hashes: list[bytes]
     name: bytes
-    copying_began: float = 0.0
     made: float = 0.0
     copying_s: float = 0.0
     last_used: float = 0.0
@@ -80,7 +78,6 @@ class Snapshots:
         self._now = now
         self._limits = limits or SnapshotLimits()
         self._kept: dict[bytes, _Snapshot] = {}
-        self._outdated_at: dict[int, float] = {}
         self._copying: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @property
@@ -116,10 +113,6 @@ class Snapshots:
         for snapshot in [s for s in self._kept.values() if s.last_used < oldest]:
             del self._kept[snapshot.name]
 
-    def outdate(self, stage: int) -> None:
-        """Lets the next GetState of the stage make a new copy. Peers that fetch an older one can finish."""
-        self._outdated_at[stage] = self._now()
-
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
         """Returns the newest snapshot if it is fresh or there is no room for another, else a new one."""
         self.drop_idle()
@@ -135,8 +128,6 @@ class Snapshots:
     def _is_fresh(self, snapshot: _Snapshot, at_least: int) -> bool:
         """Tells whether the snapshot may be given to a new joiner that asks for step `at_least`."""
         age = self._now() - snapshot.made
-        if snapshot.copying_began <= self._outdated_at.get(snapshot.state.stage, -math.inf):
-            return False
         if snapshot.state.step >= at_least:
             return age < self._limits.fresh_s
         return age < min(self._limits.remake_factor * snapshot.copying_s, self._limits.fresh_s)
@@ -149,7 +140,7 @@ class Snapshots:
         hashes = await asyncio.to_thread(chunk_hashes, state)
         name = snapshot_hash(hashes)
         snapshot = self._kept.setdefault(name, _Snapshot(state, hashes, name))
-        snapshot.copying_began, snapshot.made = began, self._now()
+        snapshot.made = self._now()
         snapshot.copying_s = max(snapshot.made - began, SHORTEST_COPY_S)
         return snapshot
 

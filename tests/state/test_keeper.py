@@ -1,4 +1,4 @@
-"""The keeper fills stages, writes checkpoints, and gives no state that may differ from that of the other replicas."""
+"""The keeper fills stages, writes checkpoints that are found again, and gives what it has."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from agora_protocol.errors import Busy, NotMyStage
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
-from agora_protocol.messages import GetState, StateIndex
+from agora_protocol.messages import GetSlice, GetState, Slice, StateIndex
 
 from agora.averaging.partition import Slices
 from agora.state.checkpoint import newest_checkpoint
@@ -81,5 +83,26 @@ def test_checkpoints_are_written_when_due_and_found_by_the_next_start(tmp_path: 
             assert await again.find_checkpoints() == (12,)
             assert await again.fill_stages() == "stage 0: own checkpoint of step 12; no peer offers any"
             assert not again.fetched
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_a_joining_peer_gives_its_checkpoint_and_no_slices_yet(tmp_path: Path) -> None:
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
+            before = keeper_of(compute, tmp_path, {})
+            await before.fill_stages()
+            await compute.catch_up(0, 7)
+            await before.write_checkpoints()
+            joining = keeper_of(compute, tmp_path, {})
+            assert (await given_state(joining)).size == 0, "it has not looked for checkpoints yet"
+            await joining.find_checkpoints()
+            assert (await given_state(joining)).step == 7
+            with pytest.raises(Busy, match="still joining"):
+                await joining.answer(GetSlice(0, 1))
+            with pytest.raises(NotMyStage, match="not 1"):
+                await joining.answer(GetState(1))
+            await joining.fill_stages()
+            assert isinstance((await joining.answer(GetSlice(0, 1))).message, Slice)
 
     asyncio.run(asyncio.wait_for(whole(), 30))

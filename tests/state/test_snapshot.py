@@ -71,25 +71,6 @@ async def who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second() -> N
     assert source.copies == 2
 
 
-async def what_was_forgotten_is_given_to_nobody_who_comes_although_it_was_still_being_made() -> None:
-    source = Source()
-    first = await source.index()
-    source.now += 0.1
-    source.snapshots.outdate(0)
-    source.now += 0.1
-    second = await source.index()
-    assert (first.step, second.step) == (10, 20)
-    source.now += 31.0
-    making = asyncio.create_task(source.index())
-    await asyncio.sleep(0)
-    source.now += 0.1
-    source.snapshots.outdate(0)
-    source.now += 0.1
-    assert (await making).step == 30 and (await source.index()).step == 40
-    assert (await source.index(stage=1)).step == 50 and (await source.index(stage=1)).step == 50
-    await source.snapshots.get_chunk(GetChunk(first.snapshot, 0))
-
-
 async def an_older_copy_serves_who_has_begun_and_a_new_one_who_comes() -> None:
     source = Source()
     first = await source.index()
@@ -161,7 +142,6 @@ async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_
         every_chunk_hashes_as_the_index_says,
         several_joiners_share_one_copy,
         who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second,
-        what_was_forgotten_is_given_to_nobody_who_comes_although_it_was_still_being_made,
         an_older_copy_serves_who_has_begun_and_a_new_one_who_comes,
         memory_is_bounded_and_who_fetches_is_not_cut_off,
         the_first_copy_is_made_whatever_its_size,
