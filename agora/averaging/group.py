@@ -57,8 +57,6 @@ from agora.observe.faults import ReachFault
 from agora.stepping import EVERY_STEP, StepPolicy
 from agora.swarm.conduct import Offence, ReportOffence
 
-MOST_ROUNDS_OF_WEIGHT: Final = 64
-"""A contribution that weighs more tokens than so many rounds have is refused."""
 MOST_ROUNDS_APART: Final = 2
 """An owner refuses parts of a round that is farther from its own."""
 FETCH_AGAIN_S: Final = 1.0
@@ -66,9 +64,6 @@ FETCH_TRIES: Final = 3
 """After so many failed fetches of a step that nobody has, the least peer id takes it with the parts that it has."""
 LOOK_S: Final = 5.0
 """Seconds between two looks at how far the other stages of a synchronous run are."""
-LOST_COVERS: Final = 0.5
-"""A stage that is so many covers of the slice rounds behind, or LEAST_LOST steps, fetches the others' state."""
-LEAST_LOST: Final = 20
 
 
 @dataclass(slots=True)
@@ -123,16 +118,12 @@ class ReplicaGroup:
         self._report = report
         self._report_offence = report_offence
         self._leaving = False
-        target = manifest.optimizer.target_tokens
-        self._max_weight = MOST_ROUNDS_OF_WEIGHT * target * averaging.every
-        self._config = _action_config(signed)
-        self._policy = StepPolicy(target, EVERY_STEP if self._synchronous else averaging.exact_steps)
-        wire = "float32" if self._synchronous else averaging.wire
-        rounds = RoundConfig(
-            me, signed.run_id, averaging.aggregation, wire, averaging.round_s, self._max_weight, self._synchronous
-        )
-        self._owner = Owner(rounds, caller, self, reach)
-        self._rounds = Rounds(rounds, caller, self._owner, report, reach)
+        self._config = ActionConfig.of(manifest)
+        exact_steps = EVERY_STEP if self._synchronous else averaging.exact_steps
+        self._policy = StepPolicy(self._config.target_tokens, exact_steps)
+        self._round_config = RoundConfig.of(signed, me)
+        self._owner = Owner(self._round_config, caller, self, reach)
+        self._rounds = Rounds(self._round_config, caller, self._owner, report, reach)
         interval_s = SYNCHRONOUS_INTERVAL_S if self._synchronous else INTERVAL_S
         self._gossip = StepGossip(me, stages.span, caller, listed, self._counts, self._look, interval_s=interval_s)
         self._stages = {stage: self._new_stage(stage) for stage in stages.span.stages}
@@ -236,7 +227,7 @@ class ReplicaGroup:
     def stepped(self, stage: int, step: int, tokens: int) -> None:
         """Reports a step to the others, and begins a slice round if one is due. tokens: this replica's in the step."""
         state = self._stages[stage]
-        state.tokens = min(state.tokens + tokens, self._max_weight)
+        state.tokens = min(state.tokens + tokens, int(self._round_config.max_weight))
         number, rest = divmod(step, self._averaging.every)
         if rest == 0 and number > state.last_slice_round:
             if _is_running(state.slice_task):
@@ -397,14 +388,6 @@ class ReplicaGroup:
                 await asyncio.sleep(FETCH_AGAIN_S)
             else:
                 await self._held.catch_up(stage, reached)
-
-
-def _action_config(signed: SignedManifest) -> ActionConfig:
-    """Returns what a manifest says about stepping; a synchronous stage that is two steps behind needs a state."""
-    averaging, synchronous = signed.manifest.averaging, signed.manifest.schedule.kind == "synchronous"
-    most_behind = 1 if synchronous else max(LEAST_LOST, round(LOST_COVERS * averaging.every / averaging.fraction))
-    target = signed.manifest.optimizer.target_tokens
-    return ActionConfig(target, synchronous, averaging.exact_steps, averaging.every, most_behind)
 
 
 def _is_running(task: asyncio.Task[None] | None) -> bool:

@@ -15,20 +15,23 @@ Knows: the run's averaging configuration, parts and their values. Must not know:
 from __future__ import annotations
 
 import statistics
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from agora_protocol.errors import PeerFailed
 from agora_protocol.ids import PeerId, RunId
+from agora_protocol.manifest import SignedManifest
 from agora_protocol.tensors import WireTensor
 from torch import Tensor, zeros_like
 
 from agora.averaging.aggregate import Aggregate, Rule, aggregate, magnitude, root_mean_square
 from agora.averaging.plausibility import Drift, GradientSize
 from agora.averaging.wire import Dither, PartCodec, WireName
+
+MOST_ROUNDS_OF_WEIGHT: Final = 64
+"""A contribution that weighs more tokens than so many rounds have is refused."""
 
 
 class Part(NamedTuple):
@@ -72,6 +75,14 @@ class RoundConfig:
     max_weight: float
     exact: bool = False
 
+    @classmethod
+    def of(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
+        """Returns what the run's manifest says; in a synchronous run everything travels as it is."""
+        averaging, exact = signed.manifest.averaging, signed.manifest.schedule.kind == "synchronous"
+        max_weight = MOST_ROUNDS_OF_WEIGHT * signed.manifest.optimizer.target_tokens * averaging.every
+        wire: WireName = "float32" if exact else averaging.wire
+        return cls(me, signed.run_id, averaging.aggregation, wire, averaging.round_s, max_weight, exact)
+
     @property
     def codec(self) -> PartCodec:
         """The codec of parts on the wire."""
@@ -94,88 +105,43 @@ class Implausible(PeerFailed):
     """An average was rejected because of its size."""
 
 
-class RoundKind(ABC):
-    """What an owner and a member do in their own way in rounds of one kind; one instance of each kind for a daemon."""
+class WeightRound:
+    """Rounds that average a slice of the weights: how an owner answers, and what a member makes of the answer."""
 
     def __init__(self, config: RoundConfig) -> None:
         self._config = config
-
-    def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Aggregate | None:
-        """Returns the owner's average of contributions, by the run's rule. center: where a centered clip begins."""
-        return aggregate(values, weights, self._config.rule, center=center, cap=True)
-
-    @abstractmethod
-    def encode_answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
-        """Returns what an owner answers to a member, `values` being that member's as the owner decoded them."""
-
-    @abstractmethod
-    def own_answer(self, part: Part, average: Tensor, values: Tensor) -> Tensor:
-        """Returns the owner's answer to itself, as if it had travelled."""
-
-    @abstractmethod
-    def decode_answer(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
-        """Returns an owner's answer, float32 [numel]. Raises ProtocolError."""
-
-    @abstractmethod
-    def distance(self, answer: Tensor, values: Tensor) -> float:
-        """Returns the root mean square of (values - average)."""
-
-    @abstractmethod
-    def answer_of_failed(self, values: Tensor) -> Tensor:
-        """Returns what stands for the answer of a part that failed."""
-
-    @abstractmethod
-    def recalled(self, part: Part, sent: Sequence[WireTensor], answer: Tensor) -> Tensor:
-        """Returns a part's average again, from what this member has sent and the answer to it."""
-
-    @abstractmethod
-    def check(self, part: Part, values: Tensor, answer: Tensor, distance: float, members: int) -> None:
-        """Raises Implausible for an answer that must not be used. distance: see `distance`; members: in the average."""
-
-    def accept(self, part: Part, distance: float, median: float, members: int) -> None:  # noqa: B027
-        """Records that an average was used. median: of the members' distances, as the owner says."""
-
-    def end_round(self, stage: int) -> None:  # noqa: B027
-        """Takes what was recorded of a stage's round into what is usual."""
-
-
-class WeightRound(RoundKind):
-    """Rounds that average a slice of the weights."""
-
-    def __init__(self, config: RoundConfig) -> None:
-        super().__init__(config)
-        self._drifts: defaultdict[int, Drift] = defaultdict(Drift)
+        self._drifts: defaultdict[int, Drift] = defaultdict(Drift)  # by stage
         self._recorded: defaultdict[int, dict[int, float]] = defaultdict(dict)  # of the running round: stage, part
 
     def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Aggregate | None:
-        """As RoundKind; newcomers among themselves count equally."""
+        """Returns the owner's average; newcomers among themselves count equally. center: where a clip begins."""
         if len(weights) > 1 and not any(weights):
             weights = [1.0] * len(weights)
-        return super().combine(values, weights, center)
+        return aggregate(values, weights, self._config.rule, center=center, cap=True)
 
     def encode_answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
-        """Encodes the difference between the average and the member's values, without dither."""
+        """Encodes the difference between the average and a member's values as they were decoded; without dither."""
         return self._config.codec.encode(average - values)
 
     def own_answer(self, part: Part, average: Tensor, values: Tensor) -> Tensor:
-        """Returns the difference, without the rounding of a difference that need not travel."""
+        """Returns the owner's answer to itself: the difference, which need not travel and is not rounded."""
         return average - values
 
     def decode_answer(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
-        """Returns the difference between the average and the values that were sent."""
+        """Returns the difference between the average and the values that were sent, float32 [numel]."""
         return self._config.codec.decode(list(tensors), numel)
 
-    def distance(self, answer: Tensor, values: Tensor) -> float:
-        """Returns the size of the difference, over all elements."""
-        return magnitude(answer)
-
     def answer_of_failed(self, values: Tensor) -> Tensor:
-        """Returns zeros: the weights stay as they are."""
+        """Returns zeros for a part that was not averaged: the weights stay as they are."""
         return zeros_like(values)
 
     def recalled(self, part: Part, sent: Sequence[WireTensor], answer: Tensor) -> Tensor:
-        """Returns the values that were sent, as the owner decoded them, plus the difference."""
+        """Returns a part's average again, from what this member has sent and the answer to it."""
         return self._config.decode(part, sent, len(answer)) + answer
+
+    def distance(self, answer: Tensor, values: Tensor) -> float:
+        """Returns the root mean square of (values - average), over all elements."""
+        return magnitude(answer)
 
     def check(self, part: Part, values: Tensor, answer: Tensor, distance: float, members: int) -> None:
         """Raises Implausible for an average too far away; it still moves the usual distance, if several made it."""
@@ -186,7 +152,7 @@ class WeightRound(RoundKind):
             raise Implausible(why)
 
     def accept(self, part: Part, distance: float, median: float, members: int) -> None:
-        """Records the part's distance; an average of a single member says nothing."""
+        """Records the distance of a part whose average is used; that of a single member says nothing."""
         self._recorded[part.stage].pop(part.part, None)
         if members > 1:
             self._recorded[part.stage][part.part] = Drift.after_acceptance(distance, median)
@@ -197,18 +163,18 @@ class WeightRound(RoundKind):
             self._drifts[stage] = self._drifts[stage].updated(statistics.median(recorded.values()))
 
 
-class GradientRound(RoundKind):
-    """Rounds that average the replicas' gradients of one exact step."""
+class GradientRound:
+    """Rounds that average the replicas' gradients of one exact step; the methods are those of WeightRound."""
 
     def __init__(self, config: RoundConfig) -> None:
-        super().__init__(config)
+        self._config = config
         self._sizes: defaultdict[tuple[int, int], GradientSize] = defaultdict(GradientSize)  # by stage and part
 
     def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Aggregate | None:
-        """As RoundKind; in a synchronous run the plain mean by tokens."""
+        """Returns the owner's average; in a synchronous run the plain mean by tokens."""
         if self._config.exact:
             return aggregate(values, weights, "mean", center=None, cap=False)
-        return super().combine(values, weights, center)
+        return aggregate(values, weights, self._config.rule, center=center, cap=True)
 
     def encode_answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
         """Encodes the average itself, with the part's dither."""
@@ -219,20 +185,20 @@ class GradientRound(RoundKind):
         return self._config.decode(part, self._config.encode(part, average), len(values))
 
     def decode_answer(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
-        """Returns the average."""
+        """Returns the average, float32 [numel]."""
         return self._config.decode(part, tensors, numel)
 
-    def distance(self, answer: Tensor, values: Tensor) -> float:
-        """Returns the distance on an even sample of the elements."""
-        return root_mean_square(answer, values)
-
     def answer_of_failed(self, values: Tensor) -> Tensor:
-        """Returns the member's own gradient."""
+        """Returns the member's own gradient for a part that was not averaged."""
         return values
 
     def recalled(self, part: Part, sent: Sequence[WireTensor], answer: Tensor) -> Tensor:
-        """Returns the answer, which is the average."""
+        """Returns a part's average again, which is the answer."""
         return answer
+
+    def distance(self, answer: Tensor, values: Tensor) -> float:
+        """Returns the root mean square of (values - average), on an even sample of the elements."""
+        return root_mean_square(answer, values)
 
     def check(self, part: Part, values: Tensor, answer: Tensor, distance: float, members: int) -> None:
         """Raises Implausible for a mean gradient much larger than usual; else takes its size into the usual one."""
@@ -243,7 +209,16 @@ class GradientRound(RoundKind):
             raise Implausible(why)
         self._sizes[part.stage, part.part] = usual.updated(mean, own)
 
+    def accept(self, part: Part, distance: float, median: float, members: int) -> None:
+        """Does nothing: `check` has recorded the size."""
+
+    def end_round(self, stage: int) -> None:
+        """Does nothing."""
+
+
+RoundKind = WeightRound | GradientRound
+
 
 def round_kinds(config: RoundConfig) -> dict[str, RoundKind]:
-    """Returns both kinds by the word that Contribute has for them."""
+    """Returns both kinds by the word that Contribute has for them; one instance of each for a daemon."""
     return {"weights": WeightRound(config), "gradient": GradientRound(config)}

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from agora_protocol.ids import PeerId
+from agora_protocol.manifest import Manifest
 
 from agora.averaging.agreement import (
     KnownReplicas,
@@ -34,6 +35,9 @@ from agora.averaging.agreement import (
     unreachable_replicas,
 )
 
+LOST_COVERS: Final = 0.5
+"""A stage that is so many covers of the slice rounds behind, and LEAST_LOST steps, fetches the others' state."""
+LEAST_LOST: Final = 20
 RESUME_S: Final = 15.0
 """Seconds for which a synchronous stage is behind the leading stage before it takes that one's step number."""
 
@@ -94,6 +98,14 @@ class ActionConfig:
     exact_steps: int
     slice_every: int
     most_behind: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> ActionConfig:
+        """Returns what the manifest says; in a synchronous run a stage that is two steps behind needs a state."""
+        averaging, synchronous = manifest.averaging, manifest.schedule.kind == "synchronous"
+        most_behind = 1 if synchronous else max(LEAST_LOST, round(LOST_COVERS * averaging.every / averaging.fraction))
+        target = manifest.optimizer.target_tokens
+        return cls(target, synchronous, averaging.exact_steps, averaging.every, most_behind)
 
     def is_exact(self, step: int) -> bool:
         """Returns whether step number `step` is taken along the mean gradient of all replicas."""
