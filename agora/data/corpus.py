@@ -111,12 +111,11 @@ def _build(
             _add(writer, pieces, tokenizer)
         if writer.count == writer.documents * len(tokenizer.separator):
             raise ManifestError(f"The corpus {', '.join(sources)} holds no text; name other files in [data] corpus.")
-        digest = writer.digest()
     path = _index_path(cache_dir, signature)
     with disk_errors(cache_dir), unfinished_file(path.parent) as index:
-        index.file.write(json.dumps({"digest": digest}).encode())
+        index.file.write(json.dumps({"digest": writer.digest}).encode())
         index.path = path
-    corpus = open_token_file(cache_dir, digest)
+    corpus = open_token_file(cache_dir, writer.digest)
     if corpus is None:
         raise DiskError(f"The token cache in {cache_dir} reads back damaged; check that disk, or use --dir on another.")
     return corpus

@@ -53,42 +53,25 @@ class TokenWriter:
     def __init__(self, file: BinaryIO, dtype: np.dtype[Any]) -> None:
         self._file = file
         self._dtype = dtype
-        self._hash = hashlib.sha256(dtype.str.encode())
-        self._block_bytes, self._block_crc = 0, 0
-        self._crcs: list[int] = []
-        self.count = 0
-        self.documents = 0
+        self.count = self.documents = 0
+        self.digest = ""
+        """SHA-256 of the dtype and the ids, in hex, once the file is finished."""
 
     def add(self, ids: NDArray[Any]) -> None:
         """Appends ids [n]; they must fit the file's dtype."""
-        data = np.ascontiguousarray(ids, self._dtype).data.cast("B")
+        self._file.write(np.ascontiguousarray(ids, self._dtype).data)
         self.count += len(ids)
-        self._hash.update(data)
-        self._file.write(data)
-        while data:
-            part = data[: BLOCK_BYTES - self._block_bytes]
-            self._block_crc = zlib.crc32(part, self._block_crc)
-            self._block_bytes += len(part)
-            data = data[len(part) :]
-            if self._block_bytes == BLOCK_BYTES:
-                self._end_block()
-
-    def _end_block(self) -> None:
-        """Records the CRC-32 of the block that has just become full, or is the last."""
-        self._crcs.append(self._block_crc)
-        self._block_bytes, self._block_crc = 0, 0
-
-    def digest(self) -> str:
-        """Returns the SHA-256 of the dtype and the ids added so far, in hex."""
-        return self._hash.hexdigest()
 
     def finish(self) -> None:
-        """Writes the footer: dtype, counts, digest and the CRC-32 of each block."""
-        if self._block_bytes:
-            self._end_block()
+        """Reads the ids back, and writes the footer: dtype, counts, digest and the CRC-32 of each block."""
+        content, crcs = hashlib.sha256(self._dtype.str.encode()), []
+        self._file.seek(0)
+        while block := self._file.read(BLOCK_BYTES):
+            content.update(block)
+            crcs.append(zlib.crc32(block))
+        self.digest = content.hexdigest()
         counts = {"count": self.count, "documents": self.documents}
-        fields = {"dtype": self._dtype.str, **counts, "digest": self.digest(), "crc32": self._crcs}
-        footer = json.dumps(fields).encode()
+        footer = json.dumps({"dtype": self._dtype.str, **counts, "digest": self.digest, "crc32": crcs}).encode()
         self._file.write(footer + TAIL.pack(len(footer), zlib.crc32(footer), MAGIC))
 
 
@@ -107,7 +90,7 @@ def write_token_file(folder: Path, dtype: np.dtype[Any]) -> Iterator[TokenWriter
         writer = TokenWriter(unfinished.file, dtype)
         yield writer
         writer.finish()
-        unfinished.path = path_of(folder, writer.digest())
+        unfinished.path = path_of(folder, writer.digest)
 
 
 @dataclass(slots=True)
@@ -127,7 +110,7 @@ def unfinished_file(folder: Path) -> Iterator[UnfinishedFile]:
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=BUILDING, dir=folder)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(handle, "w+b") as file:
             unfinished = UnfinishedFile(file)
             yield unfinished
             file.flush()

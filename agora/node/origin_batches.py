@@ -13,7 +13,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
-from agora.data import Sampler, sample_id
+from agora.data.sampling import Sampler, sample_id
 from agora.observe.events import DiskTrouble, Report
 
 BLOCK = 4096

@@ -26,7 +26,9 @@ from agora_protocol.records import Progress
 
 from agora.averaging.partition import Slices
 from agora.calls import Reply
-from agora.data import Sampler, open_corpus, open_tokenizer
+from agora.data.corpus import open_corpus
+from agora.data.sampling import Sampler
+from agora.data.tokenizer import open_tokenizer
 from agora.model import family_of
 from agora.net.incoming import IncomingCall
 from agora.node import doctor

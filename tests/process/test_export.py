@@ -13,7 +13,9 @@ import torch
 from agora_protocol.manifest import Manifest
 from transformers import AutoModelForCausalLM
 
-from agora.data import Sampler, open_corpus, open_tokenizer
+from agora.data.corpus import open_corpus
+from agora.data.sampling import Sampler
+from agora.data.tokenizer import open_tokenizer
 from agora.node import control_client
 from tests.process.harness import Daemon, swarm
 from tests.process.test_faults import tiny

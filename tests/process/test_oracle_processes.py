@@ -17,7 +17,9 @@ from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
-from agora.data import Sampler, open_corpus, open_tokenizer, sample_id
+from agora.data.corpus import open_corpus
+from agora.data.sampling import Sampler, sample_id
+from agora.data.tokenizer import open_tokenizer
 from agora.model import Context, family_of, stage_loss
 from tests.oracle import Batches, relative_difference, run_plain_loop
 from tests.process.harness import Daemon, Swarm, swarm
