@@ -220,26 +220,22 @@ class Compute:
         await self._between_microbatches(self._replica(stage).replace_blocks, blocks, values)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Follows the other replicas of a stage, which have taken `step` steps. See TrainedStage.catch_up.
-
-        What was counted here goes into the step if only one is missing, and is dropped otherwise (event StepsSkipped).
-        """
+        """Follows the other replicas of a stage, which have taken `step` steps. See TrainedStage.catch_up."""
         await self._between_microbatches(self.trainer.stage(stage).catch_up, step)
 
     async def take_mean_gradient(self, stage: int) -> MeanGradient:
-        """Takes this replica's share of the stage's next step out of its sum and returns it.
+        """Takes this replica's share of the stage's next step out of its gradient sum and returns it.
 
-        From now on only `step_with_gradient` takes that step. Returns the same share again if called again. A gradient
-        that still arrives goes into the step after; in a synchronous run it is reported as late (GradientLate).
+        From now on only `step_with_gradient` takes that step. Returns the same share again until then.
         """
         return await self._between_microbatches(self.trainer.stage(stage).take_mean_gradient)
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
-        """Takes step `number`, whose share was taken out, along the mean [numel] over the `tokens` of all replicas.
+        """Takes step `number`, whose share was taken out, along the mean gradient [numel] over all replicas' `tokens`.
 
         Raises LocalError when the stage does not wait for that step; after a ProtocolError it still does.
         """
-        await self._between_microbatches(self._replica(stage).step_with_gradient, number, mean_gradient, tokens)
+        await self._between_microbatches(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)
 
     async def export_state(self, stage: int) -> StageState:
         """Returns a consistent copy of weights and moments after the last step."""

@@ -27,13 +27,8 @@ MOMENTUM_DECAY = 4e-3
 def learning_rate(step: int, optimizer: OptimizerSection) -> float:
     """Returns the learning rate of optimizer step number `step` (0 is the first).
 
-    | step                            | learning rate                                                       |
-    |---------------------------------|---------------------------------------------------------------------|
-    | below warmup_steps              | peak * (step + 1) / warmup_steps                                    |
-    | from there to total_steps       | peak * (minimum_ratio + (1 - minimum_ratio) * half cosine, 1 to 0)  |
-    | from total_steps on             | peak * minimum_ratio                                                |
-
-    Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), equation 5, one period.
+    It rises linearly over `warmup_steps` (step 0: peak / warmup_steps), falls along half a cosine until `total_steps`,
+    and stays at peak * minimum_ratio. Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), equation 5, one period.
     """
     peak = optimizer.learning_rate
     if step < optimizer.warmup_steps:

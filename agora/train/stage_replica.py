@@ -1,4 +1,4 @@
-"""What a stage gives to its replicas on other peers and takes from them: blocks of weights, gradients, its state.
+"""What a stage gives to its replicas on other peers and takes from them: blocks of its weights, and its whole state.
 
 Knows: flat weights and moments, the two rules by which an average is applied. Must not know: peers, rounds, how an
 average comes about, files.
@@ -99,13 +99,6 @@ class StageReplica:
         """Replaces the weights in `blocks` by `values`, float32 [blocks * SLICE_BLOCK]."""
         numbers = self._block_numbers(blocks)
         self._write(numbers, self._checked(torch.tensor(values), len(numbers)))
-
-    def step_with_gradient(self, number: int, mean_gradient: Tensor, tokens: int) -> None:
-        """Takes a step along a mean gradient, which is left unchanged. See TrainedStage.step_with_gradient."""
-        own = self._stage.sum.flat
-        if mean_gradient.shape != own.shape or mean_gradient.dtype != own.dtype:
-            raise ProtocolError("bad-tensor", f"{mean_gradient.dtype} {tuple(mean_gradient.shape)} is no gradient here")
-        self._stage.step_with_gradient(number, mean_gradient.to(own.device, copy=True), tokens)
 
     def export_state(self) -> StageState:
         """Returns a copy of weights and moments after the last step. The gradient sum is not part of it."""

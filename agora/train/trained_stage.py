@@ -50,10 +50,7 @@ class MeanGradient:
 
 @dataclass(slots=True)
 class SumContents:
-    """What a gradient sum is made of: supervised tokens, the sum of their losses, microbatches, and their staleness.
-
-    staleness: steps between forward and backward, summed over the microbatches.
-    """
+    """What a gradient sum is made of: supervised tokens, the sum of their losses, microbatches, summed staleness."""
 
     tokens: int = 0
     loss: float = 0.0
@@ -118,7 +115,7 @@ class TrainedStage:
         self._update_progress()
 
     def _update_progress(self) -> None:
-        """Replaces `progress` by the present counts. Tokens of a share that was taken out belong to its step."""
+        """Replaces `progress` by the present counts. A share that was taken out still counts in its step."""
         taken = self._taken[1].tokens if self._taken else 0
         self.progress = StageProgress(
             self.number,
@@ -130,9 +127,9 @@ class TrainedStage:
         )
 
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
-        """Counts one more microbatch whose gradient has been added to the sum. Reports one that is late (GradientLate).
+        """Counts one more microbatch whose gradient has been added to the sum.
 
-        Late: in a synchronous run, after this replica's share of the step was taken out.
+        Reports GradientLate in a synchronous run when this replica's share of the step is already taken out.
         """
         staleness = max(self.step - step_at_forward, 0)
         contents = self.sum.contents
@@ -167,12 +164,9 @@ class TrainedStage:
     def catch_up(self, step: int) -> None:
         """Follows the stage's other replicas, which have taken `step` steps.
 
-        | this replica is         | it                                                                              |
-        |-------------------------|---------------------------------------------------------------------------------|
-        | not behind              | does nothing                                                                    |
-        | waiting for a mean      | does nothing: `step_with_gradient` comes first                                  |
-        | one step behind         | takes the step with what it has counted                                         |
-        | further behind          | drops what it has counted, for weights too old, and takes the step's number     |
+        One step behind, this replica takes the step along what it has counted. Further behind, it drops that, since it
+        was computed on weights too old, and only counts the steps. It does nothing when it is not behind, or when its
+        share of the next step is taken out: then `step_with_gradient` comes first.
         """
         if step <= self.step or self._taken is not None:
             return
@@ -191,24 +185,27 @@ class TrainedStage:
             mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
             contents = self.sum.clear()
             if not bool(mean.isfinite().all()):
-                self._refuse_sum(contents.tokens)
+                self.count_refused("", f"the sum over {contents.tokens} tokens is not finite")
                 mean.zero_()
                 contents = SumContents()
             self._taken = MeanGradient(self.step, contents.tokens, mean), contents
             self._update_progress()
         return self._taken[0]
 
-    def step_with_gradient(self, number: int, gradient: Tensor, tokens: int) -> None:
-        """Takes step `number`, whose share was taken out, along `gradient` [numel], the mean over all replicas' tokens.
+    def step_with_gradient(self, number: int, mean: Tensor, tokens: int) -> None:
+        """Takes step `number`, whose share was taken out, along the `mean` gradient [numel] over all replicas' tokens.
 
-        `gradient` is overwritten. With `tokens` 0 the stage only counts the step. Raises LocalError when this step's
-        share was not taken out, and ProtocolError ("bad-tensor") when the gradient's norm is not finite; the step can
-        then still be taken along another gradient.
+        With `tokens` 0 the stage only counts the step. Raises LocalError when this step's share was not taken out, and
+        ProtocolError ("bad-tensor") when the gradient has another shape or a norm that is not finite; the step can then
+        still be taken along another gradient.
         """
+        if mean.shape != self.sum.flat.shape or mean.dtype != self.sum.flat.dtype:
+            raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no gradient here")
         if self._taken is None or self._taken[0].step != number:
             raise LocalError(f"stage {self.number} does not wait for the gradient of step {number}; ask for its share")
         result = None
         if tokens > 0:
+            gradient = mean.to(self.sum.flat.device, copy=True)
             self.weights.clear_padding(gradient)
             result = self.optimizer.step(self.writable_weights(), gradient, number)
             if result is None:
@@ -229,14 +226,10 @@ class TrainedStage:
         result = self.optimizer.step(self.writable_weights(), self.sum.flat, self.step, self.sum.contents.tokens)
         contents = self.sum.clear()
         if result is None:
-            self._refuse_sum(contents.tokens)
+            self.count_refused("", f"the sum over {contents.tokens} tokens is not finite")
             self._stepped_at = time.monotonic()
         else:
             self._count_step(contents, result)
-
-    def _refuse_sum(self, tokens: int) -> None:
-        """Counts and reports a gradient sum that is not finite."""
-        self.count_refused("", f"the sum over {tokens} tokens is not finite")
 
     def _skip_to(self, step: int) -> None:
         """Drops the sum and counts all steps up to `step`, the last one as a step without a part of this replica."""
@@ -247,7 +240,7 @@ class TrainedStage:
         self._count_step(SumContents(), None)
 
     def _count_step(self, contents: SumContents, result: StepResult | None) -> None:
-        """Counts a step and reports it (StepTaken). result: None when this replica had no part in it."""
+        """Counts a step that was taken, and reports it. result: None when this replica had no part in it."""
         now = time.monotonic()
         self.step += 1
         self.tokens_stepped += contents.tokens

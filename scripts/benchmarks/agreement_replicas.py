@@ -126,7 +126,7 @@ class Exact:
         weights = [float(mean.tokens) for mean in means]
         found, sent = exchange([mean.values for mean in means], weights, self._terms, step, "gradient")
         for replica, mean in zip(self._replicas, found, strict=True):
-            replica.shared.step_with_gradient(step - 1, mean, int(sum(weights)))
+            replica.stage.step_with_gradient(step - 1, mean, int(sum(weights)))
         self.bytes_each += sent
         self.rounds += 1
 
