@@ -74,7 +74,7 @@ class Trip:
         own = news.stage == self.process.stage
         if not (news.peer == callee if own else news.stage > self.process.stage):
             return False
-        if own and news.what == "finished":
+        if own and news.event == "finished":
             self.finished.add(callee)
         is_new = self.passed_on.get(news.stage) != news.peer
         self.path[news.stage] = self.passed_on[news.stage] = news.peer
@@ -197,11 +197,11 @@ class Router:
         limit, counts = NEWS_PER_STAGE * (self._stage_count - stage), Counter[str]()
 
         def on_progress(news: Advance) -> None:
-            counts[news.what] += 1
-            if counts[news.what] > limit:
+            counts[news.event] += 1
+            if counts[news.event] > limit:
                 return
             is_new = trip.take_in(news, peer)
-            if news.peer == peer and news.stage == stage and news.what == "accepted":
+            if news.peer == peer and news.stage == stage and news.event == "accepted":
                 self.table.accepted(loop_time(), attempt, min(news.queue, 1 << 20), self._round_trip_s(peer))
             if is_new:
                 trip.on_progress(news)
