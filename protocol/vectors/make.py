@@ -248,8 +248,12 @@ def _frame(kind: int, call: int, header: Any, payload: bytes = b"", /, **prefix:
 
 def _bad_frames() -> list[tuple[str, str, bytes]]:
     """Returns frames that must be refused: what is wrong, the code, the bytes."""
+    return _bad_prefixes() + _bad_headers() + _bad_tensors()
+
+
+def _bad_prefixes() -> list[tuple[str, str, bytes]]:
+    """Returns the frames whose prefix, or a length in it, is wrong."""
     ping, tensor = {"deadline_ms": 1}, ["int8", [4]]
-    goodbye = [6, {"code": "Busy", "text": "", "retry_after_ms": 0, "stage": 0}, []]
     return [
         ("another magic", "bad-frame", _frame(2, 1, [2, ping, []], magic=0xA7)),
         ("type 0", "bad-frame", _frame(0, 1, [2, ping, []])),
@@ -263,6 +267,14 @@ def _bad_frames() -> list[tuple[str, str, bytes]]:
         ("a header beyond its limit", "too-large", _frame(2, 1, b"\xc0", header=65_537)),
         ("an answer's header beyond its limit", "too-large", _frame(4, 1, b"\xc0", header=1_052_673)),
         ("a payload beyond its limit", "too-large", _frame(2, 1, b"\xc0", payload=268_435_457)),
+    ]
+
+
+def _bad_headers() -> list[tuple[str, str, bytes]]:
+    """Returns the frames whose header is no message that belongs there."""
+    ping = {"deadline_ms": 1}
+    goodbye = [6, {"code": "Busy", "text": "", "retry_after_ms": 0, "stage": 0}, []]
+    return [
         ("a header that is no msgpack", "bad-message", _frame(2, 1, b"\xc1")),
         ("a header with a byte too many", "bad-message", _frame(2, 1, msgpack.packb([2, ping, []]) + b"\xc0")),
         ("a map where a list belongs", "bad-message", _frame(2, 1, {"kind": 2})),
@@ -288,6 +300,13 @@ def _bad_frames() -> list[tuple[str, str, bytes]]:
         ("an array longer than its bytes", "bad-message", _frame(2, 1, bytes.fromhex("dd00000400c0"))),
         ("an array beyond its limit", "bad-message", _frame(2, 1, [2, [0] * 1025, []])),
         ("an extension type", "bad-message", _frame(2, 1, bytes.fromhex("9302c70305000000") + b"\x90")),
+    ]
+
+
+def _bad_tensors() -> list[tuple[str, str, bytes]]:
+    """Returns the frames whose tensors are malformed, or are not those of their message."""
+    tensor = ["int8", [4]]
+    return [
         ("an unknown dtype", "bad-tensor", _frame(4, 1, [7, {}, [["float8", [4]]]], b"1234")),
         ("a dimension of 0", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [0]]]])),
         ("seven dimensions", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [1] * 7]]], b"1")),

@@ -57,7 +57,7 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
 def sh(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs a command; what it says is shown when it fails."""
+    """Runs a command, and shows its output when it fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if check and done.returncode:
         raise SystemExit(f"error: {' '.join(words)}: {done.stderr.strip()}")
@@ -69,7 +69,7 @@ def sh(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Two fresh network namespaces, gone at the end with what is in them."""
+    """Makes two fresh network namespaces, and removes them at the end."""
     names = (f"agora-lab-{os.getpid()}-a", f"agora-lab-{os.getpid()}-b")
     with ExitStack() as undo:
         for name in names:
@@ -80,7 +80,7 @@ def namespaces() -> Iterator[tuple[str, str]]:
 
 
 def veth(names: tuple[str, str]) -> None:
-    """One cable between the two."""
+    """Connects the two namespaces by a virtual cable."""
     ends = (f"lab{os.getpid()}a", f"lab{os.getpid()}b")
     sh("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
     for name, end, address in zip(names, ends, (IP_A, IP_B), strict=True):
@@ -89,14 +89,14 @@ def veth(names: tuple[str, str]) -> None:
 
 
 def raise_up(name: str, device: str, address: str) -> None:
-    """The device inside the namespace becomes `lab0`, with its address."""
+    """Names the device inside the namespace `lab0` and gives it its address."""
     sh("ip", "-n", name, "link", "set", device, "name", "lab0")
     sh("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "lab0")
     sh("ip", "-n", name, "link", "set", "lab0", "up")
 
 
 def shape(name: str, spec: LinkSpec, *, netem: bool) -> bool:
-    """A token bucket on what leaves the namespace, and the delay behind it; whether the kernel could."""
+    """Limits and delays what leaves the namespace by tc; returns whether the kernel can delay."""
     rate, burst = f"{int(spec.rate * 8)}bit", str(max(5_000, int(spec.rate / 250)))
     words = ("tc", "-n", name, "qdisc", "add", "dev", "lab0")
     sh(*words, "root", "handle", "1:", "tbf", "rate", rate, "burst", burst, "latency", f"{QUEUE_MS}ms")
@@ -153,7 +153,7 @@ def _read(file: int) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def network(spec: LinkSpec | None) -> Iterator[tuple[tuple[str, str], str]]:
-    """Two connected namespaces, shaped by the kernel when `spec` is given, and how."""
+    """Yields two connected namespaces and how they are shaped: by the kernel when `spec` is given."""
     with ExitStack() as undo:
         names = undo.enter_context(namespaces())
         veth(names)
@@ -178,18 +178,18 @@ def network(spec: LinkSpec | None) -> Iterator[tuple[tuple[str, str], str]]:
 
 
 async def swallow(_: IncomingCall) -> Reply:
-    """A small answer to whatever was sent."""
+    """Answers every request with a few bytes."""
     return Reply(Processed(0.0, 1, 0.0), [tensor(64)])
 
 
 def tensor(size: int) -> WireTensor:
-    """`size` bytes that nothing compresses."""
+    """Returns a tensor of `size` random bytes, which nothing compresses."""
     return WireTensor("uint8", (size,), memoryview(os.urandom(size)))
 
 
 @contextlib.asynccontextmanager
 async def peer(address: str, link: str) -> Any:
-    """A host and its network."""
+    """Starts a host and its network."""
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "key"
         Identity.create(key)
@@ -205,7 +205,7 @@ async def peer(address: str, link: str) -> Any:
 
 
 async def answer(link: str) -> None:
-    """The other end: says where it is, then answers until its standard input ends."""
+    """Runs the answering peer: prints its address, then answers until its standard input ends."""
     async with peer(IP_B, link) as (host, _):
         found = [address for address in await host.addresses() if IP_B in address]
         print(found[0], flush=True)
@@ -213,7 +213,7 @@ async def answer(link: str) -> None:
 
 
 async def ask(link: str, address: str) -> None:
-    """This end: measures, and prints the figures as JSON."""
+    """Runs the asking peer: measures, and prints the figures as JSON."""
     async with peer(IP_A, link) as (host, net):
         other = peer_of_address(address)
         net.learn(other, [address])
@@ -233,7 +233,7 @@ async def ask(link: str, address: str) -> None:
 
 
 def measure(names: tuple[str, str], link: str) -> dict[str, Any]:
-    """Runs both programs, each in its namespace."""
+    """Runs both peers, each in its namespace, and returns the figures."""
 
     def start(name: str, role: str, *more: str) -> subprocess.Popen[str]:
         words = ["ip", "netns", "exec", name, sys.executable, str(Path(__file__).resolve()), "--role", role, *more]
@@ -269,7 +269,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def compare(link: str) -> list[list[str]]:
-    """Three rows: as it should be, shaped in the process, shaped by the kernel."""
+    """Returns three rows: by definition, shaped in the process, shaped by the kernel."""
     spec = LinkSpec.parse(link)
     ideal = MEGABYTES * 1e6 / spec.rate
     rows = [[link, "by definition", _ms(spec.rtt_s), f"{ideal + spec.rtt_s:.2f}", "1.00"]]
@@ -288,6 +288,7 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> None:
+    """Compares the links of the command line and prints a markdown table; with --role it is one of the two peers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", action="append", metavar="RATE,RTT", help="may be repeated; default 20Mbit,50ms")
     parser.add_argument("--role", choices=("answer", "ask"), help=argparse.SUPPRESS)

@@ -44,10 +44,10 @@ def files(tmp_path: Path) -> list[StageFile]:
 
 
 def check(files: list[StageFile]) -> list[int]:
-    reported: list[int] = []
+    told: list[int] = []
     with open_stages(RUN, files, EXPORTED) as model:
-        model.check(reported.append)
-    return reported
+        model.check(told.append)
+    return told
 
 
 @pytest.mark.parametrize(("shard_bytes", "shards"), [(10**9, 1), (70, 2), (1, 3)])
