@@ -67,7 +67,6 @@ class MemoryPeer:
         self.network, self.peer, self.handler = network, peer, handler
         self.uplink = Uplink(link, network.rng) if link else None
         self.frozen = False
-        self.cut_off = False
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls_in = 0
 
@@ -96,7 +95,11 @@ class MemoryPeer:
 
 
 class MemoryNetwork:
-    """All peers, and what went wrong between them on purpose."""
+    """All peers, and what went wrong between them on purpose.
+
+    Beside killed and hung peers, which do not go on at all: calls from and to `dead` peers break, and those between a
+    pair in `broken`; `silent` peers answer nothing. A test may change these at any time.
+    """
 
     def __init__(self, faults: Faults | None = None, rng: random.Random | None = None) -> None:
         self.faults = faults or Faults()
@@ -104,6 +107,9 @@ class MemoryNetwork:
         self.peers: dict[PeerId, MemoryPeer] = {}
         self.calls: Counter[tuple[PeerId, PeerId]] = Counter()
         self.unanswered: list[Message] = []
+        self.dead: set[PeerId] = set()
+        self.silent: set[PeerId] = set()
+        self.broken: set[frozenset[PeerId]] = set()
         self.tasks: set[asyncio.Task] = set()
 
     def join(self, peer: PeerId, handler: Handler, link: LinkSpec | None = None) -> MemoryPeer:
@@ -123,12 +129,9 @@ class MemoryNetwork:
         self.faults.fired["hang"] += 1
         self.peers[peer].frozen = True
 
-    def cut(self, peer: PeerId) -> None:
-        """Every call from and to the peer breaks; the peer itself goes on."""
-        self.faults.fired["cut"] += 1
-        self.peers[peer].cut_off = True
-        if not self.peers[peer].died.done():
-            self.peers[peer].died.set_result(None)
+    def breaks(self, one: PeerId, other: PeerId) -> bool:
+        """Whether messages between the two are lost with their connection."""
+        return bool({one, other} & self.dead) or frozenset((one, other)) in self.broken
 
     async def carry(
         self,
@@ -144,7 +147,7 @@ class MemoryNetwork:
         self.calls[caller.peer, peer] += 1
         try:
             await self._travel(caller, peer, sum(tensor.nbytes for tensor in tensors))
-            if target is None or target.died.done() or caller.cut_off:
+            if target is None or target.died.done() or self.breaks(caller.peer, peer):
                 raise ConnectionBroken("the peer is gone")
             handling = self._deliver(caller, target, request, tensors, deadline, on_progress)
             return await self._reply(caller, target, handling, deadline)
@@ -176,7 +179,12 @@ class MemoryNetwork:
         async def handle() -> Reply:
             await target.gate()
             target.calls_in += 1
-            return await target.handler(call)
+            if target.peer in self.silent:
+                await asyncio.Event().wait()
+            try:
+                return await target.handler(call)
+            except TimeoutError:
+                raise DeadlinePassed("the peer was not ready in time") from None
 
         task = asyncio.get_running_loop().create_task(handle())
         self.tasks.add(task)
@@ -198,7 +206,7 @@ class MemoryNetwork:
         except asyncio.CancelledError:
             self._cancel(caller, target, handling)
             raise
-        if target.died.done() or caller.cut_off:
+        if target.died.done():
             raise ConnectionBroken("the peer died")
         if not handling.done() or target.frozen:
             if breaks and loop_time() < deadline:
@@ -209,8 +217,11 @@ class MemoryNetwork:
         if handling.exception() is None and self.rng.random() < self.faults.lost_answer:
             self.faults.fired["lost"] += 1
             raise ConnectionBroken("the answer was lost")
-        await self._travel(target, caller.peer, sum(tensor.nbytes for tensor in handling.result().tensors))
-        return handling.result()
+        reply = handling.result()
+        await self._travel(target, caller.peer, sum(tensor.nbytes for tensor in reply.tensors))
+        if self.breaks(caller.peer, target.peer):
+            raise ConnectionBroken("the stream broke")
+        return reply
 
     async def _travel(self, sender: MemoryPeer, to: PeerId, size: int) -> None:
         if sender.uplink is None:

@@ -229,7 +229,7 @@ class Owner:
 
     async def _gather(self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float) -> Average:
         """Adds a contribution and waits for the average. Who is the first owner in its own view never recalls."""
-        second = message.second and self._first_owner(part) != self._config.me
+        second = message.first_owner_failed and self._first_owner(part) != self._config.me
         gathering = self._open.get(part) or self._begin(part, peer, len(values), second)
         if is_member := peer in self._members(part):
             gathering.values[peer], gathering.weights[peer] = values, message.weight

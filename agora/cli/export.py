@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agora.cli import console, export_sources
+from agora.cli import console
 from agora.cli.console import USAGE, Failure
-from agora.cli.export_sources import Sources
 from agora.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
+    from agora.cli.export_sources import Sources
     from agora.model import Family
     from agora.state.files import FileDigest
     from agora.state.merged_model import Dtype, ExportedTensor
@@ -49,6 +49,7 @@ class ExportRequest:
 
 def run(request: ExportRequest, *, as_json: bool) -> int:
     """Finds, checks and writes the model. Returns the exit code. Raises Failure or AgoraError with what to do."""
+    from agora.cli.export_sources import find_stages
     from agora.state.result_folder import check_place
 
     started = time.monotonic()
@@ -58,7 +59,7 @@ def run(request: ExportRequest, *, as_json: bool) -> int:
         raise Failure(f"--dtype {request.dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
     place = check_place(request.out, replace=request.force)
     with _sigterm_as_interrupt():
-        sources = export_sources.find_stages(request.run, request.directories)
+        sources = find_stages(request.run, request.directories)
         written, parameters = _export(sources, place, dtype, shard_bytes)
     sizes = {name: file.size for name, file in sorted(written.items())}
     result = _summary(sources, dtype) | {"out": str(place), "parameters": parameters}

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from agora_protocol.errors import InputError
+from agora_protocol.manifest import SignedManifest
 
 from agora.cli.console import STALLED, Failure, print_line
 from agora.cli.progress import ProgressDisplay
-from agora.node import control_client, paths
-
-if TYPE_CHECKING:
-    from agora_protocol.manifest import SignedManifest
-
-    from agora.node.runs import RunReference
-    from agora.state.merged_model import StageFile
+from agora.node import control_client, paths, runs
+from agora.node.runs import RunReference
+from agora.state.checkpoint import WEIGHTS, newest_checkpoint
+from agora.state.merged_model import StageFile
 
 COLLECT_SECONDS = 3600.0
 
@@ -33,39 +33,27 @@ class Sources:
     base: Path
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalRun:
-    """The run on this machine: its data directories and its daemons."""
-
-    reference: RunReference
-    homes: tuple[paths.Home, ...]
-    daemons: tuple[paths.Entry, ...]
-
-
 def find_stages(run: str, directories: Sequence[Path]) -> Sources:
-    """Returns the newest file of every stage of RUN. Raises Failure with exit code 4 when a stage has none."""
-    local = _find_run(run, directories)
-    signed = _manifest(local)
-    count, reasons = signed.manifest.stage_count, []
-    for entry in local.daemons:
+    """Returns the newest file of every stage of RUN. Raises Failure with exit code 4 when a stage has none.
+
+    run: a name, run id, manifest file or invite; directories: data directories, or folders of them.
+    """
+    homes = [home for directory in directories for home in _homes_in(directory)] or [paths.default_home()]
+    reference = _resolve(run, homes)
+    daemons = [entry for entry in paths.daemons() if reference.is_of(entry)]
+    homes = list(dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)]))
+    signed = _manifest(reference, homes, daemons)
+    reasons = []
+    for entry in daemons:
         try:
-            files = _collected(entry, count)
+            files = _collected(entry, signed.manifest.stage_count)
         except (control_client.DaemonUnreachable, control_client.DaemonRefused) as error:
             reasons.append(f"the daemon in {entry.root} could not collect the stages: {error}")
             print_line(f"{reasons[-1]}; looking for checkpoints")
             continue
-        return Sources(signed, "daemon", files, local.reference.base)
-    files = _checkpoints(signed, local.homes, reasons or ["no daemon of this run answers on this machine"])
-    return Sources(signed, "checkpoints", files, local.reference.base)
-
-
-def _find_run(run: str, directories: Sequence[Path]) -> _LocalRun:
-    """Returns the data directories and daemons of RUN: a name, run id, file or invite. Raises InputError."""
-    homes = [home for directory in directories for home in _homes_in(directory)] or [paths.default_home()]
-    reference = _resolved(run, homes)
-    daemons = tuple(entry for entry in paths.daemons() if reference.is_of(entry))
-    all_homes = dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)])
-    return _LocalRun(reference, tuple(all_homes), daemons)
+        return Sources(signed, "daemon", files, reference.base)
+    files = _checkpoints(signed, homes, reasons or ["no daemon of this run answers on this machine"])
+    return Sources(signed, "checkpoints", files, reference.base)
 
 
 def _homes_in(directory: Path) -> list[paths.Home]:
@@ -76,12 +64,8 @@ def _homes_in(directory: Path) -> list[paths.Home]:
     return [paths.Home(runs.parent) for runs in sorted(home.root.glob("*/runs"))] or [home]
 
 
-def _resolved(run: str, homes: Sequence[paths.Home]) -> RunReference:
+def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
     """Returns the run that RUN means in the first data directory that knows it. Raises InputError when none does."""
-    from agora_protocol.errors import InputError
-
-    from agora.node import runs
-
     for home in homes[:-1]:
         try:
             return runs.resolve(run, home)
@@ -90,17 +74,14 @@ def _resolved(run: str, homes: Sequence[paths.Home]) -> RunReference:
     return runs.resolve(run, homes[-1])
 
 
-def _manifest(local: _LocalRun) -> SignedManifest:
+def _manifest(reference: RunReference, homes: Sequence[paths.Home], daemons: Sequence[paths.Entry]) -> SignedManifest:
     """Returns the signed manifest of the run. Raises Failure if it is not signed or not on this machine."""
-    from agora.node import runs
-
-    reference = local.reference
     if reference.signed is not None:
         return reference.signed
-    run = reference.run or next((entry.run for entry in local.daemons), "")
+    run = reference.run or next((entry.run for entry in daemons), "")
     if not run:
         raise Failure(f"{reference.file} is not signed, so nobody has trained it; start it with `agora-node join`")
-    for home in local.homes:
+    for home in homes:
         if (path := home.manifest(run)).is_file():
             signed = runs.from_file(path, home).signed
             if signed is not None and signed.run_id == run:
@@ -121,8 +102,6 @@ def _collected(entry: paths.Entry, count: int) -> tuple[StageFile, ...]:
 
 def _collected_file(stage: int, answer: Mapping[str, Any]) -> StageFile:
     """Returns the file of one stage that a daemon's answer names. Raises DaemonRefused if it names none."""
-    from agora.state.merged_model import StageFile
-
     try:
         return StageFile(stage, int(answer["steps"][str(stage)]), Path(answer["files"][str(stage)]))
     except (KeyError, TypeError, ValueError):
@@ -145,14 +124,11 @@ def _checkpoints(signed: SignedManifest, homes: Sequence[paths.Home], reasons: S
 
 def _newest_checkpoint(run: str, stage: int, homes: Sequence[paths.Home]) -> StageFile | None:
     """Returns the newest whole checkpoint of a stage in all data directories; None when there is none."""
-    from agora.state.checkpoint import WEIGHTS, newest_checkpoint
-    from agora.state.merged_model import StageFile
-
-    newest = None
-    for home in homes:
-        checkpoint = newest_checkpoint(
-            home.checkpoints(run), run, stage, lambda error: print_line(f"passed over: {error}")
-        )
-        if checkpoint is not None and (newest is None or checkpoint.step > newest.step):
-            newest = StageFile(stage, checkpoint.step, checkpoint.path / WEIGHTS)
-    return newest
+    found = [
+        newest_checkpoint(home.checkpoints(run), run, stage, lambda error: print_line(f"passed over: {error}"))
+        for home in homes
+    ]
+    newest = max(
+        (checkpoint for checkpoint in found if checkpoint), key=lambda checkpoint: checkpoint.step, default=None
+    )
+    return StageFile(stage, newest.step, newest.path / WEIGHTS) if newest is not None else None

@@ -62,12 +62,15 @@ class ByteTokenizer:
     fingerprint = BYTES
 
     def encode(self, text: str) -> Ids:
+        """Returns the bytes of `text`."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """Returns the bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Returns the text of these bytes; what is not UTF-8 becomes U+FFFD."""
         return np.asarray(ids).astype(np.uint8).tobytes().decode(errors="replace")
 
 
@@ -92,13 +95,16 @@ class JsonTokenizer:
         self.separator: Ids = np.array(end_ids, self._dtype) if ends else self.encode("\n")
 
     def encode(self, text: str) -> Ids:
+        """Returns the ids of `text`, without special ids."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """Returns the ids of each text; the package uses several cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Returns the text of ids, special ids included."""
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 

@@ -84,8 +84,7 @@ class Peer:
             stage_count=signed.manifest.stage_count,
             shapes=self.shapes,
             report=startup.report,
-            report_offence=self.offences.report_offence,
-            is_shut_out=self.offences.is_shut_out,
+            offences=self.offences,
             round_trip_s=self.network.round_trip_s,
         )
         self.membership.subscribe(self.router.view_changed)

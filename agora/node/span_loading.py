@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
-from agora_protocol.errors import InputError, LocalError, ProtocolError
+from agora_protocol.errors import InputError, LocalError
 from agora_protocol.ids import Span
 from agora_protocol.messages import GetChunk, GetSlice, GetState
 from agora_protocol.records import Progress
@@ -37,7 +37,6 @@ from agora.node.origin_batches import OriginBatches
 from agora.node.peer import Peer, usual_in_flight
 from agora.observe import faults
 from agora.state.keeper import KeeperConfig, StateKeeper
-from agora.swarm.conduct import Offence
 from agora.swarm.placement import Placement
 from agora.threads import run_in_thread
 from agora.train.compute import Compute
@@ -90,11 +89,7 @@ async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) ->
     async def answer(call: IncomingCall) -> Reply:
         await faults.reach("state.giving")
         assert isinstance(call.message, STATE_REQUESTS)
-        try:
-            return await keeper.answer(call.message)
-        except ProtocolError as error:
-            report_offence(call.peer, Offence.BAD_REQUEST, f"{error.code}: {error}")
-            raise
+        return await keeper.answer(call.message)
 
     with startup.steps.step("state") as note:
         steps = await keeper.find_checkpoints()

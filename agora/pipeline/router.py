@@ -25,7 +25,8 @@ from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.interfaces import HopAnswer, WireShapes
 from agora.pipeline.opening import Pace
 from agora.pipeline.routing import Attempt, Choice, PathHint, RoutingTable
-from agora.swarm.conduct import Offence, ReportOffence
+from agora.swarm.conduct import Offence
+from agora.swarm.offences import OffenceLog
 from agora.swarm.view import View
 
 MIN_ATTEMPT_S = 0.001
@@ -74,7 +75,7 @@ class Trip:
         own = news.stage == self.process.stage
         if not (news.peer == callee if own else news.stage > self.process.stage):
             return False
-        if own and news.what == "finished":
+        if own and news.event == "finished":
             self.finished.add(callee)
         is_new = self.passed_on.get(news.stage) != news.peer
         self.path[news.stage] = self.passed_on[news.stage] = news.peer
@@ -97,8 +98,8 @@ class Trip:
 class Router:
     """Finds peers for the stages after this peer's, among those that serve them by the membership view.
 
-    is_shut_out(peer): whether conduct forbids calling a peer. round_trip_s(peer): measured on the idle link, None when
-    unknown. table: what is known of the peers, see routing.RoutingTable.
+    offences: records those of other peers, and says who must not be called. round_trip_s(peer): measured on the idle
+    link, None when unknown. table: what is known of the peers, see routing.RoutingTable.
     """
 
     def __init__(
@@ -110,8 +111,7 @@ class Router:
         stage_count: int,
         shapes: WireShapes,
         report: Report,
-        report_offence: ReportOffence,
-        is_shut_out: Callable[[PeerId], bool],
+        offences: OffenceLog,
         round_trip_s: Callable[[PeerId], float | None] = lambda peer: None,
     ) -> None:
         self.table = RoutingTable(me, stage_count)
@@ -120,8 +120,7 @@ class Router:
         self._stage_count = stage_count
         self._shapes = shapes
         self._report = report
-        self._report_offence = report_offence
-        self._is_shut_out = is_shut_out
+        self._offences = offences
         self._round_trip_s = round_trip_s
         self._changed = ChangeNotifier()
         self._empty_stages: set[int] = set()
@@ -163,7 +162,7 @@ class Router:
         """Chooses a peer among those that serve the stage now; reports when a stage becomes empty or is so no more."""
         stage = trip.process.stage
         replicas = self._view_of().replicas(stage)
-        self.table.update(stage, replicas, {view.peer for view in replicas if self._is_shut_out(view.peer)})
+        self.table.update(stage, replicas, {view.peer for view in replicas if self._offences.is_shut_out(view.peer)})
         choice = self.table.choose(now, trip.process.microbatch, stage, trip.payload_bytes, trip.hint)
         is_empty = not self.table.costs(stage)
         if is_empty != (stage in self._empty_stages):
@@ -197,11 +196,11 @@ class Router:
         limit, counts = NEWS_PER_STAGE * (self._stage_count - stage), Counter[str]()
 
         def on_progress(news: Advance) -> None:
-            counts[news.what] += 1
-            if counts[news.what] > limit:
+            counts[news.event] += 1
+            if counts[news.event] > limit:
                 return
             is_new = trip.take_in(news, peer)
-            if news.peer == peer and news.stage == stage and news.what == "accepted":
+            if news.peer == peer and news.stage == stage and news.event == "accepted":
                 self.table.accepted(loop_time(), attempt, min(news.queue, 1 << 20), self._round_trip_s(peer))
             if is_new:
                 trip.on_progress(news)
@@ -223,7 +222,7 @@ class Router:
             problem = ProtocolError("bad-message", f"sent the loss {message.loss_sum} over {message.tokens} tokens")
         else:
             return HopAnswer(message, tensors, peer)
-        self._report_offence(peer, Offence.BAD_ANSWER, f"{problem.code}: {problem}")
+        self._offences.report_offence(peer, Offence.BAD_ANSWER, f"{problem.code}: {problem}")
         raise problem
 
     def _take_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
@@ -251,5 +250,5 @@ class Router:
 
         A peer that does so again and again is shut out by conduct, and is then no candidate at all.
         """
-        self._report_offence(peer, Offence.USELESS_GRADIENT, f"{error.code}: {error}")
+        self._offences.report_offence(peer, Offence.USELESS_GRADIENT, f"{error.code}: {error}")
         self.table.rejected(loop_time(), stage, peer)

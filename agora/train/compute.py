@@ -136,13 +136,13 @@ class Compute:
         train: stashes what the backward needs, until `backward`, `forget`, or another forward of the same microbatch.
         """
 
-        def undo(unused: tuple[WireTensor, StashedForward | None]) -> None:
+        def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
             if unused[1] is not None:
                 self.trainer.stashed.forget_exactly(microbatch, unused[1])
 
         priority = Priority.FORWARD if train else Priority.EVALUATE
         output, _ = await self._queue.run(
-            priority, self._forward, microbatch, first, boundary, tokens, train, abandoned=undo
+            priority, self._forward, microbatch, first, boundary, tokens, train, abandoned=free_unused
         )
         return output
 

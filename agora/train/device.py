@@ -51,7 +51,7 @@ class DeviceStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _DeviceJob:
     """One call for the device thread, and the future of the task that awaits it. See DeviceQueue.run."""
 
     priority: Priority
@@ -88,7 +88,7 @@ class DeviceQueue:
         self._limit = limit
         self._fault = fault
         self._failed = failed
-        self._queues: dict[Priority, deque[_Job]] = {priority: deque() for priority in Priority}
+        self._queues: dict[Priority, deque[_DeviceJob]] = {priority: deque() for priority in Priority}
         self._last = Priority.EVALUATE
         self._condition = threading.Condition()
         self._closing = False
@@ -114,7 +114,7 @@ class DeviceQueue:
         its effects can be undone. A job that is still queued when its caller is cancelled never runs.
         Raises Busy at once when `limit` jobs of this priority wait, and DeviceError when the thread has ended.
         """
-        job = _Job(priority, lambda: function(*args), then, abandoned)
+        job = _DeviceJob(priority, lambda: function(*args), then, abandoned)
         self._push(job)
         try:
             result: T = await job.future
@@ -144,7 +144,7 @@ class DeviceQueue:
         """Number of queued jobs."""
         return sum(map(len, self._queues.values()))
 
-    def _push(self, job: _Job) -> None:
+    def _push(self, job: _DeviceJob) -> None:
         """Queues a job and wakes the thread. Raises Busy or DeviceError."""
         queue = self._queues[job.priority]
         with self._condition:
@@ -155,7 +155,7 @@ class DeviceQueue:
             queue.append(job)
             self._condition.notify()
 
-    def _withdraw(self, job: _Job) -> None:
+    def _withdraw(self, job: _DeviceJob) -> None:
         """Takes a job whose caller was cancelled out of the queue, if it is still there."""
         with self._condition:
             if job.is_queued:
@@ -171,7 +171,7 @@ class DeviceQueue:
         finally:
             self._stop("the compute thread has ended; restart this daemon")
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _DeviceJob | None:
         """Waits for a job and takes it out of the queue. Returns None when the queue closes."""
         with self._condition:
             while not self._closing and not self._waiting():
@@ -184,7 +184,7 @@ class DeviceQueue:
             self._last = job.priority
             return job
 
-    def _choose(self, now: float) -> deque[_Job]:
+    def _choose(self, now: float) -> deque[_DeviceJob]:
         """Returns the queue from which the next job is taken: the first that is not empty, or see PATIENCE_S."""
         evaluations = self._queues[Priority.EVALUATE]
         is_overdue = bool(evaluations) and now - evaluations[0].queued_at >= PATIENCE_S
@@ -192,7 +192,7 @@ class DeviceQueue:
             return evaluations
         return next(queue for queue in self._queues.values() if queue)
 
-    def _perform(self, job: _Job) -> None:
+    def _perform(self, job: _DeviceJob) -> None:
         """Runs one job and its `then`. What is not an Exception ends the thread, after failing the caller's future."""
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         delivered = False
@@ -221,7 +221,7 @@ class DeviceQueue:
             self._job_started = None
             self._jobs += 1
 
-    def _deliver(self, job: _Job, result: object, error: Exception | None) -> None:
+    def _deliver(self, job: _DeviceJob, result: object, error: Exception | None) -> None:
         """Hands the outcome of a job to its caller's event loop."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             job.loop.call_soon_threadsafe(_settle, job, result, error)
@@ -240,7 +240,7 @@ class DeviceQueue:
             self._deliver(job, None, DeviceError(reason))
 
 
-def _settle(job: _Job, result: object, error: Exception | None) -> None:
+def _settle(job: _DeviceJob, result: object, error: Exception | None) -> None:
     """Runs on the event loop: sets the outcome of a job's future, or undoes the job when its caller was cancelled."""
     if not job.future.done():
         if error is None:
@@ -251,7 +251,7 @@ def _settle(job: _Job, result: object, error: Exception | None) -> None:
         job.abandoned(result)
 
 
-def _undo_delivered(job: _Job) -> None:
+def _undo_delivered(job: _DeviceJob) -> None:
     """Undoes a job whose result arrived in the same turn of the event loop as the cancellation of its caller."""
     delivered = job.future.done() and not job.future.cancelled()
     if delivered and job.future.exception() is None and job.abandoned is not None:

@@ -93,6 +93,7 @@ class AvailableMemory:
         self._measured_at = -REFRESH_S
 
     def __call__(self) -> int:
+        """Returns the bytes available, as of at most a second ago."""
         now = time.monotonic()
         if now - self._measured_at >= REFRESH_S:
             self._bytes, self._measured_at = available_bytes(self._device), now

@@ -62,6 +62,7 @@ class StageOptimizer:
     """
 
     def __init__(self, section: OptimizerSection, stage_count: int, layout: Layout, device: torch.device) -> None:
+        """Starts with zero moments. section: the manifest's [optimizer]; stage_count: stages of the whole model."""
         self.mean = torch.zeros(layout.numel, device=device)
         self.square = torch.zeros(layout.numel, device=device)
         self.updates = 0
@@ -70,7 +71,7 @@ class StageOptimizer:
         end = layout.matrices_end
         parts = ((slice(0, end), section.weight_decay), (slice(end, layout.numel), 0.0))
         self._parts = [
-            _Part.create(section, part, decay, self.mean, self.square)
+            _WeightPart.create(section, part, decay, self.mean, self.square)
             for part, decay in parts
             if part.start < part.stop
         ]
@@ -117,7 +118,7 @@ def momentum_product(beta1: float, updates: int) -> float:
 
 
 @dataclass(slots=True)
-class _Part:
+class _WeightPart:
     """The optimizer's state for one part of the flat weights, with the arguments that torch's functions take.
 
     `mean` and `square` are views of the moments; `momentum` is NAdam's running product. torch's optimizers are used
@@ -132,7 +133,7 @@ class _Part:
     options: dict[str, Any]
 
     @classmethod
-    def create(cls, section: OptimizerSection, part: slice, decay: float, mean: Tensor, square: Tensor) -> _Part:
+    def create(cls, section: OptimizerSection, part: slice, decay: float, mean: Tensor, square: Tensor) -> _WeightPart:
         """Returns the state before the first step. decay: weight decay of this part."""
         options = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "weight_decay": decay}
         # The fused kernel wants its step count on the device; nadam's scalars stay on the CPU, as its class has them.
@@ -140,18 +141,21 @@ class _Part:
         return cls(part, mean[part], square[part], step, torch.ones(()), {**options, "maximize": False})
 
 
-def _update_adamw(part: _Part, weights: Tensor, gradient: Tensor, rate: float) -> None:
+def _update_adamw(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:
     """Changes one part of the weights and its moments in place by one AdamW step."""
     options: dict[str, Any] = {"fused": True, "amsgrad": False, "lr": rate, **part.options}
     adamw([weights], [gradient], [part.mean], [part.square], [], [part.step], **options)
 
 
-def _update_nadam(part: _Part, weights: Tensor, gradient: Tensor, rate: float) -> None:
+def _update_nadam(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:
     """Changes one part of the weights and its moments in place by one NAdam step with decoupled weight decay."""
     options: dict[str, Any] = {"foreach": True, "decoupled_weight_decay": True, "momentum_decay": MOMENTUM_DECAY}
     options |= {"lr": rate, **part.options}
     nadam([weights], [gradient], [part.mean], [part.square], [part.momentum], [part.step], **options)
 
 
-UPDATES: dict[str, Callable[[_Part, Tensor, Tensor, float], None]] = {"adamw": _update_adamw, "nadam": _update_nadam}
+UPDATES: dict[str, Callable[[_WeightPart, Tensor, Tensor, float], None]] = {
+    "adamw": _update_adamw,
+    "nadam": _update_nadam,
+}
 """The update of one part of the weights, by the manifest's `optimizer.name`."""

@@ -133,6 +133,7 @@ class StageReplica:
 
     @property
     def _device(self) -> torch.device:
+        """The device on which the stage computes."""
         return self._stage.sum.flat.device
 
     def _read(self, blocks: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ class Advance(Message, kind=5, frames=(FrameType.PROGRESS,)):
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage that advanced")
     peer: PeerId = peer_id_field(doc="the peer that advanced")
-    what: str = choice_field(
+    event: str = choice_field(
         "accepted",
         "finished",
         doc="accepted: the peer has begun or queued the work; finished: the result is in its cache",
@@ -239,8 +239,8 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
     weight: float = float_field(
         0, 1e18, doc="supervised tokens behind these values; with 0 they do not count in the average"
     )
-    second: bool = bool_field(
-        doc="whether the receiver is the part's second owner: the first one has failed the sender"
+    first_owner_failed: bool = bool_field(
+        doc="whether the part's first owner has failed the sender: the receiver is the second owner"
     )
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, doc=_DEADLINE_DOC)
 

@@ -18,11 +18,12 @@ from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Contribute, GossipSteps, Message, Recall
 
 from agora.averaging.group import ReplicaGroup
-from agora.net.errors import ConnectionBroken, DeadlinePassed
+from agora.calls import Reply
 from agora.observe.events import Event
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence
-from tests.averaging.world import Reply, identities
+from tests.averaging.world import identities
+from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 from tests.train.support import small_manifest
 
 NUMEL = 4 * SLICE_BLOCK
@@ -125,7 +126,7 @@ class GroupPeer:
             world.signed,
             peer,
             self.stage,
-            self,
+            world.network.join(peer, self._answer),
             self,
             lambda stage: dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0),
             lambda: world.run_steps,
@@ -153,44 +154,33 @@ class GroupPeer:
         await asyncio.sleep(0.1)
         for source in sources:
             other = self.world.peers[source].stage
-            if other.step >= at_least and not self.world.breaks(self.peer, source):
+            if other.step >= at_least and not self.world.network.breaks(self.peer, source):
                 self.stage.weights, self.stage.step = other.weights, other.step
                 self.stage.share, self.stage.tokens = None, 0
                 return
         raise Unavailable(stage, ["nobody is that far"])
 
-    async def call(
-        self, peer: PeerId, request: Message, tensors: Sequence[Any] = (), *, deadline: float, on_progress: Any = None
-    ) -> Reply:
-        await asyncio.sleep(0.005)
-        self.world.calls[type(request).__name__] += 1
-        if self.world.breaks(self.peer, peer):
-            raise ConnectionBroken("the stream broke")
-        if type(request) in self.world.failing:
+    async def _answer(self, call: MemoryCall) -> Reply:
+        self.world.calls[type(call.message).__name__] += 1
+        if type(call.message) in self.world.failing:
             raise PeerFailed("as the test wants it")
-        group = self.world.peers[peer].group
-        try:
-            async with asyncio.timeout_at(deadline):
-                match request:
-                    case GossipSteps():
-                        return Reply(group.gossip(self.peer, request), [])
-                    case Recall():
-                        return Reply(*group.recall(request))
-                    case Contribute():
-                        return Reply(*await group.contribute(self.peer, request, list(tensors), deadline))
-        except TimeoutError:
-            raise DeadlinePassed("no answer before its deadline") from None
-        raise AssertionError(request)
+        match call.message:
+            case GossipSteps() as request:
+                return Reply(self.group.gossip(call.peer, request), [])
+            case Recall() as request:
+                return Reply(*self.group.recall(request))
+            case Contribute() as request:
+                return Reply(*await self.group.contribute(call.peer, request, call.tensors, call.deadline))
+        raise AssertionError(call.message)
 
 
 class GroupWorld:
-    """Groups of one run. `dead` peers and `broken` pairs break every call; requests of a kind in `failing` fail."""
+    """Groups of one run, and their network; requests of a kind in `failing` fail."""
 
     def __init__(self, rates: Sequence[float], target: int = 1024, **sections: Any) -> None:
         sections["optimizer"] = {"target_tokens": target}
         self.signed = SignedManifest.sign(small_manifest(**sections), Identity(bytes([9]) * 32))
-        self.dead: set[PeerId] = set()
-        self.broken: set[frozenset[PeerId]] = set()
+        self.network = MemoryNetwork(Faults(latency_s=(0.0025, 0.0025)))
         self.failing: set[type[Message]] = set()
         self.calls: Counter[str] = Counter()
         self.run_steps: list[list[int]] = [[0]]
@@ -202,9 +192,6 @@ class GroupWorld:
     def all(self) -> list[GroupPeer]:
         return list(self.peers.values())
 
-    def breaks(self, one: PeerId, other: PeerId) -> bool:
-        return bool({one, other} & self.dead) or frozenset((one, other)) in self.broken
-
     async def __aenter__(self) -> GroupWorld:
         for peer in self.all:
             peer.start()
@@ -215,5 +202,5 @@ class GroupWorld:
             await peer.stop()
 
     async def kill(self, peer: GroupPeer) -> None:
-        self.dead.add(peer.peer)
+        self.network.dead.add(peer.peer)
         await peer.stop()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from agora_protocol.errors import NotMyStage, PeerFailed, ProtocolError
+from agora_protocol.errors import NotMyStage, ProtocolError
 from agora_protocol.fields import MAX_UINT
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.messages import GossipedSteps, GossipSteps, Pong
@@ -33,7 +33,9 @@ from agora.averaging.next_action import (
     Wait,
     next_action,
 )
-from tests.averaging.world import Reply, identities
+from agora.calls import Reply
+from tests.averaging.world import identities
+from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 from tests.pipeline.virtual_time import run
 
 STAGE = 3
@@ -51,6 +53,7 @@ class Replica:
         self.step, self.tokens, self.spent = 0, 0, 0
         self.sees: list[PeerId] | None = None
         self.actions: list[Action] = []
+        self.port = world.network.join(peer, self._answer)
         self.gossip = StepGossip(
             peer,
             Span(STAGE, STAGE),
@@ -115,32 +118,25 @@ class Replica:
             if self.tokens >= self.to_go():
                 self.take(self.step + 1)
 
-    # --- Caller
+    async def _answer(self, call: MemoryCall) -> Reply:
+        answer = self.world.answers.get(self.peer) or self.gossip.answer
+        return Reply(answer(call.peer, call.message), [])
 
-    async def call(self, peer, request, tensors, *, deadline, on_progress=None) -> Reply:
-        world = self.world
-        world.calls.append((now(), self.peer, peer))
-        world.open[self.peer, peer] += 1
+    async def call(self, peer, request, tensors=(), *, deadline, on_progress=None) -> Reply:
+        self.world.calls.append((now(), self.peer, peer))
+        self.world.open[self.peer, peer] += 1
         try:
-            await asyncio.sleep(0.005)
-            if peer in world.hung:
-                await asyncio.sleep(deadline - now())
-                raise PeerFailed("no answer before its deadline")
-            if {peer, self.peer} & world.dead:
-                raise PeerFailed("the stream broke")
-            answer = world.answers.get(peer) or world.replicas[peer].gossip.answer
-            return Reply(answer(self.peer, request), ())
+            return await self.port.call(peer, request, tensors, deadline=deadline)
         finally:
-            world.open[self.peer, peer] -= 1
+            self.world.open[self.peer, peer] -= 1
 
 
 class World:
-    """Replicas of one stage; `dead` peers break every call, `hung` ones never answer, `answers` are hostile ones."""
+    """Replicas of one stage, and their network; `answers` are hostile ones."""
 
     def __init__(self, rates: list[float], target: int = 1000, soon: bool = False) -> None:
         self.target, self.soon = target, soon
-        self.dead: set[PeerId] = set()
-        self.hung: set[PeerId] = set()
+        self.network = MemoryNetwork(Faults(latency_s=(0.0025, 0.0025)))
         self.answers: dict[PeerId, Callable[[PeerId, GossipSteps], Any]] = {}
         self.calls: list[tuple[float, PeerId, PeerId]] = []
         self.open: Counter[tuple[PeerId, PeerId]] = Counter()
@@ -214,14 +210,14 @@ def test_one_that_starts_again_with_nothing_follows_and_takes_nobody_back() -> N
     in_world([400.0] * 3, work)
 
 
-@pytest.mark.parametrize("how", ["dead", "hung"])
+@pytest.mark.parametrize("how", ["dead", "silent"])
 def test_a_replica_that_falls_silent_is_not_counted_on_and_blocks_nobody(how: str) -> None:
     async def work(world: World) -> None:
         world.start()
         await asyncio.sleep(5.0)
         silent = world.all[2]
         await silent.stop()
-        getattr(world, how).add(silent.peer)
+        getattr(world.network, how).add(silent.peer)
         await asyncio.sleep(SILENT_S + CALL_S)
         for replica in world.all[:2]:
             assert silent.peer not in replica.heard
@@ -244,10 +240,10 @@ def test_one_that_was_lost_is_there_again_when_it_speaks() -> None:
         world.start()
         await asyncio.sleep(2.0)
         first, second = world.all
-        world.dead.add(second.peer)
+        world.network.dead.add(second.peer)
         await asyncio.sleep(2.0)
         assert first.present == {first.peer}
-        world.dead.clear()
+        world.network.dead.clear()
         await asyncio.sleep(2.0)
         assert first.present == {first.peer, second.peer} == second.present
         assert abs(first.step - second.step) <= 1
@@ -347,7 +343,7 @@ def test_few_are_told_at_once_and_nobody_twice_at_the_same_time(replicas: int) -
             await asyncio.sleep(0.2)
             asked = [peer for _, _, peer in world.calls[before:]]
             assert len(asked) == most == len(set(asked)) and first.peer not in asked
-        world.hung |= set(world.replicas) - {first.peer}
+        world.network.silent |= set(world.replicas) - {first.peer}
         for _ in range(100):
             first.tokens += 1
             first.gossip.tick()
@@ -360,7 +356,7 @@ def test_few_are_told_at_once_and_nobody_twice_at_the_same_time(replicas: int) -
 
 def test_gossip_that_ends_waits_for_no_answer() -> None:
     async def work(world: World) -> None:
-        world.hung |= set(world.replicas)
+        world.network.silent |= set(world.replicas)
         world.start()
         await asyncio.sleep(1.0)
         assert +world.open

@@ -84,9 +84,9 @@ def test_calls_that_fail_for_a_while_make_nobody_step_alone(sections: dict) -> N
             for _ in range(6):
                 await asyncio.sleep(3.0)
                 await at_one_step(first, second)
-                world.broken.add(frozenset(world.peers))
+                world.network.broken.add(frozenset(world.peers))
                 await asyncio.sleep(0.6 * SILENT_S)
-                world.broken.clear()
+                world.network.broken.clear()
             await asyncio.sleep(3.0)
             await at_one_step(first, second)
             assert first.stage.step >= 10 and not first.stage.alone_at and not second.stage.alone_at
@@ -137,9 +137,9 @@ def test_a_replica_that_missed_a_mean_gradient_fetches_the_state_of_one_that_has
         async with GroupWorld([500.0, 500.0, 500.0], **SYNCHRONOUS) as world:
             first, second, third = world.all
             await asyncio.sleep(5.0)
-            world.broken |= {frozenset((third.peer, other.peer)) for other in (first, second)}
+            world.network.broken |= {frozenset((third.peer, other.peer)) for other in (first, second)}
             await asyncio.sleep(0.5 * SILENT_S)
-            world.broken.clear()
+            world.network.broken.clear()
             await asyncio.sleep(10.0)
             await at_one_step(*world.all)
             assert_equal_bits(*world.all)
@@ -169,7 +169,7 @@ def test_a_replica_far_behind_fetches_the_state_and_takes_averages_at_weight_0_u
         async with world:
             await world.kill(world.all[2])
             await asyncio.sleep(20.0)
-            world.dead.clear()
+            world.network.dead.clear()
             world.all[2].start()
             await asyncio.sleep(8.0)
             assert len(world.all[2].of(StateLost)) == 1 == len(world.all[2].fetches)

@@ -143,7 +143,7 @@ def test_an_owner_that_is_dead_costs_its_parts_a_second_owner() -> None:
         members = world.add(*identities(4))
         weights = [1.0] * 4
         victim, _ = owner_of(world, 0)
-        world.dead.add(victim.peer)
+        world.network.dead.add(victim.peer)
         living = [i for i, m in enumerate(members) if m is not victim]
         results = await one_round(world, members, weights)
         for index in living:
@@ -184,7 +184,7 @@ def test_a_hanging_owner_and_a_hanging_member_hold_nobody_beyond_the_deadline() 
         world = World(SIZE)
         members = world.add(*identities(4))
         victim, _ = owner_of(world, 1)
-        world.hung.add(victim.peer)
+        world.network.silent.add(victim.peer)
         living = [i for i, m in enumerate(members) if m is not victim]
         deadline = asyncio.get_running_loop().time() + world.round_s
         works = [members[i].rounds.run(0, "weights", 0, values_of(i), 1.0, members[i].view, deadline) for i in living]
@@ -224,7 +224,7 @@ def test_one_that_is_gone_is_waited_for_once_and_not_at_every_part(hangs: bool) 
         world = World(60 * PART_ELEMENTS, "float32")
         members = world.add(*identities(4))
         victim = members[3]
-        (world.hung if hangs else world.dead).add(victim.peer)
+        (world.network.silent if hangs else world.network.dead).add(victim.peer)
         values = [torch.full((world.size,), float(i)) for i in (5, 6, 7)]
         began = asyncio.get_running_loop().time()
         works = [
@@ -258,7 +258,7 @@ def test_members_with_different_views_get_smaller_averages_and_never_wait_beyond
 
 
 def asking(part: int, number: int = 0, second: bool = False) -> Contribute:
-    return Contribute(0, "weights", number, part, 1.0, second, 1000)
+    return Contribute(0, "weights", number, part, 1.0, second, 15_000)
 
 
 @pytest.mark.parametrize("liar_begins", [True, False])
@@ -279,7 +279,7 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
 
         async def lies() -> None:
             await asyncio.sleep(0.0 if liar_begins else 0.015)
-            await liar.call(first.peer, asking(0, second=True), sent, deadline=deadline)
+            await liar.port.call(first.peer, asking(0, second=True), sent, deadline=deadline)
 
         async def others() -> list[RoundResult]:
             works = [members[i].rounds.run(0, "weights", 0, chosen[i], 1.0, members[i].view, deadline) for i in honest]
@@ -302,7 +302,7 @@ def test_who_comes_long_before_the_others_leaves_them_their_average() -> None:
         early = next(m for m in members if m is not first)
         sent = PartCodec("float32").encode(values_of(9)[:PART_ELEMENTS])
         loop = asyncio.get_running_loop()
-        reply = await early.call(first.peer, asking(0), sent, deadline=loop.time() + 15.0)
+        reply = await early.port.call(first.peer, asking(0), sent, deadline=loop.time() + 15.0)
         assert isinstance(reply.message, Averaged) and reply.message.present == 1
         on_time = [m for m in members if m is not early]
         began, chosen = loop.time(), [values_of(i)[:PART_ELEMENTS] for i in range(3)]
@@ -327,7 +327,7 @@ def test_who_is_no_member_may_have_an_average_and_is_in_none() -> None:
         sent = PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
-        asked = asyncio.create_task(stranger.call(first, asking(0), sent, deadline=deadline))
+        asked = asyncio.create_task(stranger.port.call(first, asking(0), sent, deadline=deadline))
         results = await one_round(world, inside, [1.0] * 3, values=chosen)
         for own, result in zip(chosen, results, strict=True):
             assert result.failed_parts == 0 and result.members == 3
@@ -352,7 +352,7 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
         loop = asyncio.get_running_loop()
 
         def ask(weight: float = 1.0, index: int = 0) -> Contribute:
-            return Contribute(0, "weights", 0, index, weight, False, 1000)
+            return Contribute(0, "weights", 0, index, weight, False, 15_000)
 
         for request, tensors in (
             (ask(), codec.encode(bad_nan)),
@@ -363,14 +363,14 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
             (ask(1.0, 99), good),
         ):
             with pytest.raises(ProtocolError):
-                await hostile.call(part.peer, request, tensors, deadline=loop.time() + 1)
+                await hostile.port.call(part.peer, request, tensors, deadline=loop.time() + 1)
         for wrong in (-1.0, math.nan, math.inf):
             with pytest.raises(ProtocolError):
                 ask(wrong)
-        waiting = asyncio.create_task(honest.call(part.peer, ask(), good, deadline=loop.time() + 15))
+        waiting = asyncio.create_task(honest.port.call(part.peer, ask(), good, deadline=loop.time() + 15))
         await asyncio.sleep(0.1)
         with pytest.raises(ProtocolError):
-            await honest.call(part.peer, ask(), good, deadline=loop.time() + 1)
+            await honest.port.call(part.peer, ask(), good, deadline=loop.time() + 1)
         await waiting
         assert len(world.strikes) == 7
         await world.close()

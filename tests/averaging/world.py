@@ -1,23 +1,22 @@
-"""Members of rounds in one process: calls that arrive at once, or not at all, as a test wants it."""
+"""Members of rounds on the network in memory."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from agora_protocol.errors import AgoraError, PeerFailed, ProtocolError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
-from agora_protocol.messages import Contribute, Message, Recall
-from agora_protocol.tensors import WireTensor
+from agora_protocol.messages import Contribute, Recall
 
 from agora.averaging.kinds import Part, RoundConfig
 from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
 from agora.averaging.rounds import Rounds
-from agora.net.errors import ConnectionBroken, DeadlinePassed
+from agora.calls import Reply
 from agora.observe.events import Event
+from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 
 RUN = RunId("ab" * 32)
 
@@ -27,14 +26,8 @@ def identities(count: int) -> list[PeerId]:
 
 
 @dataclass
-class Reply:
-    message: Message
-    tensors: Sequence[WireTensor]
-
-
-@dataclass
 class World:
-    """`dead` peers break every call to them, `hung` ones never answer; `strikes` are the protocol errors raised."""
+    """Members of one run and their network; `strikes` are the protocol errors raised."""
 
     size: int
     wire: str = "float32"
@@ -42,8 +35,7 @@ class World:
     round_s: float = 20.0
     exact: bool = False
     members: dict[PeerId, Member] = field(default_factory=dict)
-    dead: set[PeerId] = field(default_factory=set)
-    hung: set[PeerId] = field(default_factory=set)
+    network: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(Faults(latency_s=(0.01, 0.01))))
     strikes: list[tuple[PeerId, ProtocolError]] = field(default_factory=list)
 
     def add(self, *peers: PeerId) -> list[Member]:
@@ -67,8 +59,9 @@ class Member:
         self.at: dict[str, int] = {}
         self.dies_at: tuple[str, int] | None = None
         config = RoundConfig(peer, RUN, world.rule, world.wire, world.round_s, max_weight=1e9, exact=world.exact)  # type: ignore[arg-type]
-        self.owner = Owner(config, self, self, self._fault)
-        self.rounds = Rounds(config, self, self.owner, self.events.append, self._fault)
+        self.port = world.network.join(peer, self._answer)
+        self.owner = Owner(config, self.port, self, self._fault)
+        self.rounds = Rounds(config, self.port, self.owner, self.events.append, self._fault)
 
     @property
     def view(self) -> dict[PeerId, float]:
@@ -89,35 +82,19 @@ class Member:
     async def _fault(self, point: str) -> None:
         self.at[point] = self.at.get(point, 0) + 1
         if self.dies_at is not None and self.dies_at[0] == point and self.at[point] >= self.dies_at[1]:
-            self.world.dead.add(self.peer)
-        if self.peer in self.world.dead:
+            self.world.network.dead.add(self.peer)
+        if self.peer in self.world.network.dead:
             raise PeerFailed("dead")
 
-    async def call(self, peer, request, tensors=(), *, deadline, on_progress=None) -> Reply:
-        world = self.world
-        await asyncio.sleep(0.01)
-        if {peer, self.peer} & world.dead:
-            raise ConnectionBroken("the stream broke")
-        if peer in world.hung:
-            await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
-            raise DeadlinePassed("no answer before its deadline")
-        other = world.members[peer].owner
+    async def _answer(self, call: MemoryCall) -> Reply:
         try:
-            async with asyncio.timeout_at(deadline):
-                if isinstance(request, Recall):
-                    message, back = other.recall(request)
-                else:
-                    assert isinstance(request, Contribute)
-                    message, back = await other.contribute(self.peer, request, tensors, deadline)
+            if isinstance(call.message, Recall):
+                return Reply(*self.owner.recall(call.message))
+            assert isinstance(call.message, Contribute)
+            return Reply(*await self.owner.contribute(call.peer, call.message, call.tensors, call.deadline))
         except ProtocolError as error:
-            world.strikes.append((self.peer, error))
+            self.world.strikes.append((call.peer, error))
             raise
-        except TimeoutError:
-            raise DeadlinePassed("no answer before its deadline") from None
-        await asyncio.sleep(0.01)
-        if {peer, self.peer} & world.dead:
-            raise ConnectionBroken("the stream broke")
-        return Reply(message, back)
 
 
 __all__ = ["RUN", "AgoraError", "Member", "Reply", "World", "identities"]

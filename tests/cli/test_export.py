@@ -114,10 +114,10 @@ def test_transformers_computes_the_runs_logits_and_loss(
     checkpoints: paths.Home, stages: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("poems", tmp_path / "out", size="20KB") == console.DONE
-    said = json.loads(capsys.readouterr().out)
-    assert said["from"] == "checkpoints" and len([n for n in said["files"] if n.endswith(".safetensors")]) > 3
+    output = json.loads(capsys.readouterr().out)
+    assert output["from"] == "checkpoints" and len([n for n in output["files"] if n.endswith(".safetensors")]) > 3
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert sum(p.numel() for p in model.parameters()) == said["parameters"]
+    assert sum(p.numel() for p in model.parameters()) == output["parameters"]
     ids = some_tokens()
     tokens, targets = ids[:, :-1], ids[:, 1:]
     ours, theirs = logits_of(stages, tokens), model(tokens).logits
@@ -224,9 +224,9 @@ def test_the_newest_whole_checkpoint_in_any_data_directory_is_taken(
     content[-1] ^= 1
     newer.write_bytes(content)
     run("poems", tmp_path / "out", tmp_path / "demo")
-    said = capsys.readouterr()
-    assert [stage["step"] for stage in json.loads(said.out)["stages"]] == [41, 44, 42]
-    assert str(newer) in said.err and "expected SHA-256" in said.err
+    output = capsys.readouterr()
+    assert [stage["step"] for stage in json.loads(output.out)["stages"]] == [41, 44, 42]
+    assert str(newer) in output.err and "expected SHA-256" in output.err
 
 
 def test_a_missing_stage_is_named_with_exit_code_4(
@@ -298,8 +298,8 @@ def test_a_daemon_collects_what_is_newer_than_any_checkpoint(
 
     with daemon(checkpoints, signed, collect):
         run("poems", tmp_path / "out")
-    said = json.loads(capsys.readouterr().out)
-    assert asked == [{}] and said["from"] == "daemon" and {stage["step"] for stage in said["stages"]} == {60}
+    output = json.loads(capsys.readouterr().out)
+    assert asked == [{}] and output["from"] == "daemon" and {stage["step"] for stage in output["stages"]} == {60}
 
 
 @pytest.mark.parametrize("answer", [Unavailable(1, ["nobody answers"]), {"files": {}, "steps": {}}], ids=["no", "odd"])
@@ -317,8 +317,8 @@ def test_a_daemon_that_cannot_leaves_it_to_the_checkpoints(
 
     with daemon(checkpoints, signed, collect):
         run("poems", tmp_path / "out")
-        said = capsys.readouterr()
-        assert json.loads(said.out)["from"] == "checkpoints" and "could not collect" in said.err
+        output = capsys.readouterr()
+        assert json.loads(output.out)["from"] == "checkpoints" and "could not collect" in output.err
         shutil.rmtree(checkpoints.checkpoints(signed.run_id))
         with pytest.raises(Failure, match=r"stage 0, 1, 2 is missing: the daemon in .* could not collect") as failed:
             run("poems", tmp_path / "more")
@@ -381,7 +381,7 @@ def test_sigterm_ends_the_wait_for_a_daemon(checkpoints: paths.Home, signed: Sig
 
 def test_people_get_four_lines(checkpoints: paths.Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export.run(export.ExportRequest("poems", tmp_path / "out", (), "bf16", "5GB", False), as_json=False)
-    said = capsys.readouterr()
-    assert [line.split()[0] for line in said.out.splitlines()] == ["exported", "weights", "stages", "load"]
-    assert "0 at step 41, 1 at step 40, 2 at step 42, from checkpoints of its peers" in said.out
-    assert "checking" in said.err and "writing" in said.err
+    output = capsys.readouterr()
+    assert [line.split()[0] for line in output.out.splitlines()] == ["exported", "weights", "stages", "load"]
+    assert "0 at step 41, 1 at step 40, 2 at step 42, from checkpoints of its peers" in output.out
+    assert "checking" in output.err and "writing" in output.err

@@ -129,7 +129,7 @@ class Outsider:
         while True:
             kind, of, head, payload = await wire.frame()
             if kind == PROGRESS and of == call:
-                progress.append(head[1]["what"])
+                progress.append(head[1]["event"])
             elif kind == ANSWER and of == call:
                 return {"fields": head[1], "tensors": head[2], "payload": payload, "progress": progress}
             elif kind in (REFUSAL, GOODBYE):

@@ -87,7 +87,7 @@ def test_progress_tells_the_caller_once_of_every_hop() -> None:
         world, heard = World(3), []
         nodes = [world.add(f"peer{i}", str(i)) for i in range(3)]
         await enter(nodes[0], progress=heard.append)
-        trace = [(a.stage, a.what, a.peer) for a in heard]
+        trace = [(a.stage, a.event, a.peer) for a in heard]
         expected = [(0, "accepted"), (1, "accepted"), (2, "accepted"), (0, "finished")]
         assert trace == [(stage, what, nodes[stage].peer) for stage, what in expected]
 
@@ -197,7 +197,7 @@ def test_a_repeat_is_answered_from_the_cache_and_not_counted_twice() -> None:
         first = await enter(node)
         again = await enter(node, progress=heard.append)
         assert again is first and counted(world) == [1, 1]
-        assert [a.what for a in heard] == ["finished"] and last.calls_in == 1
+        assert [a.event for a in heard] == ["finished"] and last.calls_in == 1
         assert len([e for e in node.events if isinstance(e, RepeatServed)]) == 1
 
     run(work())
@@ -213,7 +213,7 @@ def test_a_repeat_joins_the_work_under_way() -> None:
         two = asyncio.create_task(enter(node, progress=heard.append))
         assert (await one) is (await two)
         assert counted(world) == [1, 1]
-        assert [(a.stage, a.what) for a in heard] == [(0, "accepted"), (1, "accepted"), (0, "finished")]
+        assert [(a.stage, a.event) for a in heard] == [(0, "accepted"), (1, "accepted"), (0, "finished")]
 
     run(work())
 
@@ -227,7 +227,7 @@ def test_a_repeat_without_a_hint_hears_what_the_first_caller_hinted() -> None:
         one = asyncio.create_task(node.hop.process(hinted, [tokens_of(7)], deadline, lambda a: None))
         await asyncio.sleep(1.0)
         await asyncio.gather(one, enter(node, progress=heard.append))
-        assert [(a.stage, a.what) for a in heard] == [(stage, "accepted") for stage in range(3)] + [(0, "finished")]
+        assert [(a.stage, a.event) for a in heard] == [(stage, "accepted") for stage in range(3)] + [(0, "finished")]
 
     run(work())
 
@@ -444,7 +444,7 @@ def test_news_for_a_caller_that_joins_late_begins_with_the_latest() -> None:
         heard: list[Advance] = []
         two = asyncio.create_task(enter(node, progress=heard.append))
         await asyncio.sleep(0.1)
-        assert [a.what for a in heard] == ["accepted"]
+        assert [a.event for a in heard] == ["accepted"]
         world.add("last", "1")
         await one
         await two

@@ -123,7 +123,7 @@ def test_a_repeat_of_a_former_span_is_answered_without_a_span_and_by_the_hop_of_
         assert await mover.hop.leave(5.0, "moving to other stages")
         heard: list[Advance] = []
         assert mover.ledger.answer_repeat(process(1), heard.append) is first, "no span is held"
-        assert [(news.stage, news.what) for news in heard] == [(1, "finished")]
+        assert [(news.stage, news.event) for news in heard] == [(1, "finished")]
         assert mover.ledger.answer_repeat(process(1, 9), heard.append) is None
         world.move(mover, "0")
         assert await mover.hop.process(process(1), [], deadline, heard.append) is first

@@ -280,7 +280,7 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
         deadline = asyncio.get_running_loop().time() + 60.0
         reply = await node.router.send(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append)
         assert reply.peer == talker.peer
-        told = Counter((news.stage, news.what) for news in passed if news.peer != talker.peer)
+        told = Counter((news.stage, news.event) for news in passed if news.peer != talker.peer)
         assert told == {(2, "accepted"): NEWS_PER_STAGE * (stages - 1) // stages}, (
             "every third is of a stage after ours"
         )

@@ -188,8 +188,7 @@ class Node:
             stage_count=world.stage_count,
             shapes=SHAPES,
             report=self.events.append,
-            report_offence=offences.report_offence,
-            is_shut_out=offences.is_shut_out,
+            offences=offences,
             round_trip_s=self._measured_round_trip_s,
         )
         self.fault = no_fault

@@ -248,7 +248,7 @@ BAD_FIELDS: list[tuple[type[Message], str, Any, str]] = [
     (Processed, "loss_sum", 1, "finite float"),
     (Processed, "busy_ms", -1.0, "from 0 to"),
     (Processed, "tokens", 2**63, "from 0 to"),
-    (Advance, "what", "thinking", "one of accepted"),
+    (Advance, "event", "thinking", "one of accepted"),
     (Hello, "version", 0, "from 1"),
     (Hello, "run", bytes(31), "0 or 32"),
     (Hello, "software", "x" * 65, "longer than 64"),

@@ -44,10 +44,10 @@ def files(tmp_path: Path) -> list[StageFile]:
 
 
 def check(files: list[StageFile]) -> list[int]:
-    told: list[int] = []
+    reported: list[int] = []
     with open_stages(RUN, files, EXPORTED) as model:
-        model.check(told.append)
-    return told
+        model.check(reported.append)
+    return reported
 
 
 @pytest.mark.parametrize(("shard_bytes", "shards"), [(10**9, 1), (70, 2), (1, 3)])
