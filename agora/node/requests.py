@@ -5,7 +5,7 @@ Knows: every request, and who may make it. Must not know: how anything of it is 
 | request | who may ask | answered by |
 |---|---|---|
 | GetStatus, GetManifest, Ping | everybody, observers too | this module, always |
-| Process | members of the run | the result cache for a repeat, else the span |
+| Process | members of the run | the work ledger for a repeat, else the span |
 | GossipSteps, Contribute, Recall | members of the run | the span |
 | GetState, GetChunk, GetSlice | peers of the run | the span |
 
