@@ -50,14 +50,14 @@ class ExportRequest:
 def run(request: ExportRequest, *, as_json: bool) -> int:
     """Finds, checks and writes the model. Returns the exit code. Raises Failure or AgoraError with what to do."""
     from agora.cli.export_sources import find_stages
-    from agora.state.result_folder import check_place
+    from agora.state.result_folder import check_export_place
 
     started = time.monotonic()
     shard_bytes = parse_size(request.shard_size)
     dtype = next((name for name in DTYPES if name == request.dtype), None)
     if dtype is None:
         raise Failure(f"--dtype {request.dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
-    place = check_place(request.out, replace=request.force)
+    place = check_export_place(request.out, replace=request.force)
     with _sigterm_as_interrupt():
         sources = find_stages(request.run, request.directories)
         written, parameters = _export(sources, place, dtype, shard_bytes)
@@ -67,7 +67,7 @@ def run(request: ExportRequest, *, as_json: bool) -> int:
     if as_json:
         console.print_json(result)
     else:
-        _print(result)
+        _print_result(result)
     return console.DONE
 
 
@@ -93,12 +93,12 @@ def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tu
     """Checks everything, then writes the folder. Returns size and hash of every file, and the number of parameters."""
     from agora.model import family_of
     from agora.state.merged_model import ITEM_BYTES, SOURCE_BYTES, open_stages
-    from agora.state.result_folder import fresh_folder, write_list, write_public_file
+    from agora.state.result_folder import fresh_folder, write_file_list, write_public_file
 
     manifest = sources.signed.manifest
     family = family_of(manifest.model)
     with open_stages(sources.signed.run_id, sources.files, _tensors_by_stage(family, manifest)) as model:
-        texts = _texts(sources, family, model.numel, DTYPES[dtype])
+        texts = _other_files(sources, family, model.numel, DTYPES[dtype])
         size = SOURCE_BYTES * model.numel
         with ProgressDisplay("checking", size) as bar:
             model.check(bar.advance)
@@ -106,19 +106,19 @@ def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tu
             with ProgressDisplay(f"writing {place}", size) as bar:
                 written = model.write(folder, dtype, shard_bytes, bar.advance)
             written |= {name: write_public_file(folder / name, content) for name, content in texts.items()}
-            write_list(folder, _summary(sources, dtype), written)
+            write_file_list(folder, _summary(sources, dtype), written)
     return written, model.numel
 
 
 def _tensors_by_stage(family: Family, manifest: Manifest) -> dict[int, list[ExportedTensor]]:
-    """Returns what is exported from each stage."""
+    """Returns the exported tensors of each stage."""
     return {
         stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed)
         for stage in range(manifest.stage_count)
     }
 
 
-def _texts(sources: Sources, family: Family, parameters: int, dtype: str) -> dict[str, bytes]:
+def _other_files(sources: Sources, family: Family, parameters: int, dtype: str) -> dict[str, bytes]:
     """Returns the content of every file that is no shard, by name. dtype: as transformers calls it."""
     from agora.data.tokenizer_files import tokenizer_files
     from agora.state.model_card import model_card
@@ -139,7 +139,7 @@ def _texts(sources: Sources, family: Family, parameters: int, dtype: str) -> dic
 
 
 def _summary(sources: Sources, dtype: str) -> dict[str, Any]:
-    """Returns what export.json and --json both begin with."""
+    """Returns the fields that export.json and --json have in common: run, name, dtype, stages."""
     return {
         "schema": 1,
         "run_id": sources.signed.run_id,
@@ -150,7 +150,7 @@ def _summary(sources: Sources, dtype: str) -> dict[str, Any]:
     }
 
 
-def _print(result: dict[str, Any]) -> None:
+def _print_result(result: dict[str, Any]) -> None:
     """Prints the result for people, in four lines."""
     shards = sum(name.endswith(".safetensors") for name in result["files"])
     stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])

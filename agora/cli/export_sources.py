@@ -46,13 +46,13 @@ def find_stages(run: str, directories: Sequence[Path]) -> Sources:
     reasons = []
     for entry in daemons:
         try:
-            files = _collected(entry, signed.manifest.stage_count)
+            files = _collect_stages(entry, signed.manifest.stage_count)
         except (control_client.DaemonUnreachable, control_client.DaemonRefused) as error:
             reasons.append(f"the daemon in {entry.root} could not collect the stages: {error}")
             print_line(f"{reasons[-1]}; looking for checkpoints")
             continue
         return Sources(signed, "daemon", files, reference.base)
-    files = _checkpoints(signed, homes, reasons or ["no daemon of this run answers on this machine"])
+    files = _newest_checkpoints(signed, homes, reasons or ["no daemon of this run answers on this machine"])
     return Sources(signed, "checkpoints", files, reference.base)
 
 
@@ -93,7 +93,7 @@ def _manifest(reference: RunReference, homes: Sequence[paths.Home], daemons: Seq
     )
 
 
-def _collected(entry: paths.Entry, count: int) -> tuple[StageFile, ...]:
+def _collect_stages(entry: paths.Entry, count: int) -> tuple[StageFile, ...]:
     """Asks a daemon to fetch every stage from the swarm. Raises DaemonUnreachable or DaemonRefused."""
     with ProgressDisplay(f"the daemon in {entry.root} collects {count} stages from the swarm"):
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS)
@@ -108,7 +108,9 @@ def _collected_file(stage: int, answer: Mapping[str, Any]) -> StageFile:
         raise control_client.DaemonRefused("bad-answer", f"its answer says nothing of stage {stage}") from None
 
 
-def _checkpoints(signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str]) -> tuple[StageFile, ...]:
+def _newest_checkpoints(
+    signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str]
+) -> tuple[StageFile, ...]:
     """Returns the newest whole checkpoint of every stage. Raises Failure, with `reasons`, when a stage has none."""
     files = [_newest_checkpoint(signed.run_id, stage, homes) for stage in range(signed.manifest.stage_count)]
     missing = [str(stage) for stage, file in enumerate(files) if file is None]

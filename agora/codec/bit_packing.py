@@ -27,10 +27,12 @@ def pack(levels: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return levels
     packed = torch.empty(packed_bytes(len(levels), bits), dtype=torch.uint8, device=levels.device)
-    for lowest_bit, width, place in _parts(len(levels), bits):
+    for lowest_bit, width, place in _level_parts(len(levels), bits):
         target = packed[place]
-        rows = _words(_padded(levels, len(target) * 8 // width).view(-1, len(target)))
-        parts = (rows >> lowest_bit).bitwise_and_(_mask(width)).bitwise_left_shift_(_shifts(width, levels.device))
+        rows = _as_words(_pad_columns(levels, len(target) * 8 // width).view(-1, len(target)))
+        parts = (
+            (rows >> lowest_bit).bitwise_and_(_byte_mask(width)).bitwise_left_shift_(_part_shifts(width, levels.device))
+        )
         target.copy_(parts.sum(dim=0).view(torch.uint8)[: len(target)])
     return packed
 
@@ -40,15 +42,15 @@ def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
     if bits == 8:
         return packed
     levels = torch.zeros((), dtype=torch.uint8, device=packed.device)
-    for lowest_bit, width, place in _parts(count, bits):
+    for lowest_bit, width, place in _level_parts(count, bits):
         source = packed[place]
-        parts = (_words(source.clone()) >> _shifts(width, packed.device)).bitwise_and_(_mask(width))
+        parts = (_as_words(source.clone()) >> _part_shifts(width, packed.device)).bitwise_and_(_byte_mask(width))
         rows = parts.bitwise_left_shift_(lowest_bit).view(torch.uint8)
         levels = levels | rows[:, : len(source)].reshape(-1)[:count]
     return levels
 
 
-def _parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
+def _level_parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
     """Yields the lowest bit and the width of each part of a level, and the slice of the packed bytes that holds it."""
     lowest_bit, begin = 0, 0
     for width in part_widths(bits):
@@ -57,23 +59,23 @@ def _parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
         lowest_bit, begin = lowest_bit + width, begin + size
 
 
-def _words(rows: Tensor) -> Tensor:
+def _as_words(rows: Tensor) -> Tensor:
     """Returns bytes [..., n] as int64 [..., ceil(n / 8)], each row padded with zeros."""
-    return _padded(rows, -(-rows.shape[-1] // WORD_BYTES) * WORD_BYTES).view(torch.int64)
+    return _pad_columns(rows, -(-rows.shape[-1] // WORD_BYTES) * WORD_BYTES).view(torch.int64)
 
 
-def _padded(rows: Tensor, size: int) -> Tensor:
+def _pad_columns(rows: Tensor, size: int) -> Tensor:
     """Returns the rows padded with zeros to `size` columns."""
     missing = size - rows.shape[-1]
     return F.pad(rows, (0, missing)) if missing else rows
 
 
-def _mask(width: int) -> int:
+def _byte_mask(width: int) -> int:
     """Returns a word with the lowest `width` bits of each byte set."""
     return EACH_BYTE * ((1 << width) - 1)
 
 
 @functools.lru_cache(maxsize=64)
-def _shifts(width: int, device: torch.device) -> Tensor:
+def _part_shifts(width: int, device: torch.device) -> Tensor:
     """Returns the lowest bit of each part within a byte, [8 / width, 1]."""
     return torch.arange(0, 8, width, device=device).unsqueeze(1)

@@ -92,7 +92,7 @@ class BoundaryCodec:
         rows = tensor.detach().to(torch.float32).reshape(b * s, k).contiguous()
         if codec.rotated:
             rows = rotate_blocks(rows, self._seed)
-        wire = quantise(rows, codec.bits, self._dither(b * s, k, key, rows.device)).to(CPU)
+        wire = quantise(rows, codec.bits, self._draw_dither(b * s, k, key, rows.device)).to(CPU)
         return WireTensor("uint8", tuple(wire.shape), wire.numpy().data)
 
     def _decode_values(
@@ -106,10 +106,10 @@ class BoundaryCodec:
         quantised = torch.from_numpy(data if data.flags.writeable else data.copy())
         check_scales(quantised, b * s, k)
         quantised = quantised.to(device)
-        rows = dequantise(quantised, b * s, k, codec.bits, self._dither(b * s, k, key, quantised.device))
+        rows = dequantise(quantised, b * s, k, codec.bits, self._draw_dither(b * s, k, key, quantised.device))
         return (rotate_blocks(rows, self._seed, inverse=True) if codec.rotated else rows).view(shape)
 
-    def _dither(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
+    def _draw_dither(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
         """Returns int8 [rows, k], in 1/256 of a level, that the seed and `key` decide. None without a key."""
         if key is None:
             return None

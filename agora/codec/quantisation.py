@@ -40,7 +40,7 @@ def quantise(rows: Tensor, bits: int, dither: Tensor | None = None) -> Tensor:
     scales = wire[:split].view(torch.bfloat16).view(count, blocks_per_token(k))
     levels = wire[split:] if bits == 8 else torch.empty(count * k, dtype=torch.uint8, device=rows.device)
     workspace = torch.empty_like(rows[: _rows_per_chunk(rows)])
-    for chunk in _chunks(rows):
+    for chunk in _row_chunks(rows):
         chunk_dither = None if dither is None else dither[chunk]
         _quantise_chunk(rows[chunk], bits, chunk_dither, workspace, scales[chunk], levels.view(count, k)[chunk])
     if bits < 8:
@@ -54,7 +54,7 @@ def dequantise(wire: Tensor, count: int, k: int, bits: int, dither: Tensor | Non
     scales, levels = _read_scales(wire, count, k), unpack(wire[split:], count * k, bits).view(count, k)
     values = torch.empty(count, k, dtype=torch.float32, device=wire.device)
     middle = 2.0 ** (bits - 1) - 0.5
-    for chunk in _chunks(values):
+    for chunk in _row_chunks(values):
         part = values[chunk].copy_(levels[chunk])
         if dither is not None:
             part.sub_(dither[chunk], alpha=1 / 256)
@@ -117,7 +117,7 @@ def _multiply_blocks(values: Tensor, factors: Tensor, out: Tensor) -> None:
         torch.mul(values.view(blocked), factors[..., None], out=out.view(blocked))
 
 
-def _chunks(rows: Tensor) -> Iterator[slice]:
+def _row_chunks(rows: Tensor) -> Iterator[slice]:
     """Yields slices that together cover all rows."""
     size = _rows_per_chunk(rows)
     return (slice(begin, begin + size) for begin in range(0, len(rows), size))

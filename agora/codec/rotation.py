@@ -24,11 +24,13 @@ def rotate_blocks(rows: Tensor, seed: int, *, inverse: bool = False) -> Tensor:
     k = rows.shape[1]
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:
-        return (rows.reshape(-1, BOUNDARY_BLOCK) @ _matrix(BOUNDARY_BLOCK, seed, inverse, rows.device)).view(rows.shape)
+        return (rows.reshape(-1, BOUNDARY_BLOCK) @ _cached_rotation(BOUNDARY_BLOCK, seed, inverse, rows.device)).view(
+            rows.shape
+        )
     rotated = torch.empty_like(rows)
     if whole:
         rotated[:, :whole] = rotate_blocks(rows[:, :whole], seed, inverse=inverse)
-    rotated[:, whole:] = rows[:, whole:] @ _matrix(k - whole, seed, inverse, rows.device)
+    rotated[:, whole:] = rows[:, whole:] @ _cached_rotation(k - whole, seed, inverse, rows.device)
     return rotated
 
 
@@ -42,7 +44,7 @@ def rotation_matrix(size: int, seed: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _matrix(size: int, seed: int, inverse: bool, device: torch.device) -> Tensor:
+def _cached_rotation(size: int, seed: int, inverse: bool, device: torch.device) -> Tensor:
     """Returns the rotation matrix or its inverse on `device`, from a cache."""
     matrix = rotation_matrix(size, seed)
     return (matrix.T if inverse else matrix).contiguous().to(device)

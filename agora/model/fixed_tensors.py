@@ -27,8 +27,8 @@ class DerivationError(LocalError):
     code: ClassVar[str] = "derivation"
 
 
-def basis(seed: int, width: int, rank: int) -> NDArray[np.float32]:
-    """Returns U, [width, rank], with orthonormal columns that spread evenly over all coordinates.
+def derive_basis(seed: int, width: int, rank: int) -> NDArray[np.float32]:
+    """Returns the basis U, [width, rank]: orthonormal columns that spread evenly over all coordinates.
 
     U is the first columns of a random orthogonal matrix, made in rounds: permute the rows, change signs, multiply
     blocks of rows by a Hadamard matrix. A block is the largest power of two that divides the width. There are twice as
@@ -47,7 +47,7 @@ def basis(seed: int, width: int, rank: int) -> NDArray[np.float32]:
     return columns
 
 
-def embedding_signs(seed: int, vocabulary: int, width: int) -> NDArray[np.uint8]:
+def derive_embedding_signs(seed: int, vocabulary: int, width: int) -> NDArray[np.uint8]:
     """Returns the fixed embedding's signs as bits, [vocabulary, ceil(width / 8)]: 1/32 of the float32 table.
 
     Bit i % 8 of byte i // 8 of a token's row is set where its coordinate i is positive. The row is the first `width`
@@ -58,23 +58,23 @@ def embedding_signs(seed: int, vocabulary: int, width: int) -> NDArray[np.uint8]
     return np.ascontiguousarray(drawn.view(np.uint8).reshape(vocabulary, 8 * words_per_token)[:, : -(-width // 8)])
 
 
-def embedding(seed: int, vocabulary: int, width: int) -> NDArray[np.float32]:
+def derive_embedding(seed: int, vocabulary: int, width: int) -> NDArray[np.float32]:
     """Returns the fixed embedding's signs as 1 and -1, [vocabulary, width]."""
-    bits = np.unpackbits(embedding_signs(seed, vocabulary, width), axis=1, count=width, bitorder="little")
+    bits = np.unpackbits(derive_embedding_signs(seed, vocabulary, width), axis=1, count=width, bitorder="little")
     return np.where(bits, np.float32(1), np.float32(-1))
 
 
-def digest(seed: int, vocabulary: int, width: int, rank: int) -> str:
+def digest_of_fixed_tensors(seed: int, vocabulary: int, width: int, rank: int) -> str:
     """Returns the SHA-256 in hex of the basis, float32, followed by the signs; the same on every peer of a run."""
-    state = hashlib.sha256(basis(seed, width, rank).astype("<f4").tobytes())
-    state.update(embedding_signs(seed, vocabulary, width).tobytes())
+    state = hashlib.sha256(derive_basis(seed, width, rank).astype("<f4").tobytes())
+    state.update(derive_embedding_signs(seed, vocabulary, width).tobytes())
     return state.hexdigest()
 
 
 @functools.cache
 def check_derivation() -> None:
     """Raises DerivationError if this machine's digest is not KNOWN_DIGEST. Called before a stage is built."""
-    if (derived := digest(7, 1000, 24, 5)) != KNOWN_DIGEST:
+    if (derived := digest_of_fixed_tensors(7, 1000, 24, 5)) != KNOWN_DIGEST:
         raise DerivationError(
             f"this machine derives other fixed tensors ({derived[:16]}, not {KNOWN_DIGEST[:16]}) from a seed than "
             f"other peers, and cannot train with them; install another numpy than {np.__version__}"

@@ -58,7 +58,7 @@ class SubspaceFamily(Family):
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
         """Returns the tensors of `layers` under LlamaForCausalLM's names and with its shapes."""
-        return [self._exported(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
+        return [self._exported_tensor(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
 
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
         """Returns config.json of a Llama, and generation_config.json: sampling until a document ends."""
@@ -83,12 +83,12 @@ class SubspaceFamily(Family):
             f"have keys and values, feed-forward {model.feed_forward}, vocabulary {model.vocabulary}",
         )
 
-    def _exported(self, name: str, shape: tuple[int, ...], seed: int) -> ExportedTensor:
+    def _exported_tensor(self, name: str, shape: tuple[int, ...], seed: int) -> ExportedTensor:
         """Returns the parameter `name` of this shape as LlamaForCausalLM has it."""
         model, llama = self._model, llama_name(name)
         if name == EMBEDDING and model.embedding_is_fixed:
             return ExportedTensor(
-                name, llama, (shape[0], model.width), shape, lambda rows: self._whole_rows(rows, seed)
+                name, llama, (shape[0], model.width), shape, lambda rows: self._expand_embedding(rows, seed)
             )
         if name.endswith(STREAM_PROJECTIONS) and stream_width(model, int(name.split(".")[1])) < model.width:
             return ExportedTensor(
@@ -96,10 +96,10 @@ class SubspaceFamily(Family):
             )
         return ExportedTensor(name, llama, shape)
 
-    def _whole_rows(self, learnt: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
+    def _expand_embedding(self, learnt: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
         """Returns the embedding [V, d] = learnt U^T + T, from the learnt rows [V, k]."""
         model = self._model
-        table = fixed_tensors.embedding(seed, model.vocabulary, model.width)
+        table = fixed_tensors.derive_embedding(seed, model.vocabulary, model.width)
         table *= np.float32(FIXED_SCALE)
         table += learnt if model.subspace == model.width else learnt @ self._basis(seed).T
         return table
@@ -109,7 +109,7 @@ class SubspaceFamily(Family):
         return _cached_basis(seed, self._model.width, self._model.subspace)
 
 
-_cached_basis = functools.lru_cache(maxsize=1)(fixed_tensors.basis)
+_cached_basis = functools.lru_cache(maxsize=1)(fixed_tensors.derive_basis)
 
 
 def llama_name(name: str) -> str:

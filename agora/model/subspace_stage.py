@@ -36,7 +36,7 @@ Expand = Callable[[Tensor], Tensor]
 
 
 def rotary_table(context: int, head_width: int, theta: float) -> Tensor:
-    """Returns cosines and sines of RoPE's angles, float32 [2, context, head_width / 2] (arXiv 2104.09864)."""
+    """Returns cosines and sines of rotary positions, float32 [2, context, head_width / 2] (arXiv 2104.09864)."""
     frequency = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)
     return torch.stack((angle.cos(), angle.sin())).float()
@@ -109,7 +109,7 @@ class Layer(nn.Module):
 
 
 class Subspace(nn.Module):
-    """The run's subspace: x = U c + T[token]. It has no parameters and no state."""
+    """Turns a token's coordinates c into x = U c + T[token]. It has no parameters and no state."""
 
     signs: Tensor
     bits: Tensor
@@ -128,9 +128,9 @@ class Subspace(nn.Module):
         """Fills basis and signs with what the seed fixes. Raises DerivationError."""
         fixed_tensors.check_derivation()
         torch.arange(8, dtype=torch.uint8, out=self.bits)
-        self.signs.copy_(torch.from_numpy(fixed_tensors.embedding_signs(seed, self.vocabulary, self.width)))
+        self.signs.copy_(torch.from_numpy(fixed_tensors.derive_embedding_signs(seed, self.vocabulary, self.width)))
         if self.basis is not None:
-            self.basis.copy_(torch.from_numpy(fixed_tensors.basis(seed, self.width, self.rank)))
+            self.basis.copy_(torch.from_numpy(fixed_tensors.derive_basis(seed, self.width, self.rank)))
 
     def expand_for(self, tokens: Tensor) -> Expand:
         """Returns the function from c to x for these tokens [b, s]; negative ids read row 0."""
@@ -151,7 +151,7 @@ class Subspace(nn.Module):
 
 
 def expand_nothing(hidden: Tensor) -> Tensor:
-    """Returns its argument: the Expand of a residual stream that has the whole width."""
+    """Returns `hidden` itself: the Expand where the residual stream has the whole width."""
     return hidden
 
 

@@ -39,10 +39,10 @@ def check_disk(directory: Path) -> str:
         probe.unlink(missing_ok=True)
     if free < LEAST_FREE_BYTES:
         raise DiskError(
-            f"{directory} has {_mib(free)} free and the daemon needs {_mib(LEAST_FREE_BYTES)}; "
+            f"{directory} has {_in_mib(free)} free and the daemon needs {_in_mib(LEAST_FREE_BYTES)}; "
             "free some space there, or choose another --dir."
         )
-    return f"{_mib(free)} of disk free"
+    return f"{_in_mib(free)} of disk free"
 
 
 def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: float) -> str:
@@ -55,12 +55,12 @@ def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: flo
     need = BASE_BYTES + stages
     if need > allowed:
         raise MemoryError_(
-            f"Stages {span} need {_mib(need)} of memory and {_mib(allowed)} may be used; "
+            f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(allowed)} may be used; "
             "free some, or hold fewer stages with --stages."
         )
-    return f"{_mib(need)} of {_mib(allowed)} memory needed"
+    return f"{_in_mib(need)} of {_in_mib(allowed)} memory needed"
 
 
-def _mib(size: int) -> str:
+def _in_mib(size: int) -> str:
     """Returns a number of bytes in MiB."""
     return f"{size / 2**20:,.0f} MiB"

@@ -158,7 +158,10 @@ def open_stages(
     """
     with contextlib.ExitStack() as stack:
         yield MergedModel(
-            [OpenStage(file.path, stack.enter_context(_opened(file, run)), tensors[file.stage]) for file in files]
+            [
+                OpenStage(file.path, stack.enter_context(_open_stage_file(file, run)), tensors[file.stage])
+                for file in files
+            ]
         )
 
 
@@ -184,7 +187,7 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 @contextlib.contextmanager
-def _opened(file: StageFile, run: str) -> Iterator[Any]:
+def _open_stage_file(file: StageFile, run: str) -> Iterator[Any]:
     """Opens one file for the time of the `with`. Raises ExportError if it is unreadable, or of another run or step."""
     try:
         opened = safe_open(file.path, framework="numpy")

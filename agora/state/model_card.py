@@ -38,9 +38,9 @@ def model_card(
             f"run `{manifest.run_id}`.",
             _facts_table(manifest, model, steps, dtype, source),
             "## Load",
-            _loading(manifest),
+            _loading_code(manifest),
             "## Limits",
-            _limits(manifest, steps),
+            _limits_list(manifest, steps),
             "## The run",
             "All that its peers agreed on; `run.toml` is the same with its founder's signature, and `export.json` "
             "lists the SHA-256 of every file here.",
@@ -50,7 +50,7 @@ def model_card(
 
 
 def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], dtype: str, source: str) -> str:
-    """Returns the table of sizes and training."""
+    """Returns the table of the model's sizes and of its training."""
     least = min(steps.values())
     rows = {
         "shape": model.shape,
@@ -65,7 +65,7 @@ def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
-def _loading(manifest: Manifest) -> str:
+def _loading_code(manifest: Manifest) -> str:
     """Returns the code that loads the model. Training adds no special tokens, so reading must not add any either."""
     no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"
     return f"""\
@@ -80,7 +80,7 @@ print(tokenizer.decode(model.generate(**text, max_new_tokens=100)[0]))
 ```"""
 
 
-def _limits(manifest: Manifest, steps: Mapping[int, int]) -> str:
+def _limits_list(manifest: Manifest, steps: Mapping[int, int]) -> str:
     """Returns the list of what not to expect of the model."""
     model = manifest.model
     lines = [

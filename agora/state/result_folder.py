@@ -24,7 +24,7 @@ MAX_LIST_BYTES: Final = 2**20
 FILE_MODE: Final = 0o644
 
 
-def check_place(out: Path, *, replace: bool) -> Path:
+def check_export_place(out: Path, *, replace: bool) -> Path:
     """Returns `out` as an absolute path if an export may be written there.
 
     Raises InputError for the current folder, a file, and a folder that holds anything but an earlier export; and for an
@@ -71,7 +71,7 @@ def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
         remove_folder(fresh)
 
 
-def write_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
+def write_file_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
     """Writes export.json: `about`, then the size and SHA-256 of every file. Raises OSError."""
     hashes = {name: {"size": file.size, "sha256": file.sha256} for name, file in sorted(files.items())}
     write_public_file(folder / LIST, json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n")

@@ -23,11 +23,11 @@ from agora_protocol.limits import MAX_MANIFEST_BYTES, STATE_CHUNK_BYTES
 from agora_protocol.manifest_model import (
     ModelSection,
     SubspaceSection,
-    changed_model,
     link_subspace,
+    model_with_changes,
     read_model_section,
 )
-from agora_protocol.manifest_rules import check_rules, explain, suggest
+from agora_protocol.manifest_rules import check_rules, explain_error, suggest
 from agora_protocol.manifest_sections import (
     MAX_SEED,
     AdmissionSection,
@@ -93,12 +93,12 @@ class Manifest(Section):
     @classmethod
     def _read_model(cls, values: Any, info: ValidationInfo) -> Any:
         """Returns the model section of the family that the table names. Raises ManifestError."""
-        return read_model_section(values, _source(info))
+        return read_model_section(values, _source_of(info))
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
         """Raises ManifestError for values that do not fit together, however the manifest was made."""
-        check_rules(self, _source(info))
+        check_rules(self, _source_of(info))
         return self
 
     @classmethod
@@ -107,22 +107,22 @@ class Manifest(Section):
         try:
             return cls.model_validate(values, context={"source": source})
         except ValidationError as error:
-            raise explain(error, cls, source) from None
+            raise explain_error(error, cls, source) from None
 
     @classmethod
     def from_toml(cls, text: str, source: str = "manifest") -> Manifest:
         """Returns the manifest of a file's text, without looking at its [signed] table. Raises ManifestError."""
-        values = _toml(text, source)
+        values = _parse_toml(text, source)
         values.pop("signed", None)
         return cls.from_values(values, source)
 
     def to_toml(self) -> str:
         """Returns the text of a commented file; reading it gives an equal manifest."""
-        return manifest_toml.write(self)
+        return manifest_toml.manifest_text(self)
 
     def replaced(self, **overrides: Any) -> Manifest:
         """Returns a copy with some values changed, sections as dicts: replaced(seed=1, stages={"count": 4})."""
-        return Manifest.from_values(_changed(self.model_dump(), overrides), "manifest")
+        return Manifest.from_values(_with_changes(self.model_dump(), overrides), "manifest")
 
     def canonical(self) -> bytes:
         """Returns deterministic msgpack of every field, which is hashed and signed: keys sorted, floats as float64."""
@@ -238,7 +238,7 @@ class SignedManifest:
     @classmethod
     def from_toml(cls, text: str, source: str = "manifest") -> SignedManifest:
         """Reads and verifies the text of a signed manifest file. Raises ManifestError."""
-        table = _toml(text, source).get("signed")
+        table = _parse_toml(text, source).get("signed")
         if not isinstance(table, dict) or set(table) - {"run", "signature"} or "signature" not in table:
             raise ManifestError(f"{source}: there is no [signed] table with a signature; join it once to sign it.")
         try:
@@ -252,10 +252,10 @@ class SignedManifest:
 
 def is_signed(text: str, source: str = "manifest") -> bool:
     """Returns whether a manifest file's text has a [signed] table. Raises ManifestError if it is not TOML."""
-    return "signed" in _toml(text, source)
+    return "signed" in _parse_toml(text, source)
 
 
-def _toml(text: str, source: str) -> dict[str, Any]:
+def _parse_toml(text: str, source: str) -> dict[str, Any]:
     """Returns the values of a TOML text. Raises ManifestError if it is too long or not TOML."""
     if len(text.encode(errors="replace")) > 4 * MAX_MANIFEST_BYTES:
         raise ManifestError(f"{source}: the file has more than {4 * MAX_MANIFEST_BYTES} bytes; is it a manifest?")
@@ -265,7 +265,7 @@ def _toml(text: str, source: str) -> dict[str, Any]:
         raise ManifestError(f"{source}: this is not valid TOML ({str(error)[:200]}); correct that line.") from None
 
 
-def _source(info: ValidationInfo) -> str:
+def _source_of(info: ValidationInfo) -> str:
     """Returns what begins the text of an error: where the values come from."""
     return str((info.context or {}).get("source", "manifest"))
 
@@ -279,12 +279,12 @@ def _normalised(values: Any) -> Any:
     return values + 0.0 if isinstance(values, float) else values
 
 
-def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Returns a manifest's values with some changed; tables are changed key by key."""
     changed = values | changes
     for name in values.keys() & changes.keys():
         if isinstance(values[name], dict) and isinstance(changes[name], dict):
-            change = changed_model if name == "model" else operator.or_
+            change = model_with_changes if name == "model" else operator.or_
             changed[name] = change(values[name], changes[name])
     return changed
 
@@ -321,4 +321,4 @@ def preset(name: str, /, **overrides: Any) -> Manifest:
     """Returns a preset with some values changed: preset("tiny", stages={"count": 4}). Raises ManifestError."""
     if name not in PRESETS:
         raise ManifestError(f"There is no preset {name[:40]!r}; {suggest(name, PRESETS)}")
-    return Manifest.from_values(_changed(PRESETS[name], overrides), f"preset {name}")
+    return Manifest.from_values(_with_changes(PRESETS[name], overrides), f"preset {name}")

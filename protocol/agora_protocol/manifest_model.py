@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from agora_protocol.errors import ManifestError
 from agora_protocol.fields import describe
-from agora_protocol.manifest_rules import explain, nearest_multiple, suggest
+from agora_protocol.manifest_rules import explain_error, nearest_multiple, suggest
 from agora_protocol.manifest_sections import Section
 
 DEFAULT_FAMILY: Final = "subspace"
@@ -34,21 +34,21 @@ class ModelSection(Section, abc.ABC):
         """Returns how many values of each token a boundary carries."""
 
     def full_boundary(self) -> dict[str, Any]:
-        """Returns the changes to the table that make boundaries carry the whole residual stream; empty if they do."""
+        """Returns the changes to [model] that make boundaries carry the whole residual stream; empty if they do."""
         return {}
 
-    def broken_rule(self) -> str | None:
-        """Returns a sentence, remedy included, about values that do not fit together; None when all do."""
+    def check_values(self) -> str | None:
+        """Returns an error sentence, remedy included, for values that do not fit together; None when all do."""
         return None
 
     @classmethod
-    def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values of a table with the defaults that depend on other values."""
+    def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values of a [model] table with the defaults that depend on other values."""
         return values
 
     @classmethod
-    def changed(cls, values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values of a table with some changed, and others that follow from the changed ones."""
+    def with_changes(cls, values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values of a [model] table with some changed, and those that follow from them."""
         return values | changes
 
 
@@ -91,20 +91,20 @@ class SubspaceSection(ModelSection):
         return self.subspace
 
     def full_boundary(self) -> dict[str, Any]:
-        """Returns `subspace` = `width`."""
+        """Returns the change that makes boundaries carry everything: `subspace` = `width`."""
         return {"subspace": self.width}
 
-    def broken_rule(self) -> str | None:
-        """Returns a sentence about heads or subspace that do not fit the width; None when they do."""
-        return self._broken_head_rule() or self._broken_subspace_rule()
+    def check_values(self) -> str | None:
+        """Returns an error sentence when heads or subspace do not fit the width."""
+        return self._check_heads() or self._check_subspace()
 
     @classmethod
-    def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the values with `subspace` = `width` where only `width` is given."""
         return {"subspace": values["width"], **values} if "width" in values else values
 
     @classmethod
-    def changed(cls, values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    def with_changes(cls, values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         """Returns the changed values; a `subspace` that was `width` or link_subspace(width) follows a new width."""
         changed, width = values | changes, changes.get("width")
         if isinstance(width, int) and "subspace" not in changes:
@@ -113,8 +113,8 @@ class SubspaceSection(ModelSection):
                     return changed | {"subspace": rule(width)}
         return changed
 
-    def _broken_head_rule(self) -> str | None:
-        """Returns a sentence when width, heads and key_value_heads do not divide one another; None when they do."""
+    def _check_heads(self) -> str | None:
+        """Returns an error sentence when width, heads and key_value_heads do not divide one another."""
         if self.width % self.heads:
             return (
                 f"[model] width {self.width} is not divisible by heads {self.heads}; "
@@ -134,8 +134,8 @@ class SubspaceSection(ModelSection):
             )
         return None
 
-    def _broken_subspace_rule(self) -> str | None:
-        """Returns a sentence when `subspace` exceeds `width`, or needs a fixed embedding; None when all is well."""
+    def _check_subspace(self) -> str | None:
+        """Returns an error sentence when `subspace` exceeds `width`, or lacks the fixed embedding that it needs."""
         if self.subspace > self.width:
             return f"[model] subspace {self.subspace} is more than width {self.width}; remove it, or set it to less."
         if self.subspace < self.width and not self.embedding_is_fixed:
@@ -168,17 +168,17 @@ def read_model_section(values: Any, source: str) -> Any:
             f"{source}: [model] family {describe(family)} is unknown; {suggest(str(family), MODEL_SECTIONS)}"
         )
     try:
-        return section.model_validate(section.completed(values))
+        return section.model_validate(section.with_defaults(values))
     except ValidationError as error:
-        raise explain(error, section, source, within="model") from None
+        raise explain_error(error, section, source, within="model") from None
 
 
-def changed_model(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def model_with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Returns the [model] table `values` with some values changed; `changes` alone where they name another family."""
     section = _section_of(values | changes)
     if section is None or section is not _section_of(values):
         return changes
-    return section.changed(values, changes)
+    return section.with_changes(values, changes)
 
 
 def _section_of(values: dict[str, Any]) -> type[ModelSection] | None:

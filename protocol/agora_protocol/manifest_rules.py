@@ -1,7 +1,7 @@
 """The rules between the sections of a manifest, and the sentences that explain a wrong manifest.
 
-A rule's docstring is what must hold; the rule returns a sentence, remedy included, when it does not, and None when it
-does. Knows: the sections. Must not know: files, bytes, how a family's values fit together (manifest_model).
+A rule returns an error sentence, remedy included, or None if it holds. Knows: the sections. Must not know: files,
+bytes, how a family's values fit together (manifest_model).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def nearest_multiple(value: int, of: int) -> int:
     return max(round(value / of), 1) * of
 
 
-def _model(manifest: Manifest) -> str | None:
-    """The values of [model] fit together, by the rules of its family."""
-    return manifest.model.broken_rule()
+def _check_model(manifest: Manifest) -> str | None:
+    """Returns an error sentence unless the values of [model] fit together, as its family judges."""
+    return manifest.model.check_values()
 
 
-def _stages(manifest: Manifest) -> str | None:
-    """Every stage has at least one layer, and first_layers is a cut of all layers."""
+def _check_stages(manifest: Manifest) -> str | None:
+    """Returns an error sentence unless every stage has a layer and first_layers is a cut of all layers."""
     count, cuts, layers = manifest.stages.count, manifest.stages.first_layers, manifest.model.layers
     if layers < count:
         return (
@@ -58,8 +58,8 @@ def _stages(manifest: Manifest) -> str | None:
     return None
 
 
-def _step_tokens(manifest: Manifest) -> str | None:
-    """An optimizer step takes whole microbatches."""
+def _check_step_tokens(manifest: Manifest) -> str | None:
+    """Returns an error sentence unless an optimizer step takes whole microbatches."""
     each, target = manifest.tokens_per_microbatch, manifest.optimizer.target_tokens
     if target % each:
         return (
@@ -70,8 +70,8 @@ def _step_tokens(manifest: Manifest) -> str | None:
     return None
 
 
-def _warmup(manifest: Manifest) -> str | None:
-    """Warm-up ends before the run does."""
+def _check_warmup(manifest: Manifest) -> str | None:
+    """Returns an error sentence unless warm-up ends before total_steps."""
     if manifest.optimizer.warmup_steps >= manifest.optimizer.total_steps:
         return (
             f"[optimizer] warmup_steps {manifest.optimizer.warmup_steps} leaves nothing of total_steps "
@@ -80,8 +80,8 @@ def _warmup(manifest: Manifest) -> str | None:
     return None
 
 
-def _codec(manifest: Manifest) -> str | None:
-    """The boundary codec is known, and sends fewer columns than a boundary has, or all."""
+def _check_codec(manifest: Manifest) -> str | None:
+    """Returns an error sentence for an unknown codec, and for topN: with at least as many columns as a boundary has."""
     try:
         codec = parse_codec(manifest.boundary.codec)
     except ManifestError as unknown:
@@ -94,8 +94,8 @@ def _codec(manifest: Manifest) -> str | None:
     return None
 
 
-def _payload(manifest: Manifest) -> str | None:
-    """A boundary fits into one frame."""
+def _check_payload(manifest: Manifest) -> str | None:
+    """Returns an error sentence unless a boundary fits into the payload of one frame."""
     needed = manifest.max_payload_bytes
     if needed > MAX_PAYLOAD_BYTES:
         model = manifest.model
@@ -107,8 +107,8 @@ def _payload(manifest: Manifest) -> str | None:
     return None
 
 
-def _size(manifest: Manifest) -> str | None:
-    """The signed manifest is not larger than peers accept, and is valid Unicode."""
+def _check_size(manifest: Manifest) -> str | None:
+    """Returns an error sentence for text that is not Unicode, and for a signed manifest larger than peers accept."""
     try:
         size = len(manifest.canonical()) + SIGNING_BYTES
     except UnicodeEncodeError as error:  # a lone surrogate, where pydantic lets it pass
@@ -121,8 +121,8 @@ def _size(manifest: Manifest) -> str | None:
     return None
 
 
-def _tokenizer(manifest: Manifest) -> str | None:
-    """The vocabulary holds every id of the bytes tokenizer."""
+def _check_tokenizer(manifest: Manifest) -> str | None:
+    """Returns an error sentence unless the vocabulary holds every id of the bytes tokenizer."""
     if manifest.data.tokenizer == "bytes" and manifest.model.vocabulary < 256:
         return (
             f"[model] vocabulary {manifest.model.vocabulary} is too small for [data] tokenizer bytes, which has 256 "
@@ -131,15 +131,15 @@ def _tokenizer(manifest: Manifest) -> str | None:
     return None
 
 
-def _founder(manifest: Manifest) -> str | None:
-    """The founder is a peer id, or empty."""
+def _check_founder(manifest: Manifest) -> str | None:
+    """Returns an error sentence unless the founder is a peer id, or empty."""
     if manifest.founder and not is_peer_id(manifest.founder):
         return "founder is not a peer id; remove it, joining signs the manifest and sets it."
     return None
 
 
-def _admission(manifest: Manifest) -> str | None:
-    """The listed peers are distinct peer ids, and listed only where the mode reads them."""
+def _check_admission(manifest: Manifest) -> str | None:
+    """Returns an error sentence unless peers are distinct peer ids, listed in mode listed and only there."""
     mode, peers = manifest.admission.mode, manifest.admission.peers
     for peer in peers:
         if not is_peer_id(peer):
@@ -157,16 +157,16 @@ def _admission(manifest: Manifest) -> str | None:
 
 
 RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
-    _model,
-    _stages,
-    _step_tokens,
-    _warmup,
-    _codec,
-    _payload,
-    _size,
-    _tokenizer,
-    _founder,
-    _admission,
+    _check_model,
+    _check_stages,
+    _check_step_tokens,
+    _check_warmup,
+    _check_codec,
+    _check_payload,
+    _check_size,
+    _check_tokenizer,
+    _check_founder,
+    _check_admission,
 )
 
 
@@ -177,14 +177,14 @@ def check_rules(manifest: Manifest, source: str) -> None:
             raise ManifestError(f"{source}: {problem}")
 
 
-def explain(error: ValidationError, section: type[BaseModel], source: str, within: str = "") -> ManifestError:
+def explain_error(error: ValidationError, section: type[BaseModel], source: str, within: str = "") -> ManifestError:
     """Returns the first complaint of pydantic as one sentence that names section, key, value and remedy.
 
     section: what was validated; within: its name in the manifest, empty for the manifest itself.
     """
     first = error.errors(include_url=False)[0]
     path = first["loc"]
-    place = _place((within, *path) if within else path)
+    place = _key_text((within, *path) if within else path)
     if first["type"] == "extra_forbidden":
         table = f"{place[: place.rindex(' ')]} has" if " " in place else "there is"
         key, known = str(path[-1]), _fields_beside(path, section)
@@ -193,16 +193,16 @@ def explain(error: ValidationError, section: type[BaseModel], source: str, withi
     value_text = f" {describe(value)}" if isinstance(value, int | float | str) else ""
     default = _default_text(path, section)
     remedy = "correct it, or remove it" + (f" for the default {default}." if default else ".")
-    return ManifestError(f"{source}: {place}{value_text} {_complaint(first)}; {remedy}")
+    return ManifestError(f"{source}: {place}{value_text} {_complaint_text(first)}; {remedy}")
 
 
-def _place(path: Sequence[str | int]) -> str:
-    """Returns ("data", "corpus", 0) as "[data] corpus[0]"."""
+def _key_text(path: Sequence[str | int]) -> str:
+    """Returns a path of keys as people write it: ("data", "corpus", 0) as "[data] corpus[0]"."""
     keys = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
     return f"[{path[0]}] {keys[1:]}" if keys else f"{path[0]}" if path else "the manifest"
 
 
-def _complaint(first: Mapping[str, Any]) -> str:
+def _complaint_text(first: Mapping[str, Any]) -> str:
     """Returns what pydantic says is wrong with a value, in words of a manifest file."""
     limits = first.get("ctx", {})
     match first["type"]:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 _COLUMN = 34
 
 
-def write(manifest: Manifest) -> str:
-    """Returns the whole file, without a signature."""
+def manifest_text(manifest: Manifest) -> str:
+    """Returns the text of a manifest file without signature: every key with its documentation."""
     lines = ["# A run of agora. Every key is optional except where a comment says so; unknown keys are errors.", ""]
     sections = {}
     for name, field in type(manifest).model_fields.items():
@@ -23,10 +23,10 @@ def write(manifest: Manifest) -> str:
         if isinstance(value, BaseModel):
             sections[name] = value
         elif name != "founder" or value:
-            lines.append(_line(name, value, field))
+            lines.append(_key_line(name, value, field))
     for name, section in sections.items():
-        lines += ["", f"[{name}]  # {_first_line(section)}"]
-        lines += [_line(key, getattr(section, key), field) for key, field in type(section).model_fields.items()]
+        lines += ["", f"[{name}]  # {_section_summary(section)}"]
+        lines += [_key_line(key, getattr(section, key), field) for key, field in type(section).model_fields.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -38,12 +38,12 @@ def signed_table(run: str, signature: bytes) -> str:
     )
 
 
-def _first_line(section: BaseModel) -> str:
+def _section_summary(section: BaseModel) -> str:
     """Returns the first line of the section's documentation."""
     return (type(section).__doc__ or "").strip().splitlines()[0]
 
 
-def _line(name: str, value: Any, field: FieldInfo) -> str:
+def _key_line(name: str, value: Any, field: FieldInfo) -> str:
     """Returns the line of one key, with its documentation as a comment."""
     return f"{f'{name} = {toml_value(value)}':<{_COLUMN}}  # {field.description}"
 

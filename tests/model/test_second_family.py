@@ -61,7 +61,7 @@ class LinearSection(ModelSection):
     def boundary_width(self) -> int:
         return self.width
 
-    def broken_rule(self) -> str | None:
+    def check_values(self) -> str | None:
         return "[model] width 13 is unlucky; use 14." if self.width == 13 else None
 
 

@@ -147,24 +147,24 @@ def reference_of(model: SubspaceSection) -> Reference:
 
 
 def test_basis_and_signs_are_the_products_of_plain_matrices() -> None:
-    assert np.array_equal(fixed_tensors.basis(SEED, WIDTH, RANK), plain_basis())
-    assert np.array_equal(fixed_tensors.embedding(SEED, VOCABULARY, WIDTH), plain_embedding())
+    assert np.array_equal(fixed_tensors.derive_basis(SEED, WIDTH, RANK), plain_basis())
+    assert np.array_equal(fixed_tensors.derive_embedding(SEED, VOCABULARY, WIDTH), plain_embedding())
 
 
 @pytest.mark.parametrize("width", [2, 6, 24, 50, 128, 768, 1024])
 def test_the_basis_is_orthonormal_to_the_last_bit_and_spread_over_all_coordinates(width: int) -> None:
     rank = max(width // 3, 1)
-    basis = fixed_tensors.basis(SEED, width, rank)
+    basis = fixed_tensors.derive_basis(SEED, width, rank)
     exact = basis.astype(np.float64)
     assert basis.dtype == np.float32 and np.array_equal(exact.T @ exact, np.eye(rank))
-    assert np.array_equal(fixed_tensors.basis(SEED, width, rank + 1)[:, :rank], basis) or rank + 1 == width
+    assert np.array_equal(fixed_tensors.derive_basis(SEED, width, rank + 1)[:, :rank], basis) or rank + 1 == width
     if width >= 128:
         assert (exact**2).sum(1).max() < 2 * rank / width, "no coordinate belongs to the subspace much more than others"
-        assert not np.array_equal(fixed_tensors.basis(SEED + 1, width, rank), basis)
+        assert not np.array_equal(fixed_tensors.derive_basis(SEED + 1, width, rank), basis)
 
 
 def test_a_subspace_that_is_the_whole_space_has_the_identity_for_a_basis() -> None:
-    assert np.array_equal(fixed_tensors.basis(SEED, 24, 24), np.eye(24))
+    assert np.array_equal(fixed_tensors.derive_basis(SEED, 24, 24), np.eye(24))
 
 
 def test_the_bits_of_basis_and_embedding_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,18 +172,18 @@ def test_the_bits_of_basis_and_embedding_are_pinned(monkeypatch: pytest.MonkeyPa
     fixed_tensors.check_derivation.cache_clear()
     fixed_tensors.check_derivation()
     pinned = "b6dd8460cd61ee1dfc1d8c770288a0ecf2f41e3f58c29979a61989144b69a38a"
-    assert fixed_tensors.digest(7, 1000, 24, 5) == pinned
+    assert fixed_tensors.digest_of_fixed_tensors(7, 1000, 24, 5) == pinned
     fixed_tensors.check_derivation.cache_clear()
-    monkeypatch.setattr(fixed_tensors, "embedding_signs", lambda *sizes: np.zeros(3, np.uint8))
+    monkeypatch.setattr(fixed_tensors, "derive_embedding_signs", lambda *sizes: np.zeros(3, np.uint8))
     with pytest.raises(fixed_tensors.DerivationError, match="b6dd8460cd61ee1d"):
         family_of(MODEL).build_stage(range(4), SEED)
 
 
 def test_a_rows_signs_are_its_own_and_cost_a_bit_each() -> None:
-    signs = fixed_tensors.embedding_signs(SEED, 40_000, 100)
+    signs = fixed_tensors.derive_embedding_signs(SEED, 40_000, 100)
     assert signs.nbytes == 40_000 * 13
-    assert np.array_equal(signs[:77], fixed_tensors.embedding_signs(SEED, 77, 100))
-    assert fixed_tensors.embedding(SEED, 40_000, 100).mean() == pytest.approx(0, abs=5 / 2000)
+    assert np.array_equal(signs[:77], fixed_tensors.derive_embedding_signs(SEED, 77, 100))
+    assert fixed_tensors.derive_embedding(SEED, 40_000, 100).mean() == pytest.approx(0, abs=5 / 2000)
 
 
 def test_stages_hold_what_is_fixed_in_no_parameter_and_no_state() -> None:
@@ -309,7 +309,7 @@ def test_any_number_of_stages_trains_as_one_plain_loop_does(spans: list[str], ac
 
 def test_trained_output_matrices_stay_in_the_subspace_but_for_the_last_layers() -> None:
     manifest = narrow_manifest(2)
-    basis, exported = fixed_tensors.basis(manifest.seed, 32, 6), family_of(manifest.model).exported_tensors
+    basis, exported = fixed_tensors.derive_basis(manifest.seed, 32, 6), family_of(manifest.model).exported_tensors
     converters = {tensor.source: tensor.convert for tensor in exported(range(4), manifest.seed)}
     for name, values in joined(asyncio.run(trained(manifest, ["0", "1"]))).items():
         if name.endswith(("attention.output.weight", "feed_forward.down.weight")):

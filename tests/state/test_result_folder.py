@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import DiskError, InputError
 
-from agora.state.result_folder import check_place, fresh_folder, write_list, write_public_file
+from agora.state.result_folder import check_export_place, fresh_folder, write_file_list, write_public_file
 
 
 def export(out: Path, text: bytes = b"new", *, replace: bool = False) -> Path:
-    place = check_place(out, replace=replace)
+    place = check_export_place(out, replace=replace)
     with fresh_folder(place, 0) as folder:
-        write_list(folder, {"schema": 1}, {"a.txt": write_public_file(folder / "a.txt", text)})
+        write_file_list(folder, {"schema": 1}, {"a.txt": write_public_file(folder / "a.txt", text)})
     return place
 
 
