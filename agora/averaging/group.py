@@ -229,11 +229,8 @@ class ReplicaGroup:
         state = self._stages[stage]
         state.tokens = min(state.tokens + tokens, int(self._round_config.max_weight))
         number, rest = divmod(step, self._averaging.every)
-        if rest == 0 and number > state.last_slice_round:
-            if _is_running(state.slice_task):
-                self._report(events.RoundSkipped(stage, number, "the one before has not ended yet"))
-            else:
-                state.slice_due = number
+        if rest == 0 and number > state.last_slice_round and not _is_running(state.slice_task):
+            state.slice_due = number
         self._gossip.tick()
         state.slice_due = None
 

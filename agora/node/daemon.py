@@ -101,6 +101,7 @@ def _signals(stop: asyncio.Event, clean: Callable[[], None]) -> Any:
     loop = asyncio.get_running_loop()
 
     def handle() -> None:
+        """Asks the daemon to leave, or ends the process at the second signal."""
         if stop.is_set():
             clean()
             os._exit(1)

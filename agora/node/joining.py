@@ -58,6 +58,7 @@ async def _signed_manifest(startup: Startup) -> tuple[SignedManifest, str]:
     """Returns the manifest and, in a few words, where it came from."""
 
     def adopt(signed: SignedManifest) -> None:
+        """Adopts the run as soon as its manifest is known."""
         adopt_run(startup, signed)
 
     reference, home = startup.run, startup.home
@@ -87,6 +88,7 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
 
 
 async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> SignedManifest:
+    """Returns the manifest from the first peer that gives it. Raises RunUnreachable, ManifestError."""
     network = Network(host, lambda: hello(run, ()), _refuse_while_joining)
     failures: list[str] = []
     try:
@@ -107,6 +109,7 @@ async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> S
 
 
 async def _ask_manifest(network: Network, peer: PeerId, run: RunId) -> SignedManifest:
+    """Returns the manifest that one peer gives, checked. Raises what the call or the check raises."""
     reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_SECONDS)
     if not isinstance(reply.message, ManifestAnswer):
         raise ManifestError("the peer answered with something else; ask for another invite")
@@ -114,6 +117,7 @@ async def _ask_manifest(network: Network, peer: PeerId, run: RunId) -> SignedMan
 
 
 async def _refuse_while_joining(call: IncomingCall) -> Reply:
+    """Refuses every request that comes before the run is known."""
     raise LocalError("this peer is still joining")
 
 

@@ -91,6 +91,7 @@ class LoadedSpan:
         return [[seen.step_of(stage) for seen in view.replicas(stage)] for stage in stages]
 
     def _make_origin(self, batches: OriginBatches) -> Origin:
+        """Returns the origin of this peer, which opens the microbatches that `batches` draws."""
         peer, manifest = self._peer, self._peer.signed.manifest
         is_synchronous = manifest.schedule.kind == "synchronous"
         config = OriginConfig(

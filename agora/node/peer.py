@@ -91,6 +91,7 @@ class Peer:
         self.tasks = BackgroundTasks()
 
     def _make_network(self) -> Network:
+        """Returns the network, with limits that fit the run's microbatches and this peer's seats."""
         payload = self.signed.manifest.max_payload_bytes
         greeting = joining.hello(self.signed.run_id, self.addresses)
         return Network(

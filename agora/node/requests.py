@@ -126,6 +126,7 @@ class RequestHandler:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
 
     async def _answer_by_span(self, call: IncomingCall, request: Message) -> Reply:
+        """Answers a request by the span, if one is held; a malformed one is an offence of the caller."""
         answerer = self._answerers.get(type(request))
         if answerer is None:
             return self._answer_without_span(call, request)
@@ -146,10 +147,12 @@ class RequestHandler:
         raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
 
     def _check_member(self, call: IncomingCall) -> None:
+        """Raises NotAdmitted when the run admits only listed peers and the caller is not among them."""
         if not self._signed.manifest.admits(call.peer):
             raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
 
     def _check_run(self, call: IncomingCall, *, may_observe: bool) -> None:
+        """Raises WrongRun for a caller of another run; NotAdmitted for an observer that may not ask this."""
         if call.run:
             if call.run != self._run:
                 raise WrongRun(f"this peer takes part in run {self._signed.run_id}; use an invite of that run")

@@ -87,6 +87,7 @@ async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) ->
     keeper = StateKeeper(config, compute, slices, lambda: membership.view, peer.network, startup.report, report_offence)
 
     async def answer(call: IncomingCall) -> Reply:
+        """Answers one of STATE_REQUESTS."""
         await faults.reach("state.giving")
         assert isinstance(call.message, STATE_REQUESTS)
         return await keeper.answer(call.message)
@@ -184,6 +185,7 @@ async def _load_corpus(peer: Peer) -> OriginBatches:
     cache = Path(startup.settings.corpus_cache or startup.home.corpus)
 
     def load() -> tuple[Sampler, int]:
+        """Returns the sampler and the number of tokens of the text."""
         tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
         corpus = open_corpus(manifest.data.corpus, tokenizer, cache, base=base)
         sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)

@@ -89,18 +89,21 @@ class Watchdog:
             self._report(node.traffic)
 
     def _report_first_hop(self, node: NodeReport) -> None:
+        """Reports once that the first microbatch was counted here."""
         first_unix = node.counters.first_counted_unix
         if first_unix is not None and node.span is not None and not self._has_served:
             self._has_served = True
             self._report(events.FirstHopServed(node.span.span.first, first_unix - self._began_unix))
 
     def _report_health(self, node: NodeReport) -> None:
+        """Reports the swarm's health when its state has changed."""
         health = node.health
         if health.state != self._health:
             self._health = health.state
-            self._report(events.HealthChanged(health.state, health.why, health.do))
+            self._report(events.HealthChanged(health.state, health.why, health.do or ""))
 
     def _feed(self, node: NodeReport) -> None:
+        """Feeds systemd's watchdog if it may be fed, and sends the status line."""
         path_s = node.span.path_s if node.span else None
         silence_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * (path_s or 0.0))
         in_hand = node.span.in_hand if node.span else 0

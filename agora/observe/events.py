@@ -35,7 +35,7 @@ class Event:
         """Returns one line for a person."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.template:
-            return self.template.format(**values).rstrip()
+            return self.template.format(**values).rstrip(" ;")
         return f"{type(self).__name__}: " + ", ".join(f"{name} {value}" for name, value in values.items())
 
 
@@ -268,15 +268,6 @@ class RoundDone(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundSkipped(Event):
-    """A round was due and did not begin."""
-
-    stage: int
-    round: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class PartFailed(Event):
     """A part of a round stayed as it was here: neither owner gave an average that could be used."""
 
@@ -359,19 +350,16 @@ class SpanChosen(Event, template="takes stages {first_stage}-{last_stage}: {reas
 
 
 @dataclass(frozen=True, slots=True)
-class HealthChanged(Event, level="info"):
+class HealthChanged(Event, level="info", template="health {state}: {why}; {do}"):
     """This peer judges the swarm's health anew. `state`: OK, DEGRADED, STALLED, PAUSED; `do`: what a reader can do."""
 
     state: str
     why: str
-    do: str | None
-
-    def describe(self) -> str:
-        return f"health {self.state}: {self.why}" + (f"; {self.do}" if self.do else "")
+    do: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class OffenceRecorded(Event, level="warning"):
+class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offence}, {text}; {follows}"):
     """A peer did what no honest peer does. offence: a word of swarm.conduct.Offence; follows: the consequence, and why.
 
     shut_out_s: seconds for which the peer is shut out from now, 0.0 when it is not.
@@ -382,9 +370,6 @@ class OffenceRecorded(Event, level="warning"):
     text: str
     follows: str = ""
     shut_out_s: float = 0.0
-
-    def describe(self) -> str:
-        return f"offence of {self.peer}: {self.offence}, {self.text}" + (f" ({self.follows})" if self.follows else "")
 
 
 @dataclass(frozen=True, slots=True)

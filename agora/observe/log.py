@@ -56,6 +56,7 @@ class HumanLog:
         self._write(event.level, sentence + (f" ({repeats + 1} times)" if repeats else ""), at_unix)
 
     def _write(self, level: str, sentence: str, at_unix: float) -> None:
+        """Writes one line, coloured on a terminal."""
         clock = time.strftime("%H:%M:%S", time.localtime(at_unix))
         mark = f"{level} " if level in ("warning", "error") else ""
         line = f"{clock} {mark}{sentence}"

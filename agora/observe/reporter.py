@@ -137,6 +137,7 @@ class Counters:
             self.last_sign_unix = at_unix
 
     def _take_rare(self, event: Event) -> None:
+        """Counts an event of the kinds that are rare."""
         match event:
             case events.MicrobatchRerouted():
                 self.rerouted += 1
@@ -154,9 +155,11 @@ class Counters:
                 self.failures = [*self.failures[-15:], f"{task}: {error}"]
 
     def _counts_for(self, purpose: str) -> OriginatedCounts:
+        """Returns the counts of microbatches for a purpose."""
         return self.evaluate if purpose == "evaluate" else self.train
 
     def _completed(self, microbatch: str, loss_sum: float, tokens: int, purpose: str) -> None:
+        """Counts a microbatch that has come back to its origin."""
         self._started.pop(microbatch, None)
         total = self._counts_for(purpose)
         total.completed += 1
