@@ -1,1 +1,1 @@
-"""Replicas of a stage agree: when to step, which slice to average, who averages it, and what is made of the answer."""
+"""Replicas of a stage agree: when the stage steps, which weights and gradients are averaged, and by whom."""

@@ -1,4 +1,4 @@
-"""What an owner makes of the contributions to a part: their weighted mean, or a centered clip. A pure function.
+"""Averages the contributions to a part: a weighted mean, or a centered clip. Pure functions.
 
 Knows: tensors and weights. Must not know: who contributed, or when.
 """
@@ -17,16 +17,17 @@ from torch import Tensor
 from agora.codec import all_finite
 
 Rule = Literal["mean", "clip"]
-CLIP_ROUNDS: Final = 3  # it begins at the owner's own value, which is near: Karimireddy et al., ICML 2021
-SAMPLES: Final = 8192  # of a part's elements, that distances are measured on
+CLIP_ROUNDS: Final = 3  # enough, because the owner's own value, where it begins, is near: Karimireddy et al., ICML 2021
+SAMPLES: Final = 8192  # elements of a part on which distances are measured
 LEAST_NORM, MOST_NORM = 1e-15, 1e15
-MOST_DISTANCE: Final = 1e30  # what a message can say: absurd values are finite too
+MOST_DISTANCE: Final = 1e30  # the protocol's limit for a distance; absurd values are finite too
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """average: float32 [n]. `members` contributions of weight above 0, `weight` the sum of their weights; `distance`:
-    the median over them of the root mean square of (values - average), at most MOST_DISTANCE.
+    """An average, float32 [n], of `members` contributions of weight above 0. weight: the sum of their weights.
+
+    distance: the median over them of the root mean square of (values - average), at most MOST_DISTANCE.
     """
 
     average: Tensor
@@ -38,11 +39,10 @@ class Aggregate:
 def aggregate(
     contributions: Sequence[Tensor], weights: Sequence[float], rule: Rule, *, center: Tensor | None, cap: bool
 ) -> Aggregate | None:
-    """The average of `contributions`, float32 [n] each, finite. None when every weight is 0, or
-    when values are so absurd that their average is not finite.
+    """Returns the average of `contributions`, float32 [n] each, finite; None when every weight is 0.
 
-    cap: no weight counts for more than 2/n of all. center: where a centered clip begins; None: at the coordinates'
-    median.
+    cap: whether no weight counts for more than 2/n of all. center: where a centered clip begins; None for the median of
+    each coordinate. Values so absurd that their average is not finite give None as well.
     """
     counted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
     if not counted:
@@ -58,7 +58,7 @@ def aggregate(
 
 
 def capped(weights: Sequence[float]) -> list[float]:
-    """Each weight, the largest lowered until none is more than 2/n of the sum of what is returned. All above 0."""
+    """Returns the weights, all above 0, with the largest lowered until none is more than 2/n of the returned sum."""
     ordered = sorted(weights, reverse=True)
     for lowered, largest_kept in enumerate(ordered):
         most = 2.0 * sum(ordered[lowered:]) / (len(ordered) - 2 * lowered)
@@ -68,30 +68,31 @@ def capped(weights: Sequence[float]) -> list[float]:
 
 
 def root_mean_square(values: Tensor, other: Tensor | None = None) -> float:
-    """Of `values`, or of (values - other), on an even sample of the elements."""
+    """Returns the root mean square of `values`, or of (values - other), on an even sample of the elements."""
     step = max(1, len(values) // SAMPLES)
     sample = values[::step] if other is None else values[::step] - other[::step]
     return _norm(sample) / math.sqrt(max(1, len(sample)))
 
 
 def magnitude(values: Tensor) -> float:
-    """Root mean square over every element: who is judged by a sample would lie between."""
+    """Returns the root mean square over every element; a peer that is judged could know a sample."""
     return _norm(values) / math.sqrt(max(1, len(values)))
 
 
 def _norm(values: Tensor) -> float:
-    """In float32, three times as fast, where the squares fit it; else in float64, where those of all float32 fit."""
+    """Returns the Euclidean norm: in float32, three times as fast, where the squares fit; else in float64."""
     norm = float(torch.linalg.vector_norm(values))
     return norm if LEAST_NORM < norm < MOST_NORM else float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
+    """Returns the weights divided by their sum."""
     total = sum(weights)
     return [weight / total for weight in weights]
 
 
 def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """From the first value on: so values that are equal have exactly that mean."""
+    """Returns the mean, as the first value plus differences to it: equal values have exactly that mean."""
     average = values[0]
     for value, share in zip(values[1:], shares[1:], strict=True):
         average = torch.add(average, value - values[0], alpha=share)
@@ -99,8 +100,10 @@ def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def _clip(values: Sequence[Tensor], shares: Sequence[float], center: Tensor | None) -> Tensor:
-    """v += sum of share * (x - v) * min(1, tau / |x - v|), tau being the median of the |x - v| that are not 0; of
-    two middle ones the lower, so that half of the others cannot choose it.
+    """Returns the centered clip: CLIP_ROUNDS times v += sum of share * (x - v) * min(1, tau / |x - v|).
+
+    tau: the median of the |x - v| that are not 0; of two middle ones the lower, so that half of the others cannot
+    choose it.
     """
     average = (torch.stack(list(values)).median(dim=0).values if center is None else center).clone()
     for _ in range(CLIP_ROUNDS):

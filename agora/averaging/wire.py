@@ -1,4 +1,4 @@
-"""How a part of a round travels: as float32, bf16, or int8 with an exponent for every QUANTISER_BLOCK elements.
+"""Encodes the parts of a round: as float32, bf16, or int8 with an exponent for every QUANTISER_BLOCK elements.
 
 Knows: numbers and their bytes. Must not know: rounds, owners, peers.
 
@@ -29,56 +29,58 @@ WireName = Literal["int8", "bf16", "float32"]
 LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
 LEAST_EXPONENT, MOST_EXPONENT = -120, 100
 FRACTIONS_KEPT: Final = 32
-"""Parts whose dither is remembered: those that are on their way at once, of half a MiB each."""
+"""Parts whose dither is cached, half a MiB each: about as many as are on their way at once."""
 
 
 class Dither:
     """The fractions that all members add to the elements of one part: float32 in (-0.5, 0.5), from a keyed Philox."""
 
     def __init__(self, label: str) -> None:
-        """label: names run, stage, kind, round and part; whoever has the same label has the same fractions."""
+        """label: names run, stage, kind, round and part; the same label gives the same fractions."""
         digest = hashlib.sha256(f"agora dither 1\0{label}".encode()).digest()
         self._key = digest[:16]
 
     def fractions(self, numel: int) -> Tensor:
-        """The first `numel` of them: (byte + 0.5) / 256, the bytes being those of Philox4x64-10's output, signed.
+        """Returns the first `numel` fractions: (byte + 0.5) / 256, for the signed bytes of Philox4x64-10's output.
 
-        Not to be changed: whoever needs them next, for another member's values of the part, gets the same tensor.
+        The tensor is cached and must not be changed.
         """
         return _fractions(self._key, numel)
 
 
 @functools.lru_cache(maxsize=FRACTIONS_KEPT)
 def _fractions(key: bytes, numel: int) -> Tensor:
+    """Returns the fractions of one key; see Dither.fractions."""
     words = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(-(-numel // 8))
     signed = torch.from_numpy(words.astype("<u8", copy=False).view(np.int8)[:numel])
     return signed.to(torch.float32).add_(0.5).mul_(1.0 / 256.0)
 
 
 class PartCodec:
-    """One manifest's averaging.wire. A difference is encoded without dither."""
+    """Turns float32 vectors into wire tensors and back, in the format of the manifest's averaging.wire."""
 
     def __init__(self, name: WireName) -> None:
         self.name = name
 
     def encode(self, values: Tensor, dither: Dither | None = None) -> list[WireTensor]:
-        """values: float32 [n] on the CPU, finite; int8 saturates near 2^107. float32 shares its memory: change
-        it only after it was sent.
+        """Returns `values`, float32 [n] on the CPU, finite, as wire tensors; int8 saturates near 2^107.
+
+        float32 tensors share the memory of `values`, which must not change until they are sent.
         """
         if self.name != "int8":
             return [encode_uncompressed(values, self.name)]
         rows = _rows(values)
-        room = rows.abs()
-        peaks = room.amax(dim=1).div_(LEVELS).clamp_(2.0 ** (LEAST_EXPONENT - 1), 2.0 ** (MOST_EXPONENT - 1))
+        buffer = rows.abs()
+        peaks = buffer.amax(dim=1).div_(LEVELS).clamp_(2.0 ** (LEAST_EXPONENT - 1), 2.0 ** (MOST_EXPONENT - 1))
         exponents = (peaks.numpy().view(np.int32) >> 23) - 126  # of the power of two next above
-        scaled = torch.mul(rows, _powers_of_two(-exponents), out=room).view(-1)[: len(values)]
+        scaled = torch.mul(rows, _powers_of_two(-exponents), out=buffer).view(-1)[: len(values)]
         if dither is not None:
             scaled.add_(dither.fractions(len(values)))
         levels = scaled.round_().clamp_(-127.0, 127.0).to(torch.int8)
         return [_int8(levels.numpy()), _int8(exponents.astype(np.int8))]
 
     def decode(self, tensors: list[WireTensor], numel: int, dither: Dither | None = None) -> Tensor:
-        """float32 [numel], finite, as every receiver has it. Raises ProtocolError ("bad-tensor")."""
+        """Returns float32 [numel], finite, the same bits at every receiver. Raises ProtocolError ("bad-tensor")."""
         if self.name != "int8":
             values = decode_uncompressed(_only(tensors), self.name, shape=(numel,))
             if not all_finite(values):
@@ -96,28 +98,30 @@ class PartCodec:
 
 
 def _rows(values: Tensor) -> Tensor:
-    """[blocks, QUANTISER_BLOCK], the last one filled up with zeros."""
+    """Returns `values` as [blocks, QUANTISER_BLOCK], the last block filled up with zeros."""
     missing = -len(values) % QUANTISER_BLOCK
     return (pad(values, (0, missing)) if missing else values).view(-1, QUANTISER_BLOCK)
 
 
 def _powers_of_two(exponents: NDArray[np.int32]) -> Tensor:
-    """float32 [blocks, 1], by their bits; exponents of a float32's normal numbers."""
+    """Returns 2 ** exponents, float32 [blocks, 1], made from their bits. exponents: of normal float32 numbers."""
     return torch.from_numpy(((exponents + 127) << 23).view(np.float32))[:, None]
 
 
 def _int8(values: NDArray[np.int8]) -> WireTensor:
+    """Returns a wire tensor over the bytes of `values`."""
     return WireTensor("int8", values.shape, values.view(np.uint8).data)
 
 
 def _from_int8(wire: WireTensor, numel: int) -> NDArray[np.int8]:
-    """The wire's own bytes: not to be changed."""
+    """Returns an int8 wire tensor's values, which must not be changed. Raises ProtocolError for another form."""
     if wire.dtype != "int8" or wire.shape != (numel,):
         raise ProtocolError("bad-tensor", f"a part's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},)")
     return np.frombuffer(wire.data, np.int8)
 
 
 def _only(tensors: list[WireTensor]) -> WireTensor:
+    """Returns the single tensor. Raises ProtocolError for another number of them."""
     if len(tensors) != 1:
         raise ProtocolError("bad-tensor", f"a part is one tensor, not {len(tensors)}")
     return tensors[0]
