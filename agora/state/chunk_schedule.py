@@ -57,8 +57,8 @@ class ChunkSchedule:
         self.arrived_chunks.add(chunk)
         return list(asked)
 
-    def record_failure(self, chunk: int, peer: PeerId) -> None:
-        """Records that the call to `peer` ended without the chunk, which is missing again if nobody else is asked."""
+    def record_end(self, chunk: int, peer: PeerId) -> None:
+        """Records that the call to `peer` ended; the chunk is missing again if it is not here and nobody else is asked."""
         asked = self._open.get(chunk, {})
         asked.pop(peer, None)
         if not asked and self._open.pop(chunk, None) is not None and chunk not in self.arrived_chunks:

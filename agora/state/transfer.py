@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused, Unavailable
@@ -48,11 +48,10 @@ class TransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class _SourceCall:
-    """One open call to a source: for a chunk of its offer, or (chunk -1) for the offer itself."""
+    """One open call to a source: for a chunk, or (None) for its offer."""
 
     began: float
-    offer: Offer | None = None
-    chunk: int = -1
+    chunk: int | None
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ class _Source:
 
     peer: PeerId
     offer: Offer | None = None
-    calls: dict[asyncio.Task[Offer | ChunkValues], _SourceCall] = field(default_factory=dict)
+    calls: dict[asyncio.Task[None], _SourceCall] = field(default_factory=dict)
     failures: int = 0
     not_before: float = 0.0
     last_chunk_s: float = math.inf
@@ -71,7 +70,7 @@ class _Source:
     @property
     def offer_pending(self) -> bool:
         """Whether a call for its offer is open."""
-        return any(call.offer is None for call in self.calls.values())
+        return any(call.chunk is None for call in self.calls.values())
 
 
 class StateFetch:
@@ -91,7 +90,7 @@ class StateFetch:
         plausible_step: Callable[[], float] = lambda: math.inf,
         report_offence: ReportOffence,
     ) -> None:
-        """plausible_step: the plausibility bound; a source that offers a later step is not used."""
+        """plausible_step: returns the plausibility bound; a source that offers a later step is not used."""
         self.schedule = ChunkSchedule(chunk_count(numel))
         self._caller = caller
         self._stage = stage
@@ -122,23 +121,23 @@ class StateFetch:
         self._sources = [_Source(peer) for peer in dict.fromkeys(sources)]
         self._deadline, self._lowest_step = deadline, at_least
         self._first_offer_at, self._offers_complete = None, False
-        self._discard_below(at_least)
+        for chunk in [chunk for chunk, (step, _) in self._versions.items() if step < at_least]:
+            self.schedule.discard(chunk)
+            del self._versions[chunk]
         try:
             while not self.schedule.complete:
                 await self._advance()
         finally:
-            await self._cancel_calls()
+            calls = [task for source in self._sources for task in source.calls]
+            for task in calls:
+                task.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            self._remove_ended_calls()
         step, updates = (min(values) for values in zip(*self._versions.values(), strict=True))
         return StageState(self._stage, step, updates, 0, self._weights, self._mean, self._square)
 
-    def _discard_below(self, step: int) -> None:
-        """Makes the chunks of steps below `step` missing again."""
-        for chunk in [chunk for chunk, (of_step, _) in self._versions.items() if of_step < step]:
-            self.schedule.discard(chunk)
-            del self._versions[chunk]
-
     async def _advance(self) -> None:
-        """Starts the calls that can be started, waits until one ends or a tick is over, and handles those that ended.
+        """Starts the calls that can be started, and waits until a call ends or a tick is over.
 
         Raises Unavailable at the deadline and when every source is given up.
         """
@@ -156,9 +155,21 @@ class StateFetch:
             raise self._unavailable(f"{came}, and no source is left")
         else:
             await asyncio.sleep(wait_s)
+        self._remove_ended_calls()
+
+    def _remove_ended_calls(self) -> None:
+        """Removes the calls that have ended; a chunk that such a call did not bring is missing again."""
         for source in self._sources:
             for task in [task for task in source.calls if task.done()]:
-                self._handle_end(source, task, source.calls.pop(task))
+                call = source.calls.pop(task)
+                if call.chunk is not None:
+                    self.schedule.record_end(call.chunk, source.peer)
+                if not task.cancelled():
+                    task.result()
+
+    def _unavailable(self, what: str) -> Unavailable:
+        """Returns the error to raise: `what`, then the last error of each source."""
+        return Unavailable(self._stage, [what, *(f"{s.peer}: {s.last_error}" for s in self._sources if s.last_error)])
 
     # --- starting calls
 
@@ -168,7 +179,14 @@ class StateFetch:
         at_work = sum(1 for s in usable if (s.offer or s.offer_pending) and not self._is_slow(s, now))
         waiting = [s for s in usable if not (s.offer or s.offer_pending) and now >= s.not_before]
         for source in waiting[: max(self._config.sources - at_work, 0)]:
-            self._start_call(source, self._fetch_offer(source.peer), _SourceCall(now))
+            source.calls[asyncio.create_task(self._fetch_offer(source))] = _SourceCall(now, None)
+
+    def _is_slow(self, source: _Source, now: float) -> bool:
+        """Tells whether the source's oldest open call lasts so long that a waiting source should join in."""
+        patience = self._config.slow_s
+        if source.offer is not None:
+            patience = max(patience, 4 * self.schedule.usual_s())
+        return now - min((call.began for call in source.calls.values()), default=now) > patience
 
     def _ask_for_chunks(self, now: float) -> None:
         """Fills the window of every source that has made an offer, once the first offers are in."""
@@ -179,16 +197,11 @@ class StateFetch:
         if not self._offers_complete:
             return
         for source in self._sources:
-            if source.offer and source.offer.index.step < self._lowest_step:
-                step = source.offer.index.step
+            if source.offer and (step := source.offer.index.step) < self._lowest_step:
                 self._give_up(source, f"is at step {step}; the lowest step that is used is {self._lowest_step}")
-        free = [s for s in self._sources if s.offer and not s.given_up and now >= s.not_before]
+        free = [s for s in self._sources if s.offer and now >= s.not_before]
         while free:  # one chunk each in turn, so that all of them have work
-            free = [s for s in free if len(s.calls) < self._window(s) and self._start_chunk(s, now)]
-
-    def _window(self, source: _Source) -> int:
-        """Returns how many calls may be open to the source at once."""
-        return self._config.window if source.last_chunk_s < self._config.quick_s else 1
+            free = [s for s in free if self._start_chunk(s, now)]
 
     def _have_gathered_offers(self, now: float) -> bool:
         """Tells whether there is an offer, and no other is pending or the first has waited for `gather_s`."""
@@ -197,77 +210,63 @@ class StateFetch:
         return now >= self._first_offer_at + self._config.gather_s or not any(s.offer_pending for s in self._sources)
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
-        """Asks the source for a chunk; False when there is none for it to give."""
-        if source.offer is None or (chunk := self.schedule.take(source.peer, now)) is None:
+        """Asks the source for a chunk; False when its window is full or there is no chunk for it to give."""
+        window = self._config.window if source.last_chunk_s < self._config.quick_s else 1
+        if source.offer is None or len(source.calls) >= window:
             return False
-        self._start_call(
-            source, self._fetch_chunk(source.peer, source.offer, chunk), _SourceCall(now, source.offer, chunk)
-        )
+        if (chunk := self.schedule.take(source.peer, now)) is None:
+            return False
+        task = asyncio.create_task(self._fetch_chunk(source, source.offer, chunk))
+        source.calls[task] = _SourceCall(now, chunk)
         return True
 
-    def _start_call(self, source: _Source, work: Coroutine[Any, Any, Offer | ChunkValues], call: _SourceCall) -> None:
-        """Starts `work` as a task and remembers it as an open call of the source."""
-        source.calls[asyncio.create_task(work, name=f"state from {source.peer}")] = call
+    # --- calls; each runs as a task of its own
 
-    def _is_slow(self, source: _Source, now: float) -> bool:
-        """Tells whether the source's oldest open call lasts so long that a waiting source should join in."""
-        patience = self._config.slow_s
-        if source.offer is not None:
-            patience = max(patience, 4 * self.schedule.usual_s())
-        return now - min((call.began for call in source.calls.values()), default=now) > patience
-
-    async def _fetch_offer(self, peer: PeerId) -> Offer:
-        """Asks the peer for its newest snapshot."""
+    async def _fetch_offer(self, source: _Source) -> None:
+        """Asks the source for its newest snapshot, and keeps the offer if its step is plausible."""
         ends = min(self._deadline, loop_time() + self._config.offer_s)
         request = GetState(self._stage, self._lowest_step, milliseconds_until(ends))
-        return check_offer(await self._caller.call(peer, request, deadline=ends), self._numel)
-
-    async def _fetch_chunk(self, peer: PeerId, offer: Offer, chunk: int) -> ChunkValues:
-        """Asks the peer for one chunk of the snapshot that it offered, and checks it in a thread."""
-        ends = min(self._deadline, loop_time() + self._config.chunk_s)
-        request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(ends))
-        reply = await self._caller.call(peer, request, deadline=ends)
-        return await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), chunk_bytes(chunk, self._numel))
-
-    # --- handling calls that ended
-
-    def _handle_end(self, source: _Source, task: asyncio.Task[Offer | ChunkValues], call: _SourceCall) -> None:
-        """Takes in what a finished call brought, or records its failure."""
         try:
-            result = task.result()
-        except asyncio.CancelledError:  # by this object: another source was faster, or this one is given up
-            self.schedule.record_failure(call.chunk, source.peer)
+            offer = check_offer(await self._caller.call(source.peer, request, deadline=ends), self._numel)
         except AgoraError as error:
-            self.schedule.record_failure(call.chunk, source.peer)
-            self._handle_failure(source, error, call)
+            self._handle_failure(source, error, None)
+            return
+        if offer.index.step > self._plausible_step():
+            self._give_up(source, f"offers step {offer.index.step}, which is implausible beside the other replicas")
         else:
-            if isinstance(result, Offer) and result.index.step > self._plausible_step():
-                self._give_up(
-                    source, f"offers step {result.index.step}, which is implausible beside the other replicas"
-                )
-            elif isinstance(result, Offer):
-                source.offer = result
-                self._first_offer_at = self._first_offer_at or loop_time()
-            else:
-                source.failures = 0
-                self._store_chunk(source, call, result)
+            source.offer = offer
+            self._first_offer_at = self._first_offer_at or loop_time()
 
-    def _store_chunk(self, source: _Source, call: _SourceCall, values: ChunkValues) -> None:
+    async def _fetch_chunk(self, source: _Source, offer: Offer, chunk: int) -> None:
+        """Asks the source for a chunk of its snapshot, checks it in a thread, and stores it."""
+        began = loop_time()
+        ends = min(self._deadline, began + self._config.chunk_s)
+        request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(ends))
+        size = chunk_bytes(chunk, self._numel)
+        try:
+            reply = await self._caller.call(source.peer, request, deadline=ends)
+            values = await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), size)
+        except AgoraError as error:
+            self._handle_failure(source, error, offer)
+        else:
+            source.failures, source.last_chunk_s = 0, loop_time() - began
+            self._versions[chunk] = (offer.index.step, offer.index.updates)
+            self._store_chunk(chunk, source.peer, values)
+
+    def _store_chunk(self, chunk: int, peer: PeerId, values: ChunkValues) -> None:
         """Copies a chunk's values into the state and cancels the other calls for it."""
-        now = loop_time()
-        source.last_chunk_s = now - call.began
-        needless = self.schedule.record_arrival(call.chunk, source.peer, now)
+        needless = self.schedule.record_arrival(chunk, peer, loop_time())
         for other in self._sources:
-            for task, open_call in other.calls.items():
-                if other.peer in needless and open_call.chunk == call.chunk:
+            for task, call in other.calls.items():
+                if other.peer in needless and call.chunk == chunk:
                     task.cancel()
-        elements = chunk_range(call.chunk, self._numel)
+        elements = chunk_range(chunk, self._numel)
         self._weights[elements], self._mean[elements], self._square[elements] = values
-        if call.offer:
-            self._versions[call.chunk] = (call.offer.index.step, call.offer.index.updates)
 
-    def _handle_failure(self, source: _Source, error: AgoraError, call: _SourceCall) -> None:
-        """Decides what a failed call means for its source.
+    # --- failures
+
+    def _handle_failure(self, source: _Source, error: AgoraError, offer: Offer | None) -> None:
+        """Decides what a failed call means for its source. offer: the one that a chunk was asked of.
 
         | error                                   | consequence                                             |
         |-----------------------------------------|---------------------------------------------------------|
@@ -281,14 +280,13 @@ class StateFetch:
         source.last_error = str(error)
         if isinstance(error, FalseStateError):
             self._report_offence(source.peer, Offence.FALSE_STATE, f"{error.code}: {error}")
-            self._give_up(source, str(error))
-        elif isinstance(error, Busy):
+        if isinstance(error, Busy):
             source.not_before = loop_time() + min(max(error.retry_after_ms / 1000, self._config.pause_s), MAX_PAUSE_S)
-        elif isinstance(error, ProtocolError) or (isinstance(error, Refused) and call.offer is None):
+        elif isinstance(error, ProtocolError) or (isinstance(error, Refused) and offer is None):
             self._give_up(source, str(error))
         else:
             self._pause(source)
-            if call.offer is source.offer:
+            if offer is source.offer:
                 source.offer = None
 
     def _pause(self, source: _Source) -> None:
@@ -306,21 +304,6 @@ class StateFetch:
         source.given_up, source.last_error, source.offer = True, reason, None
         for task in source.calls:
             task.cancel()
-
-    async def _cancel_calls(self) -> None:
-        """Cancels every open call, waits for its end, and makes its chunk missing again."""
-        tasks = [task for source in self._sources for task in source.calls]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for source in self._sources:
-            for call in source.calls.values():
-                self.schedule.record_failure(call.chunk, source.peer)
-            source.calls.clear()
-
-    def _unavailable(self, what: str) -> Unavailable:
-        """Returns the error to raise: `what`, then the last error of each source."""
-        return Unavailable(self._stage, [what, *(f"{s.peer}: {s.last_error}" for s in self._sources if s.last_error)])
 
 
 def milliseconds_until(moment: float) -> int:
