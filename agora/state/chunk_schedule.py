@@ -58,7 +58,7 @@ class ChunkSchedule:
         return list(asked)
 
     def record_end(self, chunk: int, peer: PeerId) -> None:
-        """Records that the call to `peer` ended; the chunk is missing again if it is not here and nobody else is asked."""
+        """Records that a call to `peer` ended; the chunk is missing again if it did not come and no call is open."""
         asked = self._open.get(chunk, {})
         asked.pop(peer, None)
         if not asked and self._open.pop(chunk, None) is not None and chunk not in self.arrived_chunks:
