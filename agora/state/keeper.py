@@ -1,6 +1,6 @@
 """Keeps the state of this peer's stages: fills them at the start, writes checkpoints, gives copies to joining peers.
 
-Knows: the rest of this room, and the stages and their holders as `stages.py` describes them. Must not know: how
+Knows: the rest of this package, and the stages and their holders as `stages.py` describes them. Must not know: how
 training goes on, who carries calls, or what a checkpoint's files look like.
 """
 

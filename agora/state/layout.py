@@ -109,11 +109,11 @@ def lay_out(shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
     end = 0
     for name, shape in sorted(shapes, key=lambda item: len(item[1]) < 2):  # stable: matrices first
         slots.append(Slot(name, end, tuple(shape)))
-        end = _next_border(slots[-1].elements.stop, ALIGNMENT)
-    return Layout(_next_border(end, SLICE_BLOCK), slots)
+        end = _round_up(slots[-1].elements.stop, ALIGNMENT)
+    return Layout(_round_up(end, SLICE_BLOCK), slots)
 
 
-def _next_border(offset: int, border: int) -> int:
+def _round_up(offset: int, border: int) -> int:
     """Returns `offset`, rounded up to a multiple of `border`."""
     return -(-offset // border) * border
 

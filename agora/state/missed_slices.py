@@ -86,7 +86,7 @@ class SliceFetch:
         return sorted(missing)
 
     async def _fetch_slice(self, number: int, size: int) -> Flat | None:
-        """Returns the `size` values of the slice of round `number`; None when one of its chunks is not to be had."""
+        """Returns the `size` values of the slice of round `number`; None when nobody gives one of its chunks."""
         firsts = range(0, size, SLICE_CHUNK)
         chunks = await asyncio.gather(
             *(self._fetch_chunk(number, index, min(SLICE_CHUNK, size - first)) for index, first in enumerate(firsts))

@@ -1,6 +1,6 @@
-"""What this room needs from others: the stages of this peer, their slices, and the swarm's view of who holds them.
+"""Protocols of what this package is given: the stages of this peer, their slices, and the peers that hold each stage.
 
-Knows shapes and units only. The daemon passes in the real ones (train.Compute, averaging.Slices, swarm.View).
+Knows shapes and units only. The daemon passes in train.Compute, averaging.Slices and swarm.View.
 """
 
 from __future__ import annotations

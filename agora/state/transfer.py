@@ -1,4 +1,4 @@
-"""Fetches a stage's state from several replicas at once, chunk by chunk, and survives those that die, hang or lie.
+"""Fetches a stage's state from several replicas at once, chunk by chunk, and survives sources that die, hang or lie.
 
 Knows: what to ask which peer for. Must not know: how calls travel, who the replicas are, what becomes of the state.
 """

@@ -47,7 +47,7 @@ def _is_hash(text: str) -> bool:
     return _HASH.match(text) is not None
 
 
-def _is_any_peer(text: str) -> bool:
+def _is_any_peer_id(text: str) -> bool:
     """Tells whether `text` has the form of a peer id of any key type; relays may have other keys than Ed25519."""
     return _RELAY_ID.match(text) is not None
 
@@ -61,7 +61,7 @@ PARTS: Final[dict[str, Callable[[str], bool] | None]] = {
     "dnsaddr": _is_host,
     "tcp": _is_port,
     "udp": _is_port,
-    "p2p": _is_any_peer,
+    "p2p": _is_any_peer_id,
     "certhash": _is_hash,
     "sni": _is_host,
     "quic": None,

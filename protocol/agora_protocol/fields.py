@@ -246,6 +246,7 @@ class Structure:
     _dumps: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
 
     def __init_subclass__(cls) -> None:
+        """Collects the subclass's fields and makes it a frozen dataclass."""
         cls.FIELDS = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         for name, field in cls.FIELDS.items():
             if field.default is REQUIRED:
@@ -257,6 +258,7 @@ class Structure:
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
+        """Raises ProtocolError for the first field that is invalid."""
         values = self.__dict__
         for name, _, check in self._checks:
             if problem := check(values[name]):

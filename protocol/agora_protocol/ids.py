@@ -37,6 +37,7 @@ class Span:
     last: int
 
     def __post_init__(self) -> None:
+        """Raises InputError unless 0 <= first <= last < MAX_STAGES."""
         if not 0 <= self.first <= self.last < MAX_STAGES:
             raise InputError(
                 f"{self.first}-{self.last} is no span of stages; write it as 2 or 0-1, from 0 to {MAX_STAGES - 1}."
@@ -48,9 +49,11 @@ class Span:
         return range(self.first, self.last + 1)
 
     def __contains__(self, stage: int) -> bool:
+        """Tells whether the stage lies in the span."""
         return self.first <= stage <= self.last
 
     def __len__(self) -> int:
+        """Returns the number of stages."""
         return self.last - self.first + 1
 
     def __str__(self) -> str:

@@ -33,6 +33,7 @@ class Invite:
     name: str = ""
 
     def __post_init__(self) -> None:
+        """Raises InputError for a run id, an address or a name that is not valid."""
         if not is_run_id(self.run):
             raise InputError(f"The invite's run id is not 64 hex characters; {_ADVICE}")
         if not 1 <= len(self.addresses) <= MAX_ADDRESSES:
@@ -44,6 +45,7 @@ class Invite:
             raise InputError(f"The invite's name is longer than {MAX_NAME_BYTES} bytes or unprintable; {_ADVICE}")
 
     def __str__(self) -> str:
+        """Returns the text that a person sends."""
         return f"{SCHEME}{self.run}/{quote(self.name, safe='')}@{','.join(self.addresses)}"
 
     @classmethod

@@ -64,6 +64,7 @@ class Message(Structure):
     def __init_subclass__(
         cls, *, kind: int, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
     ) -> None:
+        """Registers the message under its number `kind`."""
         super().__init_subclass__(**rest)
         if kind in KINDS:
             raise TypeError(f"kind {kind} is {KINDS[kind].__name__} already")

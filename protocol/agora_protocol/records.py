@@ -48,6 +48,7 @@ class Record(Structure):
     span: Span
 
     def __init_subclass__(cls, *, kind: int, name: str, **rest: Any) -> None:
+        """Registers the record under its number `kind` and the word `name` of its DHT keys."""
         super().__init_subclass__(**rest)
         if kind in RECORDS:
             raise TypeError(f"kind {kind} is {RECORDS[kind].__name__} already")
@@ -72,6 +73,7 @@ class Claim(Record, kind=1, name="claim"):
     )
 
     def find_problem(self) -> str | None:
+        """Returns a complaint when an address leads to another peer, else None."""
         if any(peer_of_address(address) != self.peer for address in self.addresses):
             return "has an address of another peer"
         return None
@@ -94,6 +96,7 @@ class Progress(Record, kind=2, name="progress"):
     completed: int = int_field(0, MAX_UINT, doc="microbatches finished since the start of this incarnation")
 
     def find_problem(self) -> str | None:
+        """Returns a complaint unless there is one step for each stage, else None."""
         if len(self.steps) != len(self.span):
             return f"has {len(self.steps)} steps for a span of {len(self.span)} stages"
         return None

@@ -59,6 +59,7 @@ class WireTensor:
     data: memoryview
 
     def __post_init__(self) -> None:
+        """Raises ProtocolError("bad-tensor") unless `data` has exactly the bytes of dtype and shape."""
         view = self.data if isinstance(self.data, memoryview) else memoryview(self.data)
         if view.format != "B" or view.ndim != 1:
             view = view.cast("B")
