@@ -19,18 +19,25 @@ class GradientShare(Protocol):
     """A replica's mean gradient: of which step, over how many tokens, and the values, float32 [numel] on the CPU."""
 
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """The step's number."""
+
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """The tokens that the mean is over; 0 when nothing was counted."""
+
     @property
-    def values(self) -> Tensor: ...
+    def values(self) -> Tensor:
+        """The mean gradient; zeros when nothing was counted."""
 
 
 class ReplicatedStages(Protocol):
     """The stages of this peer's span (train.Compute). Each method raises NotMyStage for a stage that is not held."""
 
     @property
-    def span(self) -> Span: ...
+    def span(self) -> Span:
+        """The stages held."""
+
     def layout(self, stage: int) -> Any:
         """Returns a description of the stage's flat weights; `numel` is their number of elements."""
 

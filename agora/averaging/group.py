@@ -292,14 +292,15 @@ class ReplicaGroup:
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a task whose failure is reported as an event."""
 
-        async def reported() -> None:
+        async def run_reported() -> None:
+            """Awaits the work, and reports how it failed."""
             try:
                 await work
             except Exception as error:
                 code = f"{error.code}: " if isinstance(error, AgoraError) else f"{type(error).__name__}: "
                 self._report(events.TaskFailed("averaging", f"{code}{error}"))
 
-        return asyncio.get_running_loop().create_task(reported())
+        return asyncio.get_running_loop().create_task(run_reported())
 
     # --- acting
 

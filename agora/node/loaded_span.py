@@ -139,7 +139,13 @@ class LoadedSpan:
         """Returns a snapshot of the span."""
         origin = self.origin
         stages = (
-            StageReport(stage.stage, stage.step, tuple(stage.staleness), stage.refused_nonfinite)
+            StageReport(
+                stage.stage,
+                stage.step,
+                tuple(stage.staleness),
+                stage.refused_nonfinite,
+                self.replicas.reason(stage.stage),
+            )
             for stage in self.compute.progress()
         )
         return SpanReport(

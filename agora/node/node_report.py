@@ -33,12 +33,16 @@ NO_TRAFFIC = Traffic(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """One stage held here. staleness: microbatches by how many steps passed between their forward and backward."""
+    """One stage held here. staleness: microbatches by how many steps passed between their forward and backward.
+
+    waits_for: why it does what it does, or what it waits for, in words.
+    """
 
     stage: int
     step: int
     staleness: tuple[int, ...]
     refused_nonfinite: int
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,7 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         "span": [span.span.first, span.span.last],
         "steps": {str(stage.stage): stage.step for stage in span.stages},
         "staleness": {str(stage.stage): list(stage.staleness) for stage in span.stages},
+        "waits_for": {str(stage.stage): stage.waits_for for stage in span.stages},
         "refused_nonfinite": sum(stage.refused_nonfinite for stage in span.stages),
         "busy_fraction": round(span.busy_fraction, 4),
         "tokens_per_second": round(report.tokens_per_second, 1),

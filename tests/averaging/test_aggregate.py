@@ -184,7 +184,7 @@ def test_one_attacker_moves_a_clip_by_its_share_of_the_radius_in_each_round() ->
         assert root_mean_square(found.average, without) < 3 * (2 * spread) / 8
 
 
-# --- what a member believes
+# --- what a member accepts
 
 
 def test_a_first_average_may_lie_as_far_as_the_values_are_large_and_a_later_one_eight_times_the_usual() -> None:
@@ -195,12 +195,12 @@ def test_a_first_average_may_lie_as_far_as_the_values_are_large_and_a_later_one_
     assert usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 1.0)
 
 
-def test_after_rounds_without_drift_a_fiftieth_of_the_values_is_still_believed() -> None:
+def test_after_rounds_without_drift_a_fiftieth_of_the_values_is_still_accepted() -> None:
     still = Drift().updated(0.0)
     assert not still.why_implausible(0.02, 1.0) and still.why_implausible(0.021, 1.0)
 
 
-def test_who_had_most_of_the_weight_still_believes_the_next_average() -> None:
+def test_a_replica_that_had_most_of_the_weight_still_accepts_the_next_average() -> None:
     """Two replicas, found 0.0037 apart, one with a tenth of the other's tokens; then they weigh the same."""
     near, median, size = 0.00033, 0.0019, 0.05
     assert Drift().updated(near).why_implausible(0.0044, size), "the own distance alone says too little"
@@ -210,18 +210,18 @@ def test_who_had_most_of_the_weight_still_believes_the_next_average() -> None:
     assert Drift.after_acceptance(0.0, 1e30) == 0.0
 
 
-def test_replicas_that_are_suddenly_farther_apart_believe_one_another_again_soon() -> None:
+def test_replicas_that_are_suddenly_farther_apart_accept_one_another_again_soon() -> None:
     drift, refused = Drift().updated(0.01), 0
     while drift.why_implausible(1.0, 1.0):
         drift, refused = drift.updated(drift.after_rejection(1.0)), refused + 1
     assert refused == 3
-    assert Drift().after_rejection(1.0) is None, "a first that is not believed teaches nothing"
+    assert Drift().after_rejection(1.0) is None, "a first that is rejected teaches nothing"
     for _ in range(100):
         drift = drift.updated(drift.after_rejection(1.0))
     assert drift.usual <= 1.0, "as large as the values, at most"
 
 
-def test_what_is_not_a_number_is_not_believed() -> None:
+def test_what_is_not_a_number_is_rejected() -> None:
     for drift in (Drift(), Drift().updated(0.01)):
         assert drift.why_implausible(math.nan, 1.0) and drift.why_implausible(math.inf, 1.0)
 
@@ -231,7 +231,7 @@ def test_the_usual_distance_follows_slowly() -> None:
     for _ in range(3):
         before = drift.usual
         drift = drift.updated(MOST_TIMES_USUAL * before)
-        assert drift.usual < 3.2 * before, "even at the edge of what is believed"
+        assert drift.usual < 3.2 * before, "even at the edge of what is accepted"
     for _ in range(30):
         drift = drift.updated(0.02)
     assert drift.usual == pytest.approx(0.02, rel=0.01)
@@ -256,7 +256,7 @@ def test_a_mean_gradient_with_nothing_to_judge_it_by_is_used_and_not_remembered(
 # --- when a newcomer counts
 
 
-def test_who_counts_goes_on_counting() -> None:
+def test_a_replica_that_counts_goes_on_counting() -> None:
     newcomer = Newcomer()
     for _ in range(3):
         newcomer = newcomer.after_round(100.0, 1.0, 3.0, cover=20)

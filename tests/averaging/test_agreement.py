@@ -42,7 +42,7 @@ def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
     assert tokens_to_go(known((A, 5, 5000, 0)), 5, 1000) == 1, "who has counted anything at all steps"
 
 
-def test_who_has_stepped_took_its_tokens_with_it() -> None:
+def test_a_replica_that_has_stepped_took_its_tokens_with_it() -> None:
     table = merge_gossip(known((A, 5, 300, 0)), [(A, 6, 10, 0)], A, ME, 1.0)
     assert count_tokens(table, 5) == 300 and count_tokens(table, 6) == 10
     table = merge_gossip(table, [(A, 9, 4, 0)], A, ME, 2.0)
@@ -50,7 +50,7 @@ def test_who_has_stepped_took_its_tokens_with_it() -> None:
     assert count_tokens(known((A, 9, 4, 300)), 5) == 0, "nor of an earlier step"
 
 
-def test_an_old_tale_keeps_nobody_alive_and_changes_nothing() -> None:
+def test_old_gossip_keeps_nobody_alive_and_changes_nothing() -> None:
     table = known((A, 5, 300, 0))
     soon = merge_gossip(table, [(A, 5, 200, 0)], B, ME, 1.0)
     assert soon[A] == table[A], "a third peer's lower number"
@@ -72,7 +72,7 @@ def test_two_that_tell_each_other_of_a_dead_one_forget_it_in_time() -> None:
         assert unreachable_replicas(table, [ME, A, B], 0.25 * 39) == {A}
 
 
-def test_who_did_not_answer_is_absent_until_it_has_spoken_again() -> None:
+def test_a_replica_that_did_not_answer_is_unreachable_until_it_reports_again() -> None:
     table = record_failure(known((A, 5, 300, 0)), A, 1.0)
     assert unreachable_replicas(table, [A, B], 1.0) == {A} and live_replicas(table, [A], 1.0) == {}
     assert unreachable_replicas(merge_gossip(table, [(A, 5, 300, 500)], B, ME, 1.2), [A], 1.2) == {A}, (
@@ -111,7 +111,7 @@ def test_one_that_is_heard_first_is_no_majority() -> None:
     assert step_to_follow(known((A, 9, 4, 4), (B, 8, 4, 4)), 4, 5, 100, 1000) == 8
 
 
-def test_a_tale_of_the_others_is_no_majority() -> None:
+def test_gossip_about_others_is_no_majority() -> None:
     table = known((A, 5, 100, 0), (B, 5, 100, 0), (C, 5, 100, 0))
     lies = merge_gossip(table, [(C, 155, 1, 0), (A, 155, 1, 0), (B, 155, 1, 0)], C, ME, 1.0)
     assert lies[A].step == 155, "believed until it speaks itself"
@@ -147,7 +147,7 @@ def test_what_is_known_of_those_that_are_neither_listed_nor_live_is_forgotten() 
     assert set(record_view(table, [A], SILENT_S)) == {A, B} and set(record_view(table, [A], SILENT_S + 0.1)) == {A}
 
 
-def test_few_are_all_told_and_of_many_a_few() -> None:
+def test_few_replicas_are_all_gossiped_to_and_of_many_a_few() -> None:
     rng = random.Random(0)
     assert set(choose_targets([ME, A, B, C], ME, rng)) == {A, B, C}
     many = identities(40)

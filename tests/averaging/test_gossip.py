@@ -331,7 +331,7 @@ def test_a_stage_that_is_not_held_is_refused() -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, MOST_DIRECT_TARGETS + 1, MOST_DIRECT_TARGETS + 2, 40])
-def test_few_are_told_at_once_and_nobody_twice_at_the_same_time(replicas: int) -> None:
+def test_few_are_called_at_once_and_nobody_twice_at_the_same_time(replicas: int) -> None:
     async def work(world: World) -> None:
         most = replicas - 1 if replicas <= MOST_DIRECT_TARGETS + 1 else GOSSIP_FANOUT
         first = world.all[0]
@@ -368,7 +368,7 @@ def test_gossip_that_ends_waits_for_no_answer() -> None:
     in_world([0.0] * 3, work)
 
 
-def test_without_news_only_heartbeats_are_told() -> None:
+def test_without_news_only_heartbeats_are_sent() -> None:
     async def work(world: World) -> None:
         world.start()
         await asyncio.sleep(60.0)
@@ -398,7 +398,7 @@ def test_one_of_three_that_is_far_ahead_carries_nobody() -> None:
     in_world([400.0] * 3 + [0.0], work)
 
 
-def test_lies_about_others_last_until_those_speak() -> None:
+def test_lies_about_others_last_until_those_report() -> None:
     async def work(world: World) -> None:
         first, second, third, hostile = world.all
         for honest in (second, third):

@@ -100,7 +100,7 @@ def test_an_incomplete_step_waits_for_tokens(config: ActionConfig) -> None:
     assert action == Wait() and reason == "100 tokens are missing"
 
 
-def test_a_complete_step_is_taken_by_who_has_counted_something() -> None:
+def test_a_complete_step_is_taken_by_a_replica_that_has_counted_something() -> None:
     assert next_action(NOW, OwnStage(5, 300), others((A, 5, 700)), FREE)[0] == TakeStep()
     assert next_action(NOW, OwnStage(5, 0), others((A, 5, 1000)), FREE)[0] == Wait(), "the others take it"
 
@@ -115,7 +115,7 @@ def test_a_complete_exact_step_is_taken_together(config: ActionConfig) -> None:
 
 
 @CONFIGS
-def test_who_is_alone_steps_alone(config: ActionConfig) -> None:
+def test_a_replica_without_others_steps_alone(config: ActionConfig) -> None:
     for alone in (others(), others((A, 5, 700), heard_at=NOW - SILENT_S - 0.1, listed=())):
         assert next_action(NOW, OwnStage(5, 1000), alone, config)[0] == TakeStep()
 

@@ -294,7 +294,7 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
     run(main())
 
 
-def test_who_comes_long_before_the_others_leaves_them_their_average() -> None:
+def test_a_member_that_comes_long_before_the_others_leaves_them_their_average() -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(4))
@@ -316,7 +316,7 @@ def test_who_comes_long_before_the_others_leaves_them_their_average() -> None:
     run(main())
 
 
-def test_who_is_no_member_may_have_an_average_and_is_in_none() -> None:
+def test_a_peer_that_is_no_member_may_have_an_average_and_is_in_none() -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(4))
@@ -380,7 +380,7 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
 
 @pytest.mark.parametrize(("what", "why"), [("weights", "the average lies"), ("gradient", "the mean gradient is")])
 @pytest.mark.parametrize("where", [slice(None), slice(1, None, 16)], ids=["everywhere", "between"])
-def test_an_absurd_average_is_not_believed_and_the_part_stays(where: slice, what: str, why: str) -> None:
+def test_an_absurd_average_is_rejected_and_the_part_stays(where: slice, what: str, why: str) -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(2))
@@ -399,7 +399,7 @@ def test_an_absurd_average_is_not_believed_and_the_part_stays(where: slice, what
     run(main())
 
 
-def test_a_liar_that_owns_every_part_never_raises_what_is_believed() -> None:
+def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
     """Its answers are refused, the second owner's are taken: only these count as usual."""
 
     async def main() -> None:

@@ -30,7 +30,7 @@ from agora.swarm.view import View, merge
 ME = Identity(bytes([1]) * 32).peer
 SPAN = SpanReport(
     Span(0, 1),
-    (StageReport(0, 7, (3, 1), 0), StageReport(1, 8, (0, 2), 1)),
+    (StageReport(0, 7, (3, 1), 0, "96 tokens are missing"), StageReport(1, 8, (0, 2), 1)),
     busy_fraction=0.51239,
     in_hand=2,
     queue=1,
@@ -67,6 +67,7 @@ def test_a_serving_daemon_answers_everything_that_is_counted_as_json() -> None:
     answer = json.loads(json.dumps(report_json(report())))
     assert answer["span"] == [0, 1] and answer["steps"] == {"0": 7, "1": 8}
     assert answer["staleness"] == {"0": [3, 1], "1": [0, 2]} and answer["refused_nonfinite"] == 1
+    assert answer["waits_for"] == {"0": "96 tokens are missing", "1": ""}
     assert answer["bytes"] == {"boundary": 1, "sent": 20, "received": 30, "averaging": 4, "state": 5}
     assert (answer["busy_fraction"], answer["tokens_per_second"], answer["in_hand"]) == (0.5124, 12.3, 2)
     assert (answer["state"], answer["paused"], answer["link"]) == ("serving", False, None)
