@@ -5,15 +5,26 @@ Knows: addresses. Must not know: sockets. The memory is bounded: a stranger can 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Final
 
 from agora_protocol.addresses import address_problem, peer_of_address
+from agora_protocol.errors import InputError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
 
 MAX_PEERS: Final = 16_384
+
+
+def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
+    """Returns multiaddrs with /p2p/PEER by the peer that they lead to. Raises InputError for one that is malformed."""
+    by_peer: dict[PeerId, list[str]] = defaultdict(list)
+    for address in addresses:
+        if problem := address_problem(address):
+            raise InputError(f"{address!r} {problem}; it should look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo...")
+        by_peer[peer_of_address(address)].append(address)
+    return dict(by_peer)
 
 
 class AddressBook:

@@ -78,7 +78,9 @@ class Connection:
         self._peer_leaves = False
         self._round_trip = MovingAverage(ROUND_TRIP_WEIGHT)
         self._liveness = LivenessCheck(self._limits.silence_s, self._limits.answer_s, loop_time())
-        self.share = PayloadShare(owner.service.budget, self._limits.patience_s, self._on_wait_over)
+        self.share = PayloadShare(
+            owner.service.budget, self._limits.patience_s, lambda reserved: self.incoming.on_wait_over(reserved)
+        )
         self._outgoing = OutgoingCalls(
             stream, self.share, self._limits.max_calls, opened=opened, on_idle=self._end_when_idle
         )
@@ -240,10 +242,6 @@ class Connection:
             self.incoming.refuse(prefix.call, error)
         self.end(error, f"the peer broke the protocol ({error.code}): {error}")
         self._owner.report_violation(self.peer, error)
-
-    def _on_wait_over(self, is_reserved: bool) -> None:
-        """Goes on reading after a request has waited for memory."""
-        self.incoming.on_wait_over(is_reserved)
 
     def _refusal_of(self, request: Message | None) -> AgoraError | None:
         """Why this peer answers no request of that kind now; None when it does."""

@@ -204,14 +204,13 @@ class Directory:
         stored = await _within(storing, PUBLISH_S)
         return stored is not None and all(stored.values())
 
-    async def read(self, kind: type[Record] | str, stage: int, timeout_s: float = READ_S) -> list[Record]:
-        """Returns the valid records of a stage, one for each peer. Empty when none came within the time."""
-        return (await self.read_many(kind, [stage], timeout_s))[stage]
-
     async def read_many(
         self, kind: type[Record] | str, stages: Sequence[int], timeout_s: float = READ_S
     ) -> dict[int, list[Record]]:
-        """Returns the valid records of several stages; in a small swarm that costs as much as for one."""
+        """Returns the valid records of each stage, one for each peer; none where none came within the time.
+
+        In a small swarm several stages cost as much as one.
+        """
         keys = {stage: DHTID.generate(record_key(self.run, kind, stage)) for stage in stages}
         async with self._reads:
             if self.neighbours <= SMALL_SWARM:

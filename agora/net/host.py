@@ -15,18 +15,18 @@ import os
 import random
 import socket
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from agora_protocol.addresses import address_problem, peer_of_address
-from agora_protocol.errors import InputError, LocalError
+from agora_protocol.addresses import address_problem
+from agora_protocol.errors import LocalError
 from agora_protocol.frames import FrameLimits
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
+from agora.net.address_book import addresses_by_peer
 from agora.net.errors import ConnectionBroken, DialsCrossed
 from agora.net.hive import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
 from agora.net.link import LinkSpec
@@ -133,11 +133,7 @@ class Host:
         This host's own addresses are passed over. Once one peer has answered, each other one gets MORE_PEERS_S more.
         Raises InputError for a malformed address, and ConnectionBroken when there were peers and none answered.
         """
-        by_peer: dict[PeerId, list[str]] = defaultdict(list)
-        for address in addresses:
-            if problem := address_problem(address):
-                raise InputError(f"{address!r} {problem}; it should look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo...")
-            by_peer[peer_of_address(address)].append(address)
+        by_peer = addresses_by_peer(addresses)
         by_peer.pop(self.peer, None)
         running = {asyncio.create_task(self.reach(peer, known, timeout_s)) for peer, known in by_peer.items()}
         reached, failed = 0, ""

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import trio
-from agora_protocol.addresses import address_problem, peer_of_address
-from agora_protocol.errors import AgoraError, InputError, ProtocolError, WrongRun
+from agora_protocol.errors import AgoraError, ProtocolError, WrongRun
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PREFIX_BYTES, PROTOCOL_NAME, PROTOCOL_VERSION
@@ -37,6 +35,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
+from agora.net.address_book import addresses_by_peer
 from agora.net.errors import Unreachable
 
 TIMEOUT_S: Final = 10.0
@@ -56,7 +55,6 @@ def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOU
     """
 
     def decode(answer: StatusAnswer) -> dict[str, Any]:
-        """Returns the status that an answer holds. Raises ProtocolError."""
         try:
             status = json.loads(answer.status)
         except ValueError:
@@ -77,7 +75,6 @@ def fetch_manifest(addresses: Sequence[str], run: RunId, timeout_s: float = TIME
     from agora_protocol.manifest import SignedManifest  # it needs pydantic, which a status does not
 
     def verify(answer: ManifestAnswer) -> bytes:
-        """Returns the manifest that an answer holds, if it is that of the run. Raises ManifestError."""
         SignedManifest.from_bytes(answer.manifest, run)
         return answer.manifest
 
@@ -93,26 +90,15 @@ def _fetch(
     read: Callable[[A], R],
 ) -> R:
     """Asks the peers at `addresses`, and returns what `read` makes of the first answer that it accepts."""
-    by_peer: dict[PeerId, list[str]] = defaultdict(list)
-    for address in addresses:
-        if problem := address_problem(address):
-            raise InputError(f"{address!r} {problem}; it should look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo...")
-        by_peer[peer_of_address(address)].append(address.rpartition("/p2p/")[0])
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 
-    async def ask_all() -> R:
-        """Runs the asking in trio's loop."""
-        return await _ask_all(dict(by_peer), run, timeout_s, request, lambda answer: read(_typed(answer, kind)))
+    def read_typed(answer: Message) -> R:
+        if not isinstance(answer, kind):
+            raise ProtocolError("bad-message", f"{type(answer).__name__} is no answer to the question.")
+        return read(answer)
 
-    result: R = trio.run(ask_all)
+    result: R = trio.run(_ask_all, addresses_by_peer(addresses), run, timeout_s, request, read_typed)
     return result
-
-
-def _typed(answer: Message, kind: type[A]) -> A:
-    """Returns the answer if it is of this kind. Raises ProtocolError for another."""
-    if not isinstance(answer, kind):
-        raise ProtocolError("bad-message", f"{type(answer).__name__} is no answer to the question.")
-    return answer
 
 
 async def _ask_all(
@@ -127,7 +113,6 @@ async def _ask_all(
         async with host.run(listen_addrs=[]), trio.open_nursery() as nursery:
 
             async def attempt(peer: PeerId, addresses: list[str], done: trio.Event) -> None:
-                """Asks one peer, and ends the search when its answer is good."""
                 try:
                     answers.append(read(await _ask(host, peer, addresses, run, request)))
                     nursery.cancel_scope.cancel()
@@ -155,7 +140,7 @@ async def _ask_all(
 async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId, request: Message) -> Message:
     """Returns one peer's answer to `request`. Raises WrongRun, the peer's refusal, or py-libp2p's own errors."""
     identity = ID.from_base58(peer)
-    await host.connect(PeerInfo(identity, [Multiaddr(address) for address in addresses]))
+    await host.connect(PeerInfo(identity, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]))
     stream = await host.new_stream(identity, [TProtocol(PROTOCOL_NAME)])
     frames = _Frames(stream)
     await frames.send(FrameType.HELLO, 0, Hello(PROTOCOL_VERSION, b"", SOFTWARE, ()))

@@ -122,7 +122,7 @@ class OutgoingCalls:
             return Intake.DROP
         if not isinstance(message, ANSWER_OF[call.request]):
             raise ProtocolError("bad-message", f"{type(message).__name__} is no answer to {call.request.__name__}.")
-        self._share.reserve_for_answer(prefix.payload_bytes)
+        self._share.reserve(prefix.payload_bytes)
         return Intake.TAKE
 
     def on_answer(self, frame: Frame, message: Message) -> None:

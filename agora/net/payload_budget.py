@@ -96,10 +96,6 @@ class PayloadShare:
         self._waited_in_vain = False
         self.held = 0
 
-    def reserve_for_answer(self, size: int) -> None:
-        """Reserves the payload of an answer, which never waits."""
-        self._reserve(size)
-
     def reserve_for_request(self, size: int) -> Intake:
         """Reserves the payload of a request: TAKE. Or returns WAIT, until `on_wait_over`; or DROP: refuse it."""
         if not size:
@@ -112,7 +108,7 @@ class PayloadShare:
             self._wanted = size
             self._budget.wait(self, asyncio.get_running_loop().call_later(self._patience_s, self._lose_patience))
             return Intake.WAIT
-        self._reserve(size)
+        self.reserve(size)
         return Intake.TAKE
 
     def take_arrived(self) -> int:
@@ -140,12 +136,12 @@ class PayloadShare:
         if not self._budget.fits(self._wanted):
             return False
         wanted, self._wanted = self._wanted, 0
-        self._reserve(wanted)
+        self.reserve(wanted)
         self._on_wait_over(True)
         return True
 
-    def _reserve(self, size: int) -> None:
-        """Reserves the payload of the frame that arrives next."""
+    def reserve(self, size: int) -> None:
+        """Reserves the payload of the frame that arrives next, without asking whether it fits."""
         self._budget.reserve(size)
         self.held += size
         self._arriving = size

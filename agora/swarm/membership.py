@@ -33,6 +33,8 @@ from agora.swarm.placement import (
 )
 from agora.swarm.view import PeerView, View, merge
 
+SETTLE_S = 1.0
+"""How long a claim is given to be seen before collisions are judged; up to twice that, drawn at random."""
 LIFETIME_S = 20.0
 """How long a record outlives its peer in the directory; a killed peer leaves every view after this and `linger_s`."""
 LEAVING_LIFETIME_S = 10.0
@@ -57,17 +59,12 @@ class RecordStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """The run, this peer in it, and how long a claim is given to be seen before collisions are judged.
-
-    incarnation: of the first claim; each claim of another span has the next one. addresses: where this peer is dialled.
-    """
+    """The run, and this peer in it. incarnation: of its first claim; each claim of another span has the next one."""
 
     run: RunId
     stage_count: int
     incarnation: int
     addresses: tuple[str, ...] = ()
-    settle_s: float = 1.0
-    lifetime_s: float = LIFETIME_S
 
 
 class Membership:
@@ -150,7 +147,7 @@ class Membership:
         settling = Settling(placement)
         await self._publish_new_claim(placement.span)
         while not settling.settled:
-            await asyncio.sleep(self._config.settle_s * self._rng.uniform(1.0, 2.0))
+            await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
             await self.refresh()
             claimed, settling = settling.placement, next_settling_step(settling, self.judge())
             if settling.placement is not claimed:
@@ -196,13 +193,13 @@ class Membership:
         if self._claim is not None and self._claim.span == progress.span:
             progress = replace(progress, incarnation=self._claim.incarnation)
             self._merge([progress])
-            await self._publish(progress, self._config.lifetime_s)
+            await self._publish(progress, LIFETIME_S)
 
     async def _publish_claim(self) -> None:
         """Publishes the claim again."""
         if self._claim is not None:
             is_leaving = self._claim.state == "leaving"
-            await self._publish(self._claim, LEAVING_LIFETIME_S if is_leaving else self._config.lifetime_s)
+            await self._publish(self._claim, LEAVING_LIFETIME_S if is_leaving else LIFETIME_S)
 
     async def _publish(self, record: Record, lifetime_s: float) -> None:
         """Stores a record in the directory; trouble with it is reported, not raised."""
@@ -227,7 +224,7 @@ class Membership:
     async def _keep_publishing_claim(self) -> None:
         """Publishes the claim again and again, before it expires."""
         while True:
-            await asyncio.sleep(self._jittered(min(PUBLISH_CLAIM_S, self._config.lifetime_s / 3.0)))
+            await asyncio.sleep(self._jittered(PUBLISH_CLAIM_S))
             await self._publish_claim()
 
     async def _keep_publishing_progress(self) -> None:

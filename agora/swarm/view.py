@@ -36,8 +36,6 @@ class PeerView:
     steps: tuple[int, ...] = ()
     tokens_per_second: float = 0.0
     loss: float | None = None
-    queue: int = 0
-    completed: int = 0
     expires_unix: float = 0.0
     seen_unix: float = 0.0
     stepped_unix: float | None = None
@@ -149,8 +147,6 @@ def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix:
         steps=progress.steps,
         tokens_per_second=progress.tokens_per_second,
         loss=progress.loss,
-        queue=progress.queue,
-        completed=progress.completed,
         mean_step_s=mean_step_s,
         stepped_unix=now_unix if grown else known.stepped_unix,
     )
