@@ -31,7 +31,7 @@ from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
 from agora.moving_average import MovingAverage
 from agora.net.errors import ConnectionBroken
-from agora.net.incoming import IncomingCalls, Service
+from agora.net.incoming import ConnectionServices, IncomingCalls
 from agora.net.liveness import LivenessCheck, Verdict
 from agora.net.outgoing import OutgoingCalls
 from agora.net.payload_budget import PayloadShare
@@ -47,22 +47,22 @@ ROUND_TRIP_WEIGHT: Final = 0.3
 class ConnectionOwner(Protocol):
     """What a connection needs of the network that it is part of."""
 
-    service: Service
+    services: ConnectionServices
     report_violation: Callable[[PeerId, ProtocolError], None]
     shut_out_s: Callable[[PeerId], float]
 
     def hello(self) -> Hello:
-        """Returns what this peer says first on every stream."""
+        """Returns this peer's HELLO, the first frame on every stream."""
 
     def on_ready(self, connection: Connection) -> None:
-        """Both sides have said HELLO."""
+        """Takes a connection on which both sides have said HELLO."""
 
     def on_gone(self, connection: Connection) -> None:
-        """The connection broke or ended; called once."""
+        """Takes a connection that broke or ended; called once."""
 
 
 class Connection:
-    """A stream after both HELLOs, and until then."""
+    """One stream to a peer, from before the HELLOs until it breaks or ends, and all calls on it."""
 
     def __init__(self, owner: ConnectionOwner, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> None:
         """opened: this side opened the stream. path: "direct" or "relayed"."""
@@ -72,20 +72,20 @@ class Connection:
         self.stream = stream
         self.broken: AgoraError | None = None
         self._owner = owner
-        self._limits = owner.service.limits
+        self._limits = owner.services.limits
         self._hello: Hello | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer_leaves = False
         self._round_trip = MovingAverage(ROUND_TRIP_WEIGHT)
         self._liveness = LivenessCheck(self._limits.silence_s, self._limits.answer_s, loop_time())
         self.share = PayloadShare(
-            owner.service.budget, self._limits.patience_s, lambda reserved: self.incoming.on_wait_over(reserved)
+            owner.services.budget, self._limits.patience_s, lambda reserved: self.incoming.on_wait_over(reserved)
         )
         self._outgoing = OutgoingCalls(
             stream, self.share, self._limits.max_calls, opened=opened, on_idle=self._end_when_idle
         )
         self.incoming = IncomingCalls(
-            owner.service,
+            owner.services,
             stream,
             self.share,
             peer,
@@ -97,9 +97,7 @@ class Connection:
     # --- from HELLO to GOODBYE
 
     async def start(self) -> None:
-        """Says HELLO and waits for the peer's. Raises WrongRun, NotAdmitted, ProtocolError (the version), or
-        ConnectionBroken.
-        """
+        """Says HELLO and waits for the peer's. Raises WrongRun, NotAdmitted, ProtocolError, or ConnectionBroken."""
         self.stream.attach(self)
         self.stream.send_small(encode_frame(FrameType.HELLO, 0, self._owner.hello()))
         try:
@@ -167,7 +165,7 @@ class Connection:
 
     async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
         """Sends a request and returns the reply; see `OutgoingCalls.call`."""
-        self._owner.service.count_sent(request, tensors)
+        self._owner.services.count_sent(request, tensors)
         return await self._outgoing.call(request, tensors, on_progress)
 
     async def ping(self) -> None:
@@ -181,10 +179,10 @@ class Connection:
         self._round_trip = self._round_trip.updated(time.perf_counter() - started)
 
     def tick(self, now: float) -> None:
-        """Breaks off when a peer that owes an answer is gone, and shows a peer that sends that this side is there."""
+        """Pings a peer that owes an answer or sends for long; breaks off when it is gone. Called twice a second."""
         if self._hello is None or self.broken is not None:
             return
-        stream, spawn = self.stream, self._owner.service.spawn
+        stream, spawn = self.stream, self._owner.services.spawn
         if stream.is_mid_payload and not stream.backlog and now - stream.last_sent > self._limits.silence_s / 2:
             spawn(self.ping())  # on a slow link this ping is for long all that the sender hears
         verdict = self._liveness.judge(
@@ -202,14 +200,14 @@ class Connection:
     # --- what arrives
 
     def on_prefix(self, prefix: Prefix) -> None:
-        """See FrameSink."""
+        """Raises ProtocolError for a frame that may not come now, or whose header is too long."""
         if self._hello is None and prefix.type not in CONNECTION_FRAMES:
             raise ProtocolError("out-of-order", f"A {prefix.type.name} frame came before HELLO.")
         if prefix.header_bytes > MAX_HEADER_BYTES and not self._outgoing.may_have_long_answer(prefix.call):
             raise ProtocolError("too-large", f"A header of {prefix.header_bytes} bytes that nobody asked for.")
 
     def on_header(self, prefix: Prefix, message: Message | None) -> Intake:
-        """See FrameSink."""
+        """Decides whether a frame's payload is read. Raises ProtocolError."""
         if prefix.type is FrameType.REQUEST:
             return self.incoming.on_request_header(prefix, message)
         if prefix.type is FrameType.ANSWER:
@@ -217,7 +215,7 @@ class Connection:
         return Intake.TAKE
 
     def on_frame(self, frame: Frame) -> None:
-        """See FrameSink."""
+        """Hands a complete frame to the calls that it belongs to, or takes HELLO and GOODBYE. Raises ProtocolError."""
         message: Any = frame.message  # of the class that belongs into such a frame: that was judged with its header
         match frame.type:
             case FrameType.REQUEST:
@@ -237,14 +235,14 @@ class Connection:
                 self._on_goodbye(message)
 
     def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
-        """See FrameSink."""
+        """Ends the connection because the peer broke the protocol; tells the peer so, and reports it."""
         if prefix is not None and prefix.type is FrameType.REQUEST and not self._outgoing.is_own(prefix.call):
             self.incoming.refuse(prefix.call, error)
         self.end(error, f"the peer broke the protocol ({error.code}): {error}")
         self._owner.report_violation(self.peer, error)
 
     def _refusal_of(self, request: Message | None) -> AgoraError | None:
-        """Why this peer answers no request of that kind now; None when it does."""
+        """Returns the error with which a request of that kind is refused now; None when it is not."""
         if self.is_observer and not isinstance(request, OBSERVERS_MAY):
             return NotAdmitted("An observer may only ask for the manifest and the status.")
         if self._owner.shut_out_s(self.peer) > 0:

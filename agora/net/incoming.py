@@ -50,8 +50,8 @@ Handler = Callable[[IncomingCall], Awaitable[Reply]]
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """What all connections of one peer answer with, and within which bounds.
+class ConnectionServices:
+    """What all connections of one network share: limits, memory for payloads, the handler of requests, tasks.
 
     spawn: runs work until it ends or the network closes. report_failure: takes what `handle` raised that is no
     AgoraError. count_sent: takes each request or answered request, and the tensors that were sent for it.
@@ -78,7 +78,7 @@ class IncomingCalls:
 
     def __init__(
         self,
-        service: Service,
+        services: ConnectionServices,
         stream: FrameStream,
         share: PayloadShare,
         peer: PeerId,
@@ -91,7 +91,7 @@ class IncomingCalls:
 
         on_idle: called whenever a request has been answered.
         """
-        self._service = service
+        self._services = services
         self._stream = stream
         self._share = share
         self._peer = peer
@@ -117,14 +117,14 @@ class IncomingCalls:
             return self.refuse(number, refusal)
         if len(self._open) >= MAX_CALLS_PER_CONNECTION:
             raise ProtocolError("too-many-calls", f"More than {MAX_CALLS_PER_CONNECTION} calls on one connection.")
-        if len(self._open) >= self._service.limits.max_calls:
+        if len(self._open) >= self._services.limits.max_calls:
             return self.refuse(number, self._busy(f"{len(self._open)} calls of this peer are in hand"))
         intake = self._share.reserve_for_request(prefix.payload_bytes)
         self._waiting_call = number
         return self._refuse_for_memory() if intake is Intake.DROP else intake
 
     def on_wait_over(self, is_reserved: bool) -> None:
-        """Reads on after a request has waited for memory."""
+        """Goes on reading after a request has waited for memory, and refuses it when there was none."""
         self._stream.proceed(Intake.TAKE if is_reserved else self._refuse_for_memory())
 
     def _refuse_for_memory(self) -> Intake:
@@ -132,8 +132,8 @@ class IncomingCalls:
         return self.refuse(self._waiting_call, self._busy("no memory free for the payload"))
 
     def _busy(self, why: str) -> Busy:
-        """Returns the refusal of a request for which there is no room now."""
-        return Busy(why, retry_after_ms=int(self._service.limits.patience_s * 1000))
+        """Returns the error that refuses a request for which there is no room now."""
+        return Busy(why, retry_after_ms=int(self._services.limits.patience_s * 1000))
 
     def refuse(self, number: int, error: AgoraError) -> Intake:
         """Refuses a request; returns what becomes of its payload."""
@@ -141,7 +141,7 @@ class IncomingCalls:
         return Intake.DROP
 
     def on_request(self, frame: Frame, request: Request, run: bytes | None) -> None:
-        """Has a complete request answered. run: of the peer, None for an observer."""
+        """Starts a task that answers a complete request. run: of the peer, None for an observer."""
         held_bytes = self._share.take_arrived()
         if isinstance(request, Ping):
             self._stream.send_small(encode_frame(FrameType.ANSWER, frame.call, Pong()))
@@ -150,7 +150,7 @@ class IncomingCalls:
         call = IncomingCall(self._peer, run, request, tensors, loop_time() + request.deadline_ms / 1000)
         call.progress = partial(self._send_progress, frame.call)
         self._open[frame.call] = entry = _OpenRequest(call)
-        entry.task = self._service.spawn(self._serve(frame.call, call))
+        entry.task = self._services.spawn(self._serve(frame.call, call))
         entry.task.add_done_callback(lambda _: self._on_served(frame.call, entry, held_bytes))
 
     def on_cancel(self, number: int) -> None:
@@ -176,7 +176,7 @@ class IncomingCalls:
             self._stream.send_news(encode_frame(FrameType.PROGRESS, number, advance), number)
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
-        """Answers one request, unless its caller is gone by then."""
+        """Has one request handled, and sends the answer unless the caller is gone by then."""
         buffers = await self._answer(number, call)
         with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
             async with asyncio.timeout_at(None if self._stream.has_room else call.deadline):
@@ -184,7 +184,7 @@ class IncomingCalls:
                     await self._stream.send(buffers, number)
 
     def _on_served(self, number: int, entry: _OpenRequest, held_bytes: int) -> None:
-        """Forgets a request whose task has ended; perhaps it was cancelled before it began."""
+        """Forgets a request whose task has ended, and releases its payload. The task may never have begun."""
         if self._open.get(number) is entry:
             del self._open[number]
         self._share.release(held_bytes)
@@ -195,21 +195,21 @@ class IncomingCalls:
         refusal: AgoraError
         try:
             async with asyncio.timeout_at(call.deadline):
-                reply = await self._service.handle(call)
+                reply = await self._services.handle(call)
         except TimeoutError:
             refusal = PeerFailed("the deadline of the call passed")
         except AgoraError as error:
             refusal = error
         except Exception as error:
-            self._service.report_failure(self._peer, error)
+            self._services.report_failure(self._peer, error)
             refusal = PeerFailed("an error inside the peer's daemon; its log has it")
         else:
             try:
                 buffers = encode_frame(FrameType.ANSWER, number, reply.message, reply.tensors)
             except ProtocolError as error:
-                self._service.report_failure(self._peer, error)
+                self._services.report_failure(self._peer, error)
                 refusal = PeerFailed("the peer's answer would have broken the protocol")
             else:
-                self._service.count_sent(call.message, reply.tensors)
+                self._services.count_sent(call.message, reply.tensors)
                 return buffers
         return encode_frame(FrameType.REFUSAL, number, refusal_to_wire(refusal))

@@ -27,7 +27,7 @@ from agora.net.address_book import AddressBook
 from agora.net.connection import Connection
 from agora.net.errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from agora.net.host import Host
-from agora.net.incoming import Handler, Service
+from agora.net.incoming import ConnectionServices, Handler
 from agora.net.net_limits import NetLimits
 from agora.net.payload_budget import PayloadBudget
 from agora.net.streams import FrameStream
@@ -80,7 +80,7 @@ class Network:
         """
         self.limits = limits or NetLimits()
         self.budget = PayloadBudget(self.limits.max_held_bytes)
-        self.service = Service(self.limits, self.budget, handler, self._spawn, report_failure, count_sent)
+        self.services = ConnectionServices(self.limits, self.budget, handler, self._spawn, report_failure, count_sent)
         self.hello = hello
         self.report_violation = report_violation
         self.shut_out_s = shut_out_s
@@ -122,7 +122,7 @@ class Network:
         self._book.learn(peer, addresses)
 
     def statistics(self) -> NetStatistics:
-        """Returns what the network has carried so far, and who is connected."""
+        """Returns the bytes carried so far, and the connected peers."""
         streams = [connection.stream for connection in self._all()]
         return NetStatistics(
             bytes_in=self._past_bytes[0] + sum(stream.bytes_in for stream in streams),
@@ -280,7 +280,10 @@ class Network:
         self._spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
 
     def _make_room(self) -> bool:
-        """Whether one more connection may come. Observers, and peers without a HELLO yet, give way to newcomers."""
+        """Breaks off one observer's connection when there are too many. Returns False when no room can be made.
+
+        A peer that has not said HELLO yet counts as an observer.
+        """
         connections = self._all()
         if len(connections) < self.limits.max_connections:
             return True
@@ -310,14 +313,14 @@ class Network:
     # --- what connections need of the network
 
     def on_ready(self, connection: Connection) -> None:
-        """See ConnectionOwner."""
+        """Learns the peer's addresses, wakes a dial that waits for the peer, and measures the round trip."""
         self._book.learn(connection.peer, connection.addresses)
         if connection.peer in self._awaited:
             self._awaited[connection.peer].set()
         self._spawn(connection.ping())
 
     def on_gone(self, connection: Connection) -> None:
-        """See ConnectionOwner. What the connection has carried stays counted."""
+        """Forgets a connection that broke or ended. Its bytes stay counted."""
         self._past_bytes[0] += connection.stream.bytes_in
         self._past_bytes[1] += connection.stream.bytes_out
         left = self._connections.get(connection.peer, [])
@@ -338,7 +341,7 @@ class Network:
         return [connection for connections in self._connections.values() for connection in connections]
 
     async def _tick(self) -> None:
-        """Looks at every connection twice a second: is its peer still there, and not shut out?"""
+        """Breaks off connections whose peers are gone or shut out, looking twice a second, until cancelled."""
         while True:
             await asyncio.sleep(min(TICK_S, self.limits.silence_s / 4))
             for connection in self._all():

@@ -158,6 +158,6 @@ class OutgoingCalls:
             call.settle(result)
 
     def _check_past(self, number: int, what: str) -> None:
-        """Raises ProtocolError for a call that was never made. One that was given up may still be answered."""
+        """Raises ProtocolError when this side never made a call of this number. One that it gave up may be answered."""
         if not self.is_own(number) or number >= self._next:
             raise ProtocolError("out-of-order", f"{what} to call {number}, which was never made.")

@@ -97,7 +97,10 @@ class PayloadShare:
         self.held = 0
 
     def reserve_for_request(self, size: int) -> Intake:
-        """Reserves the payload of a request: TAKE. Or returns WAIT, until `on_wait_over`; or DROP: refuse it."""
+        """Reserves the payload of a request, if it may: see the table at the top of this module.
+
+        Returns TAKE when it is reserved, WAIT until `on_wait_over` is called, DROP when the request must be refused.
+        """
         if not size:
             return Intake.TAKE
         if self._budget.fits(size):
@@ -147,7 +150,7 @@ class PayloadShare:
         self._arriving = size
 
     def _lose_patience(self) -> None:
-        """Ends a wait in vain."""
+        """Ends a wait that took too long: the request must be refused."""
         if self._wanted:
             self._wanted = 0
             self._budget.stop_waiting(self)

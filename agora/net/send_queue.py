@@ -57,7 +57,7 @@ class SendQueue:
         return True
 
     def add_bulk(self, frame: QueuedFrame) -> None:
-        """Queues a frame behind all others; `wait_for_room` comes before it."""
+        """Queues a frame behind all others. The caller has waited for room before."""
         self._bulk.append(frame)
         self.bulk_bytes += frame.size
 

@@ -90,11 +90,11 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
     # --- for the real transport, a protocol
 
     def pause_writing(self) -> None:
-        """Asyncio's word that the real transport has enough."""
+        """Called by asyncio: the real transport has enough."""
         self._upload.block()
 
     def resume_writing(self) -> None:
-        """Asyncio's word that the real transport takes more."""
+        """Called by asyncio: the real transport takes more."""
         self._upload.unblock()
 
     def get_buffer(self, sizehint: int) -> Any:
@@ -102,15 +102,15 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         return self._download.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Asyncio's word that `nbytes` were put there."""
+        """Called by asyncio: `nbytes` were put there."""
         self._download.arrived(nbytes)
 
     def eof_received(self) -> bool | None:
-        """Asyncio's word that the peer sends nothing more."""
+        """Called by asyncio: the peer sends nothing more."""
         return self._stream.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Asyncio's word that the real transport is gone."""
+        """Called by asyncio: the real transport is gone."""
         self._end()
         self._stream.connection_lost(exc)
 

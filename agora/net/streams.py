@@ -60,7 +60,7 @@ class FrameSink(Protocol):
         """Takes a complete frame. May raise ProtocolError."""
 
     def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
-        """Takes what the peer did that the protocol forbids. Nothing more is read from it."""
+        """Takes a violation of the protocol by the peer. Nothing more is read from it."""
 
     def on_lost(self, reason: str) -> None:
         """Takes the end of the stream; called once, also after `close`."""
@@ -72,7 +72,7 @@ def new_buffer(size: int) -> memoryview:
 
 
 class FrameStream(asyncio.BufferedProtocol):
-    """One stream to a peer. It reads one length-delimited preamble (p2pd's word on who the peer is), then frames.
+    """One stream to a peer. It reads one length-delimited preamble, in which p2pd names the peer, and then frames.
 
     Nothing is read between the preamble and `attach`.
     """
@@ -105,7 +105,7 @@ class FrameStream(asyncio.BufferedProtocol):
     # --- asyncio's side: connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asyncio's word that the stream can be used."""
+        """Called by asyncio: the stream can be used."""
         self._transport = transport  # type: ignore[assignment]
         transport.set_write_buffer_limits(high=262_144, low=65_536)  # type: ignore[attr-defined]
 
@@ -124,11 +124,11 @@ class FrameStream(asyncio.BufferedProtocol):
             self._advance()
 
     def eof_received(self) -> None:
-        """Asyncio's word that the peer sends nothing more."""
+        """Called by asyncio: the peer sends nothing more."""
         self.abort()  # a peer that has stopped talking has gone; what is still queued for it has no reader
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Asyncio's word that the stream is gone."""
+        """Called by asyncio: the stream is gone."""
         self.is_lost = self._is_deaf = True
         self.ended.set()
         self._queue.close()
@@ -173,7 +173,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._view[self._end : self._end + HEAD_BYTES]
 
     def buffer_updated(self, count: int) -> None:
-        """Asyncio's word that `count` bytes were put there."""
+        """Called by asyncio: `count` bytes were put there."""
         self.bytes_in += count
         self.last_heard = self._loop.time()
         if self._is_deaf:
@@ -193,7 +193,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._frame is not None or self._skip > 0
 
     def proceed(self, intake: Intake) -> None:
-        """Ends a WAIT with TAKE or DROP."""
+        """Reads on after the sink said WAIT: the payload that waits is read (TAKE) or thrown away (DROP)."""
         frame, prefix = self._frame, self._prefix
         if not self.is_waiting or frame is None or prefix is None or self._transport is None or self._is_deaf:
             return
@@ -367,11 +367,11 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._queue.withdraw(call)
 
     def pause_writing(self) -> None:
-        """Asyncio's word that the transport has enough for now."""
+        """Called by asyncio: the transport has enough for now."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """Asyncio's word that the transport takes more."""
+        """Called by asyncio: the transport takes more."""
         self._is_paused = False
         self._pump()
 

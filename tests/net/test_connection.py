@@ -14,7 +14,7 @@ from agora_protocol.messages import Advance, Hello, Message, Processed
 
 from agora.calls import Reply
 from agora.net.connection import Connection
-from agora.net.incoming import IncomingCall, Service
+from agora.net.incoming import ConnectionServices, IncomingCall
 from agora.net.net_limits import NetLimits
 from agora.net.payload_budget import GUARANTEED_BYTES, PayloadBudget
 from agora.net.send_queue import NEWS_BYTES
@@ -32,7 +32,7 @@ class Owner:
 
     def __init__(self, takes_s: float = 0.0) -> None:
         self.budget = PayloadBudget(LIMITS.max_held_bytes)
-        self.service = Service(
+        self.services = ConnectionServices(
             LIMITS, self.budget, self.handle, self.spawn, lambda _, error: self.errors.append(error), lambda *_: None
         )
         self.takes_s = takes_s
