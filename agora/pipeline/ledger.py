@@ -123,7 +123,7 @@ class Work:
     def __init__(self, key: WorkKey, last: int) -> None:
         self.key = key
         self.last = last
-        self.committed = False
+        self.committed = self.cancelled = False
         self.callers: list[OnProgress] = []
         self.newest: dict[int, Advance] = {}
 
@@ -141,7 +141,12 @@ class Work:
         """Marks that the gradient was not counted after all; cancels work without callers."""
         self.committed = False
         if not self.callers:
-            self.task.cancel()
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Cancels the work; its seat stays taken until it has ended."""
+        self.cancelled = True
+        self.task.cancel()
 
 
 StartWork = Callable[[Work], Awaitable[HopAnswer]]
@@ -155,8 +160,7 @@ class WorkLedger:
         self._me = me
         self._report = report
         self._answers = AnswerCache() if answers is None else answers
-        self._running: dict[WorkKey, Work] = {}
-        self._ending: dict[WorkKey, Work] = {}
+        self._works: dict[WorkKey, Work] = {}
         self._refusal = ""
         self._seat_s = MovingAverage(0.1)
         self._freed = ChangeNotifier()
@@ -164,7 +168,7 @@ class WorkLedger:
     @property
     def taken(self) -> int:
         """Seats taken: work that runs, or was cancelled and has not ended yet."""
-        return len(self._running) + len(self._ending)
+        return len(self._works)
 
     def answer_repeat(self, message: Process, on_progress: OnProgress, queue: int = 0) -> HopAnswer | None:
         """Returns the kept answer to a microbatch that this peer has finished, None when there is none.
@@ -185,14 +189,15 @@ class WorkLedger:
         made, so there is nothing to answer: the caller finds a sibling, or its own caller repeats the earlier entry.
         """
         past = self._answers.stages_of(key.microbatch, loop_time()).items()
-        present = [(w.key.stage, w.last) for w in self._works() if w.key.microbatch == key.microbatch]
+        present = [(w.key.stage, w.last) for w in self._works.values() if w.key.microbatch == key.microbatch]
         for entry, end in (*present, *past):
             if entry != key.stage and entry <= last and key.stage <= end:
                 raise Busy(f"this microbatch entered this peer at stage {entry} before", OVERLAP_RETRY_MS)
 
     def is_running(self, key: WorkKey) -> bool:
         """Whether this work runs, so that a repeat joins it."""
-        return key in self._running
+        work = self._works.get(key)
+        return work is not None and not work.cancelled
 
     async def run(
         self, key: WorkKey, last: int, deadline: float, on_progress: OnProgress, start: StartWork
@@ -204,8 +209,10 @@ class WorkLedger:
         when an earlier, cancelled work of this name has not ended by `deadline`.
         """
         while True:
-            await self._wait_for_end(key, deadline)
-            work = self._running.get(key)
+            work = self._works.get(key)
+            if work is not None and work.cancelled:
+                await self._wait_for_end(work, deadline)
+                continue
             if work is None:
                 return await self._wait(self._start(key, last, start), on_progress)
             self._report(events.RepeatServed(key.microbatch.hex(), key.stage))
@@ -233,15 +240,11 @@ class WorkLedger:
 
     async def cancel_all(self, timeout_s: float = 5.0) -> None:
         """Cancels all running work and waits at most `timeout_s` for it to end."""
-        for work in list(self._running.values()):
-            self._cancel(work)
-        tasks = [work.task for work in self._works()]
+        tasks = [work.task for work in self._works.values()]
+        for work in self._works.values():
+            work.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
-
-    def _works(self) -> list[Work]:
-        """Returns all work that has not ended."""
-        return [*self._running.values(), *self._ending.values()]
 
     def _take_seat(self) -> None:
         """Raises Busy when no new work may start."""
@@ -256,7 +259,7 @@ class WorkLedger:
     def _start(self, key: WorkKey, last: int, start: StartWork) -> Work:
         """Starts the work in a task of its own and keeps its answer when it ends."""
         self._take_seat()
-        work = self._running[key] = Work(key, last)
+        work = self._works[key] = Work(key, last)
 
         async def perform() -> HopAnswer:
             started = loop_time()
@@ -266,52 +269,37 @@ class WorkLedger:
                 self._seat_s = self._seat_s.updated(loop_time() - started)
                 return answer
             finally:
-                if self._running.get(key) is work:
-                    del self._running[key]
-                    self._freed.notify()
+                self._free(work)
 
         work.task = asyncio.create_task(perform(), name=f"hop {key.microbatch.hex()} at stage {key.stage}")
+        work.task.add_done_callback(lambda task: self._end(work))
         return work
 
     async def _wait(self, work: Work, on_progress: OnProgress) -> HopAnswer:
-        """Returns the work's answer; a caller that stops waiting as the last one cancels the work."""
+        """Returns the work's answer; a caller that stops waiting as the last one cancels work that is not committed."""
         work.callers.append(on_progress)
         try:
             return await asyncio.shield(work.task)
         finally:
             work.callers.remove(on_progress)
-            if not work.callers and not work.task.done():
-                if work.committed:
-                    work.task.add_done_callback(_consume_outcome)
-                else:
-                    self._cancel(work)
+            if not work.callers and not work.committed:
+                work.cancel()
 
-    def _cancel(self, work: Work) -> None:
-        """Cancels the work; its seat stays taken until it has ended."""
-        self._running.pop(work.key, None)
-        self._ending[work.key] = work
-        work.task.add_done_callback(lambda task: self._ended(work))
-        work.task.cancel()
-
-    def _ended(self, work: Work) -> None:
-        """Frees the seat of cancelled work."""
-        _consume_outcome(work.task)
-        if self._ending.get(work.key) is work:
-            del self._ending[work.key]
-            self._freed.notify()
-
-    async def _wait_for_end(self, key: WorkKey, deadline: float) -> None:
-        """Waits until a cancelled work of this name has ended. Raises Busy when it has not by `deadline`."""
-        ending = self._ending.get(key)
-        if ending is None:
-            return
-        await asyncio.wait([ending.task], timeout=max(0.0, deadline - loop_time()))
-        if not ending.task.done():
+    async def _wait_for_end(self, work: Work, deadline: float) -> None:
+        """Waits until cancelled work has ended. Raises Busy when it has not by `deadline`."""
+        await asyncio.wait([work.task], timeout=max(0.0, deadline - loop_time()))
+        if not work.task.done():
             raise Busy("an earlier attempt of this microbatch is still ending here", ENDING_RETRY_MS)
-        self._ended(ending)
+        self._free(work)
 
+    def _end(self, work: Work) -> None:
+        """Frees the seat of work that was cancelled before it began, and reads an outcome that nobody may await."""
+        self._free(work)
+        if not work.task.cancelled():
+            work.task.exception()
 
-def _consume_outcome(task: asyncio.Task[HopAnswer]) -> None:
-    """Reads the outcome of a task that nobody awaits any more, so that asyncio does not log it as lost."""
-    if not task.cancelled():
-        task.exception()
+    def _free(self, work: Work) -> None:
+        """Frees the seat of work that has ended; does nothing the second time."""
+        if self._works.get(work.key) is work:
+            del self._works[work.key]
+            self._freed.notify()
