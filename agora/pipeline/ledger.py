@@ -262,6 +262,7 @@ class WorkLedger:
         work = self._works[key] = Work(key, last)
 
         async def perform() -> HopAnswer:
+            """Runs the work, keeps its answer and frees its seat."""
             started = loop_time()
             try:
                 answer = await start(work)

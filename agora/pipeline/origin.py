@@ -193,6 +193,7 @@ class Origin:
         seats = asyncio.Semaphore(max(2, self.credit.limit // 2))
 
         async def evaluate_one(tokens: WireTensor) -> None:
+            """Adds one microbatch to the sums."""
             nonlocal loss_sum, token_count
             async with seats:
                 answer = await self._deliver(self._new_microbatch(tokens, "evaluate"))

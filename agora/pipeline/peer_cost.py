@@ -111,14 +111,14 @@ class PeerCost:
     # --- updates
 
     def after_sending(self, floor_s: float, charge_s: float) -> PeerCost:
-        """A microbatch is sent: its time is charged at once, on `floor_s` at least, so that the next choice sees it."""
+        """Returns the cost after a microbatch was sent, charged at once: max(virtual_s, floor_s) + charge_s."""
         virtual = max(self.virtual_s, floor_s) + charge_s
         return replace(self, virtual_s=virtual, open_calls=self.open_calls + 1, sent_since=self.sent_since + 1)
 
     def after_seat(
         self, now: float, queue: int, waited_s: float, payload_bytes: int, ping_s: float | None = None
     ) -> PeerCost:
-        """The peer took a seat `waited_s` after the microbatch was sent, with `queue` microbatches at its device.
+        """Returns the cost after the peer took a seat `waited_s` after sending, with a queue of `queue` microbatches.
 
         The wait is split into `ping_s`, the round trip of an idle link, and the transfer of `payload_bytes`; without a
         measured ping all of it counts as round trip.
@@ -140,7 +140,7 @@ class PeerCost:
         )
 
     def after_answer(self, service_s: float, call_s: float) -> PeerCost:
-        """The peer answered after `call_s`, and says that its device worked `service_s`, of which `call_s` counts."""
+        """Returns the cost after an answer that took `call_s`, of which the device by its own word took `service_s`."""
         return replace(
             self,
             service_s=_average(self.service_s, max(1e-6, min(service_s, call_s)), self.answers),
@@ -153,18 +153,18 @@ class PeerCost:
         )
 
     def after_no_work(self, charge_s: float) -> PeerCost:
-        """A call ended without work, or we left it: the charge is taken back."""
+        """Returns the cost after a call that ended without work, or that we left: the charge is taken back."""
         sent_since = max(0, self.sent_since - 1)
         return replace(self, virtual_s=self.virtual_s - charge_s, open_calls=self.open_calls - 1, sent_since=sent_since)
 
     def after_busy(self, now: float, charge_s: float, retry_after_s: float) -> PeerCost:
-        """The peer had no seat: no failure, but a short wait, and no more calls at a time than it has of ours now."""
+        """Returns the cost after BUSY: a short wait, and no more calls at a time than the peer has of ours now."""
         refunded = self.after_no_work(charge_s)
         busy_until = max(self.busy_until, now + min(max(retry_after_s, MIN_BUSY_S), MAX_BUSY_S))
         return replace(refunded, call_limit=float(max(1, refunded.open_calls)), busy_until=busy_until)
 
     def after_failure(self, now: float, wasted_s: float = 0.0, max_failures: int = 64) -> PeerCost:
-        """A call failed after `wasted_s`; `failures` grows to at most `max_failures`.
+        """Returns the cost after a call that failed after `wasted_s`; `failures` grows to at most `max_failures`.
 
         Failures within BACKOFF_S count once, because one broken connection fails all calls on it.
         """
@@ -175,7 +175,7 @@ class PeerCost:
         return replace(self, failures=failures, failed_at=now, wasted_s=wasted)
 
     def after_restart(self, incarnation: int) -> PeerCost:
-        """The peer's daemon started anew: its failures and refusals are forgotten, its speed is kept as an estimate."""
+        """Returns the cost after the peer's daemon was restarted: failures are forgotten, its speed is kept."""
         return replace(
             self,
             incarnation=incarnation,

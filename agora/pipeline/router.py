@@ -196,6 +196,7 @@ class Router:
         limit, counts = NEWS_PER_STAGE * (self._stage_count - stage), Counter[str]()
 
         def on_progress(news: Advance) -> None:
+            """Learns from one progress message, and passes it on when our own callers do not know it yet."""
             counts[news.event] += 1
             if counts[news.event] > limit:
                 return

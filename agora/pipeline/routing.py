@@ -214,12 +214,12 @@ class RoutingTable:
         return Attempt(stage, peer, now, until, deadline_ms, payload_bytes, charge_s)
 
     def accepted(self, now: float, attempt: Attempt, queue: int, ping_s: float | None) -> None:
-        """The peer took a seat; `queue` microbatches are at its device. ping_s: round trip of the idle link."""
+        """Records that the peer took a seat, with a queue of `queue` microbatches. ping_s: idle round trip."""
         waited_s, payload = now - attempt.started, attempt.payload_bytes
         self._learn(attempt, lambda cost: cost.after_seat(now, queue, waited_s, payload, ping_s))
 
     def answered(self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float) -> float:
-        """The peer answered, after `service_s` on its device by its own word.
+        """Records that the peer answered, after `service_s` on its device by its own word.
 
         Returns the seconds that the microbatch and its answer needed on the link if nothing had waited; period_s: time
         between two answers to this caller.
@@ -228,20 +228,20 @@ class RoutingTable:
         return cost.crossing_s(attempt.payload_bytes, answer_bytes, period_s) if cost else 0.0
 
     def busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
-        """The peer refused the microbatch for want of a seat."""
+        """Records that the peer refused the microbatch because all its seats were taken."""
         self._learn(attempt, lambda cost: cost.after_busy(now, attempt.charge_s, retry_after_s))
 
     def failed(self, now: float, attempt: Attempt, wasted_s: float, max_failures: int = 64) -> None:
-        """The call failed after costing us `wasted_s`; see PeerCost.after_failure."""
+        """Records that the call failed after costing us `wasted_s`; see PeerCost.after_failure."""
         charge_s = attempt.charge_s
         self._learn(attempt, lambda cost: cost.after_no_work(charge_s).after_failure(now, wasted_s, max_failures))
 
     def abandoned(self, attempt: Attempt) -> None:
-        """We left the call ourselves: nothing is learnt, the charge is taken back."""
+        """Records that we left the call ourselves: the charge is taken back and nothing is learnt."""
         self._learn(attempt, lambda cost: cost.after_no_work(attempt.charge_s))
 
     def rejected(self, now: float, stage: int, peer: PeerId) -> None:
-        """The peer's answer had the right form but could not be used: counts as a failure."""
+        """Records as a failure that the peer's answer had the right form but could not be used."""
         costs = self._costs.get(stage, {})
         if peer in costs:
             costs[peer] = costs[peer].after_failure(now)
