@@ -62,7 +62,6 @@ class LoadedSpan:
             compute,
             peer.router,
             peer.ledger,
-            me=startup.peer,
             stage_count=signed.manifest.stage_count,
             shapes=peer.shapes,
             report=startup.report,

@@ -24,7 +24,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from agora_protocol.errors import NotMyStage, PeerFailed, ProtocolError, Refused, Unavailable
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import Span
 from agora_protocol.limits import MAX_DEADLINE_MS
 from agora_protocol.messages import Advance, Process, Processed
 from agora_protocol.tensors import WireTensor
@@ -77,14 +77,12 @@ class Hop:
         router: Router,
         ledger: WorkLedger,
         *,
-        me: PeerId,
         stage_count: int,
         shapes: WireShapes,
         report: Report,
         barrier: StepBarrier | None = None,
         fault: ReachFault = faults.reach,
     ) -> None:
-        self._me = me
         self._stage_count = stage_count
         self._shapes = shapes
         self._compute = compute
@@ -227,7 +225,7 @@ class Hop:
 
     def _advance(self, job: Job, what: str) -> Advance:
         """Returns the progress message of this hop."""
-        return Advance(job.message.stage, self._me, what, self._on_device)
+        return Advance(job.message.stage, self._ledger.me, what, self._on_device)
 
     @contextmanager
     def _counted_on_device(self) -> Iterator[None]:

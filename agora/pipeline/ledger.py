@@ -157,7 +157,7 @@ class WorkLedger:
 
     def __init__(self, me: PeerId, max_seats: int, report: Report, answers: AnswerCache | None = None) -> None:
         self.max_seats = max(1, max_seats)
-        self._me = me
+        self.me = me
         self._report = report
         self._answers = AnswerCache() if answers is None else answers
         self._works: dict[WorkKey, Work] = {}
@@ -179,7 +179,7 @@ class WorkLedger:
         answer = self._answers.get(WorkKey.of(message), loop_time())
         if answer is not None:
             self._report(events.RepeatServed(message.microbatch.hex(), message.stage))
-            on_progress(Advance(message.stage, self._me, "finished", queue))
+            on_progress(Advance(message.stage, self.me, "finished", queue))
         return answer
 
     def refuse_overlap(self, key: WorkKey, last: int) -> None:

@@ -201,7 +201,6 @@ class Node:
             self.compute,
             self.router,
             self.ledger,
-            me=self.peer,
             stage_count=self.world.stage_count,
             shapes=SHAPES,
             report=self.events.append,
