@@ -36,7 +36,7 @@ from agora.state.rules import (
 )
 from agora.state.snapshot import Snapshots
 from agora.state.stages import KeptStages, StageHolders, StageSlices
-from agora.state.transfer import StateFetch, TransferConfig
+from agora.state.transfer import USUAL_LAG, StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
@@ -166,7 +166,7 @@ class StateKeeper:
             self._caller,
             stage,
             self._stages.layout(stage).numel,
-            config=TransferConfig(lag_limit=0) if exact else TransferConfig(),
+            lag_limit=0 if exact else USUAL_LAG,
             plausible_step=lambda: plausibility_bound(self._serving_steps(stage), lag_limit),
             report_offence=self._report_offence,
         )

@@ -20,20 +20,12 @@ from agora.clock import loop_time
 from agora.state.layout import ELEMENT_BYTES, StageState, chunk_count, chunk_hashes, pack_chunk, snapshot_hash
 
 RETRY_MS: Final = 1000
+FRESH_S: Final = 30.0  # up to this age a snapshot is given to new joiners
+REMAKE_FACTOR: Final = 10.0  # older than so many times its copying time, it is not given to one that needs a later step
 SHORTEST_COPY_S: Final = 0.02  # a copy counts as having taken at least this long
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotLimits:
-    """How long snapshots live, and how many bytes all of them together may hold."""
-
-    fresh_s: float = 30.0  # up to this age a snapshot is given to new joiners
-    remake_factor: float = (
-        10.0  # older than so many times its copying time, it is not given to one that needs a later step
-    )
-    in_use_s: float = 10.0  # for so long after its last use it is not dropped to make room for another
-    idle_s: float = 60.0  # so long after its last use it is dropped
-    max_bytes: int = 2**31
+IN_USE_S: Final = 10.0  # for so long after its last use a snapshot is not dropped to make room for another
+IDLE_S: Final = 60.0  # so long after its last use it is dropped
+MAX_BYTES: Final = 2**31  # of all snapshots together
 
 
 @dataclass(slots=True)
@@ -68,7 +60,7 @@ class Snapshots:
         nbytes_of: Callable[[int], int],
         *,
         now: Callable[[], float] = loop_time,
-        limits: SnapshotLimits | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         """export: returns a consistent copy of a stage that nobody changes later, or None while there is nothing to
         give. nbytes_of: returns the bytes of a stage's copy. now: the clock, in seconds.
@@ -76,7 +68,7 @@ class Snapshots:
         self._export = export
         self._nbytes_of = nbytes_of
         self._now = now
-        self._limits = limits or SnapshotLimits()
+        self._max_bytes = max_bytes
         self._kept: dict[bytes, _Snapshot] = {}
         self._copying: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -108,8 +100,8 @@ class Snapshots:
         return Reply(Chunk(), [WireTensor("uint8", (len(data),), memoryview(data))])
 
     def drop_idle(self) -> None:
-        """Drops the snapshots that nobody has used for `idle_s`."""
-        oldest = self._now() - self._limits.idle_s
+        """Drops the snapshots that nobody has used for IDLE_S."""
+        oldest = self._now() - IDLE_S
         for snapshot in [s for s in self._kept.values() if s.last_used < oldest]:
             del self._kept[snapshot.name]
 
@@ -129,8 +121,8 @@ class Snapshots:
         """Tells whether the snapshot may be given to a new joiner that asks for step `at_least`."""
         age = self._now() - snapshot.made
         if snapshot.state.step >= at_least:
-            return age < self._limits.fresh_s
-        return age < min(self._limits.remake_factor * snapshot.copying_s, self._limits.fresh_s)
+            return age < FRESH_S
+        return age < min(REMAKE_FACTOR * snapshot.copying_s, FRESH_S)
 
     async def _make(self, stage: int) -> _Snapshot | None:
         """Copies and hashes the stage; None while there is nothing to give."""
@@ -146,9 +138,9 @@ class Snapshots:
 
     def _make_room(self, nbytes: int) -> bool:
         """Drops snapshots, the longest unused first, until `nbytes` more fit. False when one of them is in use."""
-        while self._kept and self.nbytes + nbytes > self._limits.max_bytes:
+        while self._kept and self.nbytes + nbytes > self._max_bytes:
             longest_unused = min(self._kept.values(), key=lambda s: s.last_used)
-            if self._now() - longest_unused.last_used < self._limits.in_use_s:
+            if self._now() - longest_unused.last_used < IN_USE_S:
                 return False
             del self._kept[longest_unused.name]
         return True

@@ -24,26 +24,19 @@ from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.layout import StageState, chunk_bytes, chunk_count, chunk_range
 from agora.swarm.conduct import Offence, ReportOffence
 
+SOURCES: Final = 4  # asked for chunks at once; the others wait to replace them
+WINDOW: Final = 3  # open calls to a source that gives a chunk in less than QUICK_S; other sources get one at a time
+QUICK_S: Final = 4.0
+OFFER_S: Final = 30.0  # for a source to make its snapshot
+GATHER_S: Final = 1.0  # after the first offer, before chunks are asked for: time for a newer one to come
+CHUNK_S: Final = 120.0  # for one chunk; a source that needs more counts as failed
+FAILURES: Final = 4  # of one source in a row, before it is given up
+PAUSE_S: Final = 0.5  # after a source's first failure; doubles with each
+MAX_PAUSE_S: Final = 10.0  # for which a busy source is left alone
+SLOW_S: Final = 5.0  # without an answer for this long, and for four usual chunk times: a waiting source joins in
 TICK_S: Final = 0.05  # how often slow sources are looked for while nothing arrives
-MAX_PAUSE_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class TransferConfig:
-    """How much is fetched at once, and how patiently. The defaults fill 200 Mbit/s at 50 ms from one source, and hold
-    48 MiB.
-    """
-
-    sources: int = 4  # asked for chunks at once; the others wait to replace them
-    window: int = 3  # open calls to a source that gives a chunk in less than `quick_s`; other sources get one at a time
-    quick_s: float = 4.0
-    lag_limit: int = 100  # steps behind the newest offer at which a source is not used
-    offer_s: float = 30.0  # for a source to make its snapshot
-    gather_s: float = 1.0  # after the first offer, before chunks are asked for: time for a newer one to come
-    chunk_s: float = 120.0  # for one chunk; a source that needs more counts as failed
-    failures: int = 4  # of one source in a row, before it is given up
-    pause_s: float = 0.5  # after its first failure; doubles with each
-    slow_s: float = 5.0  # without an answer for this long, and for four usual chunk times: a waiting source joins in
+USUAL_LAG: Final = 100  # steps behind the newest offer at which a source is not used
+# One source fills 200 Mbit/s at 50 ms with these, and all of them together hold 48 MiB.
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +79,20 @@ class StateFetch:
         stage: int,
         numel: int,
         *,
-        config: TransferConfig | None = None,
+        lag_limit: int = USUAL_LAG,
+        sources_at_once: int = SOURCES,
         plausible_step: Callable[[], float] = lambda: math.inf,
         report_offence: ReportOffence,
     ) -> None:
-        """plausible_step: returns the plausibility bound; a source that offers a later step is not used."""
+        """lag_limit: steps behind the newest offer at which a source is not used. plausible_step: returns the plausibility
+        bound; a source that offers a later step is not used.
+        """
         self.schedule = ChunkSchedule(chunk_count(numel))
         self._caller = caller
         self._stage = stage
         self._numel = numel
-        self._config = config or TransferConfig()
+        self._lag_limit = lag_limit
+        self._sources_at_once = sources_at_once
         self._plausible_step = plausible_step
         self._report_offence = report_offence
         self._weights, self._mean, self._square = (np.empty(numel, np.float32) for _ in range(3))
@@ -174,16 +171,16 @@ class StateFetch:
     # --- starting calls
 
     def _ask_for_offers(self, now: float) -> None:
-        """Asks waiting sources for their offers, until `config.sources` of them are at work and not slow."""
+        """Asks waiting sources for their offers, until `sources_at_once` of them are at work and not slow."""
         usable = [source for source in self._sources if not source.given_up]
         at_work = sum(1 for s in usable if (s.offer or s.offer_pending) and not self._is_slow(s, now))
         waiting = [s for s in usable if not (s.offer or s.offer_pending) and now >= s.not_before]
-        for source in waiting[: max(self._config.sources - at_work, 0)]:
+        for source in waiting[: max(self._sources_at_once - at_work, 0)]:
             source.calls[asyncio.create_task(self._fetch_offer(source))] = _SourceCall(now, None)
 
     def _is_slow(self, source: _Source, now: float) -> bool:
         """Tells whether the source's oldest open call lasts so long that a waiting source should join in."""
-        patience = self._config.slow_s
+        patience = SLOW_S
         if source.offer is not None:
             patience = max(patience, 4 * self.schedule.usual_s())
         return now - min((call.began for call in source.calls.values()), default=now) > patience
@@ -193,7 +190,7 @@ class StateFetch:
         if not self._offers_complete:
             self._offers_complete = self._have_gathered_offers(now)
             newest = max((source.offer.index.step for source in self._sources if source.offer), default=0)
-            self._lowest_step = max(self._lowest_step, newest - self._config.lag_limit)
+            self._lowest_step = max(self._lowest_step, newest - self._lag_limit)
         if not self._offers_complete:
             return
         for source in self._sources:
@@ -204,14 +201,14 @@ class StateFetch:
             free = [s for s in free if self._start_chunk(s, now)]
 
     def _have_gathered_offers(self, now: float) -> bool:
-        """Tells whether there is an offer, and no other is pending or the first has waited for `gather_s`."""
+        """Tells whether there is an offer, and no other is pending or the first has waited for GATHER_S."""
         if self._first_offer_at is None:
             return False
-        return now >= self._first_offer_at + self._config.gather_s or not any(s.offer_pending for s in self._sources)
+        return now >= self._first_offer_at + GATHER_S or not any(s.offer_pending for s in self._sources)
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
         """Asks the source for a chunk; False when its window is full or there is no chunk for it to give."""
-        window = self._config.window if source.last_chunk_s < self._config.quick_s else 1
+        window = WINDOW if source.last_chunk_s < QUICK_S else 1
         if source.offer is None or len(source.calls) >= window:
             return False
         if (chunk := self.schedule.take(source.peer, now)) is None:
@@ -224,7 +221,7 @@ class StateFetch:
 
     async def _fetch_offer(self, source: _Source) -> None:
         """Asks the source for its newest snapshot, and keeps the offer if its step is plausible."""
-        ends = min(self._deadline, loop_time() + self._config.offer_s)
+        ends = min(self._deadline, loop_time() + OFFER_S)
         request = GetState(self._stage, self._lowest_step, milliseconds_until(ends))
         try:
             offer = check_offer(await self._caller.call(source.peer, request, deadline=ends), self._numel)
@@ -240,7 +237,7 @@ class StateFetch:
     async def _fetch_chunk(self, source: _Source, offer: Offer, chunk: int) -> None:
         """Asks the source for a chunk of its snapshot, checks it in a thread, and stores it."""
         began = loop_time()
-        ends = min(self._deadline, began + self._config.chunk_s)
+        ends = min(self._deadline, began + CHUNK_S)
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(ends))
         size = chunk_bytes(chunk, self._numel)
         try:
@@ -281,7 +278,7 @@ class StateFetch:
         if isinstance(error, FalseStateError):
             self._report_offence(source.peer, Offence.FALSE_STATE, f"{error.code}: {error}")
         if isinstance(error, Busy):
-            source.not_before = loop_time() + min(max(error.retry_after_ms / 1000, self._config.pause_s), MAX_PAUSE_S)
+            source.not_before = loop_time() + min(max(error.retry_after_ms / 1000, PAUSE_S), MAX_PAUSE_S)
         elif isinstance(error, ProtocolError) or (isinstance(error, Refused) and offer is None):
             self._give_up(source, str(error))
         else:
@@ -290,13 +287,13 @@ class StateFetch:
                 source.offer = None
 
     def _pause(self, source: _Source) -> None:
-        """Counts a failure and pauses the source for pause_s * 2^(failures - 1) seconds; gives it up after the last."""
+        """Counts a failure and pauses the source for PAUSE_S * 2^(failures - 1) seconds; gives it up after the last."""
         now = loop_time()
         if now < source.not_before:  # its other calls broke with the same stream: one failure, not several
             return
         source.failures += 1
-        source.not_before = now + self._config.pause_s * 2 ** (source.failures - 1)
-        if source.failures >= self._config.failures:
+        source.not_before = now + PAUSE_S * 2 ** (source.failures - 1)
+        if source.failures >= FAILURES:
             self._give_up(source, source.last_error)
 
     def _give_up(self, source: _Source, reason: str) -> None:

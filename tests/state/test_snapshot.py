@@ -10,7 +10,7 @@ from agora_protocol.errors import Busy, NotMyStage, ProtocolError, Refused
 from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
 from agora.state.layout import ELEMENT_BYTES, StageState, pack_chunk
-from agora.state.snapshot import SnapshotLimits, Snapshots
+from agora.state.snapshot import MAX_BYTES, Snapshots
 from tests.state.world import chunks, state
 
 NUMEL = chunks(2.5)
@@ -20,11 +20,11 @@ NBYTES = ELEMENT_BYTES * NUMEL
 class Source:
     """A stage that trains on: every copy is of a later step. The clock is the test's."""
 
-    def __init__(self, limits: SnapshotLimits | None = None) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.now = 100.0
         self.copies = 0
         self.serving = True
-        self.snapshots = Snapshots(self.export, lambda _: NBYTES, now=lambda: self.now, limits=limits)
+        self.snapshots = Snapshots(self.export, lambda _: NBYTES, now=lambda: self.now, max_bytes=max_bytes)
 
     async def export(self, stage: int) -> StageState | None:
         if stage > 1:
@@ -93,7 +93,7 @@ async def an_older_copy_serves_who_has_begun_and_a_new_one_who_comes() -> None:
 
 
 async def memory_is_bounded_and_who_fetches_is_not_cut_off() -> None:
-    source = Source(SnapshotLimits(max_bytes=NBYTES))
+    source = Source(NBYTES)
     first = await source.index()
     source.now += 31.0
     await source.snapshots.get_chunk(GetChunk(first.snapshot, 0))
@@ -105,7 +105,7 @@ async def memory_is_bounded_and_who_fetches_is_not_cut_off() -> None:
 
 
 async def the_first_copy_is_made_whatever_its_size() -> None:
-    source = Source(SnapshotLimits(max_bytes=1))
+    source = Source(1)
     assert (await source.index()).size == NBYTES
 
 

@@ -15,7 +15,7 @@ from agora_protocol.messages import StateIndex
 
 from agora.calls import Reply
 from agora.state.layout import chunk_range
-from agora.state.transfer import StateFetch, TransferConfig
+from agora.state.transfer import StateFetch
 from tests.pipeline.virtual_time import run
 from tests.state.world import WINDOW, World, chunks, flipped, state
 
@@ -35,8 +35,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def fetcher(world: World, numel: int = NUMEL, **config: float) -> StateFetch:
-    return StateFetch(world, 0, numel, config=TransferConfig(**config), report_offence=world.report_offence)  # type: ignore[arg-type]
+def fetcher(world: World, numel: int = NUMEL, sources: int = 4) -> StateFetch:
+    return StateFetch(world, 0, numel, sources_at_once=sources, report_offence=world.report_offence)  # type: ignore[arg-type]
 
 
 async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, at_least: int = 0):
