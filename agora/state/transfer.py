@@ -84,8 +84,8 @@ class StateFetch:
         plausible_step: Callable[[], float] = lambda: math.inf,
         report_offence: ReportOffence,
     ) -> None:
-        """lag_limit: steps behind the newest offer at which a source is not used. plausible_step: returns the plausibility
-        bound; a source that offers a later step is not used.
+        """lag_limit: steps behind the newest offer at which a source is not used. plausible_step: returns the highest
+        plausible step; a source that offers a later one is not used.
         """
         self.schedule = ChunkSchedule(chunk_count(numel))
         self._caller = caller
