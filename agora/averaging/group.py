@@ -179,9 +179,8 @@ class ReplicaGroup:
 
     def missing_tokens(self, stage: int) -> int:
         """Returns the tokens that the stage's replicas together still lack for the step this peer is at."""
-        now, (step, tokens) = loop_time(), self._counts()[stage]
-        others = OtherReplicas(self._gossip.known(stage), self._gossip.others(stage))
-        live = agreement.live_replicas(others.known, counting_replicas(now, step, others, self._config), now)
+        step, tokens = self._counts()[stage]
+        _, live = self._counting(step, OtherReplicas(self._gossip.known(stage), self._gossip.others(stage)))
         return max(0, self._config.target_tokens - tokens - agreement.count_tokens(live, step))
 
     def reason(self, stage: int) -> str:
@@ -263,11 +262,14 @@ class ReplicaGroup:
 
     def _publish_policy(self, stage: int, step: int, others: OtherReplicas) -> None:
         """Tells the device thread how many tokens step number `step` takes here, or that it waits for the mean."""
-        now = loop_time()
-        replicas = counting_replicas(now, step, others, self._config)
-        live = agreement.live_replicas(others.known, replicas, now)
+        replicas, live = self._counting(step, others)
         to_go, alone = agreement.tokens_to_go(live, step, self._config.target_tokens), not replicas
         self._held.publish_policy(stage, replace(self._policy, step=step, tokens_to_go=to_go, alone=alone))
+
+    def _counting(self, step: int, others: OtherReplicas) -> tuple[set[PeerId], agreement.KnownReplicas]:
+        """Returns the replicas that count for step number `step`, and what is known of those of them that are live."""
+        replicas = counting_replicas(loop_time(), step, others, self._config)
+        return replicas, agreement.live_replicas(others.known, replicas, loop_time())
 
     async def _watch_other_stages(self) -> None:
         """Notes, in a synchronous run, how far the run's furthest stage is.

@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 from agora_protocol.errors import PeerFailed
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest import SignedManifest
+from agora_protocol.messages import Averaged
 from agora_protocol.tensors import WireTensor
 from torch import Tensor, zeros_like
 
@@ -50,13 +51,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """The average of a part, float32 [n], and what Averaged says of it."""
+    """The average of a part, float32 [n], and what is said of it."""
 
     values: Tensor
-    members: int
-    present: int
-    weight: float
-    distance: float
+    message: Averaged
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class Owner:
         part, values, average = await self._average_with(peer, message, tensors, deadline)
         answer = self.kinds[part.what].encode_answer(part, average.values, values)
         await self._reach("averaging.answered")
-        return _averaged(average), answer
+        return average.message, answer
 
     async def contribute_own(
         self, message: Contribute, tensors: Sequence[WireTensor], deadline: float
@@ -147,7 +147,7 @@ class Owner:
         part, values, average = await self._average_with(self._config.me, message, tensors, deadline)
         answer = self.kinds[part.what].own_answer(part, average.values, values)
         await self._reach("averaging.answered")
-        return _averaged(average), answer
+        return average.message, answer
 
     async def _average_with(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
@@ -172,8 +172,9 @@ class Owner:
         if kept is None:
             return Recalled(0, 0, 0.0, 0.0), []
         average = kept()
+        counts = average.message
         tensors = PartCodec("float32").encode(average.values)
-        return Recalled(average.members, average.present, average.weight, average.distance), tensors
+        return Recalled(counts.members, counts.present, counts.weight, counts.distance), tensors
 
     def keep(self, part: Part, average: Callable[[], Average]) -> None:
         """Remembers for a while how to have an average: one that was made here, or that another owner gave."""
@@ -288,7 +289,8 @@ class Owner:
         if found is None:
             self._end(part, gathering, Refused("nobody has anything to average yet"))
         else:
-            self._end(part, gathering, Average(found.average, found.members, len(peers), found.weight, found.distance))
+            message = Averaged(found.members, len(peers), found.weight, found.distance)
+            self._end(part, gathering, Average(found.average, message))
 
     def _end(self, part: Part, gathering: _Gathering, outcome: Average | AgoraError) -> None:
         """Ends a gathering; an average to which one peer alone contributed is not kept for those who come later."""
@@ -300,7 +302,7 @@ class Owner:
         if isinstance(outcome, AgoraError):
             gathering.result.set_exception(outcome)
         else:
-            if outcome.present > 1:
+            if outcome.message.present > 1:
                 self.keep(part, lambda: outcome)
             gathering.result.set_result(outcome)
         gathering.values.clear()
@@ -344,11 +346,6 @@ class Owner:
             await self._reach_fault(point)
 
 
-def _averaged(average: Average) -> Averaged:
-    """Returns the message that goes with an average."""
-    return Averaged(average.members, average.present, average.weight, average.distance)
-
-
 def _recalled(reply: Reply, numel: int) -> Average | None:
     """Returns the average in an answer to Recall, None without one. Raises ProtocolError."""
     message = reply.message
@@ -357,4 +354,4 @@ def _recalled(reply: Reply, numel: int) -> Average | None:
     values = PartCodec("float32").decode(list(reply.tensors), numel)
     if not all_finite(values):
         return None
-    return Average(values, message.members, message.present, message.weight, message.distance)
+    return Average(values, Averaged(message.members, message.present, message.weight, message.distance))

@@ -26,15 +26,20 @@ def _usual_after(usual: MovingAverage | None, sample: float) -> MovingAverage:
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
-    """How far a stage's averages usually lie from its own weights; `average` is None before the first round."""
+class _Usual:
+    """A usual size; `average` is None before the first one was recorded."""
 
     average: MovingAverage | None = None
 
     @property
     def usual(self) -> float | None:
-        """The usual distance, None before the first accepted round."""
+        """The usual size, None before the first."""
         return self.average.value if self.average else None
+
+
+@dataclass(frozen=True, slots=True)
+class Drift(_Usual):
+    """How far a stage's averages usually lie from its own weights."""
 
     def limit(self, size: float) -> float:
         """Returns how far an average may lie from own values of root mean square `size`.
@@ -74,15 +79,8 @@ class Drift:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientSize:
-    """How large the mean gradients of one part of a stage usually are; `average` is None before the first."""
-
-    average: MovingAverage | None = None
-
-    @property
-    def usual(self) -> float | None:
-        """The usual root mean square, None before the first."""
-        return self.average.value if self.average else None
+class GradientSize(_Usual):
+    """How large the mean gradients of one part of a stage usually are."""
 
     def limit(self, own: float) -> float:
         """Returns how large a mean gradient may be: 8 times the usual or the own size; infinite when both are 0."""

@@ -196,8 +196,7 @@ class Rounds:
         """Records an answer that is used, and remembers how to have its average again, for a second owner that asks."""
         message, answer = found.message, found.answer
         kind.accept(part, found.distance, message.distance, message.members)
-        counts = (message.members, message.present, message.weight, message.distance)
-        self._owner.keep(part, lambda: Average(kind.recalled(part, sent, answer), *counts))
+        self._owner.keep(part, lambda: Average(kind.recalled(part, sent, answer), message))
 
 
 def _put_together(kind: RoundKind, answers: Sequence[_PartAnswer | None], pieces: Sequence[Tensor]) -> RoundResult:

@@ -270,7 +270,7 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
         members = world.add(*identities(4))
         first, _ = owner_of(world, 0)
         liar = next(m for m in members if m is not first)
-        lie = Average(torch.full((PART_ELEMENTS,), 3.0), 4, 4, 4.0, 0.01)
+        lie = Average(torch.full((PART_ELEMENTS,), 3.0), Averaged(4, 4, 4.0, 0.01))
         liar.owner.keep(Part(0, "weights", 0, 0), lambda: lie)
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
         honest = [i for i, m in enumerate(members) if m is not liar]
@@ -458,5 +458,40 @@ def test_a_clip_keeps_a_liar_from_moving_the_others(what: str) -> None:
             moved[rule] = float((found - true).pow(2).mean().sqrt())
             await world.close()
         assert moved["clip"] < 0.2 * moved["mean"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_an_owner_waits_for_unreachable_members_when_they_are_all_the_others(alive: bool) -> None:
+    """Of two members that could not reach each other lately: both average, or the one that lives knows it did not."""
+
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(2))
+        for member in members:
+            member.suspects = set(world.members)
+        taking_part = members if alive else [owner_of(world, 0)[0]]
+        chosen = [values_of(i)[:PART_ELEMENTS] for i in range(len(taking_part))]
+        for result in await one_round(world, taking_part, [1.0] * len(taking_part), values=chosen):
+            assert (result.failed_parts, result.members) == ((0, 2.0) if alive else (1, 0.0))
+        await world.close()
+
+    run(main())
+
+
+def test_an_owner_does_not_wait_for_an_unreachable_member_beside_others() -> None:
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(3))
+        gone = next(member for member in members if member not in owner_of(world, 0))
+        living = [member for member in members if member is not gone]
+        for member in living:
+            member.suspects = {gone.peer}
+        began = asyncio.get_running_loop().time()
+        results = await one_round(world, living, [1.0] * 2, values=[values_of(i)[:PART_ELEMENTS] for i in range(2)])
+        assert asyncio.get_running_loop().time() < began + 1.0
+        assert all(result.failed_parts == 0 and result.members == 2 for result in results)
+        await world.close()
 
     run(main())
