@@ -35,7 +35,7 @@ from agora.observe import events
 from agora.observe.reporter import Reporter
 from agora.swarm import health
 from agora.swarm.health import Health
-from agora.swarm.status import RunFacts
+from agora.swarm.status import RunIdentity
 from agora.swarm.view import View
 
 LEAVE_SECONDS = 9.0
@@ -144,9 +144,9 @@ class Node:
         self._rate.add(now_unix, counters.counted_tokens)
         view = peer.membership.view if peer else View()
         claim = peer.membership.claim if peer else None
-        run = RunFacts(startup.run.run, startup.run.name, 0)
+        run = RunIdentity(startup.run.run, startup.run.name, 0)
         if self.signed is not None:
-            run = RunFacts(self.signed.run_id, self.signed.manifest.name, self.signed.manifest.stage_count)
+            run = RunIdentity(self.signed.run_id, self.signed.manifest.name, self.signed.manifest.stage_count)
         return NodeReport(
             startup.peer,
             claim.incarnation if claim else startup.incarnation,

@@ -24,7 +24,7 @@ from agora_protocol.records import Progress
 from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
 from agora.swarm.health import Health
-from agora.swarm.status import PeerFacts, RunFacts, status
+from agora.swarm.status import PeerNotes, RunIdentity, status
 from agora.swarm.view import View
 
 RATE_WINDOW_S = 15.0
@@ -76,7 +76,7 @@ class NodeReport:
 
     peer: PeerId
     incarnation: int
-    run: RunFacts
+    run: RunIdentity
     state: str
     step_of_start: str
     is_paused: bool
@@ -99,7 +99,7 @@ class NodeReport:
 def status_json(report: NodeReport) -> dict[str, Any]:
     """Returns what `swarm status --json` prints."""
     note = "; ".join(["paused by its owner"] * report.is_paused + [f"link {report.link}"] * bool(report.link))
-    facts = PeerFacts({**report.paths, report.peer: "self"}, {report.peer: note})
+    facts = PeerNotes({**report.paths, report.peer: "self"}, {report.peer: note})
     return status(report.view, report.run, report.health, report.now_unix, facts)
 
 

@@ -42,7 +42,7 @@ class Offence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """What one offence costs: `points`, which heal after `heals_s`; once the sum is full, `shut_out_s` of being out."""
+    """What one offence costs: it adds `points` for `heals_s` seconds; a full sum shuts out for `shut_out_s` seconds."""
 
     points: int = 1
     heals_s: float = 600.0
@@ -75,12 +75,17 @@ class ReportOffence(Protocol):
     """Records an offence that was detected now (agora.swarm.offences.OffenceLog.report_offence). Never raises."""
 
     def __call__(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
-        """text: what exactly was wrong. Offences of one peer, kind and non-empty `occasion` are counted once."""
+        """Records one offence of `peer`. text: what exactly was wrong.
+
+        Offences of one peer, kind and non-empty `occasion`, such as one round, are counted once.
+        """
 
 
 @dataclass(slots=True)
 class _Record:
-    """One peer's offences that have not healed, as (heals at, points), and until when the peer is shut out."""
+    """What is remembered of one peer. unhealed: (when it heals, points) of each offence. last_occasions: the last of
+    each kind.
+    """
 
     unhealed: list[tuple[float, int]] = field(default_factory=list)
     shut_out_until: float = 0.0
@@ -114,7 +119,7 @@ class Conduct:
         return Consequence(True, seconds, f"{points} of {POINTS_TO_SHUT_OUT} points; shut out for {seconds:.0f} s")
 
     def shut_out_s(self, peer: PeerId, now: float) -> float:
-        """Seconds for which the peer is still shut out; 0.0 when it is not."""
+        """Returns for how many more seconds the peer is shut out; 0.0 when it is not."""
         record = self._records.get(peer)
         return 0.0 if record is None else max(0.0, record.shut_out_until - now)
 

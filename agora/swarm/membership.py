@@ -48,7 +48,7 @@ JITTER = 0.2
 
 
 class RecordStore(Protocol):
-    """Where signed records are kept (net.directory.Directory)."""
+    """Stores and returns signed records (net.directory.Directory does)."""
 
     async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> object:
         """Stores this peer's record under every stage of its span."""
@@ -143,7 +143,7 @@ class Membership:
         return placement if placement.span != claimed.span else None
 
     async def _settle(self, placement: Placement) -> Placement:
-        """Claims the placement, and other ones for as long as peers that chose at the same time come first."""
+        """Claims the placement and settles it: waits, looks at the other claims, and claims another span if it must."""
         settling = Settling(placement)
         await self._publish_new_claim(placement.span)
         while not settling.settled:
@@ -196,7 +196,7 @@ class Membership:
             await self._publish(progress, LIFETIME_S)
 
     async def _publish_claim(self) -> None:
-        """Publishes the claim again."""
+        """Stores the claim in the directory, which renews it there."""
         if self._claim is not None:
             is_leaving = self._claim.state == "leaving"
             await self._publish(self._claim, LEAVING_LIFETIME_S if is_leaving else LIFETIME_S)

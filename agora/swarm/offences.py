@@ -15,7 +15,7 @@ from agora.swarm.conduct import Conduct, Offence
 
 
 class OffenceLog:
-    """The conduct of other peers, as the rooms of a daemon see it. It lives as long as the daemon."""
+    """Records the offences of other peers, reports each as an event, and says which peers are shut out."""
 
     def __init__(self, report: Report, conduct: Conduct | None = None) -> None:
         self._report = report
@@ -33,7 +33,7 @@ class OffenceLog:
         self.report_offence(peer, Offence.BAD_FRAME, f"{error.code}: {error}")
 
     def shut_out_s(self, peer: PeerId) -> float:
-        """Seconds for which the peer is still shut out; 0.0 when it is not."""
+        """Returns for how many more seconds the peer is shut out; 0.0 when it is not."""
         return self._conduct.shut_out_s(peer, loop_time())
 
     def is_shut_out(self, peer: PeerId) -> bool:

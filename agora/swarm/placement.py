@@ -35,9 +35,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Collision:
-    """What a look at the other claims says. span: to hold from now on; choose_again: it is not the one claimed.
+    """The outcome of comparing this peer's claim with all others: the span to hold from now on, and why.
 
-    settled: no joiner in the view has to choose again, so there is nothing to wait for.
+    choose_again: that span is not the one claimed. settled: no joiner in the view has to choose again, so there is
+    nothing to wait for.
     """
 
     span: Span
@@ -48,9 +49,9 @@ class Collision:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """How far the settling of a claim has come: the placement claimed, the rounds done, and how many in a row kept it.
+    """The progress of settling a claim: the placement claimed, the rounds done, and the last ones that kept it.
 
-    settled: the placement stands; the peer loads it.
+    settled: the placement stands, and the peer loads it.
     """
 
     placement: Placement

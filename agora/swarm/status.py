@@ -19,8 +19,8 @@ _STATES = {"serving": "training", "joining": "joining", "leaving": "leaving"}
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What the status contains of the run itself."""
+class RunIdentity:
+    """The run that a status is of: id, name, and number of stages."""
 
     run_id: str
     name: str
@@ -28,7 +28,7 @@ class RunFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerFacts:
+class PeerNotes:
     """What only the asked peer knows of each peer: how it reaches it ("direct", "relayed", "self"), and a note."""
 
     paths: Mapping[PeerId, str] = field(default_factory=dict)
@@ -36,10 +36,10 @@ class PeerFacts:
 
 
 def status(
-    view: View, run: RunFacts, health: Health, now_unix: float, facts: PeerFacts | None = None
+    view: View, run: RunIdentity, health: Health, now_unix: float, notes: PeerNotes | None = None
 ) -> dict[str, Any]:
     """Returns the status object. `step` is that of stage 0; `tokens_per_second` is that of the slowest stage."""
-    facts = facts or PeerFacts()
+    notes = notes or PeerNotes()
     stages = [stage_status(view, stage) for stage in range(run.stage_count)]
     return {
         "schema": SCHEMA,
@@ -50,7 +50,7 @@ def status(
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
         "health": {"state": health.state, "why": health.why, "do": health.do},
         "stages": stages,
-        "peers": [_peer_status(seen, now_unix, facts) for seen in sorted(view.peers.values(), key=_by_span)],
+        "peers": [_peer_status(seen, now_unix, notes) for seen in sorted(view.peers.values(), key=_by_span)],
     }
 
 
@@ -78,7 +78,7 @@ def _by_span(seen: PeerView) -> tuple[int, int, str]:
     return seen.span.first, seen.span.last, seen.peer
 
 
-def _peer_status(seen: PeerView, now_unix: float, facts: PeerFacts) -> dict[str, Any]:
+def _peer_status(seen: PeerView, now_unix: float, notes: PeerNotes) -> dict[str, Any]:
     """Returns one row of `peers`."""
     return {
         "peer": seen.peer,
@@ -87,7 +87,7 @@ def _peer_status(seen: PeerView, now_unix: float, facts: PeerFacts) -> dict[str,
         "state": _STATES.get(seen.state, seen.state),
         "step": seen.step_of(seen.span.first),
         "tokens_per_second": round(seen.tokens_per_second, 1),
-        "path": facts.paths.get(seen.peer, "direct"),
+        "path": notes.paths.get(seen.peer, "direct"),
         "seen_seconds": round(max(0.0, now_unix - seen.seen_unix), 1),
-        "note": facts.notes.get(seen.peer, ""),
+        "note": notes.notes.get(seen.peer, ""),
     }

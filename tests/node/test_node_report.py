@@ -24,7 +24,7 @@ from agora.node.watchdog import Watchdog
 from agora.observe import events
 from agora.observe.reporter import Counters
 from agora.swarm.health import Health
-from agora.swarm.status import RunFacts
+from agora.swarm.status import RunIdentity
 from agora.swarm.view import View, merge
 
 ME = Identity(bytes([1]) * 32).peer
@@ -47,7 +47,7 @@ def report(**fields: object) -> NodeReport:
     node = NodeReport(
         peer=ME,
         incarnation=5,
-        run=RunFacts("ab" * 32, "poems", 2),
+        run=RunIdentity("ab" * 32, "poems", 2),
         state="serving",
         step_of_start="",
         is_paused=False,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agora.swarm.health import Health, judge
-from agora.swarm.status import PeerFacts, RunFacts, status
+from agora.swarm.status import PeerNotes, RunIdentity, status
 from agora.swarm.view import View
 from tests.swarm.makers import peer_id, seen, view
 
@@ -86,12 +86,12 @@ def test_every_state_but_ok_says_what_to_do(peers: View) -> None:
 
 # --- status
 
-RUN_FACTS = RunFacts("ab" * 32, "demo", 2)
+RUN_IDENTITY = RunIdentity("ab" * 32, "demo", 2)
 OK = Health("OK", "fine", None)
 
 
 def test_status_has_exactly_the_fields_of_the_contract() -> None:
-    found = status(two_each(2, stepped_unix=NOW, seen_unix=NOW - 1.2), RUN_FACTS, OK, NOW)
+    found = status(two_each(2, stepped_unix=NOW, seen_unix=NOW - 1.2), RUN_IDENTITY, OK, NOW)
     assert list(found) == ["schema", "run_id", "name", "step", "loss", "tokens_per_second", "health", "stages", "peers"]
     assert list(found["health"]) == ["state", "why", "do"]
     assert list(found["stages"][0]) == ["stage", "replicas", "step", "tokens_per_second"]
@@ -107,7 +107,7 @@ def test_status_sums_replicas_and_the_slowest_stage_is_the_swarms_throughput() -
         seen("b", "0-1", steps=(12, 11), tokens_per_second=50.0, loss=1.0),
         seen("c", "1", "joining", steps=(0,), tokens_per_second=70.0),
     )
-    found = status(peers, RUN_FACTS, OK, NOW)
+    found = status(peers, RUN_IDENTITY, OK, NOW)
     assert [s["replicas"] for s in found["stages"]] == [2, 1]
     assert [s["step"] for s in found["stages"]] == [12, 11] and found["step"] == 12
     assert [s["tokens_per_second"] for s in found["stages"]] == [150.0, 50.0] and found["tokens_per_second"] == 50.0
@@ -117,14 +117,14 @@ def test_status_sums_replicas_and_the_slowest_stage_is_the_swarms_throughput() -
 
 
 def test_status_of_an_empty_view_is_still_a_status() -> None:
-    found = status(View(), RUN_FACTS, health(View()), NOW)
+    found = status(View(), RUN_IDENTITY, health(View()), NOW)
     assert (found["loss"], found["step"], found["tokens_per_second"], found["peers"]) == (None, 0, 0.0, [])
     assert found["health"]["state"] == "UNREACHABLE"
 
 
 def test_what_only_the_asked_peer_knows_is_added() -> None:
     peer = peer_id("p00")
-    found = status(two_each(1), RUN_FACTS, OK, NOW, PeerFacts({peer: "relayed"}, {peer: "slow link"}))
+    found = status(two_each(1), RUN_IDENTITY, OK, NOW, PeerNotes({peer: "relayed"}, {peer: "slow link"}))
     entry = next(p for p in found["peers"] if p["peer"] == peer)
     assert (entry["path"], entry["note"]) == ("relayed", "slow link")
 
