@@ -297,7 +297,7 @@ assert memory.keep_freed_memory()
 faults = []
 
 def work():
-    for _ in range(4):
+    for _ in range(8):  # small blocks that others keep split the heap in the first three or four
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         tensors = [torch.ones(1 << 20) for _ in range(20)]
         faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
