@@ -201,7 +201,7 @@ TABLES: Final = {
 
 def render(text: str) -> str:
     """Returns SPEC.md's text with every table as the code has it."""
-    return _BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]().rstrip()}\n\n{found[3]}", text)
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block[2]]().rstrip()}\n\n{block[3]}", text)
 
 
 if __name__ == "__main__":

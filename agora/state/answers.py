@@ -69,8 +69,8 @@ def check_chunk(reply: Reply, expected: bytes, nbytes: int) -> ChunkValues:
     tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None
     if tensor is None or tensor.dtype != "uint8" or tensor.nbytes != nbytes:
         raise FalseStateError("bad-tensor", f"A chunk is not uint8 [{nbytes}].")
-    if (found := hashlib.sha256(tensor.data).digest()) != expected:
-        raise FalseStateError("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {found.hex()}.")
+    if (digest := hashlib.sha256(tensor.data).digest()) != expected:
+        raise FalseStateError("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {digest.hex()}.")
     weights, mean, square = values = unpack_chunk(tensor.data)
     if not all(np.isfinite(array).all() for array in (weights, mean, square)) or square.min() < 0:
         raise FalseStateError("bad-tensor", "A chunk holds values that are not finite, or a negative square.")

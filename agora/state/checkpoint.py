@@ -211,12 +211,12 @@ def _remove_checkpoint(path: Path) -> None:
 
 def _list_checkpoints(place: Path) -> list[tuple[int, Path]]:
     """Returns step and path of the folders in `place` that are named as checkpoints, the highest step first."""
-    found = []
+    checkpoints = []
     with contextlib.suppress(OSError):
         for path in place.iterdir():
             if match := _NAME.fullmatch(path.name):
-                found.append((int(match[1]), path))
-    return sorted(found, reverse=True)
+                checkpoints.append((int(match[1]), path))
+    return sorted(checkpoints, reverse=True)
 
 
 def _read_index(path: Path) -> _CheckpointIndex:
@@ -243,13 +243,13 @@ def _read_index(path: Path) -> _CheckpointIndex:
 def _check_file(file: Path, expected: FileDigest) -> None:
     """Raises CheckpointError when `file` cannot be read or has another digest."""
     try:
-        found = hash_file(file)
+        actual = hash_file(file)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror}).") from error
-    if found != expected:
+    if actual != expected:
         raise CheckpointError(
             f"{file} is damaged: expected SHA-256 {expected.sha256} of {expected.size} bytes, "
-            f"found {found.sha256} of {found.size}."
+            f"found {actual.sha256} of {actual.size}."
         )
 
 

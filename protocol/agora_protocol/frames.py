@@ -111,7 +111,7 @@ def encode_frame(
     header = b""
     if message is not None:
         _check_message_fits(type, message, len(tensors))
-        header = pack((message.KIND, message.to_fields(), [(it.dtype, it.shape) for it in tensors]))
+        header = pack((message.KIND, message.to_fields(), [(tensor.dtype, tensor.shape) for tensor in tensors]))
     payload_bytes = sum([tensor.data.nbytes for tensor in tensors])
     _check_lengths(type, len(header), payload_bytes, DEFAULT_LIMITS)
     prefix = _PREFIX.pack(FRAME_MAGIC, type, 0, call, len(header), payload_bytes)

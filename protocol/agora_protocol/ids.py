@@ -62,10 +62,10 @@ class Span:
     @classmethod
     def parse(cls, text: str) -> Span:
         """Reads a span such as "0-1" or "2". Raises InputError."""
-        found = _SPAN.match(text.strip())
-        if found is None:
+        match = _SPAN.match(text.strip())
+        if match is None:
             raise InputError(f"{text[:40]!r} is no span of stages; write one stage as 2, or several as 0-1.")
-        return cls(int(found[1]), int(found[2] or found[1]))
+        return cls(int(match[1]), int(match[2] or match[1]))
 
 
 def microbatch_id(session: bytes, counter: int) -> MicrobatchId:

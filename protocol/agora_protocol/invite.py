@@ -54,7 +54,7 @@ class Invite:
         text = text.strip()
         if not text.startswith(SCHEME) or len(text) > MAX_INVITE_BYTES:
             raise InputError(f"An invite begins with {SCHEME} and has at most {MAX_INVITE_BYTES} characters; {_ADVICE}")
-        found = _FORM.match(text[len(SCHEME) :])
-        if found is None:
+        match = _FORM.match(text[len(SCHEME) :])
+        if match is None:
             raise InputError(f"The invite is not of the form {SCHEME}RUN/NAME@ADDRESS; {_ADVICE}")
-        return cls(RunId(found[1].lower()), tuple(found[3].split(",")), unquote(found[2]))
+        return cls(RunId(match[1].lower()), tuple(match[3].split(",")), unquote(match[2]))

@@ -61,7 +61,7 @@ RELAYED: Final = f"/ip6/2001:db8::9/tcp/4001/p2p/{SECOND.peer}/p2p-circuit/p2p/{
 
 
 def _json(value: Any) -> Any:
-    """The same value for JSON: bytes as {"hex": ...}, tuples as lists."""
+    """Returns `value` as JSON can hold it: bytes as {"hex": ...}, tuples as lists."""
     if isinstance(value, bytes | memoryview):
         return {"hex": bytes(value).hex()}
     if isinstance(value, dict):
@@ -72,25 +72,25 @@ def _json(value: Any) -> Any:
 
 
 def identities() -> list[dict[str, Any]]:
-    """Keys, their files, ids and signatures."""
+    """Returns keys, their files, ids and signatures."""
     message = b"agora"
     return [
         {
-            "private": it.key_file_bytes()[4:36],
-            "public": it.key_file_bytes()[36:],
-            "key_file": it.key_file_bytes(),
-            "peer": it.peer,
-            "peer_bytes": peer_id_bytes(it.peer),
-            "name": peer_name(it.peer),
+            "private": identity.key_file_bytes()[4:36],
+            "public": identity.key_file_bytes()[36:],
+            "key_file": identity.key_file_bytes(),
+            "peer": identity.peer,
+            "peer_bytes": peer_id_bytes(identity.peer),
+            "name": peer_name(identity.peer),
             "message": message,
-            "signature": it.sign(message),
+            "signature": identity.sign(message),
         }
-        for it in (FIRST, SECOND)
+        for identity in (FIRST, SECOND)
     ]
 
 
 def manifests() -> list[dict[str, Any]]:
-    """Manifests as files, canonical bytes and signed bytes."""
+    """Returns manifests as files, canonical bytes and signed bytes."""
     cut = {"count": 3, "first_layers": [0, 1, 5]}
     listed = {"mode": "listed", "peers": [SECOND.peer]}
     other = preset("small", name="listed", stages=cut, admission=listed, boundary={"codec": "float32"})
@@ -110,7 +110,7 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def invites() -> list[dict[str, Any]]:
-    """Invites in their parts and as text."""
+    """Returns invites in their parts and as text."""
     made = [Invite(RUN, (ADDRESS,), "tiny"), Invite(RUN, (ADDRESS, RELAYED), "two words"), Invite(RUN, (ADDRESS,))]
     return [
         {"run": invite.run, "name": invite.name, "addresses": invite.addresses, "text": str(invite)} for invite in made
@@ -129,7 +129,7 @@ def _records() -> list[tuple[Record, Identity, int]]:
 
 
 def records() -> list[dict[str, Any]]:
-    """Records with what they are opened by."""
+    """Returns records, and what a reader needs to open them."""
     return [
         {
             "record": type(record).__name__,
@@ -224,7 +224,7 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
 
 
 def frames() -> list[dict[str, Any]]:
-    """Frames in their parts and as bytes."""
+    """Returns frames in their parts and as bytes."""
     return [
         {
             "type": kind.name,
@@ -232,7 +232,7 @@ def frames() -> list[dict[str, Any]]:
             "message": type(message).__name__ if message else None,
             "kind": message.KIND if message else None,
             "fields": message.to_fields() if message else None,
-            "tensors": [{"dtype": it.dtype, "shape": it.shape, "data": it.data} for it in tensors],
+            "tensors": [{"dtype": tensor.dtype, "shape": tensor.shape, "data": tensor.data} for tensor in tensors],
             "bytes": b"".join(encode_frame(kind, call, message, tensors)),
         }
         for kind, call, message, tensors in _frames()
@@ -240,7 +240,7 @@ def frames() -> list[dict[str, Any]]:
 
 
 def _frame(kind: int, call: int, header: Any, payload: bytes = b"", /, **prefix: int) -> bytes:
-    """A frame that need not be a good one; `header` is packed unless it is bytes."""
+    """Returns a frame that need not be valid; `header` is packed unless it is bytes."""
     data = header if isinstance(header, bytes) else bytes(msgpack.packb(header))
     fields = {"magic": 0xA6, "type": kind, "reserved": 0, "call": call, "header": len(data), "payload": len(payload)}
     return struct.pack("<BBHIII", *(fields | prefix).values()) + data + payload
@@ -322,7 +322,7 @@ def _bad_tensors() -> list[tuple[str, str, bytes]]:
 
 
 def _sealed(payload: Any, signer: Identity = FIRST, run: RunId = RUN) -> bytes:
-    """A record that need not be a good one; signed all the same."""
+    """Returns a signed record that need not be valid."""
     data = bytes(msgpack.packb(payload))
     return bytes(msgpack.packb([data, signer.sign(RECORD_TAG + bytes.fromhex(run) + data)]))
 
@@ -391,7 +391,7 @@ def _bad_manifests() -> list[tuple[str, str, bytes]]:
 
 
 def refused() -> dict[str, Any]:
-    """Bytes that a reader must refuse, and the word it must refuse them with."""
+    """Returns bytes that a reader must refuse, and the code it must refuse them with."""
     claim = {"run": RUN, "key": record_key(RUN, Claim, 0), "subkey": FIRST.peer, "now_unix": NOW_UNIX}
     lists = {"frames": _bad_frames(), "records": _bad_records(), "manifests": _bad_manifests()}
     rows = {
@@ -401,7 +401,7 @@ def refused() -> dict[str, Any]:
 
 
 def build() -> dict[str, str]:
-    """File name -> text of every vector file."""
+    """Returns the text of every vector file by file name."""
     made = {
         "identities": identities(),
         "manifests": manifests(),
