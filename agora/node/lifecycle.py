@@ -117,9 +117,12 @@ class Node:
     def serving_span(self) -> LoadedSpan:
         """Returns the span that is held; raises LocalError while there is none."""
         if self.span is None:
-            doing = f"moving to stages {self._move.span}" if self._move is not None else "still starting"
-            raise LocalError(f"this daemon is {doing}; ask again when it serves")
+            raise LocalError(f"this daemon is {self._doing()}; ask again when it serves")
         return self.span
+
+    def _doing(self) -> str:
+        """Returns what a daemon without a span does: completes "this daemon is ..."."""
+        return "still starting" if self._move is None else f"moving to stages {self._move.span}"
 
     def addresses(self) -> tuple[str, ...]:
         """Returns where this peer can be dialled, then where some others can. Raises LocalError while it has none."""
@@ -169,7 +172,7 @@ class Node:
         """Returns the swarm's health as this peer sees it."""
         if self.span is None:
             step = self.startup.steps.current or "serve"
-            return Health(health.DEGRADED, f"this daemon is still starting: {step}", "wait until it serves")
+            return Health(health.DEGRADED, f"this daemon is {self._doing()}: {step}", "wait until it serves")
         return health.judge(view, stage_count, now_unix, since_unix=self._since_unix, paused=self.is_paused)
 
     # --- start and serve

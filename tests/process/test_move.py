@@ -71,6 +71,37 @@ def test_a_daemon_moves_to_another_stage_and_back_without_losing_a_microbatch(tm
         assert not counted_twice([stays, moves, last])
 
 
+def test_a_daemon_moves_to_a_stage_that_has_no_peer_and_the_swarm_goes_on(tmp_path: Path) -> None:
+    """Its own microbatches could not come back: it gives them up soon, and says so."""
+    with swarm(tmp_path, tiny(2)) as made:
+        stays, moves = made.start("stays", "0"), made.start("moves", "0")
+        made.serving()
+        made.until(lambda: moves.events("MicrobatchStarted") and stays.events("MicrobatchStarted"), "both to originate")
+        assert moves.ask("move", stages="1", timeout_s=60)["seconds"] < 30.0
+        trains_on(made, stays)
+        assert counted_after(moves, 1)
+        started = {event["microbatch"] for event in moves.events("MicrobatchStarted")}
+        assert {event["microbatch"] for event in moves.events("MicrobatchDropped")} == started
+        drained(made, stays)
+        made.stop()
+        nothing_lost(made, stays)
+
+
+def test_a_daemon_that_cannot_load_the_wanted_stages_goes_back_to_its_own(tmp_path: Path) -> None:
+    """Stage 0 needs a text that this machine does not have."""
+    text = tmp_path / "text.txt"
+    text.write_text("so much depends upon a red wheel barrow\n" * 400)
+    with swarm(tmp_path, tiny(2, data={"corpus": [str(text)], "heldout": 0.1})) as made:
+        origin, last = made.start("origin", "0"), made.start("last", "1")
+        made.serving()
+        trains_on(made, origin)
+        with pytest.raises(DaemonRefused, match="--allow-files"):
+            last.ask("move", stages="0", timeout_s=60)
+        assert last.ask("report")["span"] == [1, 1]
+        trains_on(made, origin)
+        drained(made, origin)
+
+
 def test_a_move_that_cannot_begin_is_one_sentence_and_changes_nothing(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(2)) as made:
         daemon = made.start("whole", "0-1")
