@@ -59,7 +59,7 @@ class Job:
 
     @property
     def key(self) -> WorkKey:
-        """What makes a repeat the same work."""
+        """The key of this work in the ledger."""
         return WorkKey.of(self.message)
 
     @property
@@ -149,7 +149,7 @@ class Hop:
         )
 
     async def _perform(self, job: Job, work: Work) -> HopAnswer:
-        """The hop itself, from its seat to its answer."""
+        """Announces the seat, computes the span and the rest of the pipeline, and returns the answer."""
         work.publish(self._advance(job, "accepted"))
         await self._fault("hop.accepted")
         is_last = self.span.last == self._stage_count - 1
@@ -270,5 +270,5 @@ def downstream_deadline(now: float, deadline: float, own_s: float) -> float:
 
 
 def is_hopeless(left_s: float, own_s: float) -> bool:
-    """Whether `left_s` seconds are too short even for this hop's own work of about `own_s` seconds."""
+    """Whether `left_s` seconds are too short for this hop's own work, which takes about `own_s` seconds."""
     return left_s < max(MIN_USEFUL_S, 0.5 * own_s)

@@ -31,7 +31,7 @@ class SummedLoss(Protocol):
 
 
 class BackwardResult(Protocol):
-    """What the backward of a span returns."""
+    """The result of a span's backward: the gradient for the peer upstream, and the device time."""
 
     @property
     def gradient(self) -> WireTensor | None:
@@ -43,7 +43,7 @@ class BackwardResult(Protocol):
 
 
 class LastStageResult(SummedLoss, BackwardResult, Protocol):
-    """What a span that holds the last stage returns for a microbatch; no gradient when it was only evaluated."""
+    """The result of a span that holds the last stage: loss sum, gradient (None when evaluating), device time."""
 
 
 class SpanCompute(Protocol):

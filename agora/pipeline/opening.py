@@ -30,7 +30,7 @@ GRACE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """At most `limit` microbatches of this origin are in flight, for `reason`."""
+    """The number of microbatches that an origin may have in flight, and the reason for it in words."""
 
     limit: int
     reason: str
@@ -82,7 +82,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This origin is the `rank`-th of `origins` that share a synchronous step."""
+    """An origin's place among those that share a synchronous step: number `rank`, from 0, of `origins`."""
 
     rank: int = 0
     origins: int = 1

@@ -66,7 +66,7 @@ class OriginConfig:
 
 @dataclass(frozen=True, slots=True)
 class OwnStage:
-    """What an origin asks of its stage 0.
+    """Functions by which an origin looks at its own stage 0.
 
     step_of: steps it has taken. missing_tokens: tokens that its replicas still lack for the next step. ready: whether
     enough replicas serve the run.
@@ -96,7 +96,7 @@ class Microbatch:
     step: int = 0
     path: dict[int, PeerId] = field(default_factory=dict)
 
-    def take_in(self, news: Advance) -> None:
+    def record_progress(self, news: Advance) -> None:
         """Records the newest peer seen at a stage, as the hint of the next attempt."""
         if news.stage > 0:
             self.path[news.stage] = news.peer
@@ -156,7 +156,7 @@ class Origin:
                 microbatch = self._draw()
                 task = group.create_task(self._train(microbatch), name=f"microbatch {microbatch.id.hex()}")
                 self._open.add(task)
-                task.add_done_callback(self._close)
+                task.add_done_callback(self._forget_finished)
 
     async def leave(self, within_s: float) -> int:
         """Opens nothing more and waits at most `within_s` for what is open; returns how many it dropped then."""
@@ -181,7 +181,7 @@ class Origin:
         self._changed.notify()
 
     def stepped(self) -> None:
-        """Looks again whether to open microbatches; call it after each step of the own stage 0."""
+        """Checks again whether to open a microbatch; call it after each step of this peer's stage 0."""
         self._changed.notify()
 
     async def evaluate(self, count: int, within_s: float) -> Evaluation:
@@ -309,17 +309,19 @@ class Origin:
         message = Process(microbatch.id, self._config.me, 0, microbatch.purpose, deadline_ms, hint, microbatch.step)
         try:
             async with asyncio.timeout_at(deadline):
-                answer = await self._entrance.process(message, [microbatch.tokens], deadline, microbatch.take_in)
+                answer = await self._entrance.process(
+                    message, [microbatch.tokens], deadline, microbatch.record_progress
+                )
             self._trip_s = self._trip_s.updated(loop_time() - started)
             return answer
         except Busy as refusal:
             wait = max(wait, refusal.retry_after_ms / 1000.0)
         except (TimeoutError, AgoraError) as error:
-            self._take_failure(microbatch, error)
+            self._record_failure(microbatch, error)
         await asyncio.sleep(min(wait, MAX_RETRY_S))
         return None
 
-    def _take_failure(self, microbatch: Microbatch, error: Exception) -> None:
+    def _record_failure(self, microbatch: Microbatch, error: Exception) -> None:
         """Reports a failed attempt."""
         self._pace = self._pace.interrupted()
         reason = str(error) or "the attempt's time was over"
@@ -331,7 +333,7 @@ class Origin:
         first = self._config.first_patience_s if trip_s is None else max(MIN_PATIENCE_S, PATIENCE_TRIPS * trip_s)
         return min(MAX_PATIENCE_S, first * 2.0 ** min(attempt, 16))
 
-    def _close(self, task: asyncio.Task[None]) -> None:
-        """Forgets a microbatch that is over, and looks whether to open the next one."""
+    def _forget_finished(self, task: asyncio.Task[None]) -> None:
+        """Removes a microbatch that is over from those in flight, and wakes whoever waits for that."""
         self._open.discard(task)
         self._changed.notify()

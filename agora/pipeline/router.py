@@ -66,7 +66,7 @@ class Trip:
         """Who already has this microbatch, for the next choice."""
         return PathHint(self.path, frozenset(self.finished))
 
-    def take_in(self, news: Advance, callee: PeerId) -> bool:
+    def record_progress(self, news: Advance, callee: PeerId) -> bool:
         """Records a progress message of `callee`; returns whether our own callers have not heard the same before.
 
         The newest peer seen at a stage is the one that a retry should reach. A callee may speak of itself at its own
@@ -176,14 +176,14 @@ class Router:
         try:
             answer = self._checked(trip, attempt.peer, await self._call(trip, attempt))
             ended = True
-            return self._take_answer(attempt, answer)
+            return self._record_answer(attempt, answer)
         except Busy as refusal:
             ended = True
             self.table.busy(loop_time(), attempt, refusal.retry_after_ms / 1000.0)
             trip.reasons[attempt.peer] = "busy"
         except AgoraError as error:
             ended = True
-            self._take_failure(trip, attempt, error)
+            self._record_failure(trip, attempt, error)
         finally:
             if not ended:
                 self.table.abandoned(attempt)
@@ -200,7 +200,7 @@ class Router:
             counts[news.event] += 1
             if counts[news.event] > limit:
                 return
-            is_new = trip.take_in(news, peer)
+            is_new = trip.record_progress(news, peer)
             if news.peer == peer and news.stage == stage and news.event == "accepted":
                 self.table.accepted(loop_time(), attempt, min(news.queue, 1 << 20), self._round_trip_s(peer))
             if is_new:
@@ -226,7 +226,7 @@ class Router:
         self._offences.report_offence(peer, Offence.BAD_ANSWER, f"{problem.code}: {problem}")
         raise problem
 
-    def _take_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
+    def _record_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
         """Learns from an answer, and adds the time on the link to the answer's path_ms."""
         now = loop_time()
         self._pace = self._pace.completed(now)
@@ -235,7 +235,7 @@ class Router:
         path_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
         return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
 
-    def _take_failure(self, trip: Trip, attempt: Attempt, error: AgoraError) -> None:
+    def _record_failure(self, trip: Trip, attempt: Attempt, error: AgoraError) -> None:
         """Learns from a failed call, and reports that the microbatch goes elsewhere."""
         now, reason = loop_time(), f"{error.code}: {error}"
         if isinstance(error, Unavailable):

@@ -51,7 +51,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One call to one peer.
+    """One call of a microbatch to one peer, with its deadlines and its charge.
 
     until: when we stop waiting. deadline_ms: what the peer is told, a little less, so that its answer or refusal still
     arrives in time. charge_s: virtual runtime that it was charged.
@@ -144,7 +144,10 @@ def _ready_at(cost: PeerCost, healthy: bool, measured: bool) -> tuple[float, str
 
 
 def virtual_floor(costs: Iterable[PeerCost], payload_bytes: int) -> float:
-    """Returns the least virtual runtime that counts: nobody may catch up on more than a few microbatches at once."""
+    """Returns the least virtual runtime that counts: the largest one minus twice the longest idle finish time.
+
+    A peer below it was away or is new; it may not catch up on more than a few microbatches at once.
+    """
     costs = list(costs)
     horizon = 2.0 * max(cost.idle_finish_s(payload_bytes) for cost in costs)
     return max(cost.virtual_s for cost in costs) - horizon
