@@ -1,6 +1,6 @@
-"""A daemon forked from a process that has imported everything: 0.1 s instead of the seconds that the imports take.
+"""Starts daemons by forking a process that has imported everything: 0.1 s instead of the seconds that imports take.
 
-It is `agora-node` in every other way: a process group of its own, its own arguments, environment, standard streams and
+A forked daemon is `agora-node` in every other way: it has a process group of its own, its own arguments, environment, standard streams and
 exit code. The demo's tests and those of command lines start daemons the long way, as users do.
 """
 
