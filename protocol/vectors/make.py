@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 import sys
 from pathlib import Path
@@ -248,12 +249,9 @@ def _frame(kind: int, call: int, header: Any, payload: bytes = b"", /, **prefix:
 
 def _bad_frames() -> list[tuple[str, str, bytes]]:
     """Returns frames that must be refused: what is wrong, the code, the bytes."""
-    return _bad_prefixes() + _bad_headers() + _bad_tensors()
-
-
-def _bad_prefixes() -> list[tuple[str, str, bytes]]:
-    """Returns the frames whose prefix, or a length in it, is wrong."""
-    ping, tensor = {"deadline_ms": 1}, ["int8", [4]]
+    ping, tensor, twice = {"deadline_ms": 1}, ["int8", [4]], b"deadline_ms\x01\xabdeadline_ms\x01\x90"
+    no_loss = {"loss_sum": 0.0, "tokens": 1, "busy_ms": 0.0, "path_ms": 0.0}
+    goodbye = [6, {"code": "Busy", "text": "", "retry_after_ms": 0, "stage": 0}, []]
     return [
         ("another magic", "bad-frame", _frame(2, 1, [2, ping, []], magic=0xA7)),
         ("type 0", "bad-frame", _frame(0, 1, [2, ping, []])),
@@ -267,14 +265,6 @@ def _bad_prefixes() -> list[tuple[str, str, bytes]]:
         ("a header beyond its limit", "too-large", _frame(2, 1, b"\xc0", header=65_537)),
         ("an answer's header beyond its limit", "too-large", _frame(4, 1, b"\xc0", header=1_052_673)),
         ("a payload beyond its limit", "too-large", _frame(2, 1, b"\xc0", payload=268_435_457)),
-    ]
-
-
-def _bad_headers() -> list[tuple[str, str, bytes]]:
-    """Returns the frames whose header is no message that belongs there."""
-    ping = {"deadline_ms": 1}
-    goodbye = [6, {"code": "Busy", "text": "", "retry_after_ms": 0, "stage": 0}, []]
-    return [
         ("a header that is no msgpack", "bad-message", _frame(2, 1, b"\xc1")),
         ("a header with a byte too many", "bad-message", _frame(2, 1, msgpack.packb([2, ping, []]) + b"\xc0")),
         ("a map where a list belongs", "bad-message", _frame(2, 1, {"kind": 2})),
@@ -283,40 +273,21 @@ def _bad_headers() -> list[tuple[str, str, bytes]]:
         ("a message in another's frame", "bad-message", _frame(4, 1, [2, ping, []])),
         ("an unknown field", "bad-message", _frame(2, 1, [2, {**ping, "extra": 1}, []])),
         ("a missing field", "bad-message", _frame(2, 1, [2, {}, []])),
-        (
-            "a field twice",
-            "bad-message",
-            _frame(2, 1, bytes.fromhex("930282ab") + b"deadline_ms\x01\xabdeadline_ms\x01\x90"),
-        ),
+        ("a field twice", "bad-message", _frame(2, 1, bytes.fromhex("930282ab") + twice)),
         ("a deadline of 0", "bad-message", _frame(2, 1, [2, {"deadline_ms": 0}, []])),
         ("a deadline as float", "bad-message", _frame(2, 1, [2, {"deadline_ms": 5.0}, []])),
-        (
-            "a loss that is not finite",
-            "bad-message",
-            _frame(4, 1, [4, {"loss_sum": float("inf"), "tokens": 1, "busy_ms": 0.0, "path_ms": 0.0}, []]),
-        ),
+        ("a loss that is not finite", "bad-message", _frame(4, 1, [4, no_loss | {"loss_sum": math.inf}, []])),
         ("a refusal word in capitals", "bad-message", _frame(7, 0, goodbye)),
         ("nesting too deep", "bad-message", _frame(2, 1, b"\x91" * 17 + b"\xc0")),
         ("an array longer than its bytes", "bad-message", _frame(2, 1, bytes.fromhex("dd00000400c0"))),
         ("an array beyond its limit", "bad-message", _frame(2, 1, [2, [0] * 1025, []])),
         ("an extension type", "bad-message", _frame(2, 1, bytes.fromhex("9302c70305000000") + b"\x90")),
-    ]
-
-
-def _bad_tensors() -> list[tuple[str, str, bytes]]:
-    """Returns the frames whose tensors are malformed, or are not those of their message."""
-    tensor = ["int8", [4]]
-    return [
         ("an unknown dtype", "bad-tensor", _frame(4, 1, [7, {}, [["float8", [4]]]], b"1234")),
         ("a dimension of 0", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [0]]]])),
         ("seven dimensions", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [1] * 7]]], b"1")),
         ("nine tensors", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [1]]] * 9], b"123456789")),
         ("a shape beyond every limit", "bad-tensor", _frame(4, 1, [7, {}, [["int64", [2**31 - 1] * 6]]], b"1234")),
-        (
-            "a payload that is not the tensors'",
-            "bad-tensor",
-            _frame(4, 1, [4, {"loss_sum": 0.0, "tokens": 1, "busy_ms": 0.0, "path_ms": 0.0}, [tensor]], b"123"),
-        ),
+        ("a payload that is not the tensors'", "bad-tensor", _frame(4, 1, [4, no_loss, [tensor]], b"123")),
         ("a tensor where none belongs", "bad-tensor", _frame(4, 1, [7, {}, [tensor]], b"1234")),
     ]
 
