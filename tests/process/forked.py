@@ -1,7 +1,7 @@
 """Starts daemons by forking a process that has imported everything: 0.1 s instead of the seconds that imports take.
 
-A forked daemon is `agora-node` in every other way: it has a process group of its own, its own arguments, environment, standard streams and
-exit code. The demo's tests and those of command lines start daemons the long way, as users do.
+A forked daemon is `agora-node` in every other way: it has a process group, arguments, environment, standard streams and
+an exit code of its own. The demo's tests and those of command lines start daemons as users do.
 """
 
 from __future__ import annotations
