@@ -19,8 +19,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
-from agora.net.errors import ConnectionBroken, DeadlinePassed
 from agora.net.link import DelayLine, LinkSpec, TokenBucket
+from agora.net.network_errors import ConnectionBroken, DeadlinePassed
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
 from agora.moving_average import MovingAverage
-from agora.net.errors import ConnectionBroken
 from agora.net.incoming import ConnectionServices, IncomingCalls
 from agora.net.liveness import LivenessCheck, Verdict
+from agora.net.network_errors import ConnectionBroken
 from agora.net.outgoing import OutgoingCalls
 from agora.net.payload_budget import PayloadShare
 from agora.net.streams import Frame, FrameStream, Intake

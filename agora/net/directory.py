@@ -22,9 +22,9 @@ from agora_protocol.packing import pack, unpack
 from agora_protocol.records import NAMES, Record, open_record, read_expiry, record_key, seal_record
 
 from agora.clock import loop_time
-from agora.net.errors import ConnectionBroken
 from agora.net.hive import DHTID, DHTLocalStorage, DHTNode, DHTRecord, DictionaryDHTValue, PeerID, RecordValidatorBase
 from agora.net.host import Host
+from agora.net.network_errors import ConnectionBroken
 
 READ_S: Final = 3.0
 PUBLISH_S: Final = 10.0

@@ -27,9 +27,9 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
 from agora.net.address_book import addresses_by_peer
-from agora.net.errors import ConnectionBroken, DialsCrossed
 from agora.net.hive import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
 from agora.net.link import LinkSpec
+from agora.net.network_errors import ConnectionBroken, DialsCrossed
 from agora.net.shaping import AccessLink
 from agora.net.socket_directory import SocketDirectory
 from agora.net.streams import FrameStream

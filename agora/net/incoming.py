@@ -22,8 +22,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
-from agora.net.errors import ConnectionBroken
 from agora.net.net_limits import NetLimits
+from agora.net.network_errors import ConnectionBroken
 from agora.net.payload_budget import PayloadBudget, PayloadShare
 from agora.net.send_queue import Buffers
 from agora.net.streams import Frame, FrameStream, Intake

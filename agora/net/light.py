@@ -36,7 +36,7 @@ from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
 from agora.net.address_book import addresses_by_peer
-from agora.net.errors import Unreachable
+from agora.net.network_errors import Unreachable
 
 TIMEOUT_S: Final = 10.0
 STAGGER_S: Final = 0.4  # the next peer is tried beside those that have not answered yet

@@ -25,10 +25,10 @@ from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
 from agora.net.address_book import AddressBook
 from agora.net.connection import Connection
-from agora.net.errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from agora.net.host import Host
 from agora.net.incoming import ConnectionServices, Handler
 from agora.net.net_limits import NetLimits
+from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from agora.net.payload_budget import PayloadBudget
 from agora.net.streams import FrameStream
 

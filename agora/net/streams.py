@@ -19,7 +19,7 @@ from agora_protocol.frames import FrameLimits, FrameType, Prefix, TensorSpec, de
 from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES
 from agora_protocol.messages import Message
 
-from agora.net.errors import ConnectionBroken
+from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import NEWS_BYTES, Buffers, QueuedFrame, SendQueue
 
 SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fits, whatever lies before it

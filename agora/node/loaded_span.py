@@ -26,7 +26,7 @@ from agora.observe import events, faults
 from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.hop import Hop
 from agora.pipeline.opening import Share
-from agora.pipeline.origin import Origin, OriginConfig, OwnStage
+from agora.pipeline.origin import Origin, OriginConfig, OriginStage
 from agora.state.collector import StageCollector
 from agora.state.keeper import StateKeeper
 from agora.state.layout import Layout, lay_out
@@ -109,7 +109,9 @@ class LoadedSpan:
             batches,
             peer.startup.report,
             share=self._share_of_step,
-            stage=OwnStage(lambda: replicas.step_of(0), lambda: replicas.missing_tokens(0), self._has_enough_replicas),
+            stage=OriginStage(
+                lambda: replicas.step_of(0), lambda: replicas.missing_tokens(0), self._has_enough_replicas
+            ),
             path_s=self.hop.path_s,
         )
 

@@ -65,7 +65,7 @@ class OriginConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnStage:
+class OriginStage:
     """Functions by which an origin looks at its own stage 0.
 
     step_of: steps it has taken. missing_tokens: tokens that its replicas still lack for the next step. ready: whether
@@ -113,7 +113,7 @@ class Origin:
         report: Report,
         *,
         share: Callable[[], Share] = Share,
-        stage: OwnStage | None = None,
+        stage: OriginStage | None = None,
         path_s: Callable[[], float | None] = lambda: None,
         session: bytes | None = None,
     ) -> None:

@@ -21,9 +21,9 @@ from agora_protocol.messages import (
 )
 
 from agora.calls import Reply
-from agora.net.errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from agora.net.incoming import IncomingCall
 from agora.net.net_limits import NetLimits
+from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, introduce, make_peer, peers, process, run, until
 
 

@@ -18,9 +18,9 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetStatus, Processed
 
 from agora.calls import Reply
-from agora.net.errors import ConnectionBroken
 from agora.net.incoming import IncomingCall
 from agora.net.net_limits import NetLimits
+from agora.net.network_errors import ConnectionBroken
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, peers, process, run, until
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 from agora_protocol.errors import IdentityError, InputError, LocalError
 from agora_protocol.identity import Identity
 
-from agora.net.errors import ConnectionBroken, DialsCrossed
 from agora.net.host import Host, _failure
+from agora.net.network_errors import ConnectionBroken, DialsCrossed
 from tests.net.helpers import make_host, run
 
 

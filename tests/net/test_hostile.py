@@ -28,8 +28,8 @@ from agora_protocol.messages import (
 )
 from hivemind.p2p import PeerID
 
-from agora.net.errors import ConnectionBroken
 from agora.net.net_limits import NetLimits
+from agora.net.network_errors import ConnectionBroken
 from agora.swarm.conduct import Conduct, Offence, Penalty
 from agora.swarm.offences import OffenceLog
 from tests.net.helpers import RUN, Peer, after, boundary, echo, peers, process, run, until

@@ -14,7 +14,7 @@ from agora_protocol.frames import FrameLimits, FrameType, Prefix, encode_frame, 
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Advance, Message, Ping, Refusal, StatusAnswer
 
-from agora.net.errors import ConnectionBroken
+from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import MAX_BULK_BYTES, MAX_SMALL_BYTES
 from agora.net.streams import SCRATCH_BYTES, Frame, FrameStream, Intake
 from tests.net.helpers import boundary, process, run

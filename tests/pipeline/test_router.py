@@ -10,7 +10,7 @@ from agora_protocol.errors import PeerFailed, Unavailable
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import Advance, Pong, Process, Processed
 
-from agora.net.errors import ConnectionBroken
+from agora.net.network_errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.router import NEWS_PER_STAGE

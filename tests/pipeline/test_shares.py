@@ -11,7 +11,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.opening import GRACE_S, Share, step_share
-from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig, OwnStage
+from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig, OriginStage
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import TOKENS, FakeBatches, peer_id
 
@@ -35,7 +35,7 @@ class Stage:
 
     def _origin(self, index: int, ceiling: int) -> Origin:
         config = OriginConfig(peer_id(f"origin {index}"), 2, True, STEP * TOKENS, TOKENS, ceiling)
-        own = OwnStage(lambda: self.step, lambda: STEP * TOKENS - self.tokens, lambda: self.ready[index])
+        own = OriginStage(lambda: self.step, lambda: STEP * TOKENS - self.tokens, lambda: self.ready[index])
         entrance = _Entrance(self, index)
         return Origin(
             config, entrance, FakeBatches(), lambda event: None, share=lambda: self.shares[index], stage=own,
