@@ -1,11 +1,11 @@
-"""What averaging asks of the rooms that it must not know: the stages in training, and the state of other replicas.
+"""What averaging asks of the rooms that it must not know: stages in training, states of other replicas, the view.
 
-Knows: the methods' forms. train.Compute is a ReplicatedStages, the state room's keeper is a StateFetcher.
+Knows: the methods' forms. train.Compute is a ReplicatedStages, state.StateKeeper a StateFetcher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from agora_protocol.ids import PeerId, Span
@@ -73,3 +73,13 @@ class StateFetcher(Protocol):
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
         """Replaces the stage's state by one of at least `at_least` steps. Raises Unavailable when no source has one."""
+
+
+class ReplicaListing(Protocol):
+    """What this peer's view of the run says of replicas."""
+
+    def listed(self, stage: int) -> Mapping[PeerId, float]:
+        """Returns a stage's replicas, with their bandwidths in bytes per second, 0 when unknown."""
+
+    def steps_of_run(self) -> Collection[Collection[int]]:
+        """Returns, for each stage of the run, the steps that its replicas have taken."""

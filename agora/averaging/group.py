@@ -16,7 +16,7 @@ all of a mean gradient, instead of the step: whoever has taken a step equals the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.averaging import agreement
-from agora.averaging.contracts import ReplicatedStages, StateFetcher
+from agora.averaging.contracts import ReplicaListing, ReplicatedStages, StateFetcher
 from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
 from agora.averaging.kinds import Part, RoundConfig
 from agora.averaging.next_action import (
@@ -51,9 +51,8 @@ from agora.averaging.plausibility import Newcomer
 from agora.averaging.rounds import RoundResult, Rounds
 from agora.calls import Caller
 from agora.clock import loop_time
-from agora.observe import events
+from agora.observe import events, faults
 from agora.observe.events import Report
-from agora.observe.faults import ReachFault
 from agora.stepping import EVERY_STEP, StepPolicy
 from agora.swarm.conduct import Offence, ReportOffence
 
@@ -95,16 +94,12 @@ class ReplicaGroup:
         stages: ReplicatedStages,
         caller: Caller,
         state: StateFetcher,
-        listed: Callable[[int], Mapping[PeerId, float]],
-        run_steps: Callable[[], Collection[Collection[int]]],
+        listing: ReplicaListing,
         report: Report,
         report_offence: ReportOffence,
-        reach: ReachFault | None = None,
     ) -> None:
-        """A stage that `state` has fetched from other replicas is a newcomer among them.
-
-        listed: a stage's replicas in the view, with their bandwidths in bytes per second, 0 when unknown. run_steps:
-        for each stage of the run the steps of its replicas. reach: is awaited at the named fault points.
+        """report_offence: is called for a replica that contributes what none may. A stage that `state` has fetched from
+        other replicas is a newcomer among them.
         """
         self._manifest = manifest = signed.manifest
         self._averaging = averaging = manifest.averaging
@@ -112,8 +107,7 @@ class ReplicaGroup:
         self._me = me
         self._held = stages
         self._state = state
-        self._listed = listed
-        self._run_steps = run_steps
+        self._listing = listing
         self._leading = 0
         self._report = report
         self._report_offence = report_offence
@@ -122,10 +116,12 @@ class ReplicaGroup:
         exact_steps = EVERY_STEP if self._synchronous else averaging.exact_steps
         self._policy = StepPolicy(self._config.target_tokens, exact_steps)
         self._round_config = RoundConfig.of(signed, me)
-        self._owner = Owner(self._round_config, caller, self, reach)
-        self._rounds = Rounds(self._round_config, caller, self._owner, report, reach)
+        self._owner = Owner(self._round_config, caller, self, faults.reach)
+        self._rounds = Rounds(self._round_config, caller, self._owner, report, faults.reach)
         interval_s = SYNCHRONOUS_INTERVAL_S if self._synchronous else INTERVAL_S
-        self._gossip = StepGossip(me, stages.span, caller, listed, self._counts, self._look, interval_s=interval_s)
+        self._gossip = StepGossip(
+            me, stages.span, caller, listing.listed, self._counts, self._look, interval_s=interval_s
+        )
         self._stages = {stage: self._new_stage(stage) for stage in stages.span.stages}
         for stage in stages.span.stages:
             stages.publish_policy(stage, self._policy)
@@ -194,7 +190,7 @@ class ReplicaGroup:
 
         Of rounds of weights: the listed replicas that are reachable. Of gradients: all that belong to an exact step.
         """
-        listed, known, now = self._listed(stage), self._gossip.known(stage), loop_time()
+        listed, known, now = self._listing.listed(stage), self._gossip.known(stage), loop_time()
         others = self._gossip.others(stage)
         if what == "gradient":
             others = agreement.exact_members(known, others, now)
@@ -279,7 +275,7 @@ class ReplicaGroup:
         """
         while self._synchronous:
             await asyncio.sleep(LOOK_S)
-            self._leading = agreement.leading_step(self._run_steps())
+            self._leading = agreement.leading_step(self._listing.steps_of_run())
             for stage, state in self._stages.items():
                 step = self._held.step_of(stage)
                 if step >= self._leading:
@@ -293,16 +289,15 @@ class ReplicaGroup:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a task whose failure is reported as an event."""
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._report_failure)
+        return task
 
-        async def run_reported() -> None:
-            """Awaits the work, and reports how it failed."""
-            try:
-                await work
-            except Exception as error:
-                code = f"{error.code}: " if isinstance(error, AgoraError) else f"{type(error).__name__}: "
-                self._report(events.TaskFailed("averaging", f"{code}{error}"))
-
-        return asyncio.get_running_loop().create_task(run_reported())
+    def _report_failure(self, task: asyncio.Task[None]) -> None:
+        """Reports the error that a task has ended with, if any."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            code = error.code if isinstance(error, AgoraError) else type(error).__name__
+            self._report(events.TaskFailed("averaging", f"{code}: {error}"))
 
     # --- acting
 

@@ -30,10 +30,28 @@ from agora.pipeline.origin import Origin, OriginConfig, OriginStage
 from agora.state.collector import StageCollector
 from agora.state.keeper import StateKeeper
 from agora.state.layout import Layout, lay_out
+from agora.swarm.membership import Membership
 from agora.train.compute import Compute
 
 WORK_REQUESTS: tuple[type[Message], ...] = (Process, GossipSteps, Contribute, Recall)
 """The requests that a loaded span answers."""
+
+
+class MembershipListing:
+    """The replicas that the membership's view lists; a ReplicaListing."""
+
+    def __init__(self, membership: Membership, stage_count: int) -> None:
+        self._membership = membership
+        self._stages = range(stage_count)
+
+    def listed(self, stage: int) -> Mapping[PeerId, float]:
+        """Returns a stage's replicas, with their bandwidths in bytes per second."""
+        return {seen.peer: seen.bandwidth for seen in self._membership.view.replicas(stage)}
+
+    def steps_of_run(self) -> list[list[int]]:
+        """Returns, for each stage of the run, the steps that its replicas have taken."""
+        view = self._membership.view
+        return [[seen.step_of(stage) for seen in view.replicas(stage)] for stage in self._stages]
 
 
 class LoadedSpan:
@@ -51,11 +69,9 @@ class LoadedSpan:
             compute,
             peer.network,
             keeper,
-            self._listed_replicas,
-            self._steps_of_run,
+            MembershipListing(peer.membership, signed.manifest.stage_count),
             startup.report,
             peer.offences.report_offence,
-            faults.reach,
         )
         self._barrier = step_barrier(signed.manifest, compute)
         self.hop = Hop(
@@ -79,15 +95,6 @@ class LoadedSpan:
             peer.offences.report_offence,
         )
         self.tasks = BackgroundTasks()
-
-    def _listed_replicas(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns a stage's replicas in the view, with their bandwidths in bytes per second."""
-        return {seen.peer: seen.bandwidth for seen in self._peer.membership.view.replicas(stage)}
-
-    def _steps_of_run(self) -> list[list[int]]:
-        """Returns, for each stage of the run, the steps that its replicas have taken."""
-        view, stages = self._peer.membership.view, range(self._peer.signed.manifest.stage_count)
-        return [[seen.step_of(stage) for seen in view.replicas(stage)] for stage in stages]
 
     def _make_origin(self, batches: OriginBatches) -> Origin:
         """Returns the origin of this peer, which opens the microbatches that `batches` draws."""

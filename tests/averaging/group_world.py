@@ -128,8 +128,7 @@ class GroupPeer:
             self.stage,
             world.network.join(peer, self._answer),
             self,
-            lambda stage: dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0),
-            lambda: world.run_steps,
+            self,
             self.events.append,
             lambda peer, offence, text, occasion="": self.offences.append((peer, offence, occasion)),
         )
@@ -147,6 +146,12 @@ class GroupPeer:
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
+
+    def listed(self, stage: int) -> dict[PeerId, float]:
+        return dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0)
+
+    def steps_of_run(self) -> list[list[int]]:
+        return self.world.run_steps
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> None:
         """As the state room's keeper: from the first source that is reachable and far enough."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -55,6 +56,19 @@ class NoStates:
         raise Unavailable(stage, ["nobody gives any"])
 
 
+@dataclass
+class Listing:
+    """A view of one stage."""
+
+    replicas: dict[PeerId, float]
+
+    def listed(self, stage: int) -> dict[PeerId, float]:
+        return self.replicas
+
+    def steps_of_run(self) -> list[list[int]]:
+        return [[0]]
+
+
 @asynccontextmanager
 async def beside(
     liar: Liar, report_offence: ReportOffence = lambda *_: None, **sections: Any
@@ -72,8 +86,7 @@ async def beside(
                 compute,
                 cast(Any, liar),
                 NoStates(),
-                lambda stage: listed,
-                lambda: [[0]],
+                Listing(listed),
                 events,
                 report_offence,
             ),
