@@ -63,7 +63,7 @@ class ExportedTensor:
 
     @property
     def numel(self) -> int:
-        """Elements in the result."""
+        """Returns how many elements the exported tensor has."""
         return math.prod(self.shape)
 
 
@@ -111,7 +111,7 @@ class MergedModel:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole model."""
+        """Returns how many elements the whole model has."""
         return sum(tensor.numel for tensor in self._tensors)
 
     def check(self, report: ReportBytes) -> None:
