@@ -57,7 +57,7 @@ class ReplicatedStages(Protocol):
         """Takes in an average that differs from `snapshot` by `delta`."""
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Takes over a step number that the stage has reached elsewhere, and takes a step that is due."""
+        """Sets the stage to the number of steps that other replicas have taken, and takes an own step that is due."""
 
     async def take_mean_gradient(self, stage: int) -> GradientShare:
         """Returns this replica's share of the next step, and keeps the stage from taking that step by itself."""

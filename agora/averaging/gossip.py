@@ -46,7 +46,10 @@ Listed = Callable[[int], Collection[PeerId]]
 
 
 class StepGossip:
-    """Keeps `known` up to date for all stages of the span. `run` until cancelled; `answer` serves the others' calls."""
+    """Exchanges progress with the other replicas of each stage of the span, and keeps what it hears as `known`.
+
+    `run` until cancelled; `answer` serves the others' calls.
+    """
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class StepGossip:
             self._take_in(stage, reply.message.replicas, peer)
 
     def _take_in(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> None:
-        """Merges what `sender` reported. Of others than itself only listed replicas are believed, about listed ones."""
+        """Merges what `sender` reported of itself, and, if it is listed, what it reported of other listed replicas."""
         state, listed, now = self._stages[stage], self.others(stage), loop_time()
         believed = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
         known = agreement.merge_gossip(state.known, believed, sender, self._me, now)

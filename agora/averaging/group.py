@@ -85,7 +85,10 @@ class _StageTasks:
 
 
 class ReplicaGroup:
-    """One for each span. `run` until cancelled; call `stepped` on the loop after every step of a stage."""
+    """Steps and averages the stages of this peer's span together with their replicas on other peers.
+
+    `run` until cancelled; call `stepped`, on the loop, after every step of a stage.
+    """
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class ReplicaGroup:
             stages.publish_policy(stage, self._policy)
 
     def _new_stage(self, stage: int) -> _StageTasks:
-        """Returns the tasks of a stage; in a synchronous run a fetched state is exact, so that it counts at once."""
+        """Returns a stage's first record. One with a fetched state is a newcomer, except in a synchronous run."""
         slices = Slices(self._held.layout(stage).numel, self._averaging.fraction, self._manifest.seed)
         return _StageTasks(slices, Newcomer(counts=self._synchronous or stage not in self._state.fetched))
 

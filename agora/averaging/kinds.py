@@ -218,5 +218,5 @@ RoundKind = WeightRound | GradientRound
 
 
 def round_kinds(config: RoundConfig) -> dict[str, RoundKind]:
-    """Returns both kinds by the word that Contribute has for them; one instance of each for a daemon."""
+    """Returns the two kinds of rounds by the `what` of a Contribute message; a daemon has one instance of each."""
     return {"weights": WeightRound(config), "gradient": GradientRound(config)}

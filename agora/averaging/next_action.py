@@ -44,38 +44,41 @@ RESUME_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing now."""
+    """An action: the stage does nothing now."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeginSliceRound:
-    """Average slice `number` of the weights with the other replicas, in the background."""
+    """An action: the stage averages slice `number` of its weights with the other replicas, in the background."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Take over step number `step`, which the stage has reached elsewhere; a single step with what was counted here."""
+    """An action: the stage takes over the number of steps that its other replicas have taken.
+
+    One step behind, it takes that step along its own gradient; further behind, its gradient is dropped.
+    """
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class TakeStep:
-    """Take the step that is complete along this replica's own gradient."""
+    """An action: the stage takes its step, whose tokens are all counted, along this replica's own gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTogether:
-    """Take step number `step` along the mean gradient of all replicas."""
+    """An action: the stage takes step number `step` along the mean gradient of all replicas, in a gradient round."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Fetch the state of a replica that has taken at least `at_least` steps; the others are at `reached`."""
+    """An action: fetches the state of a replica with at least `at_least` steps; the other replicas are at `reached`."""
 
     at_least: int
     reached: int

@@ -89,7 +89,7 @@ class _RoundRecord:
 
 
 class Owner:
-    """Averages the parts that this peer owns, and keeps averages, so that others can recall them."""
+    """Averages the parts of rounds that this peer owns, and keeps averages so that others can recall them."""
 
     def __init__(self, config: RoundConfig, caller: Caller, view: RoundView, reach: ReachFault | None = None) -> None:
         """reach: is awaited at the named fault points."""
@@ -177,7 +177,7 @@ class Owner:
         return Recalled(counts.members, counts.present, counts.weight, counts.distance), tensors
 
     def keep(self, part: Part, average: Callable[[], Average]) -> None:
-        """Remembers for a while how to have an average: one that was made here, or that another owner gave."""
+        """Keeps for a while a function that returns a part's average, for late contributions and for Recall."""
         if part in self._kept:
             return
         self._kept[part] = average
@@ -327,7 +327,7 @@ class Owner:
             self._average(part, gathering)
 
     async def _recall_from(self, peer: PeerId, part: Part, numel: int, deadline: float) -> Average | None:
-        """Returns the average that a member has, None when it has none or does not answer."""
+        """Asks a member, by Recall, for the average that it has; None when it has none or does not answer."""
         request = Recall(*part, max(1, int(1000 * (deadline - loop_time()))))
         try:
             return _recalled(await self._caller.call(peer, request, (), deadline=deadline), numel)
@@ -341,7 +341,7 @@ class Owner:
         task.add_done_callback(self._tasks.discard)
 
     async def _reach(self, point: str) -> None:
-        """Reaches a named fault point."""
+        """Awaits a named fault point, at which tests make a daemon fail."""
         if self._reach_fault is not None:
             await self._reach_fault(point)
 

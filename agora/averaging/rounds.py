@@ -91,7 +91,7 @@ class _Round:
 
 
 class Rounds:
-    """Takes part in rounds; one instance for each daemon."""
+    """Takes part in averaging rounds as a member: sends each part to its owner and puts the answers together."""
 
     def __init__(
         self, config: RoundConfig, caller: Caller, owner: Owner, report: Report, reach: ReachFault | None = None
