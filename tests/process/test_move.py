@@ -5,24 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from agora_protocol.errors import InputError
 
 from agora.cli.local_swarm import LocalDaemon
 from agora.node.control_client import DaemonRefused
 from tests.process.harness import Swarm, counted_twice, swarm
+from tests.process.test_daemon import p2pd_of
 from tests.process.test_faults import drained, nothing_lost, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 ENOUGH = 20
-
-
-def network_process_of(daemon: LocalDaemon) -> int:
-    """The process id of the daemon's p2pd."""
-    (found,) = [c for c in psutil.Process(daemon.process.pid).children(recursive=True) if "p2pd" in c.name()]
-    return found.pid
 
 
 def trains_on(made: Swarm, origin: LocalDaemon, microbatches: int = ENOUGH) -> None:
@@ -49,7 +43,7 @@ def test_a_daemon_moves_to_another_stage_and_back_without_losing_a_microbatch(tm
         made.until(
             lambda: moves.ask("status")["stages"][1]["step"] > 0, "stage 1 to say in the directory how far it is"
         )
-        network, peer = network_process_of(moves), moves.peer
+        network, peer = p2pd_of(moves).pid, moves.peer
 
         assert moves.ask("move", stages="1", timeout_s=60)["span"] == [1, 1]
         assert moves.ask("report")["span"] == [1, 1]
@@ -61,7 +55,7 @@ def test_a_daemon_moves_to_another_stage_and_back_without_losing_a_microbatch(tm
         made.until(lambda: counted_after(moves, 0), "microbatches through its old stage again")
         assert len(moves.events("MicrobatchStarted")) > drawn, "it originates again"
 
-        assert (network_process_of(moves), moves.peer) == (network, peer)
+        assert (p2pd_of(moves).pid, moves.peer) == (network, peer)
         assert len(moves.events("PeerStarted")) == 1 and len(moves.events("StartStep", name="host")) == 1
         assert moves.events("StateFetched"), "the state of the new stages came from their replicas"
         assert moves.events("CheckpointWritten", stage=0) and moves.events("CheckpointWritten", stage=1)
