@@ -108,13 +108,14 @@ def progress_record(report: NodeReport) -> Progress | None:
     span, counters = report.span, report.counters
     if span is None:
         return None
+    holds_last = span.span.last == report.run.stage_count - 1  # a loss that was reported before a move is of no use
     return Progress(
         report.peer,
         span.span,
         report.incarnation,
         tuple(stage.step for stage in span.stages),
         report.tokens_per_second,
-        span.loss if span.is_origin else counters.stage_loss,
+        span.loss if span.is_origin else counters.stage_loss if holds_last else None,
         span.queue,
         max(counters.counted.values(), default=0),
     )
@@ -122,7 +123,9 @@ def progress_record(report: NodeReport) -> Progress | None:
 
 def service_status(report: NodeReport, sentence: str) -> str:
     """Returns systemd's STATUS line. sentence: what the watchdog says of the work."""
-    steps = ", ".join(f"stage {stage} step {step}" for stage, step in sorted(report.counters.steps.items()))
+    held = report.span.span.stages if report.span else range(0)
+    taken = {stage: step for stage, step in sorted(report.counters.steps.items()) if stage in held}
+    steps = ", ".join(f"stage {stage} step {step}" for stage, step in taken.items())
     return f"{report.health.state}: {sentence}; {steps or 'no step yet'}; {report.tokens_per_second:.0f} tokens/s"
 
 

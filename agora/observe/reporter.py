@@ -148,7 +148,7 @@ class Counters:
             case events.OffenceRecorded(_, offence):
                 self.offences[offence] += 1
             case events.StartStep(name, seconds, _):
-                self.start_steps.append((name, seconds))
+                self.start_steps = [*self.start_steps[-63:], (name, seconds)]  # a move adds some
             case events.FirstHopServed(_, seconds):
                 self.first_hop_seconds = seconds
             case events.TaskFailed(task, error):

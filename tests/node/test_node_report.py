@@ -84,6 +84,9 @@ def test_progress_has_the_origins_loss_or_else_that_of_the_last_stage() -> None:
     assert record is not None and (record.steps, record.loss, record.incarnation) == ((7, 8), 3.5, 5)
     later = progress_record(report(span=dataclasses.replace(SPAN, is_origin=False, loss=None)))
     assert later is not None and later.loss == 3.25
+    first = dataclasses.replace(SPAN, span=Span(0, 0), stages=SPAN.stages[:1], is_origin=False, loss=None)
+    moved = progress_record(report(span=first))
+    assert moved is not None and moved.loss is None, "what the last stage said before this peer moved is over"
 
 
 def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:
@@ -96,6 +99,8 @@ def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:
 def test_systemds_line_has_health_work_steps_and_speed() -> None:
     line = service_status(report(), "working on 2 microbatches")
     assert line == "OK: working on 2 microbatches; stage 0 step 7, stage 1 step 8; 12 tokens/s"
+    moved = report(span=dataclasses.replace(SPAN, span=Span(1, 1)))
+    assert service_status(moved, "idle") == "OK: idle; stage 1 step 8; 12 tokens/s"
 
 
 def test_a_rate_is_that_of_the_last_fifteen_seconds() -> None:
