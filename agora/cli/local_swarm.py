@@ -121,6 +121,7 @@ class LocalDaemon:
         self.end_is_intended = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.send_signal(signal.SIGKILL)  # it may have been forked too recently to lead its group
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
         paths.unregister(self._socket)

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = [ROOT / "agora", ROOT / "protocol", ROOT / "scripts"]
 
-MAX_FUNCTION_LINES = 60
-MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 45
+MAX_FILE_LINES = 400
 MAX_PARAMETERS = 9
 # `except Exception` stands only where a task, a job or a process ends, and where a library raises nothing narrower.
 # What cleans up and raises again is not counted. A file is added only with the reason in the commit.
 BROAD_EXCEPTS = {
+    "agora/averaging/group.py": 1,  # a round, fetch or step of a stage ends: its failure is an event
     "agora/cli/console.py": 1,  # the command ends: a short message and the path of the traceback
     "agora/data/tokenizer.py": 1,  # the tokenizers extension raises plain Exception for every malformed file
     "agora/net/incoming.py": 1,  # a call's handler ends: its caller gets a typed refusal
@@ -81,6 +82,35 @@ def test_no_function_grows_past_a_screen() -> None:
 def test_no_file_grows_past_its_ceiling() -> None:
     big = {str(p): n for p in product_files() if (n := p.read_text().count("\n")) > MAX_FILE_LINES}
     assert not big
+
+
+def named_modules() -> Iterator[tuple[str, Path]]:
+    """(Name, path) of every module and folder of modules that the product can import."""
+    for room in (ROOT / "agora", ROOT / "protocol" / "agora_protocol"):
+        for path in room.rglob("*.py"):
+            yield (path.parent.name if path.name == "__init__.py" else path.stem), path.relative_to(ROOT)
+
+
+def shared_names(named: Iterable[tuple[str, Path]]) -> list[str]:
+    places: dict[str, list[str]] = {}
+    for name, path in named:
+        places.setdefault(name, []).append(str(path))
+    return [f"{name}: {', '.join(sorted(paths))}" for name, paths in sorted(places.items()) if len(paths) > 1]
+
+
+def test_no_two_modules_share_a_name() -> None:
+    """Not with a folder either: whoever reads a name knows which file is meant."""
+    assert not shared_names(named_modules())
+
+
+def test_no_two_classes_share_a_name() -> None:
+    classes = [
+        (node.name, path)
+        for _, path in named_modules()
+        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not shared_names(classes)
 
 
 def test_no_function_takes_too_many_parameters() -> None:
