@@ -49,7 +49,7 @@ class Member:
         self._owner: Owner | None = None
 
     async def serve(self, channel: Channel) -> None:
-        """{"meet": [[peer, addresses], ...]} makes acquaintance, {"round": r} takes part in round r."""
+        """{"meet": [[peer, addresses], ...]} connects the members, {"round": r} takes part in round r."""
         key = Path(self._spec["folder"]) / f"member-{self._spec['name']}.key"
         host, network = await join(key, self._answer)
         rounds = self._rounds(host.peer, network)
@@ -67,10 +67,10 @@ class Member:
     def _rounds(self, me: PeerId, network: Network) -> Rounds:
         defaults = AveragingSection()
         wire = self._spec["wire"] or defaults.wire
-        terms = RoundConfig(me, RUN, defaults.aggregation, wire, defaults.round_s, max_weight=WEIGHT)
+        config = RoundConfig(me, RUN, defaults.aggregation, wire, defaults.round_s, max_weight=WEIGHT)
         self._round_s = defaults.round_s
-        self._owner = Owner(terms, network, self)
-        return Rounds(terms, network, self._owner, lambda event: None)
+        self._owner = Owner(config, network, self)
+        return Rounds(config, network, self._owner, lambda event: None)
 
     def members(self, stage: int, what: str) -> dict[PeerId, float]:
         """See RoundView."""
@@ -101,7 +101,7 @@ class Member:
         return Reply(message, tensors)
 
     async def _meet(self, me: PeerId, network: Network, members: list[tuple[str, list[str]]]) -> None:
-        """Learns who takes part, and opens a stream to each, as replicas that tell each other their counts have."""
+        """Learns the members and opens a stream to each, as replicas that gossip their steps have."""
         self._members = {PeerId(peer): 0.0 for peer, _ in members}
         deadline = asyncio.get_running_loop().time() + MEET_S
         for peer, addresses in members:
