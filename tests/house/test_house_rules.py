@@ -21,7 +21,6 @@ MAX_PARAMETERS = 9
 # `except Exception` stands only where a task, a job or a process ends, and where a library raises nothing narrower.
 # What cleans up and raises again is not counted. A file is added only with the reason in the commit.
 BROAD_EXCEPTS = {
-    "agora/averaging/group.py": 1,  # a round, fetch or step of a stage ends: its failure is an event
     "agora/cli/console.py": 1,  # the command ends: a short message and the path of the traceback
     "agora/data/tokenizer.py": 1,  # the tokenizers extension raises plain Exception for every malformed file
     "agora/net/incoming.py": 1,  # a call's handler ends: its caller gets a typed refusal
