@@ -53,6 +53,20 @@ class LastStageDone(BackwardDone):
     tokens: int
 
 
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """Translates what torch raises when the device fails into MemoryError_ and DeviceError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError_("the device is out of memory; hold fewer stages or microbatches") from error
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):
+            raise MemoryError_("this machine is out of memory; hold fewer stages or microbatches") from error
+        first_line = (str(error).splitlines() or [repr(error)])[0][:200]
+        raise DeviceError(f"the device failed ({first_line}); restart this daemon") from error
+
+
 class Compute:
     """The stages of this peer's span behind one device queue. Made by `create`, ended by `close`.
 
@@ -108,16 +122,16 @@ class Compute:
         queue = DeviceQueue(limit=limit, fault=fault, failed=lambda error: report(TaskFailed("device", repr(error))))
         events = StepEvents()
 
-        def build() -> SpanTrainer:
+        @_device_errors()
+        def build_stages() -> SpanTrainer:
             bf16 = has_native_bf16(chosen)
-            with _device_errors():
-                return SpanTrainer(
-                    manifest, span, chosen, report=report, bf16=bf16, in_flight=in_flight, on_step=events.put
-                )
+            return SpanTrainer(
+                manifest, span, chosen, report=report, bf16=bf16, in_flight=in_flight, on_step=events.put
+            )
 
         async with AsyncExitStack() as undo:
             undo.push_async_callback(queue.close)
-            compute = cls(manifest, span, chosen, await queue.run(Priority.FORWARD, build), queue, events)
+            compute = cls(manifest, span, chosen, await queue.run(Priority.FORWARD, build_stages), queue, events)
             undo.pop_all()
         return compute
 
@@ -252,26 +266,23 @@ class Compute:
 
     async def _between_microbatches(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Returns `function(*args)`, run on the device thread before the next microbatch; then takes all due steps."""
-
-        def guarded() -> T:
-            with _device_errors():
-                return function(*args)
-
-        return await self._queue.run(Priority.BACKWARD, guarded, then=self.trainer.take_due_steps)
+        guarded = _device_errors()(function)
+        return await self._queue.run(Priority.BACKWARD, guarded, *args, then=self.trainer.take_due_steps)
 
     # --- on the device thread
 
+    @_device_errors()
     def _forward(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
     ) -> tuple[WireTensor, StashedForward | None]:
         """Decodes, runs the forward, encodes. See `forward`."""
         if first not in self.span or self._holds_last_stage:
             raise NotMyStage(f"stages {first} to {self.span.last} cannot run forward here; this peer holds {self.span}")
-        with _device_errors():
-            entry, ids = self._decode(microbatch, first, boundary, tokens)
-            output, forward = self.trainer.forward(microbatch, first, entry, ids, train)
-            return self._codec.encode(output, "forward"), forward
+        entry, ids = self._decode(microbatch, first, boundary, tokens)
+        output, forward = self.trainer.forward(microbatch, first, entry, ids, train)
+        return self._codec.encode(output, "forward"), forward
 
+    @_device_errors()
     def _finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
     ) -> LastStageDone:
@@ -279,21 +290,20 @@ class Compute:
         if first not in self.span or not self._holds_last_stage:
             raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
         begun = time.perf_counter()
-        with _device_errors():
-            entry, ids = self._decode(microbatch, first, boundary, tokens)
-            loss_sum, supervised, gradient = self.trainer.finish(microbatch, first, entry, ids, train)
-            encoded = self._encode_gradient(microbatch, first, gradient, entry)
+        entry, ids = self._decode(microbatch, first, boundary, tokens)
+        loss_sum, supervised, gradient = self.trainer.finish(microbatch, first, entry, ids, train)
+        encoded = self._encode_gradient(microbatch, first, gradient, entry)
         return LastStageDone(encoded, time.perf_counter() - begun, loss_sum, supervised)
 
+    @_device_errors()
     def _backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> BackwardDone:
         """Decodes, runs the backward, encodes. See `backward`."""
         begun = time.perf_counter()
-        with _device_errors():
-            key = gradient_dither_key(microbatch, self.span.last + 1)
-            decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self._device)
-            self._require_finite(decoded, microbatch, self.span.last, "gradient")
-            result, forward = self.trainer.backward(microbatch, first, decoded)
-            encoded = self._encode_gradient(microbatch, first, result, forward.entry)
+        key = gradient_dither_key(microbatch, self.span.last + 1)
+        decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self._device)
+        self._require_finite(decoded, microbatch, self.span.last, "gradient")
+        result, forward = self.trainer.backward(microbatch, first, decoded)
+        encoded = self._encode_gradient(microbatch, first, result, forward.entry)
         return BackwardDone(encoded, forward.device_s + time.perf_counter() - begun)
 
     def _decode(
@@ -322,17 +332,3 @@ class Compute:
         if not all_finite(tensor):
             self.trainer.refuse(stage, microbatch, f"the {what} received is not finite")
             raise ProtocolError("bad-tensor", f"the {what} holds values that are not finite; send it again")
-
-
-@contextmanager
-def _device_errors() -> Iterator[None]:
-    """Translates what torch raises when the device fails into MemoryError_ and DeviceError."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise MemoryError_("the device is out of memory; hold fewer stages or microbatches") from error
-    except RuntimeError as error:
-        if "can't allocate memory" in str(error):
-            raise MemoryError_("this machine is out of memory; hold fewer stages or microbatches") from error
-        first_line = (str(error).splitlines() or [repr(error)])[0][:200]
-        raise DeviceError(f"the device failed ({first_line}); restart this daemon") from error
