@@ -185,3 +185,30 @@ def test_console_scripts_are_the_two_of_the_contract() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     block = text.split("[project.scripts]")[1].split("[", 1)[0]
     assert re.findall(r"^([\w-]+) =", block, re.M) == ["agora-node", "swarm"]
+
+
+def replaced_private(node: ast.AST) -> bool:
+    """Whether a statement sets a private attribute of another object than self, or monkeypatches one."""
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(
+            isinstance(target, ast.Attribute)
+            and re.match(r"_[a-z]", target.attr)
+            and ast.unparse(target.value) not in ("self", "cls")
+            for target in targets
+        )
+    if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr") and len(node.args) > 1):
+        return False
+    name = node.args[1]
+    return isinstance(name, ast.Constant) and bool(re.match(r"_[a-z]", str(name.value)))
+
+
+def test_no_test_replaces_a_private_attribute() -> None:
+    """An object that needs another clock, network or process takes it as a parameter."""
+    found = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if replaced_private(node)
+    ]
+    assert not found, "\n".join(found)
