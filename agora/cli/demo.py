@@ -12,10 +12,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from agora.cli import console, demo_plan
 from agora.cli.console import Failure, print_line
@@ -35,16 +34,6 @@ EVALUATE_BATCHES = 32
 
 class Stopped(BaseException):
     """SIGINT, SIGTERM or SIGHUP has come: the demo leaves cleanly."""
-
-
-class Timer(Protocol):
-    """The part of the module `time` that a demo needs."""
-
-    def monotonic(self) -> float:
-        """Returns seconds since some moment."""
-
-    def sleep(self, seconds: float, /) -> None:
-        """Returns after so many seconds."""
 
 
 def run(plan: DemoPlan, *, as_json: bool) -> int:
@@ -119,18 +108,25 @@ def _stopped_by_signals(demo: Demo) -> Iterator[None]:
 class Demo:
     """One demo: its daemons, their totals, and when to start, kill and stop which."""
 
-    def __init__(self, plan: DemoPlan, swarm: LocalSwarm, target_tokens: int, timer: Timer = time) -> None:
-        """target_tokens: the tokens of one optimizer step."""
+    def __init__(
+        self,
+        plan: DemoPlan,
+        swarm: LocalSwarm,
+        target_tokens: int,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """target_tokens: the tokens of one optimizer step. now, sleep: the clock, in seconds."""
         self.plan, self.swarm = plan, swarm
         self.totals = DemoTotals(target_tokens)
         self.is_stopping = False
-        self._timer = timer
+        self._now, self._sleep = now, sleep
         self._daemons: list[LocalDaemon] = []
         self._not_started = plan.peers  # daemons that are still to be started, replacements included
         self._killed: list[int] = []
         self._drained: set[int] = set()
         self._random = random.Random(plan.seed)
-        self._began, self._began_unix = timer.monotonic(), time.time()
+        self._began, self._began_unix = now(), time.time()
         self._achieved = (0, 0, 0)
         self._achieved_at = self._began
         what = f"starting {plan.peers} peers of {plan.stages} stages in {swarm.directory}"
@@ -143,7 +139,7 @@ class Demo:
         with self._display:
             self._start_one()
             self._train_to_the_last_step()
-            reached_at = self._timer.monotonic()
+            reached_at = self._now()
             self._drain()
             trained = self.totals.trained()
             loss = self._evaluate()
@@ -172,13 +168,13 @@ class Demo:
     def _train_to_the_last_step(self) -> None:
         """Watches the swarm until stage 0 has taken its steps, and kills peers in between where the plan says so."""
         kill_every = self.plan.kill_every
-        next_kill = self._timer.monotonic() + (kill_every or 0.0)
+        next_kill = self._now() + (kill_every or 0.0)
         while self.totals.step < self.plan.steps:
             self._look()
             self._refuse_stall()
-            if kill_every and self._timer.monotonic() >= next_kill and self._kill_a_peer():
-                next_kill = self._timer.monotonic() + kill_every
-            self._timer.sleep(POLL_SECONDS)
+            if kill_every and self._now() >= next_kill and self._kill_a_peer():
+                next_kill = self._now() + kill_every
+            self._sleep(POLL_SECONDS)
 
     def _look(self) -> None:
         """Reads all journals, starts a daemon that is due, shows the progress. Raises SwarmFailed when one has died."""
@@ -229,8 +225,8 @@ class Demo:
         """Raises Failure when nothing was trained for STALL_SECONDS; an idle daemon's journal grows, too."""
         achieved = self.totals.achieved(self.plan.peers)
         if achieved != self._achieved:
-            self._achieved, self._achieved_at = achieved, self._timer.monotonic()
-        elif self._timer.monotonic() - self._achieved_at > STALL_SECONDS:
+            self._achieved, self._achieved_at = achieved, self._now()
+        elif self._now() - self._achieved_at > STALL_SECONDS:
             completed, step, joined = achieved
             _, daemon = self._living()[0]
             raise Failure(
@@ -255,11 +251,11 @@ class Demo:
 
     def _await_joining_peers(self) -> None:
         """Lets the daemons that are being started arrive, so that every peer of the plan was there; drains them."""
-        deadline = self._timer.monotonic() + JOIN_SECONDS
-        while (self._not_started or self._starting()) and self._timer.monotonic() < deadline:
+        deadline = self._now() + JOIN_SECONDS
+        while (self._not_started or self._starting()) and self._now() < deadline:
             self._look()
             self._drain()
-            self._timer.sleep(POLL_SECONDS)
+            self._sleep(POLL_SECONDS)
         self._drain()
 
     def _drain(self) -> None:

@@ -109,7 +109,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def swarm(clock: Clock, tmp_path: Path) -> Make:
     def make(plan: DemoPlan, scripts: Sequence[Script]) -> demo.Demo:
-        return demo.Demo(plan, ScriptedSwarm(tmp_path, clock, scripts), target_tokens=8, timer=clock)
+        return demo.Demo(
+            plan, ScriptedSwarm(tmp_path, clock, scripts), target_tokens=8, now=clock.monotonic, sleep=clock.sleep
+        )
 
     return make
 
