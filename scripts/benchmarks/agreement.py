@@ -29,7 +29,7 @@ from benchmarks.children import Nursery, deal
 from benchmarks.machine import describe, usable_cores
 from benchmarks.report import Cell, Ratio, Report, paired_ratio
 from benchmarks.task import prepare_corpus, spec
-from benchmarks.window import tell
+from benchmarks.window import print_progress
 
 PATIENCE_S = 7200.0
 
@@ -61,15 +61,17 @@ def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
     """Trains every setting with every seed in child processes of one thread each; returns the answers by setting."""
     manifest = effort.manifest()
     prepare_corpus(folder, manifest)
-    told = spec(manifest, folder, 1, steps=effort.steps, heldout=effort.heldout_batches)
+    child_spec = spec(manifest, folder, 1, steps=effort.steps, heldout=effort.heldout_batches)
     answers: dict[tuple[Setting, int], Found] = {}
     orders = [(job, {"setting": asdict(job[0]), "seed": job[1]}) for job in effort.jobs]
     with Nursery(folder) as nursery:
         count = min(usable_cores(), len(effort.jobs))
-        children = [nursery.start(f"replicas-{number}", "agreement", told) for number in range(count)]
+        children = [nursery.start(f"replicas-{number}", "agreement", child_spec) for number in range(count)]
         for (setting, seed), answer in deal(children, orders, PATIENCE_S):
             answers[setting, seed] = answer
-            tell(f"{setting.name}, seed {seed}: loss {answer['loss_of_replica']:.4f}, {answer['bytes']:.3g} bytes")
+            print_progress(
+                f"{setting.name}, seed {seed}: loss {answer['loss_of_replica']:.4f}, {answer['bytes']:.3g} bytes"
+            )
     found: dict[Setting, list[Found]] = {}
     for setting, seed in effort.jobs:
         found.setdefault(setting, []).append(answers[setting, seed])
@@ -113,7 +115,7 @@ def notes(effort: Effort) -> list[str]:
         "a quarter of the tokens. Else a share of the weights every so many steps, by the code that the daemons run: "
         "slices, int8 with the common dither, aggregation, the delta rule. `exact steps`: the first ones are along "
         "the mean gradient of all, which travels as int8 as well. All in one process, without a network; an average "
-        "is taken in `delay` steps after its snapshot, 1 unless told.",
+        "is taken in `delay` steps after its snapshot, 1 unless child_spec.",
         f"The default takes {cover:.0f} steps to average every weight once, so that a run has "
         f"{(effort.steps - DEFAULT.exact) / cover:.0f} such covers after its exact steps.",
         "loss_of_replica: held-out nats per token, the mean over the replicas: what a peer holds. lost: that against "

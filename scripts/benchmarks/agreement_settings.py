@@ -33,11 +33,11 @@ class Setting:
     @property
     def name(self) -> str:
         """As the table shows it: what differs from the defaults is named after the fraction and the interval."""
-        told = self.scheme if self.scheme != "averaging" else f"{100 * self.fraction:g} % every {self.every}"
+        label = self.scheme if self.scheme != "averaging" else f"{100 * self.fraction:g} % every {self.every}"
         more = [f"delay {self.delay}"] if self.delay != 1 else []
         more += [value for value, usual in ((self.rule, DEFAULTS.rule), (self.wire, DEFAULTS.wire)) if value != usual]
         first = f"{self.exact} exact steps, then " if self.exact else ""
-        return first + ", ".join([told, *more])
+        return first + ", ".join([label, *more])
 
 
 SYNCHRONOUS: Final = Setting("synchronous", exact=0)

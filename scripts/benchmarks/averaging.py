@@ -19,7 +19,7 @@ from benchmarks.children import BenchFailed, Nursery
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report, paired_ratio
 from benchmarks.turns import alternating, calmness
-from benchmarks.window import tell
+from benchmarks.window import print_progress
 
 TRIES = 3
 SIZES = (2, 4, 8)
@@ -76,14 +76,14 @@ def groups_of(size: int, nursery: Nursery) -> list[Group]:
 def rounds_of(groups: Sequence[Group], turns: int) -> dict[str, list[Round]]:
     """Starts all groups, lets them take turns, and returns the rounds by group."""
     for group in groups:
-        tell(f"starting {group.name}")
+        print_progress(f"starting {group.name}")
         with contextlib.suppress(Incomplete):  # of the round that nobody counts
             group.start()
     found: dict[str, list[Round]] = {group.name: [] for group in groups}
     for turn, group in alternating(groups, turns):
         done = whole_round(group)
         found[group.name].append(done)
-        tell(f"turn {turn} of {turns}: {group.name} {done.seconds:.2f} s, {done.megabytes:.1f} MB each")
+        print_progress(f"turn {turn} of {turns}: {group.name} {done.seconds:.2f} s, {done.megabytes:.1f} MB each")
     return found
 
 
@@ -93,7 +93,7 @@ def whole_round(group: Group) -> Round:
         try:
             return replace(group.round(), incomplete=incomplete)
         except Incomplete as error:
-            tell(f"{error}; its members are started again")
+            print_progress(f"{error}; its members are started again")
             group.start_again()
     raise BenchFailed(f"{group.name}: {TRIES} rounds in a row were not whole; run again in calm")
 

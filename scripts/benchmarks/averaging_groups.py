@@ -89,7 +89,7 @@ class Group(ABC):
     def _start_member(self, index: int, **more: object) -> Child:
         self._started += 1
         name = f"{self.name.replace(' ', '-')}-{index}-{self._started}"
-        told = {
+        child_spec = {
             "name": name,
             "folder": str(self._nursery.folder),
             "numel": self.numel,
@@ -99,7 +99,7 @@ class Group(ABC):
             "true_mean": (self.size - 1) / 2,
             **more,
         }
-        self._members.append(self._nursery.start(name, self.role, told))
+        self._members.append(self._nursery.start(name, self.role, child_spec))
         return self._members[-1]
 
 

@@ -75,8 +75,8 @@ def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: 
     slowdown = Slowdown(Ratio(lost, "< 0.03", "share of tokens/s that training loses to averaging"))
     for swarm in swarms:
         cells = row(swarm, found[swarm.name])
-        told = {key: cells[key] for key in ("name", "unit", "median", "low", "high", "rounds", "others")}
-        slowdown.rows.append({**told, "averaged": statistics.fmean(swarm.done) if swarm.done else None})
+        shown = {key: cells[key] for key in ("name", "unit", "median", "low", "high", "rounds", "others")}
+        slowdown.rows.append({**shown, "averaged": statistics.fmean(swarm.done) if swarm.done else None})
     section = manifest.averaging
     exact = 1 - paired_ratio(found[EXACT].rates, found[OFF].rates)
     slowdown.notes = [

@@ -61,9 +61,9 @@ class SingleLoop:
 
     def start(self) -> None:
         """See Contender."""
-        told = spec(manifest_for(1), self._folder, self.threads)
+        child_spec = spec(manifest_for(1), self._folder, self.threads)
         for wait, environment in self.waits.items():
-            child = self._nursery.start(f"single-{wait}", "single", told, self.threads, environment)
+            child = self._nursery.start(f"single-{wait}", "single", child_spec, self.threads, environment)
             child.hear(START_S)
             child.ask({"seconds": WARM_S}, PATIENCE_S)
             self._children.append(child)
@@ -134,12 +134,12 @@ class HivemindMoe:
         manifest = manifest_for(STAGES)
         peers: list[str] = []
         for stage in range(STAGES):
-            told = spec(manifest, self._folder, stage_threads(STAGES), stage=stage, peers=peers)
-            child, addresses = start_moe_stage(self._nursery, told, stage_threads(STAGES))
+            child_spec = spec(manifest, self._folder, stage_threads(STAGES), stage=stage, peers=peers)
+            child, addresses = start_moe_stage(self._nursery, child_spec, stage_threads(STAGES))
             self._children.append(child)
             peers = peers or addresses
-        told = spec(manifest, self._folder, 1, peers=peers)
-        self._trainer = self._nursery.start("moe-trainer", "moe-trainer", told)
+        child_spec = spec(manifest, self._folder, 1, peers=peers)
+        self._trainer = self._nursery.start("moe-trainer", "moe-trainer", child_spec)
         self._children.append(self._trainer)
         self._trainer.hear(START_S)
         self._trainer.ask({"steps": 1}, PATIENCE_S)
@@ -155,15 +155,15 @@ class HivemindMoe:
         return Window(answer["tokens"], answer["seconds"], answer["trained"])
 
 
-def start_moe_stage(nursery: Nursery, told: Mapping[str, Any], threads: int) -> tuple[Child, list[str]]:
+def start_moe_stage(nursery: Nursery, child_spec: Mapping[str, Any], threads: int) -> tuple[Child, list[str]]:
     """Starts a "moe-stage" child; returns it and its addresses. Raises BenchFailed when MOE_ATTEMPTS fail to start."""
     for _ in range(MOE_ATTEMPTS):
-        child = nursery.start(f"moe-{told['stage']}", "moe-stage", told, threads)
+        child = nursery.start(f"moe-{child_spec['stage']}", "moe-stage", child_spec, threads)
         answer = child.hear(START_S)
         if answer["ready"]:
             return child, list(answer["addresses"])
         child.close()
-    raise BenchFailed(f"hivemind's server of stage {told['stage']} did not start, {MOE_ATTEMPTS} times")
+    raise BenchFailed(f"hivemind's server of stage {child_spec['stage']} did not start, {MOE_ATTEMPTS} times")
 
 
 class Lockstep:

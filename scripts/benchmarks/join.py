@@ -19,7 +19,7 @@ from benchmarks.children import Nursery
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report
 from benchmarks.task import corpus_cache, prepare_corpus
-from benchmarks.window import tell
+from benchmarks.window import print_progress
 
 LINK, LINK_BYTES_PER_S = "200Mbit,50ms", 200e6 / 8
 START_S, JOIN_S = 180.0, 300.0
@@ -107,7 +107,7 @@ def _join(folder: Path, wanted: Manifest, link: str, number: int) -> Joined:
         nursery.adopt(swarm.terminate, swarm.stop)
         peers = [swarm.start("peer-0"), swarm.start("peer-1")]
         swarm.until(lambda: min(len(peer.events("StepTaken")) for peer in peers) >= WARM_STEPS, "training", START_S)
-        tell(f"joining over {link or 'loopback'}")
+        print_progress(f"joining over {link or 'loopback'}")
         began = time.time()
         newcomer = swarm.start("peer-2", flags=["--link", link] if link else [])
         counted = swarm.until(

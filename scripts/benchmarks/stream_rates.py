@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from benchmarks.children import Child, Nursery
 from benchmarks.report import Cell, Ratio, paired_ratio
 from benchmarks.turns import alternating
-from benchmarks.window import PATIENCE_S, START_S, tell
+from benchmarks.window import PATIENCE_S, START_S, print_progress
 
 CARRIERS: Mapping[str, str] = {
     "agora": "agora.net calls: Process and its answer, tensors as payload, checked frames",
@@ -42,7 +42,7 @@ class _Readings:
 
 def measure_streams(nursery: Nursery, repeats: int) -> Streams:
     """Starts the two processes and measures; both carriers take turns in every repeat."""
-    tell("measuring streams")
+    print_progress("measuring streams")
     folder = str(nursery.folder)
     met = nursery.start("stream-echo", "stream-echo", {"folder": folder}).hear(START_S)
     caller = nursery.start("stream-caller", "stream-caller", {"folder": folder, **met})

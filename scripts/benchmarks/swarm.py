@@ -14,7 +14,7 @@ from agora_protocol.manifest import Manifest
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm, SwarmFailed
 from benchmarks.children import BenchFailed, Nursery
 from benchmarks.task import MICROBATCHES_PER_STEP, corpus_cache
-from benchmarks.window import START_S, Window, stage_threads, tell
+from benchmarks.window import START_S, Window, print_progress, stage_threads
 
 STALL_S = 60.0
 ANSWER_S = 20.0
@@ -98,7 +98,7 @@ class SwarmContender:
         self.until(lambda: self.completed[-1][0] >= first + seconds, "to train", seconds + STALL_S)
         counted = [entry for entry in self.completed if entry[0] > first]
         if self._rerouted:
-            tell(f"{self.name}: {self._rerouted} microbatches were rerouted")
+            print_progress(f"{self.name}: {self._rerouted} microbatches were rerouted")
         self._rest()
         self._read()
         trained = sum(tokens for _, tokens in self.completed)
@@ -165,4 +165,4 @@ class SwarmContender:
             case {"event": "MicrobatchRerouted"}:
                 self._rerouted += 1
             case {"event": "MicrobatchDropped"}:
-                tell(f"{self.name} dropped a microbatch: {fields['reason']}")
+                print_progress(f"{self.name} dropped a microbatch: {fields['reason']}")

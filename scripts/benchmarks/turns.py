@@ -15,7 +15,7 @@ from benchmarks.contenders import Contender
 from benchmarks.freezer import Freezer
 from benchmarks.machine import Watch
 from benchmarks.report import Cell
-from benchmarks.window import tell
+from benchmarks.window import print_progress
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def alternating(those: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
 def start(contenders: Sequence[Contender], freezer: Freezer | None = None) -> None:
     """Starts the contenders one after the other and freezes each when it is warm; without a freezer it rests."""
     for contender in contenders:
-        tell(f"starting {contender.name}")
+        print_progress(f"starting {contender.name}")
         contender.start()
         if freezer is not None:
             freezer.freeze(contender.groups())
@@ -71,7 +71,7 @@ def take_turns(
         found[contender.name].costs.append(cost)
         found[contender.name].elsewhere.append(elsewhere)
         turn = f"round {number} of {rounds}: {contender.name} {window.rate:,.0f} tokens/s"
-        tell(turn + (f" (others used {elsewhere:.1f} cores)" if elsewhere > CALM_CORES else ""))
+        print_progress(turn + (f" (others used {elsewhere:.1f} cores)" if elsewhere > CALM_CORES else ""))
     return found
 
 

@@ -38,7 +38,7 @@ from benchmarks.wan_settings import (
     Setting,
 )
 from benchmarks.wan_swarm import SteadySwarm
-from benchmarks.window import tell
+from benchmarks.window import print_progress
 
 PATIENCE_S = 3600.0
 FILE_NAME = str.maketrans(" /=,", "____")
@@ -103,7 +103,7 @@ class Swarms:
         self._paces += pace.rates
         self._others = max(self._others, *pace.elsewhere, *own.elsewhere)
         share = paired_ratio(own.rates, pace.rates)
-        tell(f"{swarm.name}: {share:.3f} of the pace")
+        print_progress(f"{swarm.name}: {share:.3f} of the pace")
         return share
 
     def new_swarm(self, setting: Setting, link: str | None) -> SteadySwarm:
@@ -121,17 +121,17 @@ def link_for(width: int, tokens_per_s: float) -> str:
 
 def train_all(effort: Effort, folder: Path) -> dict[int, dict[Setting, list[Curve]]]:
     """Trains every setting in child processes of one thread each; returns the curves by width and setting."""
-    told = {"cache": str(corpus_cache(folder)), "threads": 1, "heldout": effort.heldout_batches}
+    child_spec = {"cache": str(corpus_cache(folder)), "threads": 1, "heldout": effort.heldout_batches}
     curves: dict[Job, Curve] = {}
     with Nursery(folder) as nursery:
         count = min(usable_cores(), len(effort.jobs))
-        children = [nursery.start(f"loss-{number}", "wan-loss", told) for number in range(count)]
+        children = [nursery.start(f"loss-{number}", "wan-loss", child_spec) for number in range(count)]
         for those in ([job for job in effort.jobs if (job.setting == PUBLISHED) == first] for first in (True, False)):
             orders = [(job, order(job, effort, curves, folder)) for job in longest_first(those)]
             for job, answer in deal(children, orders, PATIENCE_S):
                 curves[job] = curve = [(int(step), float(loss)) for step, loss in answer["curve"]]
                 last = f"{curve[-1][1]:.4f} after {curve[-1][0]} steps" if curve else "no finite loss"
-                tell(f"{job.setting.name}, width {job.width}, seed {job.seed}: {last}")
+                print_progress(f"{job.setting.name}, width {job.width}, seed {job.seed}: {last}")
     found: dict[int, dict[Setting, list[Curve]]] = {}
     for job in effort.jobs:
         found.setdefault(job.width, {}).setdefault(job.setting, []).append(curves[job])

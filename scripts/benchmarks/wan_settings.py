@@ -37,8 +37,8 @@ class Setting:
     def name(self) -> str:
         """The name in the table: the boundary's size and its codec."""
         share = {1.0: "d", 16 / 7: "7d/16"}.get(self.parts, f"d/{self.parts:g}")
-        told = f"k = {share}, {self.codec}"
-        return told if self.embedding == "fixed" else f"{told}, learnt embedding"
+        label = f"k = {share}, {self.codec}"
+        return label if self.embedding == "fixed" else f"{label}, learnt embedding"
 
     def subspace(self, width: int) -> int:
         """Returns k, the coordinates of a boundary, at this width."""

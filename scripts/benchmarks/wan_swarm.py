@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.swarm import STALL_S, SwarmContender
-from benchmarks.window import tell
+from benchmarks.window import print_progress
 
 LOOK_S = 1.0
 LOOKS = 6
@@ -34,7 +34,7 @@ class SteadySwarm(SwarmContender):
             next_look = time.monotonic() + LOOK_S
             self.until(lambda end=next_look: time.monotonic() >= end, "to go on", LOOK_S + STALL_S)
         self.until(lambda: bool(self.completed), "to train", STALL_S)
-        tell(f"{self.name}: the credit has not settled within {PATIENCE_S:.0f} s: {credits[-LOOKS:]}")
+        print_progress(f"{self.name}: the credit has not settled within {PATIENCE_S:.0f} s: {credits[-LOOKS:]}")
 
 
 def credit_of(report: dict[str, Any]) -> int:

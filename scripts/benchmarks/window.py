@@ -33,6 +33,6 @@ def stage_threads(stages: int) -> int:
     return max(1, usable_cores() // stages)
 
 
-def tell(text: str) -> None:
+def print_progress(text: str) -> None:
     """Prints a line of progress on standard error."""
     print(text, file=sys.stderr, flush=True)
