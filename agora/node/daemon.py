@@ -42,7 +42,7 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     lock = DirectoryLock(home.lock)
     reporter = Reporter([_open_journal(home), log.choose_log(chosen.log_level)])
     try:
-        _arm_faults()
+        _activate_faults()
         notifier = Notifier()
         steps = StartSteps(reporter.report, notifier)
         with steps.step("identity") as note:
@@ -51,7 +51,7 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
         with steps.step("imports"):
             import agora.node.lifecycle  # noqa: F401
         startup = Startup(reference, home, chosen, identity, incarnation, reporter.report, steps)
-        ending = _run_in_loop(_live(startup, reporter, notifier))
+        ending = _run_in_loop(_run_node(startup, reporter, notifier))
     finally:
         reporter.close()
         lock.release()
@@ -78,7 +78,7 @@ def _open_journal(home: paths.Home) -> Journal:
         ) from error
 
 
-def _arm_faults() -> None:
+def _activate_faults() -> None:
     """Activates the faults that AGORA_FAULTS asks for. Raises LocalError for a malformed value."""
     try:
         faults.activate(faults.from_environment())
@@ -86,17 +86,17 @@ def _arm_faults() -> None:
         raise LocalError(f"{error}; correct it, or unset AGORA_FAULTS.") from None
 
 
-async def _live(startup: Startup, reporter: Reporter, notifier: Notifier) -> Ending:
+async def _run_node(startup: Startup, reporter: Reporter, notifier: Notifier) -> Ending:
     """Runs the node in the event loop, with the signals that make it leave."""
     from agora.node.lifecycle import Node
 
     node = Node(startup, reporter, notifier)
-    with _signals(node.stop, lambda: paths.unregister(paths.socket_of(startup.home))):
-        return await node.live()
+    with _leave_at_signals(node.stop, lambda: paths.unregister(paths.socket_of(startup.home))):
+        return await node.run()
 
 
 @contextlib.contextmanager
-def _signals(stop: asyncio.Event, clean: Callable[[], None]) -> Any:
+def _leave_at_signals(stop: asyncio.Event, clean: Callable[[], None]) -> Any:
     """Sets `stop` at SIGTERM, SIGINT or SIGHUP; at a second signal, calls `clean` and ends the process at once."""
     loop = asyncio.get_running_loop()
 

@@ -72,7 +72,7 @@ class _Stopped(Exception):
 
 
 class Node:
-    """One daemon. `live` runs it from start to end; whoever sets `stop` makes it leave.
+    """One daemon. `run` runs it from start to end; whoever sets `stop` makes it leave.
 
     `signed`, `peer` and `span` are None until they are there; `span` is None again during a move.
     """
@@ -97,7 +97,7 @@ class Node:
         self._peer_closing = AsyncExitStack()
         self._span_closing = AsyncExitStack()
 
-    async def live(self) -> Ending:
+    async def run(self) -> Ending:
         """Runs the daemon until it is asked to leave or cannot go on. Raises an AgoraError when it cannot start."""
         control = ControlSocket(paths.socket_of(self.startup.home), questions_of(self))
         await control.start()
@@ -117,10 +117,10 @@ class Node:
     def serving_span(self) -> LoadedSpan:
         """Returns the span that is held; raises LocalError while there is none."""
         if self.span is None:
-            raise LocalError(f"this daemon is {self._doing()}; ask again when it serves")
+            raise LocalError(f"this daemon is {self._describe_state()}; ask again when it serves")
         return self.span
 
-    def _doing(self) -> str:
+    def _describe_state(self) -> str:
         """Returns what a daemon without a span does: completes "this daemon is ..."."""
         return "still starting" if self._move is None else f"moving to stages {self._move.span}"
 
@@ -172,7 +172,7 @@ class Node:
         """Returns the swarm's health as this peer sees it."""
         if self.span is None:
             step = self.startup.steps.current or "serve"
-            return Health(health.DEGRADED, f"this daemon is {self._doing()}: {step}", "wait until it serves")
+            return Health(health.DEGRADED, f"this daemon is {self._describe_state()}: {step}", "wait until it serves")
         return health.judge(view, stage_count, now_unix, since_unix=self._since_unix, paused=self.is_paused)
 
     # --- start and serve
@@ -180,7 +180,7 @@ class Node:
     async def _start_and_serve(self) -> Ending:
         """Opens the peer, then holds one span after another until something ends the daemon."""
         peer = await self._unless_stopped(self._open_peer())
-        await self._hold(peer, self.startup.settings.span)
+        await self._serve_span(peer, self.startup.settings.span)
         self._report_started(peer)
         tasks = await self._peer_closing.enter_async_context(BackgroundTasks())
         tasks.start("watchdog", self._watchdog.run())
@@ -215,7 +215,7 @@ class Node:
         self.peer = await closing.enter_async_context(opening)
         return self.peer
 
-    async def _hold(self, peer: Peer, wanted: Span | None) -> None:
+    async def _serve_span(self, peer: Peer, wanted: Span | None) -> None:
         """Loads a span and serves it. Raises _Stopped, or an AgoraError when it cannot; then nothing is held."""
         loading = load_span(peer, wanted)
         span = await self._unless_stopped(self._span_closing.enter_async_context(loading))
@@ -254,9 +254,9 @@ class Node:
         if peer.host.died.is_set():
             return Ending(1, "the network process p2pd ended by itself; start the daemon again, and look at its memory")
         failed = next((ended for group in groups if (ended := group.first_ended()) is not None), None)
-        return self._failed(*failed) if failed is not None else None
+        return self._end_by_task(*failed) if failed is not None else None
 
-    def _failed(self, task: str, error: BaseException | None) -> Ending:
+    def _end_by_task(self, task: str, error: BaseException | None) -> Ending:
         """Reports that a task has ended that must not end, and returns the ending of the daemon."""
         text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
         self.report(events.TaskFailed(task, text))
@@ -293,11 +293,11 @@ class Node:
         try:
             await self._unless_stopped(self._give_up(peer, former))
             try:
-                await self._hold(peer, move.span)
+                await self._serve_span(peer, move.span)
             except AgoraError as error:
                 failure = error
                 self.report(events.TaskFailed("move", f"{error.code}: {error}"))
-                await self._hold(peer, former.span)
+                await self._serve_span(peer, former.span)
         except BaseException:
             move.done.set_exception(LocalError("this daemon is leaving, and has not moved"))
             move.done.exception()
