@@ -169,7 +169,9 @@ class SubspaceStage(Stage):
         self.register_buffer("table", rotary, persistent=False)
         self.space = Subspace(model) if model.embedding_is_fixed else None
         if is_first:
-            self.embedding = nn.Embedding(model.vocabulary, model.subspace)
+            # not drawn by torch: a normal draw on the meta device imports torch._dynamo, 2 s of processor time
+            weight = torch.empty(model.vocabulary, model.subspace)
+            self.embedding = nn.Embedding.from_pretrained(weight, freeze=False)
         self.layers = nn.ModuleDict({str(index): Layer(model, stream_width(model, index)) for index in layer_range})
         if is_last:
             self.norm = nn.RMSNorm(model.width, model.norm_epsilon)

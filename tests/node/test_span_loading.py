@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -104,3 +106,14 @@ def test_long_links_get_four_times_the_usual_seats_as_far_as_memory_goes() -> No
     shape = large.boundary_shape()
     held = seats_of(large, 2**50) * 4 * shape[0] * shape[1] * shape[2]
     assert seats_of(large, 2**50) == usual_in_flight(large) or held <= MOST_SEATS_BYTES
+
+
+def test_asking_what_memory_a_span_needs_takes_no_time_of_the_event_loop() -> None:
+    """In a fresh process: drawing a normal tensor on the meta device would import torch's compiler, for seconds."""
+    code = (
+        "import sys; from agora.node import doctor; from agora_protocol.ids import Span; "
+        "from agora_protocol.manifest import preset; doctor.check_memory(preset('tiny'), Span(0, 0), 2**40, 0.0); "
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"
