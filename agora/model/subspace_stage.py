@@ -171,7 +171,7 @@ class SubspaceStage(Stage):
         if is_first:
             # not drawn by torch: a normal draw on the meta device imports torch._dynamo, 2 s of processor time
             weight = torch.empty(model.vocabulary, model.subspace)
-            self.embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+            self.embedding = nn.Embedding(model.vocabulary, model.subspace, _weight=weight)
         self.layers = nn.ModuleDict({str(index): Layer(model, stream_width(model, index)) for index in layer_range})
         if is_last:
             self.norm = nn.RMSNorm(model.width, model.norm_epsilon)
