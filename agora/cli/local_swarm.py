@@ -28,6 +28,7 @@ T = TypeVar("T")
 START_SECONDS: Final = 120.0
 STOP_SECONDS: Final = 10.0
 POLL_SECONDS: Final = 0.05
+CAUSE_SECONDS: Final = 3.0
 _SET_PARENT_DEATH_SIGNAL: Final = 1
 
 
@@ -213,11 +214,24 @@ class LocalSwarm:
         return value
 
     def check_alive(self) -> None:
-        """Raises SwarmFailed when a daemon has ended by itself."""
-        for daemon in self.daemons.values():
-            if not daemon.end_is_intended and not daemon.is_alive:
-                code = daemon.process.poll()
-                raise SwarmFailed(f"{daemon.name} ended by itself with exit code {code}: {daemon.last_words()}")
+        """Raises SwarmFailed when daemons have ended by themselves; the text names all of them.
+
+        One may have ended because another is about to: the others get CAUSE_SECONDS to end, too.
+        """
+        if not self._failed():
+            return
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while time.monotonic() < deadline and any(daemon.is_alive for daemon in self.daemons.values()):
+            time.sleep(POLL_SECONDS)
+        ends = [
+            f"{daemon.name} ended by itself with exit code {daemon.process.poll()}: {daemon.last_words()}"
+            for daemon in self._failed()
+        ]
+        raise SwarmFailed("; ".join(ends))
+
+    def _failed(self) -> list[LocalDaemon]:
+        """Returns the daemons that have ended by themselves."""
+        return [daemon for daemon in self.daemons.values() if not daemon.end_is_intended and not daemon.is_alive]
 
     def terminate(self) -> None:
         """Sends SIGTERM to all daemons that run, without waiting for their end."""
