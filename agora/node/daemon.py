@@ -53,7 +53,6 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
         startup = Startup(reference, home, chosen, identity, incarnation, reporter.report, steps)
         ending = _run_in_loop(_run_node(startup, reporter, notifier))
     finally:
-        reporter.close()
         lock.release()
     if ending.code:
         raise LocalError(ending.reason)

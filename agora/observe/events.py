@@ -12,14 +12,15 @@ import dataclasses
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal, dataclass_transform
 
 Level = Literal["debug", "info", "warning", "error"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True)
+@dataclass(frozen=True)
 class Event:
-    """Something that happened in a daemon. The subclasses below are the whole list.
+    """Something that happened in a daemon. The subclasses below are the whole list; each becomes a frozen dataclass.
 
     template: a sentence with the fields' names in braces; "" lists all fields.
     """
@@ -27,9 +28,9 @@ class Event:
     level: ClassVar[Level] = "debug"
     template: ClassVar[str] = ""
 
-    def __init_subclass__(cls, level: Level | None = None, template: str | None = None) -> None:
-        cls.level = level or cls.level
-        cls.template = template or cls.template
+    def __init_subclass__(cls, level: Level = "debug", template: str = "") -> None:
+        cls.level, cls.template = level, template
+        dataclass(frozen=True)(cls)
 
     def describe(self) -> str:
         """Returns one line for a person."""
@@ -46,7 +47,6 @@ Report = Callable[[Event], None]
 # --- a daemon's life
 
 
-@dataclass(frozen=True, slots=True)
 class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {note}"):
     """A named step of a start, or of a move to other stages, ended after `seconds`; `note` tells its result."""
 
@@ -55,7 +55,6 @@ class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {not
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class PeerStarted(Event, template="peer {peer} (pid {pid}) holds stages {first_stage}-{last_stage} of run {run:.12}"):
     """The daemon serves its first span; reported once in its life."""
 
@@ -68,7 +67,6 @@ class PeerStarted(Event, template="peer {peer} (pid {pid}) holds stages {first_s
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class FirstHopServed(Event, level="info", template="first microbatch through stage {stage} after {seconds:.1f} s"):
     """The first microbatch went through this peer's span and back, `seconds` after the process started."""
 
@@ -76,7 +74,6 @@ class FirstHopServed(Event, level="info", template="first microbatch through sta
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
 class StateChanged(Event, level="info", template="{state}: {reason}"):
     """The daemon's own state changed. `state`: serving, paused, moving, leaving or left."""
 
@@ -84,7 +81,6 @@ class StateChanged(Event, level="info", template="{state}: {reason}"):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class TaskFailed(Event, level="error", template="task {task} failed: {error}"):
     """A task of this daemon failed; `error` is the error's type and text."""
 
@@ -92,7 +88,6 @@ class TaskFailed(Event, level="error", template="task {task} failed: {error}"):
     error: str
 
 
-@dataclass(frozen=True, slots=True)
 class DiskTrouble(
     Event, level="error", template="cannot write {path}: {error}; free some space, the daemon goes on without it"
 ):
@@ -105,7 +100,6 @@ class DiskTrouble(
 # --- a microbatch's way
 
 
-@dataclass(frozen=True, slots=True)
 class MicrobatchStarted(Event):
     """An origin drew a microbatch and entered its own first hop with it. `purpose` is "train" or "evaluate"."""
 
@@ -113,7 +107,6 @@ class MicrobatchStarted(Event):
     purpose: str = "train"
 
 
-@dataclass(frozen=True, slots=True)
 class MicrobatchCompleted(Event):
     """The origin has the answer: `loss_sum` over `tokens` supervised tokens, `seconds` after it started."""
 
@@ -124,15 +117,14 @@ class MicrobatchCompleted(Event):
     purpose: str = "train"
 
 
-@dataclass(frozen=True, slots=True)
 class MicrobatchDropped(Event, level="warning", template="dropped microbatch {microbatch}: {reason}"):
     """The origin gave up a microbatch that it had started."""
 
     microbatch: str
     reason: str
+    purpose: str = "train"
 
 
-@dataclass(frozen=True, slots=True)
 class MicrobatchRerouted(Event):
     """A call for `stage` to `from_peer` failed; the microbatch goes to another replica, or to the same peer again."""
 
@@ -142,7 +134,6 @@ class MicrobatchRerouted(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class MicrobatchCounted(Event):
     """This peer added the microbatch's gradient to the sums of `stages`."""
 
@@ -151,7 +142,6 @@ class MicrobatchCounted(Event):
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class RepeatServed(Event):
     """A microbatch came again and was not counted again: it got the kept answer, or joined the work that still ran."""
 
@@ -159,7 +149,6 @@ class RepeatServed(Event):
     stage: int
 
 
-@dataclass(frozen=True, slots=True)
 class HopRefused(Event):
     """This peer refused a microbatch before any work. `code` is the refusal's word, for example "busy"."""
 
@@ -168,7 +157,6 @@ class HopRefused(Event):
     code: str
 
 
-@dataclass(frozen=True, slots=True)
 class RouteChanged(Event):
     """Routing now prefers `peer` for `stage` ("" when no peer can be asked), for `reason`."""
 
@@ -177,7 +165,6 @@ class RouteChanged(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} over {tokens} tokens in {seconds:.1f} s"):
     """The held-out loss per token was evaluated through the swarm."""
 
@@ -189,7 +176,6 @@ class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} ove
 # --- training
 
 
-@dataclass(frozen=True, slots=True)
 class StepTaken(Event):
     """A stage took an optimizer step.
 
@@ -208,7 +194,6 @@ class StepTaken(Event):
     staleness: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
 class StepsSkipped(
     Event,
     level="warning",
@@ -222,7 +207,6 @@ class StepsSkipped(
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
 class GradientLate(Event, level="warning"):
     """In a synchronous run, a gradient came after its step's sum had gone to the replicas; the next step counts it."""
 
@@ -232,7 +216,6 @@ class GradientLate(Event, level="warning"):
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
 class GradientRefused(Event, level="warning", template="refused a gradient of stage {stage}: {reason}"):
     """A gradient was not finite and was not added; the weights are untouched."""
 
@@ -244,7 +227,6 @@ class GradientRefused(Event, level="warning", template="refused a gradient of st
 # --- replicas and their state
 
 
-@dataclass(frozen=True, slots=True)
 class RoundDone(Event):
     """An averaging round of one stage ended.
 
@@ -267,7 +249,6 @@ class RoundDone(Event):
     distance_others: float
 
 
-@dataclass(frozen=True, slots=True)
 class PartFailed(Event):
     """A part of a round stayed as it was here: neither owner gave an average that could be used."""
 
@@ -278,7 +259,6 @@ class PartFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class CheckpointWritten(Event):
     """A checkpoint of one stage is on this peer's disk."""
 
@@ -288,14 +268,12 @@ class CheckpointWritten(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
 class CheckpointDamaged(Event, level="error", template="{text}"):
     """A checkpoint on this peer's disk is not as it was written, and is not used; `text` names the file and hashes."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
 class StateFetched(
     Event, level="info", template="stage {stage} fetched at step {step}: {bytes:,} bytes in {seconds:.1f} s"
 ):
@@ -308,7 +286,6 @@ class StateFetched(
     fetched_again: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class StateLost(
     Event, level="warning", template="stage {stage} is at step {step}, the others at {others}: it fetches their state"
 ):
@@ -322,7 +299,6 @@ class StateLost(
 # --- the swarm
 
 
-@dataclass(frozen=True, slots=True)
 class PeerSeen(Event):
     """A peer of the run came into view, or changed its span or state."""
 
@@ -332,7 +308,6 @@ class PeerSeen(Event):
     state: str
 
 
-@dataclass(frozen=True, slots=True)
 class PeerGone(Event):
     """A peer left the view: it said so, its claim expired, or its connection broke."""
 
@@ -340,7 +315,6 @@ class PeerGone(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class SpanChosen(Event, template="takes stages {first_stage}-{last_stage}: {reason}"):
     """Placement decided which stages this peer holds, and why."""
 
@@ -349,7 +323,6 @@ class SpanChosen(Event, template="takes stages {first_stage}-{last_stage}: {reas
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class HealthChanged(Event, level="info", template="health {state}: {why}; {do}"):
     """This peer judges the swarm's health anew. `state`: OK, DEGRADED, STALLED, PAUSED; `do`: what a reader can do."""
 
@@ -358,7 +331,6 @@ class HealthChanged(Event, level="info", template="health {state}: {why}; {do}")
     do: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offence}, {text}; {follows}"):
     """A peer did what no honest peer does. offence: a word of swarm.conduct.Offence; follows: the consequence, and why.
 
@@ -372,7 +344,6 @@ class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offe
     shut_out_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
 class DirectoryTrouble(Event):
     """A read or a write of the DHT failed or took too long; the last known view stays in use."""
 
@@ -380,7 +351,6 @@ class DirectoryTrouble(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class Traffic(Event):
     """Bytes since the daemon's start: everything on its streams, and of what it sent the tensors of each kind."""
 
@@ -391,10 +361,5 @@ class Traffic(Event):
     state_bytes: int = 0
 
 
-def _all_events() -> dict[str, type[Event]]:
-    """Returns every class of events in this module by its name."""
-    return {n: c for n, c in globals().items() if isinstance(c, type) and issubclass(c, Event) and c is not Event}
-
-
-EVENTS: Mapping[str, type[Event]] = types.MappingProxyType(_all_events())
+EVENTS: Final[Mapping[str, type[Event]]] = types.MappingProxyType({cls.__name__: cls for cls in Event.__subclasses__()})
 """Every event by name: the list is closed, the journal refuses an event defined elsewhere."""

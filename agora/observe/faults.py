@@ -19,6 +19,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -54,10 +55,6 @@ class Fault:
     nth: int
     onward: bool
 
-    def fires(self, count: int) -> bool:
-        """Whether the fault acts at arrival number `count`, from 1."""
-        return count >= self.nth if self.onward else count == self.nth
-
 
 def parse(text: str) -> tuple[Fault, ...]:
     """Returns the entries of "point:action[:nth][,...]". Raises FaultSpecError, which names the mistake."""
@@ -65,7 +62,6 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 
 def _parse_one(text: str) -> Fault:
-    """Returns the fault of one entry."""
     point, _, rest = text.partition(":")
     action, _, nth = rest.partition(":")
     action, _, seconds = action.partition("=")
@@ -85,26 +81,25 @@ class Faults:
     def __init__(self, plan: tuple[Fault, ...], log_path: str | None) -> None:
         self._plan = plan
         self._log_path = log_path
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def due(self, point: str) -> Fault | None:
-        """Counts one arrival at `point`, and returns the fault that acts now, already logged; None: no fault."""
+    def act(self, point: str) -> float:
+        """Counts an arrival at `point`; logs and does what is due there. Returns seconds that the caller must wait."""
         with self._lock:
-            count = self._counts[point] = self._counts.get(point, 0) + 1
-        fault = next((f for f in self._plan if f.point == point and f.fires(count)), None)
-        if fault is not None:
-            self._write(f"{os.getpid()} {point} {fault.action} {count} {time.time():.6f}\n")
-        return fault
-
-    def _write(self, line: str) -> None:
-        """Appends a line to the log, if there is one."""
+            self._counts[point] += 1
+            count = self._counts[point]
+        for fault in self._plan:
+            if fault.point == point and (count == fault.nth or (fault.onward and count > fault.nth)):
+                break
+        else:
+            return 0.0
         if self._log_path:
-            handle = os.open(self._log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(handle, line.encode())
-            finally:
-                os.close(handle)
+            with open(self._log_path, "a", encoding="utf-8") as log:
+                log.write(f"{os.getpid()} {point} {fault.action} {count} {time.time():.6f}\n")
+        if fault.action in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+        return HANG_S if fault.action == "hang" else fault.seconds
 
 
 def from_environment() -> Faults | None:
@@ -124,20 +119,11 @@ def activate(faults: Faults | None) -> None:
 
 async def reach(point: str) -> None:
     """Marks that a coroutine has reached `point`; the fault that is due there acts."""
-    if _active is not None and (wait_s := _act(_active.due(point))):
+    if _active is not None and (wait_s := _active.act(point)):
         await asyncio.sleep(wait_s)
 
 
 def reach_blocking(point: str) -> None:
     """Marks that a thread other than the event loop's has reached `point`; the fault that is due there acts."""
-    if _active is not None and (wait_s := _act(_active.due(point))):
+    if _active is not None and (wait_s := _active.act(point)):
         time.sleep(wait_s)
-
-
-def _act(fault: Fault | None) -> float:
-    """Kills or stops this process, if the fault says so; returns the seconds that the caller must wait."""
-    if fault is None:
-        return 0.0
-    if fault.action in ("kill", "stop"):
-        os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
-    return HANG_S if fault.action == "hang" else fault.seconds

@@ -27,15 +27,13 @@ KEPT_FILES = 3
 class Journal:
     """A reporter's sink that appends to the journal. Raises OSError when the file cannot be written.
 
-    At `max_file_bytes` the file is rotated; `kept_files` files are kept.
+    At `max_file_bytes` the file is rotated; KEPT_FILES files are kept.
     """
 
-    def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES, kept_files: int = KEPT_FILES) -> None:
+    def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self.path = directory / FILE_NAME
         self._max_file_bytes = max_file_bytes
-        self._kept_files = kept_files
-        self._handle = self._open()
-        self._size = os.fstat(self._handle).st_size
+        self._open()
 
     def take(self, event: Event, at_unix: float) -> None:
         """Appends one line; rotates the file first when the line would exceed its limit."""
@@ -47,23 +45,19 @@ class Journal:
         if written < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    def close(self) -> None:
-        """Closes the file."""
-        os.close(self._handle)
-
-    def _open(self) -> int:
-        """Returns a handle of the file, which only this user can read."""
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
     def _rotate(self) -> None:
         """Renames the files so that a new one begins, and the oldest is overwritten."""
         os.close(self._handle)
-        for number in range(self._kept_files - 1, 0, -1):
+        for number in range(KEPT_FILES - 1, 0, -1):
             older, newer = rotated(self.path, number), rotated(self.path, number - 1)
             if newer.exists():
                 newer.replace(older)
-        self._handle = self._open()
-        self._size = 0
+        self._open()
+
+    def _open(self) -> None:
+        """Opens the file, which only this user can read."""
+        self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._size = os.fstat(self._handle).st_size
 
 
 def rotated(path: Path, number: int) -> Path:
@@ -81,28 +75,18 @@ def encode(event: Event, at_unix: float) -> bytes:
         return (json.dumps(finite, separators=(",", ":")) + "\n").encode()
 
 
-def read(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yields every whole line of all files of the journal, oldest first; a torn last line is left out."""
-    newest = directory / FILE_NAME
-    for number in range(KEPT_FILES, -1, -1):
-        path = rotated(newest, number)
-        if path.exists():
-            yield from _parsed(path.read_bytes())
-
-
 @dataclass
 class Follower:
-    """Follows the journal of another process: reads on from where it stopped, through rotations."""
+    """Reads the journal of any process: all its files at first, then on from where it stopped, through rotations."""
 
     directory: Path
     _inode: int = 0
     _offset: int = 0
 
     def news(self) -> list[dict[str, Any]]:
-        """Returns the whole lines that were written since the last call."""
-        path = self.directory / FILE_NAME
+        """Returns the whole lines that were written since the last call; those that are no JSON object are left out."""
         lines: list[dict[str, Any]] = []
-        for file in self._unread(path):
+        for file in self._unread():
             with file.open("rb") as handle:
                 inode = os.fstat(handle.fileno()).st_ino
                 offset = self._offset if inode == self._inode else 0
@@ -113,11 +97,11 @@ class Follower:
             lines.extend(_parsed(whole))
         return lines
 
-    def _unread(self, path: Path) -> list[Path]:
+    def _unread(self) -> list[Path]:
         """Returns the file that was read last, wherever rotation has moved it, and every newer one, oldest first."""
         files: list[Path] = []
-        for number in range(KEPT_FILES + 1):
-            candidate = rotated(path, number)
+        for number in range(KEPT_FILES):
+            candidate = rotated(self.directory / FILE_NAME, number)
             if not candidate.exists():
                 break
             files.insert(0, candidate)
@@ -126,9 +110,9 @@ class Follower:
         return files
 
 
-def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
+def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects of whole lines; other lines are left out."""
-    for line in data.split(b"\n")[:-1]:
+    for line in lines.splitlines():
         try:
             fields = json.loads(line)
         except ValueError:

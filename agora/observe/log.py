@@ -53,19 +53,12 @@ class HumanLog:
         if len(self._last) >= 256:
             self._last.clear()
         self._last[sentence] = (at_unix, 0)
-        self._write(event.level, sentence + (f" ({repeats + 1} times)" if repeats else ""), at_unix)
-
-    def _write(self, level: str, sentence: str, at_unix: float) -> None:
-        """Writes one line, coloured on a terminal."""
-        clock = time.strftime("%H:%M:%S", time.localtime(at_unix))
-        mark = f"{level} " if level in ("warning", "error") else ""
-        line = f"{clock} {mark}{sentence}"
-        if self._colour and level in _COLOURS:
-            line = f"{_COLOURS[level]}{line}\x1b[0m"
+        mark = f"{event.level} " if event.level in ("warning", "error") else ""
+        line = f"{time.strftime('%H:%M:%S', time.localtime(at_unix))} {mark}{sentence}"
+        line += f" ({repeats + 1} times)" if repeats else ""
+        if self._colour and event.level in _COLOURS:
+            line = f"{_COLOURS[event.level]}{line}\x1b[0m"
         print(line, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Does nothing: the stream belongs to the process."""
 
 
 class JsonLog:
@@ -80,9 +73,6 @@ class JsonLog:
         if LEVELS.index(event.level) >= self._floor:
             line = journal.encode(event, at_unix).decode().rstrip("\n")
             print(f"<{_PRIORITY[event.level]}>{line}", file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Does nothing: the stream belongs to the process."""
 
 
 def choose_log(level: str = "info") -> HumanLog | JsonLog:

@@ -18,13 +18,10 @@ from agora.observe.events import Event
 
 
 class Sink(Protocol):
-    """Takes events in the order in which they were reported. It is called under a lock, so it must be quick."""
+    """Takes events in the order in which they were reported, until the process ends."""
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Takes one event. at_unix: the wall clock when it was reported, in seconds."""
-
-    def close(self) -> None:
-        """Ends the sink; nothing is given to it afterwards."""
+        """Takes one event, quickly, since a lock is held. at_unix: the wall clock when it was reported, in seconds."""
 
 
 class Reporter:
@@ -56,13 +53,6 @@ class Reporter:
         with self._lock:
             return copy.deepcopy(self.counters)
 
-    def close(self) -> None:
-        """Closes every sink. Events that are reported later are only counted."""
-        with self._lock:
-            sinks, self._sinks = self._sinks, []
-        for sink in sinks:
-            sink.close()
-
 
 SIGNS_OF_PROGRESS = (
     events.MicrobatchCompleted,
@@ -76,69 +66,46 @@ SIGNS_OF_PROGRESS = (
 
 
 @dataclass
-class OriginatedCounts:
-    """Counts the microbatches that this peer originated for one purpose, "train" or "evaluate"."""
-
-    started: int = 0
-    completed: int = 0
-    dropped: int = 0
-    tokens: int = 0
-    loss_sum: float = 0.0
-
-
-@dataclass
 class Counters:
     """Running totals of the events.
 
+    started, completed, dropped: this peer's own microbatches by purpose. tokens: of the completed ones that train.
     counted: by stage, the microbatches whose gradient was added. steps: by stage, the newest step. stage_loss: the
-    newest loss that the last stage reported, None before. last_sign_unix: time of the last sign of progress. failures:
-    the newest 16 errors of tasks.
+    newest loss that the last stage reported, None before. last_sign_unix: time of the last sign of progress.
     """
 
-    train: OriginatedCounts = field(default_factory=OriginatedCounts)
-    evaluate: OriginatedCounts = field(default_factory=OriginatedCounts)
+    started: Counter[str] = field(default_factory=Counter)
+    completed: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
     rerouted: int = 0
     repeats: int = 0
     refused: int = 0
     counted: Counter[int] = field(default_factory=Counter)
-    steps: dict[int, int] = field(default_factory=dict)
-    last_step_unix: float | None = None
     counted_tokens: int = 0
     first_counted_unix: float | None = None
-    last_sign_unix: float = 0.0
+    steps: dict[int, int] = field(default_factory=dict)
     stage_loss: float | None = None
+    last_sign_unix: float = 0.0
     offences: Counter[str] = field(default_factory=Counter)
-    start_steps: list[tuple[str, float]] = field(default_factory=list)
-    first_hop_seconds: float | None = None
-    failures: list[str] = field(default_factory=list)
-    _started: dict[str, str] = field(default_factory=dict)
 
     def take(self, event: Event, at_unix: float) -> None:
         """Counts one event."""
         match event:
-            case events.MicrobatchStarted(microbatch, purpose):
-                self._started[microbatch] = purpose
-                self._counts_for(purpose).started += 1
-            case events.MicrobatchCompleted(microbatch, loss_sum, tokens, _, purpose):
-                self._completed(microbatch, loss_sum, tokens, purpose)
-            case events.MicrobatchDropped(microbatch, _):
-                self._counts_for(self._started.pop(microbatch, "train")).dropped += 1
+            case events.MicrobatchStarted(_, purpose):
+                self.started[purpose] += 1
+            case events.MicrobatchCompleted(_, _, tokens, _, purpose):
+                self.completed[purpose] += 1
+                self.tokens += tokens if purpose == "train" else 0
+            case events.MicrobatchDropped(_, _, purpose):
+                self.dropped[purpose] += 1
             case events.MicrobatchCounted(_, stages, tokens):
                 self.counted.update(stages)
                 self.counted_tokens += tokens
                 self.first_counted_unix = self.first_counted_unix or at_unix
             case events.StepTaken(stage, step, _, loss):
                 self.steps[stage] = step
-                self.last_step_unix = at_unix
                 self.stage_loss = self.stage_loss if loss is None else loss
-            case _:
-                self._take_rare(event)
-        if isinstance(event, SIGNS_OF_PROGRESS):
-            self.last_sign_unix = at_unix
-
-    def _take_rare(self, event: Event) -> None:
-        """Counts an event of the kinds that are rare."""
-        match event:
             case events.MicrobatchRerouted():
                 self.rerouted += 1
             case events.RepeatServed():
@@ -147,44 +114,25 @@ class Counters:
                 self.refused += 1
             case events.OffenceRecorded(_, offence):
                 self.offences[offence] += 1
-            case events.StartStep(name, seconds, _):
-                self.start_steps = [*self.start_steps[-63:], (name, seconds)]  # a move adds some
-            case events.FirstHopServed(_, seconds):
-                self.first_hop_seconds = seconds
-            case events.TaskFailed(task, error):
-                self.failures = [*self.failures[-15:], f"{task}: {error}"]
-
-    def _counts_for(self, purpose: str) -> OriginatedCounts:
-        """Returns the counts of microbatches for a purpose."""
-        return self.evaluate if purpose == "evaluate" else self.train
-
-    def _completed(self, microbatch: str, loss_sum: float, tokens: int, purpose: str) -> None:
-        """Counts a microbatch that has come back to its origin."""
-        self._started.pop(microbatch, None)
-        total = self._counts_for(purpose)
-        total.completed += 1
-        total.tokens += tokens
-        total.loss_sum += loss_sum
+        if isinstance(event, SIGNS_OF_PROGRESS):
+            self.last_sign_unix = at_unix
 
     def summary(self) -> dict[str, Any]:
         """Returns the counters as JSON values; stage numbers become strings, as JSON requires of keys."""
+        started, completed, dropped = (counts["train"] for counts in (self.started, self.completed, self.dropped))
         return {
             "microbatches": {
-                "started": self.train.started,
-                "completed": self.train.completed,
-                "dropped": self.train.dropped,
-                "in_flight": self.train.started - self.train.completed - self.train.dropped,
+                "started": started,
+                "completed": completed,
+                "dropped": dropped,
+                "in_flight": started - completed - dropped,
                 "rerouted": self.rerouted,
                 "repeats": self.repeats,
                 "refused": self.refused,
             },
-            "tokens": self.train.tokens,
-            "evaluated": {"completed": self.evaluate.completed, "dropped": self.evaluate.dropped},
+            "tokens": self.tokens,
+            "evaluated": {"completed": self.completed["evaluate"], "dropped": self.dropped["evaluate"]},
             "counted": {str(stage): count for stage, count in sorted(self.counted.items())},
             "steps": {str(stage): step for stage, step in sorted(self.steps.items())},
-            "last_step_unix": self.last_step_unix,
             "offences": dict(self.offences),
-            "start_steps": [{"name": name, "seconds": round(seconds, 4)} for name, seconds in self.start_steps],
-            "first_hop_seconds": self.first_hop_seconds,
-            "failures": list(self.failures),
         }

@@ -294,7 +294,7 @@ class Origin:
                 attempt += 1
         finally:
             if answer is None:
-                self._report(events.MicrobatchDropped(name, "this peer is leaving"))
+                self._report(events.MicrobatchDropped(name, "this peer is leaving", microbatch.purpose))
         message = answer.message
         seconds = loop_time() - microbatch.started
         self._report(events.MicrobatchCompleted(name, message.loss_sum, message.tokens, seconds, microbatch.purpose))

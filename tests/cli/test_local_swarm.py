@@ -102,6 +102,5 @@ def test_events_are_read_once_by_whoever_counts_and_kept_for_whoever_searches(ma
     assert daemon.is_serving and not daemon.events("StateChanged", state="left") and daemon.new_events() == []
     journal.take(events.Traffic(1, 2, 3), 2.0)
     assert [event["event"] for event in daemon.new_events()] == ["Traffic"] and not daemon.events("Traffic")
-    journal.close()
     assert daemon.try_ask("status") is None, "nobody answers on its socket"
     swarm.kill_all()

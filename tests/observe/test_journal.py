@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from agora.observe import events, journal
-from agora.observe.reporter import Reporter
 
 WRITER = """
 import os, signal, sys
@@ -30,23 +29,22 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_was_reported_before_a_sigkill_is_in_the_journal(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    names = [fields["microbatch"] for fields in journal.read(tmp_path)]
+    names = [fields["microbatch"] for fields in journal.Follower(tmp_path).news()]
     assert names == [f"{number:032x}" for number in range(1000)]
 
 
 def test_the_journal_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
-    sink = journal.Journal(tmp_path, max_file_bytes=2000, kept_files=3)
+    sink = journal.Journal(tmp_path, max_file_bytes=2000)
     for number in range(500):
         sink.take(events.PeerGone(str(number), "left"), 1.0)
-    sink.close()
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert len(sizes) == 3 and max(sizes) <= 2000
-    kept = [int(fields["peer"]) for fields in journal.read(tmp_path)]
+    kept = [int(fields["peer"]) for fields in journal.Follower(tmp_path).news()]
     assert kept == list(range(kept[0], 500)) and len(kept) > 40
 
 
 def test_a_follower_misses_nothing_through_rotations(tmp_path: Path) -> None:
-    sink = journal.Journal(tmp_path, max_file_bytes=700, kept_files=3)
+    sink = journal.Journal(tmp_path, max_file_bytes=700)
     follower = journal.Follower(tmp_path)
     seen: list[int] = []
     for number in range(200):
@@ -61,7 +59,7 @@ def test_a_follower_misses_nothing_through_rotations(tmp_path: Path) -> None:
 def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
     whole = journal.encode(events.PeerGone("p", "left"), 1.0)
     (tmp_path / journal.FILE_NAME).write_bytes(b"no json\n[1]\n" + whole + whole[:20])
-    assert [fields["peer"] for fields in journal.read(tmp_path)] == ["p"]
+    assert [fields["peer"] for fields in journal.Follower(tmp_path).news()] == ["p"]
     follower = journal.Follower(tmp_path)
     assert len(follower.news()) == 1
     with (tmp_path / journal.FILE_NAME).open("ab") as file:
@@ -102,8 +100,7 @@ def test_a_full_disk_costs_the_journal_and_one_sentence_not_the_daemon(tmp_path:
 
 
 def test_the_journal_is_private(tmp_path: Path) -> None:
-    reporter = Reporter([journal.Journal(tmp_path)])
-    reporter.close()
+    journal.Journal(tmp_path)
     assert (tmp_path / journal.FILE_NAME).stat().st_mode & 0o077 == 0
 
 
