@@ -1,41 +1,27 @@
 """Turns sources of text into one array of token ids, built once per machine and mapped into memory.
 
-Knows: the cache folder. `index/SIGNATURE.json` names the token file that the sources gave when they had these names,
-sizes and times; `DIGEST.tokens` holds the ids. Must not know: models, windows, who samples.
+Knows: sources, tokenizers, the cache. Must not know: models, windows, who samples.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from agora_protocol.errors import DiskError, ManifestError
 
 from agora.data.text_sources import Piece, SourceFile, find_files, unreadable_file
-from agora.data.token_file import (
-    Corpus,
-    TokenWriter,
-    disk_errors,
-    open_token_file,
-    remove_abandoned,
-    unfinished_file,
-    write_token_file,
-)
-from agora.data.tokenizer import Tokenizer, token_dtype
+from agora.data.token_cache import CachedTokens
+from agora.data.tokenizer import Ids, Tokenizer, token_dtype
 
-FORMAT = "agora corpus 1"
+FORMAT = "agora corpus 2"
 ENCODE_CHARACTERS = 1 << 20
-LOCK_WAIT_S = 600.0
-LOCK_POLL_S = 0.05
 
 
-def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *, base: Path | None = None) -> Corpus:
-    """Returns the tokens of all sources: from the cache if the files have not changed, else tokenised now.
+def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *, base: Path | None = None) -> Ids:
+    """Returns the tokens [n] of all sources: from the cache if the files have not changed, else tokenised now.
 
     sources: "stdlib", files, folders or globs (see text_sources.find_files), relative to `base`. The tokenizer's
     separator follows each document. Several processes may open the same corpus at once: one builds it, the others
@@ -43,12 +29,17 @@ def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *
     when this machine cannot.
     """
     files = find_files(sources, base or Path.cwd())
-    signature = _signature(files, tokenizer)
-    corpus = _look_up(cache_dir, signature)
-    if corpus is None:
-        with _build_lock(cache_dir, signature):
-            corpus = _look_up(cache_dir, signature) or _build(sources, files, tokenizer, cache_dir, signature)
-    return corpus
+    cached = CachedTokens(cache_dir, _signature(files, tokenizer), token_dtype(tokenizer.vocabulary))
+    tokens = cached.open()
+    if tokens is None:
+        with cached.lock():
+            tokens = cached.open()
+            if tokens is None:
+                cached.write(_tokenise(sources, files, tokenizer))
+                tokens = cached.open()
+    if tokens is None:
+        raise DiskError(f"The token cache in {cache_dir} reads back damaged; check that disk, or use --dir on another.")
+    return tokens
 
 
 def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
@@ -63,62 +54,22 @@ def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
-def _index_path(cache_dir: Path, signature: str) -> Path:
-    """Returns the path of the index file of a signature."""
-    return cache_dir / "index" / f"{signature}.json"
-
-
-def _look_up(cache_dir: Path, signature: str) -> Corpus | None:
-    """Returns the cached corpus of a signature, or None when it is missing or damaged."""
-    try:
-        digest = json.loads(_index_path(cache_dir, signature).read_bytes())["digest"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return open_token_file(cache_dir, digest) if isinstance(digest, str) else None
-
-
-@contextlib.contextmanager
-def _build_lock(cache_dir: Path, signature: str) -> Iterator[None]:
-    """Lets one process at a time build a corpus. It only saves work: after LOCK_WAIT_S two may build side by side."""
-    path = _index_path(cache_dir, signature).with_suffix(".lock")
-    with disk_errors(cache_dir):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("wb")
-    with lock:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(LOCK_POLL_S)
-            except OSError:  # a file system without locks
-                break
-        yield
-
-
-def _build(
-    sources: Sequence[str],
-    files: Sequence[SourceFile],
-    tokenizer: Tokenizer,
-    cache_dir: Path,
-    signature: str,
-) -> Corpus:
-    """Tokenises all files into the cache and returns the result as it reads back."""
-    remove_abandoned(cache_dir)
-    with write_token_file(cache_dir, token_dtype(tokenizer.vocabulary)) as writer:
-        for pieces in _batches(files):
-            _add(writer, pieces, tokenizer)
-        if writer.count == writer.documents * len(tokenizer.separator):
-            raise ManifestError(f"The corpus {', '.join(sources)} holds no text; name other files in [data] corpus.")
-    path = _index_path(cache_dir, signature)
-    with disk_errors(cache_dir), unfinished_file(path.parent) as index:
-        index.file.write(json.dumps({"digest": writer.digest}).encode())
-        index.path = path
-    corpus = open_token_file(cache_dir, writer.digest)
-    if corpus is None:
-        raise DiskError(f"The token cache in {cache_dir} reads back damaged; check that disk, or use --dir on another.")
-    return corpus
+def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: Tokenizer) -> Iterator[Ids]:
+    """Yields the ids of all files' text, piece by piece, and the separator after each document."""
+    is_empty = True
+    for pieces in _batches(files):
+        for piece, ids in zip(pieces, tokenizer.encode([piece.text for piece in pieces]), strict=True):
+            is_empty &= len(ids) == 0
+            if len(ids) and int(ids.max()) >= tokenizer.vocabulary:
+                raise ManifestError(
+                    f"The tokenizer gave token id {int(ids.max())} but says that its vocabulary is "
+                    f"{tokenizer.vocabulary}; use another tokenizer file."
+                )
+            yield ids
+            if piece.ends_document:
+                yield tokenizer.separator
+    if is_empty:
+        raise ManifestError(f"The corpus {', '.join(sources)} holds no text; name other files in [data] corpus.")
 
 
 def _batches(files: Sequence[SourceFile]) -> Iterator[list[Piece]]:
@@ -133,17 +84,3 @@ def _batches(files: Sequence[SourceFile]) -> Iterator[list[Piece]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _add(writer: TokenWriter, pieces: Sequence[Piece], tokenizer: Tokenizer) -> None:
-    """Writes the tokens of some pieces, and the separator after each document that ends."""
-    for piece, ids in zip(pieces, tokenizer.encode_many([piece.text for piece in pieces]), strict=True):
-        if len(ids) and int(ids.max()) >= tokenizer.vocabulary:
-            raise ManifestError(
-                f"The tokenizer gave token id {int(ids.max())} but says that its vocabulary is {tokenizer.vocabulary}; "
-                "use another tokenizer file."
-            )
-        writer.add(ids)
-        if piece.ends_document:
-            writer.add(tokenizer.separator)
-            writer.documents += 1

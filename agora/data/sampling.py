@@ -13,7 +13,7 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.ids import PeerId
 from numpy.typing import NDArray
 
-from agora.data.token_file import Corpus
+from agora.data.tokenizer import Ids
 
 Tokens = NDArray[np.int32]
 Hashes = NDArray[np.uint64]
@@ -48,20 +48,20 @@ class Sampler:
     held out, never trained on, when the hash of (seed, i) is in the lowest share `heldout` of its range.
     """
 
-    def __init__(self, corpus: Corpus, context: int, heldout: float, seed: int) -> None:
+    def __init__(self, tokens: Ids, context: int, heldout: float, seed: int) -> None:
         """heldout: share of the windows, 0 to 1. A small corpus keeps at least one window on either side.
 
         Raises ManifestError when the corpus has too few tokens for that.
         """
         self.context = context
-        self.windows = (len(corpus.tokens) - 1) // context
+        self.windows = (len(tokens) - 1) // context
         needed = 2 if heldout > 0 else 1
         if self.windows < needed:
             raise ManifestError(
-                f"The corpus has {len(corpus.tokens)} tokens but [model] context {context} needs at least "
+                f"The corpus has {len(tokens)} tokens but [model] context {context} needs at least "
                 f"{needed * context + 1}; add text to [data] corpus or lower the context."
             )
-        self._tokens = corpus.tokens
+        self._tokens = tokens
         self._draw_key = _key(seed, DRAW_KEY)
         self._split_key = _key(seed, SPLIT_KEY)
         self._scanned = np.arange(0, self.windows, -(-self.windows // SCANNED_WINDOWS), dtype=np.uint64)

@@ -7,6 +7,7 @@ At most one piece of a file is in memory: a document, or a few MB of a long .txt
 from __future__ import annotations
 
 import codecs
+import contextlib
 import glob
 import itertools
 import json
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agora_protocol.errors import AgoraError, DiskError, LocalError, ManifestError
+from agora_protocol.errors import DiskError, LocalError, ManifestError
 
 from agora.data.tokenizer import DATA_EXTRA
 
@@ -54,8 +55,6 @@ class SourceFile:
         """Yields the file's text in order. Raises DiskError, ManifestError or LocalError with the file's name."""
         try:
             yield from self.read(self.path)
-        except AgoraError:
-            raise
         except OSError as error:
             raise unreadable_file(self.path, error) from error
 
@@ -97,34 +96,23 @@ def _files_of(source: str, base: Path) -> list[SourceFile]:
         return stdlib_files()
     given = Path(source).expanduser()
     path = base / given
+    formats = " or ".join(", ".join(READERS).rsplit(", ", 1))
     if path.is_dir():
-        paths = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
-        if not paths:
-            raise ManifestError(f"Folder {path} holds no {_formats()} file; correct {source!r} in [data] corpus.")
-        return [SourceFile(file.resolve(), READERS[file.suffix]) for file in paths]
-    if path.exists():
-        return [SourceFile(path.resolve(), _reader_of(path))]
-    if not glob.has_magic(source):
-        raise ManifestError(f"Corpus file {path} does not exist; correct {source!r} in [data] corpus (try {STDLIB!r}).")
-    names = glob.glob(str(given), root_dir=base, recursive=True)
-    paths = sorted(file for file in map(base.joinpath, names) if file.is_file())
-    if not paths:
-        raise ManifestError(f"The pattern {source!r} in [data] corpus matches no file below {base}; correct it.")
-    return [SourceFile(file.resolve(), _reader_of(file)) for file in paths]
-
-
-def _reader_of(path: Path) -> Reader:
-    """Returns the function that reads the format of `path`, by its suffix. Raises ManifestError."""
-    reader = READERS.get(path.suffix)
-    if reader is None:
-        raise ManifestError(f"The format of corpus file {path} is unknown; rename it to end in {_formats()}.")
-    return reader
-
-
-def _formats() -> str:
-    """Returns the known suffixes as an enumeration for an error text."""
-    *most, last = READERS
-    return f"{', '.join(most)} or {last}"
+        paths = [file for file in path.rglob("*") if file.suffix in READERS]
+        problem = f"Folder {path} holds no {formats} file; correct {source!r} in [data] corpus."
+    elif path.exists() or not glob.has_magic(source):
+        paths = [path]
+        problem = f"Corpus file {path} does not exist; correct {source!r} in [data] corpus (try {STDLIB!r})."
+    else:
+        paths = [base / name for name in glob.glob(str(given), root_dir=base, recursive=True)]
+        problem = f"The pattern {source!r} in [data] corpus matches no file below {base}; correct it."
+    files = sorted(file for file in paths if file.is_file())
+    if not files:
+        raise ManifestError(problem)
+    for file in files:
+        if file.suffix not in READERS:
+            raise ManifestError(f"The format of corpus file {file} is unknown; rename it to end in {formats}.")
+    return [SourceFile(file.resolve(), READERS[file.suffix]) for file in files]
 
 
 def stdlib_files(root: Path | None = None) -> list[SourceFile]:
@@ -150,10 +138,8 @@ def stdlib_files(root: Path | None = None) -> list[SourceFile]:
 
 def _read_source(path: Path) -> Iterator[Piece]:
     """Yields a Python file as one document; nothing when it is not UTF-8."""
-    try:
+    with contextlib.suppress(UnicodeDecodeError):
         yield Piece(path.read_bytes().decode(), True)
-    except UnicodeDecodeError:
-        return
 
 
 def _read_text(path: Path) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""Converts text to token ids and back: plain bytes, or any JSON file of the `tokenizers` package.
+"""Converts text to token ids: plain bytes, or any JSON file of the `tokenizers` package.
 
 Knows: what an id means, and which ids stand between two documents. Must not know: files of text, batches, models.
 """
@@ -30,7 +30,7 @@ def token_dtype(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back."""
+    """Converts text to token ids."""
 
     @property
     def vocabulary(self) -> int:
@@ -44,14 +44,8 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """A name that is different whenever the same text could give other ids; part of the cache's key."""
 
-    def encode(self, text: str) -> Ids:
-        """Returns the ids of `text`, without special ids."""
-
-    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns the ids of each text; may use several cores."""
-
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Returns the text of ids; what is not valid text becomes U+FFFD."""
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Returns the ids of each text, without special ids; may use several cores."""
 
 
 class ByteTokenizer:
@@ -61,17 +55,9 @@ class ByteTokenizer:
     separator: Ids = np.zeros(1, np.uint8)
     fingerprint = BYTES
 
-    def encode(self, text: str) -> Ids:
-        """Returns the bytes of `text`."""
-        return np.frombuffer(text.encode(), np.uint8)
-
-    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Returns the bytes of each text."""
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Returns the text of these bytes; what is not UTF-8 becomes U+FFFD."""
-        return np.asarray(ids).astype(np.uint8).tobytes().decode(errors="replace")
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
 class JsonTokenizer:
@@ -89,24 +75,16 @@ class JsonTokenizer:
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.fingerprint = f"json:{hashlib.sha256(self.content).hexdigest()}"
         self._dtype = token_dtype(self.vocabulary)
-        ends = [token for token in END_OF_TEXT if self._tokenizer.token_to_id(token) is not None]
-        self.end_of_text: str | None = ends[0] if ends else None
-        end_ids = [self._tokenizer.token_to_id(token) for token in ends[:1]]
-        self.separator: Ids = np.array(end_ids, self._dtype) if ends else self.encode("\n")
+        ids = {token: self._tokenizer.token_to_id(token) for token in END_OF_TEXT}
+        self.end_of_text = next((token for token in END_OF_TEXT if ids[token] is not None), None)
+        self.separator: Ids = (
+            np.array([ids[self.end_of_text]], self._dtype) if self.end_of_text else self.encode(["\n"])[0]
+        )
 
-    def encode(self, text: str) -> Ids:
-        """Returns the ids of `text`, without special ids."""
-        return self.encode_many([text])[0]
-
-    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Returns the ids of each text; the package uses several cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
-
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Returns the text of ids, special ids included."""
-        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-        return text
 
 
 def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) -> Tokenizer:

@@ -189,7 +189,7 @@ async def _load_corpus(peer: Peer) -> OriginBatches:
         tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
         corpus = open_corpus(manifest.data.corpus, tokenizer, cache, base=base)
         sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
-        return sampler, len(corpus.tokens)
+        return sampler, len(corpus)
 
     with startup.steps.step("corpus") as note:
         sampler, count = await run_in_thread(load)

@@ -31,8 +31,7 @@ from agora.averaging.partition import Slices
 from agora.averaging.wire import PartCodec
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
-from agora.data.token_file import Corpus
-from agora.data.tokenizer import ByteTokenizer
+from agora.data.tokenizer import ByteTokenizer, Ids
 from agora.stepping import StepPolicy
 
 TINY = Effort((0,), 6, 32, 1, 16, 2, heldout_batches=2)
@@ -46,12 +45,12 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 @pytest.fixture
-def corpus(manifest: Manifest, tmp_path: Path) -> Corpus:
+def corpus(manifest: Manifest, tmp_path: Path) -> Ids:
     return open_corpus(manifest.data.corpus, ByteTokenizer(), tmp_path)
 
 
 @pytest.fixture
-def sampler(manifest: Manifest, corpus: Corpus) -> Sampler:
+def sampler(manifest: Manifest, corpus: Ids) -> Sampler:
     return Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
 
 

@@ -11,14 +11,14 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.ids import PeerId
 
 from agora.data.sampling import Sampler, mix, sample_id
-from agora.data.token_file import Corpus
+from agora.data.tokenizer import Ids
 
 CONTEXT = 8
 
 
-def counting(windows: int) -> Corpus:
+def counting(windows: int) -> Ids:
     """A corpus whose token i is i, so that a sample shows where it came from."""
-    return Corpus(np.arange(windows * CONTEXT + 1, dtype=np.uint32), 1, "0" * 64)
+    return np.arange(windows * CONTEXT + 1, dtype=np.uint32)
 
 
 def sampler(windows: int = 5000, heldout: float = 0.1, seed: int = 3) -> Sampler:
@@ -104,8 +104,8 @@ def test_the_draws_are_pinned() -> None:
 
 def test_another_process_draws_the_same() -> None:
     code = (
-        "import numpy as np; from agora.data.token_file import Corpus; from agora.data.sampling import Sampler;"
-        "print(Sampler(Corpus(np.arange(40001), 1, ''), 8, 0.1, 3).windows_of(range(20)).tolist())"
+        "import numpy as np; from agora.data.sampling import Sampler;"
+        "print(Sampler(np.arange(40001), 8, 0.1, 3).windows_of(range(20)).tolist())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == str(sampler().windows_of(range(20)).tolist())
@@ -139,7 +139,7 @@ def test_the_smallest_corpus_still_has_both_sides(seed: int) -> None:
 
 
 def test_a_corpus_below_two_windows_says_what_is_needed() -> None:
-    corpus = Corpus(np.arange(2 * CONTEXT, dtype=np.uint8), 1, "")
+    corpus = np.arange(2 * CONTEXT, dtype=np.uint8)
     with pytest.raises(ManifestError, match=r"has 16 tokens but \[model\] context 8 needs at least 17; add text"):
         Sampler(corpus, CONTEXT, 0.01, 0)
     assert Sampler(corpus, CONTEXT, 0.0, 0).batch([0])[0].tolist() == list(range(9))

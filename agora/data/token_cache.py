@@ -1,0 +1,142 @@
+"""The cache of tokenised text: token ids on disk, written once, mapped into memory, checked for damage.
+
+Knows: bytes, files, folders. Must not know: text, tokenizers.
+
+`DIGEST.tokens` holds ids as little-endian unsigned integers. Its name is the SHA-256 of their dtype and the ids, so
+equal texts share a file. `index/SIGNATURE.json` names the digest, and the CRC-32 of each block of BLOCK_BYTES.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from agora_protocol.errors import DiskError
+from numpy.typing import NDArray
+
+from agora.data.tokenizer import Ids
+from agora.state.files import sync_folder
+
+BLOCK_BYTES = 4 << 20
+CHECKED_BLOCKS = 256
+BUILDING = "building-"
+ABANDONED_S = 24 * 3600
+LOCK_WAIT_S = 600.0
+LOCK_POLL_S = 0.05
+
+
+class CachedTokens:
+    """The place of one corpus in the cache `folder`. signature: what the ids were made of, in hex; dtype: of the ids.
+
+    `lock` and `write` raise DiskError when the folder cannot be written or the disk is full.
+    """
+
+    def __init__(self, folder: Path, signature: str, dtype: np.dtype[Any]) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._index = folder / "index" / f"{signature}.json"
+
+    def open(self) -> Ids | None:
+        """Maps the ids [n] into memory, read-only. Returns None when they are missing or damaged.
+
+        Checks at most CHECKED_BLOCKS blocks (1 GiB); those of a larger file are evenly spread.
+        """
+        try:
+            index = json.loads(self._index.read_bytes())
+            ids: Ids = np.memmap(self._folder / f"{index['digest']}.tokens", self._dtype, mode="r")
+            data, crcs = ids.data.cast("B"), index["crc32"]
+            blocks = -(-len(data) // BLOCK_BYTES)
+            checked = np.unique(np.linspace(0, blocks - 1, min(blocks, CHECKED_BLOCKS)).astype(int))
+            is_intact = len(crcs) == blocks and all(
+                zlib.crc32(data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]) == crcs[i] for i in checked
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return ids if is_intact else None
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Lets one process at a time build a corpus. It only saves work: after LOCK_WAIT_S two may build at once."""
+        with _disk_errors(self._folder):
+            self._index.parent.mkdir(parents=True, exist_ok=True)
+            lock = self._index.with_suffix(".lock").open("wb")
+        with lock:
+            deadline = time.monotonic() + LOCK_WAIT_S
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(LOCK_POLL_S)
+                except OSError:  # a file system without locks
+                    break
+            yield
+
+    def write(self, pieces: Iterable[NDArray[Any]]) -> None:
+        """Writes the ids of all pieces in order. They appear whole, or not at all when `pieces` raises."""
+        self._remove_abandoned()
+        digest, crcs = hashlib.sha256(self._dtype.str.encode()), []
+        with _disk_errors(self._folder), _unfinished_file(self._folder) as file:
+            for ids in pieces:
+                file.write(np.ascontiguousarray(ids, self._dtype).data)
+            file.seek(0)
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+                crcs.append(zlib.crc32(block))
+            _publish(file, self._folder / f"{digest.hexdigest()}.tokens")
+        with _disk_errors(self._folder), _unfinished_file(self._index.parent) as file:
+            file.write(json.dumps({"digest": digest.hexdigest(), "crc32": crcs}).encode())
+            _publish(file, self._index)
+
+    def _remove_abandoned(self) -> None:
+        """Deletes the unfinished files of processes that were killed: those last written more than a day ago."""
+        for path in self._folder.glob(f"{BUILDING}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED_S:
+                    path.unlink()
+
+
+@contextlib.contextmanager
+def _unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
+    """Yields a new file in `folder`, which is deleted at the end of the block unless `_publish` has renamed it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=BUILDING, dir=folder, delete=False) as file:
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file.name)
+
+
+def _publish(file: IO[bytes], path: Path) -> None:
+    """Renames an unfinished file to `path` once the disk has its content."""
+    file.flush()
+    os.fsync(file.fileno())
+    os.replace(file.name, path)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Translates an OSError while a file is written in `folder` into a DiskError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskError(
+                f"No space is left for the token cache in {folder}; free some, or use --dir on another disk."
+            ) from error
+        raise DiskError(
+            f"Cannot write the token cache in {folder} ({error.strerror or error}); correct that, or use another --dir."
+        ) from error
