@@ -49,24 +49,13 @@ class Penalty:
     shut_out_s: float = 300.0
 
 
-PENALTIES: Final[Mapping[Offence, Penalty]] = {
-    Offence.BAD_FRAME: Penalty(),
-    Offence.BAD_REQUEST: Penalty(),
-    Offence.BAD_ANSWER: Penalty(),
-    Offence.USELESS_GRADIENT: Penalty(),
-    Offence.BAD_AVERAGE: Penalty(),
-    Offence.FALSE_STATE: Penalty(),
-}
+PENALTIES: Final[Mapping[Offence, Penalty]] = dict.fromkeys(Offence, Penalty())
 
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
-    """What follows from an offence. shut_out_s: seconds for which the peer is shut out from now, 0.0 when it is not.
+    """What follows from an offence, and why. shut_out_s: seconds for which the peer is shut out from now, 0.0: not."""
 
-    counted: False when the same occasion had been counted before, so that nothing follows.
-    """
-
-    counted: bool
     shut_out_s: float
     reason: str
 
@@ -83,13 +72,13 @@ class ReportOffence(Protocol):
 
 @dataclass(slots=True)
 class _Record:
-    """What is remembered of one peer. unhealed: (when it heals, points) of each offence. last_occasions: the last of
-    each kind.
+    """What is remembered of one peer. unhealed: (when it heals, points) of each offence; occasions: the last of each
+    kind.
     """
 
     unhealed: list[tuple[float, int]] = field(default_factory=list)
     shut_out_until: float = 0.0
-    last_occasions: dict[Offence, str] = field(default_factory=dict)
+    occasions: dict[Offence, str] = field(default_factory=dict)
 
 
 class Conduct:
@@ -100,39 +89,27 @@ class Conduct:
         self._max_peers = max_peers
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
-    def record(self, peer: PeerId, offence: Offence, now: float, occasion: str = "") -> Consequence:
-        """Adds an offence to the peer's record and returns what follows from it."""
+    def record(self, peer: PeerId, offence: Offence, now: float, occasion: str = "") -> Consequence | None:
+        """Adds an offence to the peer's record. Returns what follows; None when the occasion was counted before."""
         record = self._records.setdefault(peer, _Record())
         self._records.move_to_end(peer)
         if len(self._records) > self._max_peers:
             self._records.popitem(last=False)
-        if occasion and record.last_occasions.get(offence) == occasion:
-            return Consequence(False, self.shut_out_s(peer, now), f"{offence.value} was counted for {occasion} already")
-        record.last_occasions[offence] = occasion
+        if occasion and record.occasions.get(offence) == occasion:
+            return None
+        record.occasions[offence] = occasion
         penalty = self._penalties[offence]
-        points = _add(record, penalty, now)
-        if points < POINTS_TO_SHUT_OUT:
-            reason = f"{points} of {POINTS_TO_SHUT_OUT} points; they heal after {penalty.heals_s:.0f} s"
-            return Consequence(True, self.shut_out_s(peer, now), reason)
-        record.shut_out_until = max(record.shut_out_until, now + penalty.shut_out_s)
-        seconds = record.shut_out_until - now
-        return Consequence(True, seconds, f"{points} of {POINTS_TO_SHUT_OUT} points; shut out for {seconds:.0f} s")
+        unhealed = [entry for entry in record.unhealed if entry[0] >= now]
+        # Entries older than the newest three could not change what follows.
+        record.unhealed = [*unhealed, (now + penalty.heals_s, penalty.points)][-POINTS_TO_SHUT_OUT:]
+        points = sum(points for _, points in record.unhealed)
+        if points >= POINTS_TO_SHUT_OUT:
+            record.shut_out_until = max(record.shut_out_until, now + penalty.shut_out_s)
+        seconds = self.shut_out_s(peer, now)
+        follows = f"shut out for {seconds:.0f} s" if seconds else f"they heal after {penalty.heals_s:.0f} s"
+        return Consequence(seconds, f"{points} of {POINTS_TO_SHUT_OUT} points; {follows}")
 
     def shut_out_s(self, peer: PeerId, now: float) -> float:
         """Returns for how many more seconds the peer is shut out; 0.0 when it is not."""
         record = self._records.get(peer)
         return 0.0 if record is None else max(0.0, record.shut_out_until - now)
-
-    def is_shut_out(self, peer: PeerId, now: float) -> bool:
-        """Whether the peer must be neither called nor answered."""
-        return self.shut_out_s(peer, now) > 0.0
-
-
-def _add(record: _Record, penalty: Penalty, now: float) -> int:
-    """Adds a penalty's points to the record, takes off those that have healed, and returns the sum.
-
-    The record keeps at most `POINTS_TO_SHUT_OUT` entries: older ones could not change what follows.
-    """
-    unhealed = [entry for entry in record.unhealed if entry[0] >= now]
-    record.unhealed = [*unhealed, (now + penalty.heals_s, penalty.points)][-POINTS_TO_SHUT_OUT:]
-    return sum(points for _, points in record.unhealed)

@@ -9,29 +9,20 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agora_protocol.errors import AgoraError, LocalError
+from agora_protocol.errors import AgoraError
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId, RunId, Span
+from agora_protocol.ids import RunId, Span
 from agora_protocol.records import Claim, Progress, Record
 
 from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
-from agora.swarm.placement import (
-    Collision,
-    Placement,
-    Settling,
-    choose_span,
-    claim_of_span,
-    judge_collision,
-    next_settling_step,
-    pinned_span,
-)
-from agora.swarm.view import PeerView, View, merge
+from agora.swarm.placement import Placement, Settling, choose_span, judge_collision, next_settling_step, pinned_span
+from agora.swarm.view import View, merge
 
 SETTLE_S = 1.0
 """How long a claim is given to be seen before collisions are judged; up to twice that, drawn at random."""
@@ -85,6 +76,7 @@ class Membership:
         unix: Callable[[], float] = time.time,
     ) -> None:
         """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock."""
+        self._me = identity.peer
         self._config = config
         self._directory = directory
         self._identity = identity
@@ -92,21 +84,11 @@ class Membership:
         self._progress = progress
         self._rng = rng or random.Random()
         self._unix = unix
-        self._claim: Claim | None = None
         self._subscribers: list[Callable[[], None]] = []
         self._changed_at = 0.0
         self._linger_s = linger_s(0.0)
+        self.claim: Claim | None = None
         self.view = View()
-
-    @property
-    def me(self) -> PeerId:
-        """This peer's id."""
-        return self._identity.peer
-
-    @property
-    def claim(self) -> Claim | None:
-        """What this peer claims now; None before the first claim."""
-        return self._claim
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         """Has `on_change` called, on the loop, whenever a peer came, went, or changed span, state or addresses."""
@@ -121,7 +103,7 @@ class Membership:
         placement that stands; `confirm` asks once more before serving.
         """
         await self.refresh()
-        others, count = self.view.without(self.me), self._config.stage_count
+        others, count = self.view.without(self._me), self._config.stage_count
         if pinned is None:
             return await self._settle(choose_span(others, count, length, self._rng))
         placement = pinned_span(others, count, pinned)
@@ -131,16 +113,14 @@ class Membership:
     async def confirm(self) -> Placement | None:
         """Asks once more, with a fresh view, right before serving. Returns None when the claimed span still stands.
 
-        Otherwise returns the placement to load instead, already claimed and settled. Raises LocalError before the first
-        claim.
+        Otherwise returns the placement to load instead, already claimed and settled.
         """
         await self.refresh()
-        collision = self.judge()
-        claimed = self._claim
-        if claimed is None or not collision.choose_again:
+        claimed, judged = self.view.peers[self._me].span, self._judge()
+        if judged.span == claimed:
             return None
-        placement = await self._settle(Placement(collision.span, collision.reason))
-        return placement if placement.span != claimed.span else None
+        placement = await self._settle(judged)
+        return placement if placement.span != claimed else None
 
     async def _settle(self, placement: Placement) -> Placement:
         """Claims the placement and settles it: waits, looks at the other claims, and claims another span if it must."""
@@ -149,7 +129,7 @@ class Membership:
         while not settling.settled:
             await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
             await self.refresh()
-            claimed, settling = settling.placement, next_settling_step(settling, self.judge())
+            claimed, settling = settling.placement, next_settling_step(settling, self._judge())
             if settling.placement is not claimed:
                 await self._publish_new_claim(settling.placement.span)
             elif not settling.settled:
@@ -161,45 +141,40 @@ class Membership:
         self._report(events.SpanChosen(placement.span.first, placement.span.last, placement.reason))
         return placement
 
-    def judge(self) -> Collision:
-        """Decides from the present view whether the claimed span is still right. Raises LocalError before a claim."""
-        seen = self.view.peers.get(self.me)
-        if seen is None:
-            raise LocalError("this peer has claimed no stages yet; join first")
-        return judge_collision(self.view, seen, self._config.stage_count, self._config.run)
+    def _judge(self) -> Placement:
+        """Decides from the present view which span this peer should hold."""
+        return judge_collision(self.view, self.view.peers[self._me], self._config.stage_count, self._config.run)
 
     async def announce(self, state: str) -> None:
         """Publishes the claim with another state ("serving", "leaving"), now and from now on."""
-        if self._claim is not None:
-            await self._publish_changed(replace(self._claim, state=state))
+        if self.claim is not None:
+            await self._publish_changed(replace(self.claim, state=state))
 
     async def _publish_new_claim(self, span: Span) -> None:
-        """Claims a span as joining: the first incarnation, or the next one."""
-        if self._claim is None:
-            config = self._config
-            claim = Claim(self.me, span, config.incarnation, config.addresses, "joining", 0.0)
-        else:
-            claim = claim_of_span(self._claim, span)
-        await self._publish_changed(claim)
+        """Claims a span as joining: the first incarnation, or the next one.
+
+        A former claim stays in the directory until it expires, but readers prefer the newer incarnation.
+        """
+        incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
+        await self._publish_changed(Claim(self._me, span, incarnation, self._config.addresses, "joining", 0.0))
 
     async def _publish_changed(self, claim: Claim) -> None:
         """Makes `claim` this peer's claim, in its own view and in the directory."""
-        self._claim = claim
+        self.claim = claim
         self._merge([claim])
         await self._publish_claim()
 
-    async def publish_progress(self, progress: Progress) -> None:
-        """Publishes this peer's progress now, as that of the present claim; does nothing when it is of other stages."""
-        if self._claim is not None and self._claim.span == progress.span:
-            progress = replace(progress, incarnation=self._claim.incarnation)
-            self._merge([progress])
-            await self._publish(progress, LIFETIME_S)
-
     async def _publish_claim(self) -> None:
         """Stores the claim in the directory, which renews it there."""
-        if self._claim is not None:
-            is_leaving = self._claim.state == "leaving"
-            await self._publish(self._claim, LEAVING_LIFETIME_S if is_leaving else LIFETIME_S)
+        if self.claim is not None:
+            await self._publish(self.claim, LEAVING_LIFETIME_S if self.claim.state == "leaving" else LIFETIME_S)
+
+    async def publish_progress(self, progress: Progress) -> None:
+        """Publishes this peer's progress now, as that of the present claim; does nothing when it is of other stages."""
+        if self.claim is not None and self.claim.span == progress.span:
+            progress = replace(progress, incarnation=self.claim.incarnation)
+            self._merge([progress])
+            await self._publish(progress, LIFETIME_S)
 
     async def _publish(self, record: Record, lifetime_s: float) -> None:
         """Stores a record in the directory; trouble with it is reported, not raised."""
@@ -217,23 +192,20 @@ class Membership:
     async def run(self) -> None:
         """Publishes and reads until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._keep_publishing_claim(), name="publish claim")
-            group.create_task(self._keep_publishing_progress(), name="publish progress")
+            group.create_task(self._repeat(PUBLISH_CLAIM_S, self._publish_claim), name="publish claim")
+            group.create_task(self._repeat(PUBLISH_PROGRESS_S, self._publish_own_progress), name="publish progress")
             group.create_task(self._keep_reading(), name="read directory")
 
-    async def _keep_publishing_claim(self) -> None:
-        """Publishes the claim again and again, before it expires."""
+    async def _repeat(self, every_s: float, publish: Callable[[], Awaitable[None]]) -> None:
+        """Calls `publish` about every `every_s` seconds."""
         while True:
-            await asyncio.sleep(self._jittered(PUBLISH_CLAIM_S))
-            await self._publish_claim()
+            await asyncio.sleep(self._jittered(every_s))
+            await publish()
 
-    async def _keep_publishing_progress(self) -> None:
-        """Publishes this peer's progress again and again."""
-        while True:
-            await asyncio.sleep(self._jittered(PUBLISH_PROGRESS_S))
-            progress = self._progress()
-            if progress is not None:
-                await self.publish_progress(progress)
+    async def _publish_own_progress(self) -> None:
+        """Publishes what the daemon says of its progress, if anything."""
+        if progress := self._progress():
+            await self.publish_progress(progress)
 
     async def _keep_reading(self) -> None:
         """Reads the directory again and again."""
@@ -252,7 +224,7 @@ class Membership:
         claims, progress = await asyncio.gather(self._read(Claim), self._read(Progress))
         took_s = loop_time() - started
         self._linger_s = linger_s(took_s)
-        self._merge([record for record in (*claims, *progress) if getattr(record, "peer", None) != self.me])
+        self._merge([record for record in (*claims, *progress) if record.peer != self._me])
         return took_s
 
     async def _read(self, kind: type[Record]) -> list[Record]:
@@ -272,7 +244,7 @@ class Membership:
 
     def _merge(self, records: Sequence[Record]) -> None:
         """Merges records into the view, in which this peer itself never expires; reports and notifies of changes."""
-        renewed = [*records, self._claim] if self._claim is not None else records
+        renewed = [*records, self.claim] if self.claim is not None else records
         former, self.view = self.view, merge(self.view, renewed, self._unix(), self._linger_s)
         changed = changes(former, self.view)
         for event in changed:
@@ -300,18 +272,13 @@ def linger_s(took_s: float) -> float:
     return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_S, 2.0 * took_s)
 
 
-def changes(before: View, after: View) -> list[events.Event]:
+def changes(former: View, view: View) -> list[events.Event]:
     """Returns one event for each peer that came, went, or changed span, state, incarnation or addresses."""
-    told: list[events.Event] = []
-    for peer, seen in after.peers.items():
-        known = before.peers.get(peer)
-        if known is None or _claimed(known) != _claimed(seen):
-            told.append(events.PeerSeen(peer, seen.span.first, seen.span.last, seen.state))
-    for peer in before.peers.keys() - after.peers.keys():
-        told.append(events.PeerGone(peer, "its claim ended"))
-    return told
-
-
-def _claimed(seen: PeerView) -> tuple[object, ...]:
-    """Returns what of a peer is worth an event when it changes."""
-    return seen.span, seen.state, seen.incarnation, seen.addresses
+    changed: list[events.Event] = []
+    for peer, seen in view.peers.items():
+        known = former.peers.get(peer)
+        claimed = (seen.span, seen.state, seen.incarnation, seen.addresses)
+        if known is None or (known.span, known.state, known.incarnation, known.addresses) != claimed:
+            changed.append(events.PeerSeen(peer, seen.span.first, seen.span.last, seen.state))
+    changed += [events.PeerGone(peer, "its claim ended") for peer in former.peers.keys() - view.peers.keys()]
+    return changed

@@ -23,10 +23,9 @@ class OffenceLog:
 
     def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
         """Records an offence that was detected now; see `ReportOffence`."""
-        consequence = self._conduct.record(peer, offence, loop_time(), occasion)
-        if consequence.counted:
-            follows = consequence.reason
-            self._report(events.OffenceRecorded(peer, offence.value, text, follows, consequence.shut_out_s))
+        if consequence := self._conduct.record(peer, offence, loop_time(), occasion):
+            kind, follows = offence.value, consequence.reason
+            self._report(events.OffenceRecorded(peer, kind, text, follows, consequence.shut_out_s))
 
     def report_violation(self, peer: PeerId, error: ProtocolError) -> None:
         """Records that a peer sent a frame which the protocol forbids."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agora_protocol.ids import PeerId, RunId, Span
-from agora_protocol.records import Claim
 
 from agora.swarm.view import PeerView, View
 
@@ -27,24 +26,11 @@ may have pinned their spans.
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The span to claim, and why."""
+    """The span to hold, and why. is_final: no joiner in the view has to claim another span than it has claimed."""
 
     span: Span
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Collision:
-    """The outcome of comparing this peer's claim with all others: the span to hold from now on, and why.
-
-    choose_again: that span is not the one claimed. settled: no joiner in the view has to choose again, so there is
-    nothing to wait for.
-    """
-
-    span: Span
-    choose_again: bool
-    reason: str
-    settled: bool = False
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,37 +46,27 @@ class Settling:
     settled: bool = False
 
 
-def next_settling_step(settling: Settling, collision: Collision) -> Settling:
-    """Returns the next state of settling, after the other claims had time to be seen.
+def next_settling_step(settling: Settling, judged: Placement) -> Settling:
+    """Returns the next state of settling. judged: of `judge_collision`, after the other claims had time to be seen.
 
-    | the look at the other claims says         | next                                                  |
-    |-------------------------------------------|-------------------------------------------------------|
-    | choose again                              | claim the other span; settled only after the last round |
-    | kept, and no joiner has to choose again   | settled                                               |
-    | kept ROUNDS_TO_KEEP times in a row        | settled                                               |
-    | kept                                      | look again; settled after the last round              |
+    | judged                                                        | next                                   |
+    |---------------------------------------------------------------|----------------------------------------|
+    | another span than the claimed one                             | claim it; settled after the last round |
+    | the claimed span: is_final, or ROUNDS_TO_KEEP times in a row  | settled                                |
+    | the claimed span                                              | look again; settled after the last round |
     """
     rounds = settling.rounds + 1
     is_last = rounds >= MAX_SETTLING_ROUNDS
-    if collision.choose_again:
-        return Settling(Placement(collision.span, collision.reason), rounds, 0, is_last)
+    if judged.span != settling.placement.span:
+        return Settling(judged, rounds, 0, is_last)
     kept = settling.kept + 1
-    settled = collision.settled or kept >= ROUNDS_TO_KEEP or is_last
-    return replace(settling, rounds=rounds, kept=kept, settled=settled)
-
-
-def claim_of_span(claim: Claim, span: Span) -> Claim:
-    """Returns the claim of another span: a new incarnation that joins.
-
-    The former claim stays in the directory until it expires. Readers prefer the newer incarnation, so it cannot return.
-    """
-    return replace(claim, span=span, state="joining", incarnation=claim.incarnation + 1)
+    return replace(settling, rounds=rounds, kept=kept, settled=judged.is_final or kept >= ROUNDS_TO_KEEP or is_last)
 
 
 def choose_span(view: View, stage_count: int, length: int, rng: random.Random) -> Placement:
     """Returns the contiguous span of `length` stages, at most all, that raises the stage with the fewest holders."""
     length = max(1, min(length, stage_count))
-    holders = holders_by_stage(view.peers.values(), stage_count)
+    holders = holders_by_stage(view, stage_count)
     first = rng.choice(_best_starts(holders, length))
     span = Span(first, first + length - 1)
     return Placement(span, _reason(holders, span))
@@ -98,21 +74,15 @@ def choose_span(view: View, stage_count: int, length: int, rng: random.Random) -
 
 def pinned_span(view: View, stage_count: int, span: Span) -> Placement:
     """Returns the span that the owner asked for, and how many peers hold its stages."""
-    return Placement(span, "as asked for; " + _reason(holders_by_stage(view.peers.values(), stage_count), span))
+    return Placement(span, "as asked for; " + _reason(holders_by_stage(view, stage_count), span))
 
 
-def holders_by_stage(peers: Iterable[PeerView], stage_count: int) -> list[int]:
-    """Returns how many peers serve each stage or are about to; those that leave do not count."""
-    holders = [0] * stage_count
-    for seen in peers:
-        if seen.state != "leaving":
-            for stage in seen.span.stages:
-                if stage < stage_count:
-                    holders[stage] += 1
-    return holders
+def holders_by_stage(view: View, stage_count: int) -> list[int]:
+    """Returns how many peers serve each stage or are about to."""
+    return [len(view.claimants(stage)) for stage in range(stage_count)]
 
 
-def judge_collision(view: View, me: PeerView, stage_count: int, run: RunId) -> Collision:
+def judge_collision(view: View, me: PeerView, stage_count: int, run: RunId) -> Placement:
     """Decides which span this peer, still joining, should hold, since others may have chosen at the same time.
 
     To be asked once the claim had time to be seen, and again right before serving. A joiner whose span is a best choice
@@ -121,23 +91,20 @@ def judge_collision(view: View, me: PeerView, stage_count: int, run: RunId) -> C
     it gets the best span then. Every peer that sees the same view computes the same outcome, so they settle in one
     round; peers whose views differ settle once the views agree.
     """
-    everybody = holders_by_stage(view.peers.values(), stage_count)
-    moving = [p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(everybody, p)]
-    if me.peer not in {p.peer for p in moving}:
-        reason = f"stages {me.span} are the best choice beside everybody else's"
-        return Collision(me.span, False, reason, settled=not moving)
-    holders = holders_by_stage((p for p in view.peers.values() if p not in moving), stage_count)
-    ahead = 0
-    for turn in sorted(moving, key=lambda p: hash_order(run, p.peer)):
-        span = _span_in_turn(holders, turn, run)
-        if turn.peer == me.peer:
-            break
-        ahead += 1
-        for stage in span.stages:
+    everybody = holders_by_stage(view, stage_count)
+    moving = {p.peer: p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(everybody, p)}
+    if me.peer not in moving:
+        return Placement(me.span, f"stages {me.span} are the best choice beside everybody else's", not moving)
+    holders = holders_by_stage(View({p: seen for p, seen in view.peers.items() if p not in moving}), stage_count)
+    turns = sorted(moving, key=lambda peer: hash_order(run, peer))
+    ahead = turns.index(me.peer)
+    for peer in turns[:ahead]:
+        for stage in _span_in_turn(holders, moving[peer], run).stages:
             holders[stage] += 1
+    span = _span_in_turn(holders, me, run)
     if span == me.span:
-        return Collision(span, False, f"of those that chose stages {span} at once, others come later and give way")
-    return Collision(span, True, f"{ahead} peers that chose at once come first; {_reason(holders, span)}")
+        return Placement(span, f"of those that chose stages {span} at once, others come later and give way")
+    return Placement(span, f"{ahead} peers that chose at once come first; {_reason(holders, span)}")
 
 
 def _is_best_choice(everybody: Sequence[int], peer: PeerView) -> bool:

@@ -27,9 +27,9 @@ def test_the_third_offence_within_ten_minutes_shuts_a_peer_out_for_five_minutes_
     conduct = Conduct()
     first, second, third = (conduct.record(ONE, offence, now) for now in (0.0, 300.0, 600.0))
     assert (first.shut_out_s, second.shut_out_s, third.shut_out_s) == (0.0, 0.0, 300.0)
-    assert third == Consequence(True, 300.0, "3 of 3 points; shut out for 300 s")
-    assert conduct.is_shut_out(ONE, 899.0) and conduct.shut_out_s(ONE, 750.0) == 150.0
-    assert not conduct.is_shut_out(ONE, 900.0) and not conduct.is_shut_out(OTHER, 600.0)
+    assert third == Consequence(300.0, "3 of 3 points; shut out for 300 s")
+    assert [conduct.shut_out_s(ONE, now) for now in (750.0, 899.0, 900.0)] == [150.0, 1.0, 0.0]
+    assert conduct.shut_out_s(OTHER, 600.0) == 0.0
 
 
 def test_offences_of_all_kinds_share_one_sum() -> None:
@@ -60,10 +60,10 @@ def test_a_grave_offence_may_shut_out_at_once() -> None:
 def test_offences_of_one_occasion_count_once() -> None:
     conduct = Conduct()
     rounds = ["round 1", "round 1", "round 1", "round 2", "round 2", "round 3"]
-    counted = [conduct.record(ONE, Offence.BAD_AVERAGE, 0.0, occasion).counted for occasion in rounds]
+    counted = [conduct.record(ONE, Offence.BAD_AVERAGE, 0.0, occasion) is not None for occasion in rounds]
     assert counted == [True, False, False, True, False, True]
-    assert conduct.is_shut_out(ONE, 0.0)
-    assert conduct.record(OTHER, Offence.BAD_AVERAGE, 0.0, "round 3").counted, "an occasion is one peer's"
+    assert conduct.shut_out_s(ONE, 0.0) == 300.0
+    assert conduct.record(OTHER, Offence.BAD_AVERAGE, 0.0, "round 3"), "an occasion is one peer's"
 
 
 def test_the_memory_of_offenders_is_bounded_and_the_oldest_is_forgotten_first() -> None:
@@ -72,7 +72,7 @@ def test_the_memory_of_offenders_is_bounded_and_the_oldest_is_forgotten_first() 
     for stranger in strangers:
         for _ in range(3):
             conduct.record(stranger, Offence.BAD_FRAME, 0.0)
-    assert [conduct.is_shut_out(stranger, 0.0) for stranger in strangers] == [False] * 20 + [True] * 10
+    assert [conduct.shut_out_s(stranger, 0.0) for stranger in strangers] == [0.0] * 20 + [300.0] * 10
 
 
 def test_each_counted_offence_is_reported_as_one_event() -> None:

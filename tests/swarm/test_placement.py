@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from agora.swarm.placement import (
     MAX_SETTLING_ROUNDS,
-    Collision,
     Placement,
     Settling,
     choose_span,
-    claim_of_span,
     hash_order,
     holders_by_stage,
     judge_collision,
@@ -22,7 +20,7 @@ from agora.swarm.placement import (
     pinned_span,
 )
 from agora.swarm.view import View
-from tests.swarm.makers import RUN, claim, seen, view
+from tests.swarm.makers import RUN, seen, view
 
 
 def choose(peers: View, stages: int, length: int = 1, seed: int = 0):
@@ -64,7 +62,7 @@ def test_peers_that_come_one_after_another_hold_all_stages_about_equally(stages,
     for i in range(peers):
         span = choose_span(now, stages, length, rng).span
         now = View({**now.peers, f"p{i}": seen(f"p{i}", str(span))})
-    holders = holders_by_stage(now.peers.values(), stages)
+    holders = holders_by_stage(now, stages)
     assert sum(holders) == peers * min(length, stages)
     if length == 1:
         assert max(holders) - min(holders) <= 1
@@ -75,14 +73,14 @@ def test_peers_that_come_one_after_another_hold_all_stages_about_equally(stages,
 def test_who_stands_well_stays_whatever_the_order() -> None:
     peers = view(*(seen(f"p{i}", str(i % 2), "joining") for i in range(6)))
     for me in peers.peers.values():
-        assert not judge_collision(peers, me, 2, RUN).choose_again
+        assert judge_collision(peers, me, 2, RUN).span == me.span
 
 
 def test_of_two_that_chose_at_once_the_later_in_the_hash_order_chooses_again() -> None:
     peers = view(seen("a", "0", "joining"), seen("b", "0", "joining"))
     verdicts = {p.peer: judge_collision(peers, p, 2, RUN) for p in peers.peers.values()}
     first, second = sorted(verdicts, key=lambda peer: hash_order(RUN, peer))
-    assert not verdicts[first].choose_again and verdicts[second].choose_again
+    assert (verdicts[first].span, verdicts[second].span) == (Span(0, 0), Span(1, 1))
     assert "come first" in verdicts[second].reason and "give way" in verdicts[first].reason
 
 
@@ -94,7 +92,7 @@ def test_the_order_is_another_in_every_run() -> None:
 
 def test_a_joiner_gives_way_to_those_who_serve() -> None:
     peers = view(seen("a", "0"), seen("b", "0", "joining"))
-    assert judge_collision(peers, peers.peers[seen("b", "0").peer], 2, RUN).choose_again
+    assert judge_collision(peers, peers.peers[seen("b", "0").peer], 2, RUN).span == Span(1, 1)
 
 
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 10), st.integers(0, 5), st.integers(0, 999))
@@ -115,12 +113,12 @@ def test_joiners_that_all_choose_at_once_settle_and_leave_no_stage_thinner_than_
         peers = {name: seen(name, str(span), "joining") for name, span in spans.items()}
         now = View({p.peer: p for p in [*base.values(), *peers.values()]})
         verdicts = {name: judge_collision(now, p, stages, RUN) for name, p in peers.items()}
-        if not any(verdict.choose_again for verdict in verdicts.values()):
+        former, spans = spans, {name: verdict.span for name, verdict in verdicts.items()}
+        if spans == former:
             break
-        spans = {name: verdict.span for name, verdict in verdicts.items()}
     else:
         raise AssertionError("they did not settle")
-    holders = holders_by_stage(now.peers.values(), stages)
+    holders = holders_by_stage(now, stages)
     if length == 1:
         assert max(holders) - min(holders) <= 1
 
@@ -132,14 +130,14 @@ def test_a_claim_of_stages_that_the_run_does_not_have_harms_nobody() -> None:
 
 
 CLAIMED = Settling(Placement(Span(0, 0), "chosen"))
-KEPT, LAST_KEPT = (Collision(Span(0, 0), False, "others give way", settled=last) for last in (False, True))
-MOVED = Collision(Span(1, 1), True, "others come first")
+KEPT, LAST_KEPT = (Placement(Span(0, 0), "others give way", is_final=last) for last in (False, True))
+MOVED, BACK = (Placement(Span(stage, stage), "others come first") for stage in (1, 0))
 
 
-def settle(*collisions: Collision, settling: Settling = CLAIMED) -> Settling:
-    for collision in collisions:
+def settle(*judged: Placement, settling: Settling = CLAIMED) -> Settling:
+    for placement in judged:
         assert not settling.settled
-        settling = next_settling_step(settling, collision)
+        settling = next_settling_step(settling, placement)
     return settling
 
 
@@ -159,13 +157,6 @@ def test_a_joiner_that_must_choose_again_claims_the_other_span_and_begins_to_cou
 
 
 def test_settling_ends_after_its_last_round_whatever_others_do() -> None:
-    moved = settle(*[MOVED] * MAX_SETTLING_ROUNDS)
-    assert moved.settled and moved.placement.span == Span(1, 1)
-    assert settle(*[KEPT, MOVED] * (MAX_SETTLING_ROUNDS // 2)).settled
-
-
-def test_a_claim_of_another_span_is_a_new_incarnation_that_joins() -> None:
-    former = claim("a", "0", state="serving", incarnation=4)
-    moved = claim_of_span(former, Span(1, 2))
-    assert (moved.span, moved.incarnation, moved.state) == (Span(1, 2), 5, "joining")
-    assert (moved.peer, moved.addresses) == (former.peer, former.addresses)
+    moved = settle(*[MOVED, BACK] * (MAX_SETTLING_ROUNDS // 2))
+    assert moved.settled and moved.placement == BACK
+    assert settle(*[KEPT, MOVED, MOVED, BACK] * (MAX_SETTLING_ROUNDS // 4)).settled
