@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from agora_protocol.errors import AgoraError, Busy, PeerFailed, ProtocolError
 from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
@@ -49,91 +49,67 @@ Handler = Callable[[IncomingCall], Awaitable[Reply]]
 """Answers a peer. An AgoraError that it raises becomes a typed refusal; it is cancelled when the caller gives up."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionServices:
-    """What all connections of one network share: limits, memory for payloads, the handler of requests, tasks.
-
-    spawn: runs work until it ends or the network closes. report_failure: takes what `handle` raised that is no
-    AgoraError. count_sent: takes each request or answered request, and the tensors that were sent for it.
-    """
+class CallServices(Protocol):
+    """What the calls on a connection need of the network; see `Network.__init__` for the functions."""
 
     limits: NetLimits
     budget: PayloadBudget
     handle: Handler
-    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     report_failure: Callable[[PeerId, Exception], None]
     count_sent: Callable[[Message, Sequence[WireTensor]], None]
 
-
-@dataclass(slots=True)
-class _OpenRequest:
-    """A request that is not answered yet."""
-
-    call: IncomingCall
-    task: asyncio.Task[None] | None = None
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` until it ends or the network closes."""
 
 
 class IncomingCalls:
     """The peer's calls on one connection."""
 
     def __init__(
-        self,
-        services: ConnectionServices,
-        stream: FrameStream,
-        share: PayloadShare,
-        peer: PeerId,
-        *,
-        is_own: Callable[[int], bool],
-        refusal_of: Callable[[Message | None], AgoraError | None],
-        on_idle: Callable[[], None],
+        self, network: CallServices, stream: FrameStream, peer: PeerId, on_answered: Callable[[], None]
     ) -> None:
-        """is_own: whether a call of this number is this side's to make. refusal_of: why a request is not answered.
-
-        on_idle: called whenever a request has been answered.
-        """
-        self._services = services
+        """on_answered: called whenever a request has been answered."""
+        self.share = PayloadShare(network.budget, network.limits.patience_s, self._on_wait_over)
+        self._network = network
         self._stream = stream
-        self._share = share
         self._peer = peer
-        self._is_own = is_own
-        self._refusal_of = refusal_of
-        self._on_idle = on_idle
-        self._open: dict[int, _OpenRequest] = {}
+        self._on_answered = on_answered
+        self._open: dict[int, tuple[IncomingCall, asyncio.Task[None]]] = {}
         self._waiting_call = 0  # whose payload waits for memory
 
     def __len__(self) -> int:
         """How many requests are not answered yet."""
         return len(self._open)
 
-    def on_request_header(self, prefix: Prefix, request: Message | None) -> Intake:
-        """Judges the header of a REQUEST, and decides whether its payload is read. Raises ProtocolError."""
-        number = prefix.call
-        if self._is_own(number) or number in self._open:
-            raise ProtocolError("out-of-order", f"Call {number} is not the peer's to open.")
+    def on_request_header(self, prefix: Prefix, request: Message | None, refusal: AgoraError | None) -> Intake:
+        """Judges the header of a REQUEST, and decides whether its payload is read. Raises ProtocolError.
+
+        refusal: with which this peer's requests of this kind, Pings aside, are refused now; None: they are not.
+        """
+        number, limits = prefix.call, self._network.limits
+        if number in self._open:
+            raise ProtocolError("out-of-order", f"Call {number} is open already.")
         if isinstance(request, Ping):
             return Intake.TAKE
-        refusal = self._refusal_of(request)
         if refusal is not None:
             return self.refuse(number, refusal)
         if len(self._open) >= MAX_CALLS_PER_CONNECTION:
             raise ProtocolError("too-many-calls", f"More than {MAX_CALLS_PER_CONNECTION} calls on one connection.")
-        if len(self._open) >= self._services.limits.max_calls:
-            return self.refuse(number, self._busy(f"{len(self._open)} calls of this peer are in hand"))
-        intake = self._share.reserve_for_request(prefix.payload_bytes)
+        if len(self._open) >= limits.max_calls:
+            return self._refuse_busy(number, f"{len(self._open)} calls of this peer are in hand")
         self._waiting_call = number
+        intake = self.share.reserve_for_request(prefix.payload_bytes)
         return self._refuse_for_memory() if intake is Intake.DROP else intake
 
-    def on_wait_over(self, is_reserved: bool) -> None:
+    def _on_wait_over(self, is_reserved: bool) -> None:
         """Goes on reading after a request has waited for memory, and refuses it when there was none."""
         self._stream.proceed(Intake.TAKE if is_reserved else self._refuse_for_memory())
 
     def _refuse_for_memory(self) -> Intake:
-        """Refuses the request whose payload found no memory."""
-        return self.refuse(self._waiting_call, self._busy("no memory free for the payload"))
+        return self._refuse_busy(self._waiting_call, "no memory free for the payload")
 
-    def _busy(self, why: str) -> Busy:
-        """Returns the error that refuses a request for which there is no room now."""
-        return Busy(why, retry_after_ms=int(self._services.limits.patience_s * 1000))
+    def _refuse_busy(self, number: int, why: str) -> Intake:
+        return self.refuse(number, Busy(why, retry_after_ms=int(self._network.limits.patience_s * 1000)))
 
     def refuse(self, number: int, error: AgoraError) -> Intake:
         """Refuses a request; returns what becomes of its payload."""
@@ -142,37 +118,33 @@ class IncomingCalls:
 
     def on_request(self, frame: Frame, request: Request, run: bytes | None) -> None:
         """Starts a task that answers a complete request. run: of the peer, None for an observer."""
-        held_bytes = self._share.take_arrived()
+        held_bytes = self.share.take_arrived()
         if isinstance(request, Ping):
             self._stream.send_small(encode_frame(FrameType.ANSWER, frame.call, Pong()))
             return
         tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
         call = IncomingCall(self._peer, run, request, tensors, loop_time() + request.deadline_ms / 1000)
         call.progress = partial(self._send_progress, frame.call)
-        self._open[frame.call] = entry = _OpenRequest(call)
-        entry.task = self._services.spawn(self._serve(frame.call, call))
-        entry.task.add_done_callback(lambda _: self._on_served(frame.call, entry, held_bytes))
+        task = self._network.spawn(self._serve(frame.call, call))
+        self._open[frame.call] = call, task
+        task.add_done_callback(partial(self._on_served, frame.call, held_bytes))
 
     def on_cancel(self, number: int) -> None:
-        """Stops the work for a call that the peer has given up. Raises ProtocolError for a call of this side."""
-        if self._is_own(number):
-            raise ProtocolError("out-of-order", f"CANCEL of call {number}, which is not the peer's.")
-        entry = self._open.pop(number, None)
-        if entry is not None:
-            entry.call.caller_gone = True
-            if entry.task is not None:
-                entry.task.cancel()
+        """Stops the work for a call that the peer has given up."""
+        if number in self._open:
+            call, task = self._open.pop(number)
+            call.caller_gone = True
+            task.cancel()
         self._stream.withdraw(number)
 
     def on_lost(self) -> None:
         """Marks all callers as gone. The work goes on: its result may be asked for again on another connection."""
-        for entry in self._open.values():
-            entry.call.caller_gone = True
+        for call, _ in self._open.values():
+            call.caller_gone = True
 
     def _send_progress(self, number: int, advance: Advance) -> None:
-        """Sends a progress frame to the caller, unless it is gone."""
-        entry = self._open.get(number)
-        if entry is not None and not entry.call.caller_gone:
+        """Sends a progress frame to the caller, unless it is gone or answered."""
+        if number in self._open and not self._open[number][0].caller_gone:
             self._stream.send_news(encode_frame(FrameType.PROGRESS, number, advance), number)
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
@@ -183,33 +155,33 @@ class IncomingCalls:
                 if not call.caller_gone:
                     await self._stream.send(buffers, number)
 
-    def _on_served(self, number: int, entry: _OpenRequest, held_bytes: int) -> None:
+    def _on_served(self, number: int, held_bytes: int, task: asyncio.Task[None]) -> None:
         """Forgets a request whose task has ended, and releases its payload. The task may never have begun."""
-        if self._open.get(number) is entry:
+        if number in self._open and self._open[number][1] is task:
             del self._open[number]
-        self._share.release(held_bytes)
-        self._on_idle()
+        self.share.release(held_bytes)
+        self._on_answered()
 
     async def _answer(self, number: int, call: IncomingCall) -> Buffers:
         """Returns the frame that answers or refuses a request."""
         refusal: AgoraError
         try:
             async with asyncio.timeout_at(call.deadline):
-                reply = await self._services.handle(call)
+                reply = await self._network.handle(call)
         except TimeoutError:
             refusal = PeerFailed("the deadline of the call passed")
         except AgoraError as error:
             refusal = error
         except Exception as error:
-            self._services.report_failure(self._peer, error)
+            self._network.report_failure(self._peer, error)
             refusal = PeerFailed("an error inside the peer's daemon; its log has it")
         else:
             try:
                 buffers = encode_frame(FrameType.ANSWER, number, reply.message, reply.tensors)
             except ProtocolError as error:
-                self._services.report_failure(self._peer, error)
+                self._network.report_failure(self._peer, error)
                 refusal = PeerFailed("the peer's answer would have broken the protocol")
             else:
-                self._services.count_sent(call.message, reply.tensors)
+                self._network.count_sent(call.message, reply.tensors)
                 return buffers
         return encode_frame(FrameType.REFUSAL, number, refusal_to_wire(refusal))

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from agora_protocol.errors import AgoraError, NotAdmitted, PeerFailed, ProtocolError, Refused
@@ -26,7 +26,7 @@ from agora.clock import loop_time
 from agora.net.address_book import AddressBook
 from agora.net.connection import Connection
 from agora.net.host import Host
-from agora.net.incoming import ConnectionServices, Handler
+from agora.net.incoming import Handler
 from agora.net.net_limits import NetLimits
 from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from agora.net.payload_budget import PayloadBudget
@@ -38,23 +38,6 @@ DIAL_AGAIN_S: Final = 5.1  # after dials that crossed; p2pd refuses to dial an a
 TURN_S: Final = 0.5  # how much later the peer with the higher id dials again
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is this little too late is not worth a new message
 TICK_S: Final = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class PeerStatistics:
-    """One connected peer: its mean round trip (None before the first), and its path, "direct" or "relayed"."""
-
-    rtt_s: float | None
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class NetStatistics:
-    """Bytes of all streams since the start, and one entry for each connected peer."""
-
-    bytes_in: int
-    bytes_out: int
-    peers: dict[PeerId, PeerStatistics]
 
 
 class Network:
@@ -80,10 +63,12 @@ class Network:
         """
         self.limits = limits or NetLimits()
         self.budget = PayloadBudget(self.limits.max_held_bytes)
-        self.services = ConnectionServices(self.limits, self.budget, handler, self._spawn, report_failure, count_sent)
         self.hello = hello
+        self.handle = handler
         self.report_violation = report_violation
         self.shut_out_s = shut_out_s
+        self.report_failure = report_failure
+        self.count_sent = count_sent
         self._host = host
         self._book = AddressBook()
         self._connections: dict[PeerId, list[Connection]] = {}
@@ -96,7 +81,7 @@ class Network:
     async def start(self) -> None:
         """Begins to accept streams from peers. Raises ConnectionBroken when the host is gone."""
         await self._host.serve(PROTOCOL_NAME, self.limits.frames(), self._accept)
-        self._spawn(self._tick())
+        self.spawn(self._tick())
 
     async def close(self) -> None:
         """Stops all calls both ways and ends every stream, telling the peers so."""
@@ -121,17 +106,19 @@ class Network:
         """Remembers where `peer` can be dialled: multiaddrs with /p2p/PEER. Others are passed over."""
         self._book.learn(peer, addresses)
 
-    def statistics(self) -> NetStatistics:
-        """Returns the bytes carried so far, and the connected peers."""
+    @property
+    def carried_bytes(self) -> tuple[int, int]:
+        """The bytes that all streams together have read, and have written, since the start."""
         streams = [connection.stream for connection in self._all()]
-        return NetStatistics(
-            bytes_in=self._past_bytes[0] + sum(stream.bytes_in for stream in streams),
-            bytes_out=self._past_bytes[1] + sum(stream.bytes_out for stream in streams),
-            peers={
-                peer: PeerStatistics(self.round_trip_s(peer), connections[-1].path)
-                for peer, connections in self._connections.items()
-            },
+        bytes_in, bytes_out = self._past_bytes
+        return bytes_in + sum(stream.bytes_in for stream in streams), bytes_out + sum(
+            stream.bytes_out for stream in streams
         )
+
+    @property
+    def paths(self) -> dict[PeerId, str]:
+        """The path to each connected peer: "direct" or "relayed"."""
+        return {peer: connections[-1].path for peer, connections in self._connections.items()}
 
     def round_trip_s(self, peer: PeerId) -> float | None:
         """Returns the mean round trip to a connected peer in seconds; None where none was measured."""
@@ -189,16 +176,13 @@ class Network:
         dial = self._dials.get(peer)
         if dial is None:
             dial = self._dials[peer] = asyncio.create_task(self._open(peer), name=f"dial {peer}")
-            dial.add_done_callback(lambda done: self._on_dialled(peer, done))
-        try:
-            return await asyncio.shield(dial)
-        except asyncio.CancelledError:
-            if dial.cancelled() and not _is_being_cancelled():
-                raise ConnectionBroken("this peer is leaving") from None
-            raise
+            dial.add_done_callback(partial(self._forget_dial, peer))
+        await asyncio.wait([dial])  # a caller that is cancelled here leaves the dial to the others
+        if dial.cancelled():
+            raise ConnectionBroken("this peer is leaving")
+        return dial.result()
 
-    def _on_dialled(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
-        """Forgets a dial that has ended."""
+    def _forget_dial(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
         self._dials.pop(peer, None)
         if not dial.cancelled():
             dial.exception()  # callers that still wait get it; perhaps none does
@@ -212,8 +196,7 @@ class Network:
             raise ConnectionBroken(f"{peer} could not be reached within {self.limits.dial_s:.0f} s") from None
         if isinstance(opened, Connection):
             return opened
-        stream, path = opened
-        connection = self._add_connection(stream, peer, opened=True, path=path)
+        connection = self._add_connection(opened[0], peer, opened=True, path=opened[1])
         with contextlib.ExitStack() as undo:
             undo.callback(connection.break_off, "the handshake failed")
             await connection.start()
@@ -230,20 +213,15 @@ class Network:
                 return await self._open_stream(peer)
             except DialsCrossed:
                 turn_s = TURN_S * (random.random() * 0.5 + (self._host.peer > peer))
-            met = await self._wait_for_connection(peer, DIAL_AGAIN_S + turn_s)
-            if met is not None:
+            came = self._awaited[peer] = asyncio.Event()
+            try:
+                if self.connection_to(peer) is None:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(came.wait(), DIAL_AGAIN_S + turn_s)
+            finally:
+                del self._awaited[peer]
+            if met := self.connection_to(peer):
                 return met
-
-    async def _wait_for_connection(self, peer: PeerId, timeout_s: float) -> Connection | None:
-        """Returns the connection that `peer` opens within this time, None when it opens none."""
-        came = self._awaited[peer] = asyncio.Event()
-        try:
-            if self.connection_to(peer) is None:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(came.wait(), timeout_s)
-        finally:
-            del self._awaited[peer]
-        return self.connection_to(peer)
 
     async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:
         """Opens a stream to `peer`, dialling its known addresses first. Returns it and its path."""
@@ -277,7 +255,7 @@ class Network:
         for older in list(self._connections.get(peer, ())):
             if not older.opened:  # an honest peer opens a second stream only when it has given the first one up
                 older.break_off("the peer opened a new stream")
-        self._spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
+        self.spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
 
     def _make_room(self) -> bool:
         """Breaks off one observer's connection when there are too many. Returns False when no room can be made.
@@ -305,7 +283,6 @@ class Network:
             raise NotAdmitted(f"{peer} broke the rules too often; it is shut out for {seconds:.0f} s more.")
 
     def _add_connection(self, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> Connection:
-        """Makes a stream a connection, and remembers it."""
         connection = Connection(self, stream, peer, opened=opened, path=path)
         self._connections.setdefault(peer, []).append(connection)
         return connection
@@ -317,7 +294,7 @@ class Network:
         self._book.learn(connection.peer, connection.addresses)
         if connection.peer in self._awaited:
             self._awaited[connection.peer].set()
-        self._spawn(connection.ping())
+        self.spawn(connection.ping())
 
     def on_gone(self, connection: Connection) -> None:
         """Forgets a connection that broke or ended. Its bytes stay counted."""
@@ -329,7 +306,7 @@ class Network:
         if not left:
             self._connections.pop(connection.peer, None)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` until it ends or the network closes."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -337,7 +314,6 @@ class Network:
         return task
 
     def _all(self) -> list[Connection]:
-        """Returns every connection."""
         return [connection for connections in self._connections.values() for connection in connections]
 
     async def _tick(self) -> None:
@@ -348,12 +324,6 @@ class Network:
                 if self.shut_out_s(connection.peer) > 0:
                     connection.break_off("the peer is shut out")
                 connection.tick(loop_time())
-
-
-def _is_being_cancelled() -> bool:
-    """Whether somebody has cancelled the current task."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _with_deadline(request: Message, left_s: float) -> Message:

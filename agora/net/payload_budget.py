@@ -12,7 +12,6 @@ Knows: numbers of bytes, and who waits for more. Must not know: frames' meaning,
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
@@ -23,13 +22,13 @@ GUARANTEED_BYTES: Final = 65_536
 
 
 class PayloadBudget:
-    """The payload bytes that all connections hold together, and the connections that wait for more."""
+    """The payload bytes that all connections hold together. `waiting`: those that want more, first come first."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
         self.peak = 0
-        self._waiting: OrderedDict[PayloadShare, asyncio.TimerHandle] = OrderedDict()
+        self.waiting: dict[PayloadShare, None] = {}
         self._is_releasing = False
 
     def fits(self, size: int) -> bool:
@@ -41,46 +40,21 @@ class PayloadBudget:
         self.used += size
         self.peak = max(self.peak, self.used)
 
-    def wait(self, share: PayloadShare, patience: asyncio.TimerHandle) -> None:
-        """Has `share` try again when bytes are released, first come, first served. `patience` ends its wait."""
-        self._waiting[share] = patience
-
-    def stop_waiting(self, share: PayloadShare) -> None:
-        """Takes `share` out of the queue, if it is in it."""
-        patience = self._waiting.pop(share, None)
-        if patience is not None:
-            patience.cancel()
-
     def release(self, size: int) -> None:
-        """Gives bytes back, and lets those that wait try again.
-
-        A share that gets its bytes may release others at once, or wait again; then the outer call goes on with the
-        queue.
-        """
+        """Gives bytes back, and serves the connections that wait, in their order, as far as their bytes fit."""
         self.used -= size
-        if self._is_releasing:
+        if self._is_releasing:  # one that is served may release others at once: the outer call goes on with the queue
             return
         self._is_releasing = True
         try:
-            while self._waiting and self._serve_first():
-                pass
+            while self.waiting and self.fits((first := next(iter(self.waiting))).wanted):
+                first.end_wait(is_served=True)
         finally:
             self._is_releasing = False
 
-    def _serve_first(self) -> bool:
-        """Lets the first of the queue try again. Returns False, and puts it back, when its bytes do not fit yet."""
-        share, patience = self._waiting.popitem(last=False)
-        is_served = share.try_again()
-        if is_served:
-            patience.cancel()
-        else:
-            self._waiting[share] = patience
-            self._waiting.move_to_end(share, last=False)
-        return is_served
-
 
 class PayloadShare:
-    """What one connection holds of the budget.
+    """What one connection holds of the budget, and how much more it waits for (`wanted`, 0 when it does not wait).
 
     While a request waits for bytes nothing is read from the stream, answers included, whose readers may hold the very
     bytes that are waited for. So a wait ends after `patience_s`.
@@ -91,9 +65,10 @@ class PayloadShare:
         self._budget = budget
         self._patience_s = patience_s
         self._on_wait_over = on_wait_over
+        self._patience: asyncio.TimerHandle | None = None
         self._arriving = 0  # reserved for the frame whose payload is arriving
-        self._wanted = 0  # by the request that waits
         self._waited_in_vain = False
+        self.wanted = 0
         self.held = 0
 
     def reserve_for_request(self, size: int) -> Intake:
@@ -108,11 +83,18 @@ class PayloadShare:
         elif self.held + size > GUARANTEED_BYTES:
             if self._waited_in_vain:
                 return Intake.DROP
-            self._wanted = size
-            self._budget.wait(self, asyncio.get_running_loop().call_later(self._patience_s, self._lose_patience))
+            self.wanted = size
+            self._budget.waiting[self] = None
+            self._patience = asyncio.get_running_loop().call_later(self._patience_s, self.end_wait, False)
             return Intake.WAIT
         self.reserve(size)
         return Intake.TAKE
+
+    def reserve(self, size: int) -> None:
+        """Reserves the payload of the frame that arrives next, without asking whether it fits."""
+        self._budget.reserve(size)
+        self.held += size
+        self._arriving = size
 
     def take_arrived(self) -> int:
         """Returns the bytes of the payload that has arrived. The caller releases them."""
@@ -125,34 +107,23 @@ class PayloadShare:
             self.held -= size
             self._budget.release(size)
 
+    def end_wait(self, is_served: bool) -> None:
+        """Ends a wait: the bytes are reserved, or the request must be refused."""
+        wanted = self._stop_waiting()
+        if is_served:
+            self.reserve(wanted)
+        self._waited_in_vain = not is_served
+        self._on_wait_over(is_served)
+
     def close(self) -> None:
         """Ends a wait, and releases what was reserved for a payload that will not arrive."""
-        if self._wanted:
-            self._wanted = 0
-            self._budget.stop_waiting(self)
+        self._stop_waiting()
         self.release(self.take_arrived())
 
-    def try_again(self) -> bool:
-        """Reserves what is waited for, if it fits now. Returns whether this share need not wait any longer."""
-        if not self._wanted:
-            return True
-        if not self._budget.fits(self._wanted):
-            return False
-        wanted, self._wanted = self._wanted, 0
-        self.reserve(wanted)
-        self._on_wait_over(True)
-        return True
-
-    def reserve(self, size: int) -> None:
-        """Reserves the payload of the frame that arrives next, without asking whether it fits."""
-        self._budget.reserve(size)
-        self.held += size
-        self._arriving = size
-
-    def _lose_patience(self) -> None:
-        """Ends a wait that took too long: the request must be refused."""
-        if self._wanted:
-            self._wanted = 0
-            self._budget.stop_waiting(self)
-            self._waited_in_vain = True
-            self._on_wait_over(False)
+    def _stop_waiting(self) -> int:
+        """Takes this share out of the budget's queue. Returns the bytes that it waited for, 0 when it did not wait."""
+        wanted, self.wanted = self.wanted, 0
+        self._budget.waiting.pop(self, None)
+        if self._patience is not None:
+            self._patience.cancel()
+        return wanted

@@ -23,18 +23,13 @@ MAX_BULK_BYTES: Final = 67_108_864
 Buffers = Sequence[bytes | memoryview]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class QueuedFrame:
     """One frame in the queue. `call`: the call that it belongs to, 0 for none."""
 
     buffers: Buffers
     size: int
     call: int
-
-    @property
-    def is_small(self) -> bool:
-        """Whether it goes before bulk."""
-        return self.size <= SMALL_BYTES
 
 
 class SendQueue:
@@ -43,8 +38,7 @@ class SendQueue:
     def __init__(self) -> None:
         self._small: deque[QueuedFrame] = deque()
         self._bulk: deque[QueuedFrame] = deque()
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_closed = False
+        self._bulk_shrank = asyncio.Event()
         self.small_bytes = 0
         self.bulk_bytes = 0
 
@@ -63,63 +57,36 @@ class SendQueue:
 
     def pop(self) -> QueuedFrame | None:
         """Returns the next frame to write, None when nothing waits."""
-        if self._small:
-            frame = self._small.popleft()
-            self.small_bytes -= frame.size
-            return frame
-        if self._bulk:
-            frame = self._bulk.popleft()
-            self._shrink_bulk(frame)
-            return frame
-        return None
+        queue = self._small or self._bulk
+        return self._take(queue, queue[0]) if queue else None
 
     def withdraw(self, call: int) -> bool:
         """Takes a frame of `call` back. Returns False when none waits."""
-        for frame in self._small:
-            if frame.call == call:
-                self._small.remove(frame)
-                self.small_bytes -= frame.size
-                return True
-        for frame in self._bulk:
-            if frame.call == call:
-                self._bulk.remove(frame)
-                self._shrink_bulk(frame)
-                return True
+        for queue in (self._small, self._bulk):
+            for frame in queue:
+                if frame.call == call:
+                    self._take(queue, frame)
+                    return True
         return False
 
     async def wait_for_room(self, size: int) -> None:
-        """Waits until a bulk frame of `size` bytes may be queued, or the queue is closed."""
-        while self.bulk_bytes and self.bulk_bytes + size > MAX_BULK_BYTES and not self._is_closed:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                self._wake_one()  # the room that this one was woken for, if it was, is somebody else's
-                raise
+        """Waits until a bulk frame of `size` bytes may be queued, or `drop_bulk` was called."""
+        while self.bulk_bytes and self.bulk_bytes + size > MAX_BULK_BYTES:
+            self._bulk_shrank.clear()
+            await self._bulk_shrank.wait()
 
     def drop_bulk(self) -> None:
         """Forgets all bulk frames, and ends every wait for room."""
         self._bulk.clear()
         self.bulk_bytes = 0
-        while self._waiting:
-            self._wake_one()
+        self._bulk_shrank.set()
 
-    def close(self) -> None:
-        """Forgets everything, and ends every wait for room."""
-        self._is_closed = True
-        self._small.clear()
-        self.drop_bulk()
-
-    def _shrink_bulk(self, frame: QueuedFrame) -> None:
-        """Takes a bulk frame's bytes off, which makes room for another."""
-        self.bulk_bytes -= frame.size
-        self._wake_one()
-
-    def _wake_one(self) -> None:
-        """Wakes the sender that has waited longest for room."""
-        while self._waiting:
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
+    def _take(self, queue: deque[QueuedFrame], frame: QueuedFrame) -> QueuedFrame:
+        """Removes a frame from its queue, and returns it."""
+        queue.remove(frame)
+        if queue is self._small:
+            self.small_bytes -= frame.size
+        else:
+            self.bulk_bytes -= frame.size
+            self._bulk_shrank.set()
+        return frame

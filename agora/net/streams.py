@@ -20,7 +20,7 @@ from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES
 from agora_protocol.messages import Message
 
 from agora.net.network_errors import ConnectionBroken
-from agora.net.send_queue import NEWS_BYTES, Buffers, QueuedFrame, SendQueue
+from agora.net.send_queue import NEWS_BYTES, SMALL_BYTES, Buffers, QueuedFrame, SendQueue
 
 SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fits, whatever lies before it
 HEAD_BYTES: Final = 8192  # what is read before a payload's own buffer exists is copied there, so it is not much
@@ -131,7 +131,7 @@ class FrameStream(asyncio.BufferedProtocol):
         """Called by asyncio: the stream is gone."""
         self.is_lost = self._is_deaf = True
         self.ended.set()
-        self._queue.close()
+        self._queue.drop_bulk()
         self._frame = None
         if not self.preamble.done():
             self.preamble.set_exception(ConnectionBroken("the stream ended before it began"))
@@ -352,11 +352,12 @@ class FrameStream(asyncio.BufferedProtocol):
         The buffers must stay as they are until the peer has answered. Raises ConnectionBroken.
         """
         frame = QueuedFrame(buffers, sum(map(len, buffers)), call)
-        if not frame.is_small:
+        is_small = frame.size <= SMALL_BYTES
+        if not is_small:
             await self._queue.wait_for_room(frame.size)
         if self.is_lost or self._is_closing:
             raise ConnectionBroken("the stream is closed")
-        if frame.is_small:
+        if is_small:
             self.send_small(buffers, call)
         else:
             self._queue.add_bulk(frame)

@@ -163,7 +163,7 @@ class Node:
             counters,
             self._rate.per_second,
             view,
-            {other: seen.path for other, seen in peer.network.statistics().peers.items()} if peer else {},
+            peer.network.paths if peer else {},
             peer.traffic() if peer else NO_TRAFFIC,
             self.span.report() if self.span else None,
         )

@@ -111,10 +111,8 @@ class Peer:
 
     def traffic(self) -> events.Traffic:
         """Returns the bytes that were sent and received since the start."""
-        network, sent = self.network.statistics(), self.sent
-        return events.Traffic(
-            sent.boundary_bytes, network.bytes_out, network.bytes_in, sent.averaging_bytes, sent.state_bytes
-        )
+        (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
+        return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
 
 
 @asynccontextmanager

@@ -61,11 +61,10 @@ def test_three_peers_call_each_other_all_at_once_and_every_answer_is_the_right_o
                 assert reply.tensors[0].data == tensors[0].data
 
             await asyncio.gather(*(one(number) for number in range(90)))
-            statistics = made[0].network.statistics()
             assert made[0].network.budget.used == 0
             assert not any(peer.violations for peer in made)
-            assert set(statistics.peers) == {made[1].id, made[2].id}
-            assert statistics.bytes_in > 60 * 50_000
+            assert set(made[0].network.paths) == {made[1].id, made[2].id}
+            assert made[0].network.carried_bytes[0] > 60 * 50_000
 
     run(main)
 
@@ -282,7 +281,7 @@ def test_peers_of_another_run_or_version_refuse_each_other_by_name(tmp_path: Pat
                         await caller.network.call(callee.id, GetStatus(), deadline=after(10))
                     assert caught.value.code == "wrong-version"
                 assert not a.violations and not stranger.violations and not future.violations
-                assert not a.network.statistics().peers
+                assert not a.network.paths
             finally:
                 await stranger.close()
                 await future.close()

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from agora_protocol.errors import ProtocolError
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PREFIX_BYTES
 from agora_protocol.messages import Advance, Hello, Message, Processed
+from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.net.connection import Connection
-from agora.net.incoming import ConnectionServices, IncomingCall
+from agora.net.incoming import IncomingCall
 from agora.net.net_limits import NetLimits
 from agora.net.payload_budget import GUARANTEED_BYTES, PayloadBudget
 from agora.net.send_queue import NEWS_BYTES
@@ -32,9 +32,7 @@ class Owner:
 
     def __init__(self, takes_s: float = 0.0) -> None:
         self.budget = PayloadBudget(LIMITS.max_held_bytes)
-        self.services = ConnectionServices(
-            LIMITS, self.budget, self.handle, self.spawn, lambda _, error: self.errors.append(error), lambda *_: None
-        )
+        self.limits = LIMITS
         self.takes_s = takes_s
         self.handled: list[IncomingCall] = []
         self.tasks: set[asyncio.Task[None]] = set()
@@ -54,8 +52,13 @@ class Owner:
         task.add_done_callback(self.tasks.discard)
         return task
 
-    def report_violation(self, peer: PeerId, error: ProtocolError) -> None:
+    def report_violation(self, peer: PeerId, error: Exception) -> None:
         self.errors.append(error)
+
+    report_failure = report_violation
+
+    def count_sent(self, request: Message, tensors: Sequence[WireTensor]) -> None:
+        pass
 
     def shut_out_s(self, peer: PeerId) -> float:
         return 0.0

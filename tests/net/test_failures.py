@@ -34,7 +34,7 @@ async def hang(call: IncomingCall) -> Reply:
 
 async def started(task: asyncio.Task[Reply], peer: Peer, callee: PeerId) -> None:
     """Wait until a call is open."""
-    await until(lambda: callee in peer.network.statistics().peers)
+    await until(lambda: callee in peer.network.paths)
     await asyncio.sleep(0.1)
     assert not task.done()
 
@@ -99,7 +99,7 @@ def test_when_our_own_p2pd_is_killed_our_calls_fail_at_once() -> None:
                 await call
             await a.host.died.wait()
             assert time.monotonic() - began < 2
-            assert not a.network.statistics().peers
+            assert not a.network.paths
 
     run(main)
 
@@ -112,8 +112,8 @@ def test_a_broken_stream_is_opened_again_by_the_next_call() -> None:
                 connection = a.network.connection_to(b.id)
                 assert connection is not None
                 connection.stream.abort()
-                await until(lambda: not a.network.statistics().peers)
-            await until(lambda: not b.network.statistics().peers)
+                await until(lambda: not a.network.paths)
+            await until(lambda: not b.network.paths)
             await b.network.call(a.id, GetStatus(), deadline=after(10))
 
     run(main)
@@ -125,7 +125,7 @@ def test_a_large_request_whose_peer_dies_half_way_fails_at_once_and_leaves_nothi
             await a.network.call(b.id, GetStatus(), deadline=after(10))
             tensors = boundary(128 * MEGABYTE)
             call = asyncio.create_task(a.network.call(b.id, process(a.id), tensors, deadline=after(20)))
-            await until(lambda: b.network.statistics().bytes_in > MEGABYTE)
+            await until(lambda: b.network.carried_bytes[0] > MEGABYTE)
             assert b.network.budget.used > 128 * MEGABYTE
             connection = b.network.connection_to(a.id)
             assert connection is not None

@@ -231,7 +231,7 @@ def test_three_violations_shut_a_peer_out_for_a_while_and_nobody_else() -> None:
                 await victim.network.call(attacker.id, GetStatus(), deadline=after(5))
             with pytest.raises((NotAdmitted, ConnectionBroken)):
                 await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
-            await until(lambda: victim.network.statistics().peers.keys() == {honest.id})
+            await until(lambda: victim.network.paths.keys() == {honest.id})
 
     run(main)
 
@@ -242,7 +242,7 @@ def test_a_peer_that_says_nothing_is_cut_off() -> None:
             await a.host.connect(victim.addresses)
             async with raw_stream(a, victim, greet=b"") as raw, asyncio.timeout(5):
                 await raw.until_goodbye()
-            assert not victim.network.statistics().peers
+            assert not victim.network.paths
 
     run(main)
 
