@@ -7,22 +7,25 @@ timed, because it brings torch and hivemind.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import uvloop
 from agora_protocol.errors import DiskError, LocalError
 from agora_protocol.identity import Identity
 
 from agora.node import paths, runs, settings
-from agora.node.lock import DirectoryLock
 from agora.node.startup import StartSteps, Startup
 from agora.node.systemd import Notifier
-from agora.observe import faults, log
+from agora.observe import faults
 from agora.observe.journal import Journal
+from agora.observe.log import choose_log
 from agora.observe.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -36,13 +39,14 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     AgoraError that says what to do when the daemon cannot begin, or ends by an error.
     """
     incarnation = time.time_ns()
-    chosen = settings.load(home.settings, flags)
+    chosen = settings.load(home.root / "agora.toml", flags)
     reference = runs.resolve(text, home)
-    _make_directory(home)
-    lock = DirectoryLock(home.lock)
-    reporter = Reporter([_open_journal(home), log.choose_log(chosen.log_level)])
-    try:
-        _activate_faults()
+    with _open_directory(home.root) as journal:
+        reporter = Reporter([journal, choose_log(chosen.log_level)])
+        try:
+            faults.activate(faults.from_environment())
+        except faults.FaultSpecError as error:
+            raise LocalError(f"{error}; correct it, or unset AGORA_FAULTS.") from None
         notifier = Notifier()
         steps = StartSteps(reporter.report, notifier)
         with steps.step("identity") as note:
@@ -51,78 +55,65 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
         with steps.step("imports"):
             import agora.node.lifecycle  # noqa: F401
         startup = Startup(reference, home, chosen, identity, incarnation, reporter.report, steps)
-        ending = _run_in_loop(_run_node(startup, reporter, notifier))
-    finally:
-        lock.release()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            ending = runner.run(_run_node(startup, reporter, notifier))
     if ending.code:
         raise LocalError(ending.reason)
     return ending.code
 
 
-def _make_directory(home: paths.Home) -> None:
-    """Makes the data directory if there is none. Raises DiskError."""
-    try:
-        home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise DiskError(f"Cannot make {home.root} ({error.strerror}); choose another directory with --dir.") from error
+@contextmanager
+def _open_directory(root: Path) -> Iterator[Journal]:
+    """Makes the data directory if there is none, locks it while the block runs, and yields its journal.
+
+    Raises DiskError, or LocalError when another daemon has locked it.
+    """
+    with ExitStack() as closing_:
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            closing_.enter_context(lock_file(root / "daemon.lock"))
+            journal = Journal(root)
+        except OSError as error:
+            reason = f"Cannot make or write {root} ({error.strerror})"
+            raise DiskError(f"{reason}; free some space, or choose another directory with --dir.") from error
+        yield journal
 
 
-def _open_journal(home: paths.Home) -> Journal:
-    """Opens the journal in the data directory. Raises DiskError."""
-    try:
-        return Journal(home.root)
-    except OSError as error:
-        raise DiskError(
-            f"Cannot write the journal in {home.root} ({error.strerror}); free some space, or choose another --dir."
-        ) from error
+@contextmanager
+def lock_file(path: Path) -> Iterator[None]:
+    """Locks a file and writes this process' id into it, while the block runs; the kernel frees a dead process' lock.
 
-
-def _activate_faults() -> None:
-    """Activates the faults that AGORA_FAULTS asks for. Raises LocalError for a malformed value."""
-    try:
-        faults.activate(faults.from_environment())
-    except faults.FaultSpecError as error:
-        raise LocalError(f"{error}; correct it, or unset AGORA_FAULTS.") from None
+    Raises OSError, or LocalError with the id of the process that holds it. The file stays, since one that is removed
+    can be locked twice.
+    """
+    with path.open("a+", errors="replace") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise LocalError(
+                f"{path.parent} is in use by the daemon with pid {file.read(32).strip() or 'unknown'}; "
+                f"stop it with `agora-node leave --dir {path.parent}`, or give this one its own --dir"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 async def _run_node(startup: Startup, reporter: Reporter, notifier: Notifier) -> Ending:
-    """Runs the node in the event loop, with the signals that make it leave."""
+    """Runs the node until SIGTERM, SIGINT or SIGHUP makes it leave; a second signal ends the process at once."""
     from agora.node.lifecycle import Node
 
     node = Node(startup, reporter, notifier)
-    with _leave_at_signals(node.stop, lambda: paths.unregister(paths.socket_of(startup.home))):
-        return await node.run()
-
-
-@contextlib.contextmanager
-def _leave_at_signals(stop: asyncio.Event, clean: Callable[[], None]) -> Any:
-    """Sets `stop` at SIGTERM, SIGINT or SIGHUP; at a second signal, calls `clean` and ends the process at once."""
-    loop = asyncio.get_running_loop()
 
     def handle() -> None:
-        """Asks the daemon to leave, or ends the process at the second signal."""
-        if stop.is_set():
-            clean()
+        """Asks the daemon to leave, or ends the process if it was asked already."""
+        if node.stop.is_set():
+            paths.unregister(paths.socket_of(startup.home))
             os._exit(1)
-        stop.set()
+        node.stop.set()
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, handle)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-
-
-def _run_in_loop(coroutine: Coroutine[Any, Any, Ending]) -> Ending:
-    """Runs the coroutine on uvloop, or on asyncio's loop where uvloop is not installed."""
-    try:
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    except ImportError:
-        factory = None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(coroutine)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, handle)
+    return await node.run()

@@ -87,7 +87,7 @@ class LoadedSpan:
         self.origin = None if batches is None else self._make_origin(batches)
         self.collector = StageCollector(
             signed.run_id,
-            startup.home.collected(signed.run_id),
+            startup.home.runs / signed.run_id / "collected",
             lambda: stage_layouts(signed.manifest),
             compute,
             lambda: peer.membership.view,

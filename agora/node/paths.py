@@ -12,6 +12,8 @@ because every command uses it before anything heavy. Layout of a data directory 
     runs/<run id>/peers.txt    addresses that answered last time
     runs/<run id>/checkpoints/ this machine's checkpoints, by stage and step
     runs/<run id>/collected/   the weights of every stage, as last asked for by an export
+    runs/<run id>/weights/     the weights of the stages held here, as last asked for over the control socket
+    runs/<run id>/drawn.txt    how many microbatches the origin has drawn, in blocks
 """
 
 from __future__ import annotations
@@ -35,24 +37,9 @@ class Home:
     root: Path
 
     @property
-    def settings(self) -> Path:
-        """The settings file, which need not exist."""
-        return self.root / "agora.toml"
-
-    @property
     def identity(self) -> Path:
         """The key file."""
         return self.root / "identity.key"
-
-    @property
-    def lock(self) -> Path:
-        """The lock file of the daemon that uses this directory."""
-        return self.root / "daemon.lock"
-
-    @property
-    def corpus(self) -> Path:
-        """The directory of tokenised texts, unless the settings name another one."""
-        return self.root / "corpus"
 
     @property
     def runs(self) -> Path:
@@ -70,10 +57,6 @@ class Home:
     def checkpoints(self, run: str) -> Path:
         """Returns the directory of the checkpoints of a run."""
         return self.runs / run / "checkpoints"
-
-    def collected(self, run: str) -> Path:
-        """Returns the directory of the weights of every stage of a run, as last collected from the swarm."""
-        return self.runs / run / "collected"
 
     @property
     def name(self) -> str:
@@ -134,10 +117,8 @@ class Entry:
         """Whether the process exists; a killed daemon leaves its files behind."""
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
+        except OSError:  # another user's process may have the number now
             return False
-        except PermissionError:
-            return True
         return True
 
 
@@ -146,14 +127,9 @@ def socket_of(home: Home) -> Path:
     return runtime_directory() / f"{home.name}.sock"
 
 
-def _registry_file(socket: Path) -> Path:
-    """Returns the path of the registry file beside a socket."""
-    return socket.with_suffix(".json")
-
-
 def register(entry: Entry) -> None:
     """Writes a daemon's registry file, over that of an earlier daemon of the same data directory."""
-    path = _registry_file(Path(entry.socket))
+    path = Path(entry.socket).with_suffix(".json")
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(asdict(entry)))
     temporary.replace(path)
@@ -162,7 +138,7 @@ def register(entry: Entry) -> None:
 def unregister(socket: Path) -> None:
     """Removes a daemon's socket and registry file, if they are there."""
     socket.unlink(missing_ok=True)
-    _registry_file(socket).unlink(missing_ok=True)
+    socket.with_suffix(".json").unlink(missing_ok=True)
 
 
 def daemons() -> list[Entry]:

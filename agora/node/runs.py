@@ -29,7 +29,7 @@ class RunReference:
     """What is known of a run before any peer is asked.
 
     run: its id, "" for a manifest that is not signed yet (`draft`). addresses: of peers, from the invite or an earlier
-    start. signed: None when it must be fetched, or for a draft. file: the file that the manifest came from, if any.
+    start. signed: None when it must be fetched, or for a draft. file: where the manifest came from, if from a file.
     """
 
     run: str
@@ -88,8 +88,7 @@ def from_file(path: Path, home: paths.Home) -> RunReference:
 
 def entries_of(text: str, home: paths.Home, entries: Sequence[paths.Entry]) -> list[paths.Entry]:
     """Returns the running daemons that take part in the run `text`, which may be the name that a daemon gives it."""
-    named = [entry for entry in entries if text in (entry.name, entry.run)]
-    if named:
+    if named := [entry for entry in entries if text in (entry.name, entry.run)]:
         return named
     reference = resolve(text, home)
     return [entry for entry in entries if reference.is_of(entry)]

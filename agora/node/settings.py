@@ -55,17 +55,11 @@ class Settings(pydantic.BaseModel):
 
     @pydantic.field_validator("listen", "announce", mode="before")
     @classmethod
-    def _split(cls, value: object) -> object:
-        """Returns a tuple for a list, or for a text with commas."""
+    def _split_addresses(cls, value: object) -> object:
+        """Returns the parts of a text with commas, as multiaddrs."""
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
-        return tuple(value) if isinstance(value, list) else value
-
-    @pydantic.field_validator("listen", "announce")
-    @classmethod
-    def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns every address as a multiaddr."""
-        return tuple(_multiaddr(address) for address in value)
+        return tuple(_as_multiaddr(str(part)) for part in value) if isinstance(value, list | tuple) else value
 
     @pydantic.field_validator("stages")
     @classmethod
@@ -92,7 +86,7 @@ class Settings(pydantic.BaseModel):
         return None if self.stages == "auto" else Span.parse(self.stages)
 
 
-def _multiaddr(address: str) -> str:
+def _as_multiaddr(address: str) -> str:
     """Returns a multiaddr for a multiaddr or HOST:PORT. Raises ValueError for anything else."""
     if address.startswith("/"):
         return address
@@ -104,9 +98,10 @@ def _multiaddr(address: str) -> str:
 
 def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
     """Returns the settings in force. flags: those of the command line, None for one not given. Raises SettingsError."""
+    variables = {key: value for key, value in environment.items() if key not in OTHER_VARIABLES}
     layers: list[tuple[str, dict[str, Any]]] = [
-        (str(file), _from_file(file)),
-        (ENVIRONMENT, _from_environment(environment)),
+        (str(file), _read_toml(file)),
+        (ENVIRONMENT, {k.removeprefix(PREFIX).lower(): v for k, v in variables.items() if k.startswith(PREFIX)}),
         (FLAGS, {key: value for key, value in flags.items() if value is not None}),
     ]
     merged: dict[str, Any] = {}
@@ -135,19 +130,13 @@ def _nearest(key: str, source: str) -> str:
     return f"; did you mean {PREFIX + close[0].upper() if source == ENVIRONMENT else close[0]}?"
 
 
-def _from_file(file: Path) -> dict[str, Any]:
+def _read_toml(file: Path) -> dict[str, Any]:
     """Returns the settings of a TOML file, none when there is no file. Raises SettingsError."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read {file}: {error}; repair or remove it", str(file)) from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{file} is not TOML: {error}; repair or remove it", str(file)) from None
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the settings among the environment's variables."""
-    ours = {key: value for key, value in environment.items() if key.startswith(PREFIX) and key not in OTHER_VARIABLES}
-    return {key.removeprefix(PREFIX).lower(): value for key, value in ours.items()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read {file}: {error}; repair or remove it", str(file)) from None

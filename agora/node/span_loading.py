@@ -182,7 +182,7 @@ async def _load_corpus(peer: Peer) -> OriginBatches:
     """Opens the text that this origin draws from, in a thread, since tokenising it may take long."""
     startup, manifest, base = peer.startup, peer.signed.manifest, peer.startup.run.base
     _check_files(peer)
-    cache = Path(startup.settings.corpus_cache or startup.home.corpus)
+    cache = Path(startup.settings.corpus_cache or startup.home.root / "corpus")
 
     def load() -> tuple[Sampler, int]:
         """Returns the sampler and the number of tokens of the text."""

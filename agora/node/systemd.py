@@ -5,6 +5,7 @@ Knows: sd_notify's datagrams. Must not know: when which of them is due (watchdog
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -28,9 +29,7 @@ class Notifier:
         if not self._address:
             return
         lines = "\n".join(f"{key}={str(value).splitlines()[0] if str(value) else ''}" for key, value in fields.items())
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as channel:
-            try:
-                channel.connect(self._address)
-                channel.send(lines.encode())
-            except OSError:
-                return
+        kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as channel:
+            channel.connect(self._address)
+            channel.send(lines.encode())

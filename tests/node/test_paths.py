@@ -11,7 +11,7 @@ import pytest
 from agora_protocol.errors import LocalError
 
 from agora.node import paths
-from agora.node.lock import DirectoryLock
+from agora.node.daemon import lock_file
 
 
 @pytest.fixture(autouse=True)
@@ -27,20 +27,25 @@ def entry(tmp_path: Path, pid: int, name: str = "poems") -> paths.Entry:
 
 
 def test_a_second_daemon_on_a_directory_is_told_who_holds_it(tmp_path: Path) -> None:
-    lock = DirectoryLock(tmp_path / "daemon.lock")
-    with pytest.raises(LocalError, match=rf"in use by the daemon with pid {os.getpid()}; stop it with"):
-        DirectoryLock(tmp_path / "daemon.lock")
-    lock.release()
-    DirectoryLock(tmp_path / "daemon.lock").release()
+    path = tmp_path / "daemon.lock"
+    with lock_file(path):
+        with (
+            pytest.raises(LocalError, match=rf"in use by the daemon with pid {os.getpid()}; stop it with"),
+            lock_file(path),
+        ):
+            raise AssertionError("two hold the lock")
+    with lock_file(path):
+        assert path.read_text() == f"{os.getpid()}\n"
 
 
 def test_a_killed_holder_leaves_the_directory_free(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from agora.node.lock import DirectoryLock\n"
-        "DirectoryLock(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from agora.node.daemon import lock_file\n"
+        "with lock_file(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "daemon.lock")], check=False, timeout=60)
-    DirectoryLock(tmp_path / "daemon.lock").release()
+    with lock_file(tmp_path / "daemon.lock"):
+        pass
 
 
 def test_running_daemons_are_found_and_dead_ones_swept(tmp_path: Path, runtime: Path) -> None:

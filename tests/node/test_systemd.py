@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agora.node.systemd import Notifier
-from agora.node.watchdog import WorkState, may_feed
+from agora.node.watchdog import may_feed
 
 UNIT = Path(__file__).resolve().parents[2] / "deploy" / "agora-node.service"
 
@@ -47,17 +47,19 @@ def test_the_watchdog_is_ours_only_when_it_names_us() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "fed", "sentence"),
+    ("silent_s", "in_hand", "waiting_for", "is_paused", "fed", "sentence"),
     [
-        (WorkState(100, 99, 3, "", False), True, "working on 3 microbatches"),
-        (WorkState(100, 10, 3, "", False), False, "no progress for 90 s with 3 microbatches in hand"),
-        (WorkState(100, 10, 3, "a peer of stage 1", False), True, "waiting for a peer of stage 1"),
-        (WorkState(100, 10, 3, "", True), True, "paused by the owner"),
-        (WorkState(100, 10, 0, "", False), True, "idle: no microbatch in hand"),
+        (1, 3, "", False, True, "working on 3 microbatches"),
+        (90, 3, "", False, False, "no progress for 90 s with 3 microbatches in hand"),
+        (90, 3, "a peer of stage 1", False, True, "waiting for a peer of stage 1"),
+        (90, 3, "", True, True, "paused by the owner"),
+        (90, 0, "", False, True, "idle: no microbatch in hand"),
     ],
 )
-def test_the_watchdog_is_fed_by_progress_or_by_a_stated_wait(work: WorkState, fed: bool, sentence: str) -> None:
-    assert may_feed(work, silence_s=30.0) == (fed, sentence)
+def test_the_watchdog_is_fed_by_progress_or_by_a_stated_wait(
+    silent_s: float, in_hand: int, waiting_for: str, is_paused: bool, fed: bool, sentence: str
+) -> None:
+    assert may_feed(silent_s, 30.0, in_hand, waiting_for, is_paused=is_paused) == (fed, sentence)
 
 
 def test_the_unit_parses_and_keeps_its_promises() -> None:
