@@ -36,7 +36,7 @@ from agora.node.loaded_span import WORK_REQUESTS, LoadedSpan
 from agora.node.origin_batches import OriginBatches
 from agora.node.peer import Peer, usual_in_flight
 from agora.observe import faults
-from agora.state.keeper import KeeperConfig, StateKeeper
+from agora.state.keeper import StateKeeper
 from agora.swarm.placement import Placement
 from agora.threads import run_in_thread
 from agora.train.compute import Compute
@@ -77,14 +77,22 @@ async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) ->
 
     Until `closing` ends, the state is given to peers that join, also while this one still fetches it.
     """
-    startup, membership, run, manifest = peer.startup, peer.membership, peer.signed.run_id, peer.signed.manifest
-    config = KeeperConfig(startup.peer, run, manifest, startup.home.checkpoints(run))
+    startup, membership, manifest = peer.startup, peer.membership, peer.signed.manifest
     slices = {
         stage: Slices(compute.layout(stage).numel, manifest.averaging.fraction, manifest.seed)
         for stage in compute.span.stages
     }
-    report_offence = peer.offences.report_offence
-    keeper = StateKeeper(config, compute, slices, lambda: membership.view, peer.network, startup.report, report_offence)
+    keeper = StateKeeper(
+        startup.peer,
+        manifest,
+        startup.home.checkpoints(manifest.run_id),
+        compute,
+        slices,
+        lambda: membership.view,
+        peer.network,
+        startup.report,
+        peer.offences.report_offence,
+    )
 
     async def answer(call: IncomingCall) -> Reply:
         """Answers one of STATE_REQUESTS."""

@@ -18,9 +18,6 @@ from agora.state.layout import ELEMENT_BYTES, Flat, chunk_count, unpack_chunk
 
 HASH_BYTES: Final = 32
 
-ChunkValues = tuple[Flat, Flat, Flat]
-"""The weights, means and squares of one chunk's elements."""
-
 
 class FalseStateError(ProtocolError):
     """A source sent bytes that cannot be the state it was asked for. No fault of a network causes this."""
@@ -28,14 +25,10 @@ class FalseStateError(ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A snapshot that a source can give, and the SHA-256 of each of its chunks, joined."""
+    """A snapshot that a source can give, and the SHA-256 of each of its chunks."""
 
     index: StateIndex
-    hashes: bytes
-
-    def hash_of(self, chunk: int) -> bytes:
-        """Returns the SHA-256 of a chunk."""
-        return self.hashes[HASH_BYTES * chunk : HASH_BYTES * (chunk + 1)]
+    hashes: list[bytes]
 
 
 def check_offer(reply: Reply, numel: int) -> Offer:
@@ -58,11 +51,11 @@ def check_offer(reply: Reply, numel: int) -> Offer:
     hashes = bytes(tensor.data)
     if hashlib.sha256(hashes).digest() != index.snapshot:
         raise FalseStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
-    return Offer(index, hashes)
+    return Offer(index, [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)])
 
 
-def check_chunk(reply: Reply, expected: bytes, nbytes: int) -> ChunkValues:
-    """Returns the values in the answer to GetChunk; `expected` is the chunk's SHA-256, `nbytes` its size.
+def check_chunk(reply: Reply, expected: bytes, nbytes: int) -> tuple[Flat, Flat, Flat]:
+    """Returns weights, means and squares in the answer to GetChunk. expected: SHA-256 of the chunk of `nbytes`.
 
     Raises FalseStateError when the bytes have another hash or size, or hold values that no optimizer produces.
     """
@@ -71,8 +64,8 @@ def check_chunk(reply: Reply, expected: bytes, nbytes: int) -> ChunkValues:
         raise FalseStateError("bad-tensor", f"A chunk is not uint8 [{nbytes}].")
     if (digest := hashlib.sha256(tensor.data).digest()) != expected:
         raise FalseStateError("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {digest.hex()}.")
-    weights, mean, square = values = unpack_chunk(tensor.data)
-    if not all(np.isfinite(array).all() for array in (weights, mean, square)) or square.min() < 0:
+    _, _, square = values = unpack_chunk(tensor.data)
+    if not all(np.isfinite(array).all() for array in values) or square.min() < 0:
         raise FalseStateError("bad-tensor", "A chunk holds values that are not finite, or a negative square.")
     return values
 

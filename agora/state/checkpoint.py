@@ -89,7 +89,10 @@ def write_checkpoint(folder: Path, run: str, state: StageState, layout: Layout, 
             f"Cannot write a checkpoint below {place} ({error.strerror}); the older ones are intact. Free some space."
         ) from error
     for old in [p for step, p in _list_checkpoints(place) if step <= state.step and p != path][max(keep, 1) - 1 :]:
-        _remove_checkpoint(old)
+        removed = _temporary_folder(place)
+        with contextlib.suppress(OSError):  # the next write tries again
+            os.rename(old, removed)  # first, so that nobody ever finds half of it
+            remove_folder(removed)
     return Checkpoint(path, state.stage, state.step, state.updates, state.tokens_total)
 
 
@@ -113,8 +116,17 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
     index = _read_index(path)
     if (index.run, index.stage) != (run, stage):
         raise CheckpointError(f"{path} is of stage {index.stage} of run {index.run}, not of stage {stage} of {run}.")
-    for name, digest in index.files.items():
-        _check_file(path / name, digest)
+    for name, expected in index.files.items():
+        file = path / name
+        try:
+            actual = hash_file(file)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read ({error.strerror}).") from error
+        if actual != expected:
+            raise CheckpointError(
+                f"{file} is damaged: expected SHA-256 {expected.sha256} of {expected.size} bytes, "
+                f"found {actual.sha256} of {actual.size}."
+            )
     return Checkpoint(path, index.stage, index.step, index.updates, index.tokens_total)
 
 
@@ -168,7 +180,8 @@ def _write_files(place: Path, run: str, state: StageState, layout: Layout) -> Pa
     path = place / f"step-{state.step}-{write_file(fresh / INDEX, [text]).sha256[:NAME_DIGITS]}"
     sync_folder(fresh)
     if path.exists():
-        if _is_intact(path, run, state.stage):  # the same content: it may be the only one, so it stays
+        with contextlib.suppress(CheckpointError):
+            verify_checkpoint(path, run, state.stage)  # the same content: it may be the only one, so it stays
             remove_folder(fresh)
             return path
         os.rename(path, _temporary_folder(place))
@@ -182,15 +195,6 @@ def _temporary_folder(place: Path) -> Path:
     return place / f".new-{secrets.token_hex(8)}"
 
 
-def _is_intact(path: Path, run: str, stage: int) -> bool:
-    """Tells whether every byte of the checkpoint in `path` is as it was written."""
-    try:
-        verify_checkpoint(path, run, stage)
-    except CheckpointError:
-        return False
-    return True
-
-
 def _remove_leftovers(place: Path) -> None:
     """Removes what a writer has left that was killed or ran out of space."""
     with contextlib.suppress(OSError):
@@ -198,29 +202,20 @@ def _remove_leftovers(place: Path) -> None:
             remove_folder(leftover)
 
 
-def _remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint. Renames it first, so that nobody ever finds half of it; the next write tries again."""
-    removed = _temporary_folder(path.parent)
-    with contextlib.suppress(OSError):
-        os.rename(path, removed)
-        remove_folder(removed)
-
-
 # --- reading
 
 
 def _list_checkpoints(place: Path) -> list[tuple[int, Path]]:
     """Returns step and path of the folders in `place` that are named as checkpoints, the highest step first."""
-    checkpoints = []
-    with contextlib.suppress(OSError):
-        for path in place.iterdir():
-            if match := _NAME.fullmatch(path.name):
-                checkpoints.append((int(match[1]), path))
-    return sorted(checkpoints, reverse=True)
+    try:
+        matches = [(_NAME.fullmatch(path.name), path) for path in place.iterdir()]
+    except OSError:
+        return []
+    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
 
 def _read_index(path: Path) -> _CheckpointIndex:
-    """Reads the checkpoint.json in the folder `path`. Raises CheckpointError when it does not fit the folder's name."""
+    """Reads checkpoint.json in the folder `path`. Raises CheckpointError when it does not fit the folder's name."""
     file, match = path / INDEX, _NAME.fullmatch(path.name)
     if match is None:
         raise CheckpointError(f"{path} is not named as a checkpoint is.")
@@ -238,19 +233,6 @@ def _read_index(path: Path) -> _CheckpointIndex:
     if index.step != int(match[1]) or set(index.files) != {WEIGHTS, MOMENTS}:
         raise CheckpointError(f"{file} does not describe a checkpoint of that name.")
     return index
-
-
-def _check_file(file: Path, expected: FileDigest) -> None:
-    """Raises CheckpointError when `file` cannot be read or has another digest."""
-    try:
-        actual = hash_file(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}).") from error
-    if actual != expected:
-        raise CheckpointError(
-            f"{file} is damaged: expected SHA-256 {expected.sha256} of {expected.size} bytes, "
-            f"found {actual.sha256} of {actual.size}."
-        )
 
 
 def _read_tensors(file: Path) -> dict[str, NDArray[np.float32]]:

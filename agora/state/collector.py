@@ -10,8 +10,6 @@ its files or not at all; each collection replaces the one before.
 from __future__ import annotations
 
 import asyncio
-import secrets
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -21,9 +19,10 @@ from agora_protocol.ids import PeerId, RunId
 
 from agora.calls import Caller
 from agora.clock import loop_time
-from agora.state.files import remove_folder, replace_tensors, sync_folder
+from agora.state.files import remove_folder, replace_tensors
 from agora.state.layout import Layout, StageState
 from agora.state.merged_model import SOURCE_BYTES, StageFile
+from agora.state.result_folder import fresh_path, make_folder, put_in_place
 from agora.state.rules import most_advanced_first
 from agora.state.stages import KeptStages, StageHolders
 from agora.state.transfer import StateFetch
@@ -49,8 +48,8 @@ class StageCollector:
         report_offence: ReportOffence,
         spare_bytes: int = SPARE_BYTES,
     ) -> None:
-        """layouts: returns the layout of each stage of the run, in order; called in a thread. holders: returns the
-        newest view of the swarm. spare_bytes: what stays free on the disk.
+        """layouts: returns the layout of each stage of the run, in order; called in a thread. spare_bytes: what stays
+        free on the disk.
         """
         self._run = run
         self._folder = folder
@@ -64,7 +63,7 @@ class StageCollector:
         self._closed = False
 
     async def collect(self) -> list[StageFile]:
-        """Writes a file for every stage and returns them in order. Leaves nothing when the awaiting task is cancelled.
+        """Writes a file for every stage and returns them in order. Leaves nothing when it fails or is cancelled.
 
         Raises Busy while another collection runs, Unavailable for a stage that nobody can give, DiskError, and
         LocalError when the daemon leaves.
@@ -96,12 +95,15 @@ class StageCollector:
         for stage in range(len(layouts)):
             if stage not in self._held.span and not self._sources(stage):
                 raise _unavailable(stage, [])
-        fresh = self._folder.with_name(f".{self._folder.name}-{secrets.token_hex(8)}")
-        need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts)
+        fresh = fresh_path(self._folder)
+        need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts) + self._spare_bytes
         try:
-            await run_in_thread(lambda: self._make_folder(fresh, need_bytes))
+            await run_in_thread(self._remove_earlier)
+            await run_in_thread(lambda: make_folder(fresh, need_bytes))
             steps = [await self._write_stage(fresh, stage, layout, deadline) for stage, layout in enumerate(layouts)]
-            await run_in_thread(lambda: self._put_in_place(fresh))
+            await run_in_thread(lambda: put_in_place(fresh, self._folder))
+        except OSError as error:
+            raise DiskError(f"Cannot write {self._folder} ({error.strerror or error}); free some space.") from error
         finally:
             await run_in_thread(lambda: remove_folder(fresh))
         return [StageFile(stage, step, _stage_file(self._folder, stage)) for stage, step in enumerate(steps)]
@@ -134,31 +136,10 @@ class StageCollector:
         """Returns the peers that serve the stage, the most advanced first."""
         return most_advanced_first({holder.peer: holder.step_of(stage) for holder in self._holders().replicas(stage)})
 
-    # --- the folder; these run in a thread
-
-    def _make_folder(self, fresh: Path, need_bytes: int) -> None:
-        """Removes earlier collections and creates the folder `fresh`. Raises DiskError when the disk has no room."""
-        try:
-            self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}-*")]:
-                remove_folder(old)
-            free = shutil.disk_usage(self._folder.parent).free
-            fresh.mkdir(mode=0o700)
-        except OSError as error:
-            raise DiskError(f"Cannot make {fresh} ({error.strerror or error}); free some space.") from error
-        if free < need_bytes + self._spare_bytes:
-            raise DiskError(
-                f"The weights of all stages need {need_bytes / 1e9:.1f} GB in {self._folder.parent}, and "
-                f"{free / 1e9:.1f} are free; free some space."
-            )
-
-    def _put_in_place(self, fresh: Path) -> None:
-        """Renames `fresh` to the collection's folder. Raises DiskError."""
-        try:
-            fresh.rename(self._folder)
-            sync_folder(self._folder.parent)
-        except OSError as error:
-            raise DiskError(f"Cannot write {self._folder} ({error.strerror or error}); free some space.") from error
+    def _remove_earlier(self) -> None:
+        """Removes the collection before this one, and what a killed process left of another."""
+        for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}.*")]:
+            remove_folder(old)
 
 
 def _stage_file(folder: Path, stage: int) -> Path:

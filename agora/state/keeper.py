@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from agora_protocol.errors import Busy, DiskError, NotMyStage, Unavailable
-from agora_protocol.ids import PeerId, RunId
+from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GetChunk, GetSlice, GetState
 
@@ -21,8 +20,8 @@ from agora.calls import Caller, Reply
 from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
-from agora.state.checkpoint import Checkpoint, CheckpointError, newest_checkpoint, read_checkpoint, write_checkpoint
-from agora.state.layout import ELEMENT_BYTES, Flat, StageState
+from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
+from agora.state.layout import ELEMENT_BYTES, StageState
 from agora.state.missed_slices import SliceFetch, chunk_blocks, slice_reply
 from agora.state.rules import (
     checkpoint_due,
@@ -47,16 +46,6 @@ RETRY_S: Final = 2.0  # between two looks for new sources
 RETRY_MS: Final = 500  # after which a peer that asked too early may ask again
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperConfig:
-    """Which peer of which run keeps state, and the folder of its checkpoints."""
-
-    me: PeerId
-    run: RunId
-    manifest: Manifest
-    folder: Path
-
-
 class StateKeeper:
     """Keeps the state of one span, as long as this peer holds that span.
 
@@ -66,7 +55,9 @@ class StateKeeper:
 
     def __init__(
         self,
-        config: KeeperConfig,
+        me: PeerId,
+        manifest: Manifest,
+        folder: Path,
         stages: KeptStages,
         slices: Mapping[int, StageSlices],
         holders: Callable[[], StageHolders],
@@ -74,16 +65,18 @@ class StateKeeper:
         report: Report,
         report_offence: ReportOffence,
     ) -> None:
-        """slices: how averaging cuts each stage of the span. holders: returns the newest view of the swarm."""
-        self._config = config
+        """folder: of this peer's checkpoints. slices: how averaging cuts each stage of the span."""
+        self._me = me
+        self._run_id = manifest.run_id
+        self._manifest = manifest
+        self._folder = folder
         self._stages = stages
         self._slices = slices
         self._holders = holders
         self._caller = caller
         self._report = report
         self._report_offence = report_offence
-        averaging = config.manifest.averaging
-        self._lag_limit = usual_lag_limit(averaging.every, averaging.fraction)
+        self._lag_limit = usual_lag_limit(manifest.averaging.every, manifest.averaging.fraction)
         self._found: dict[int, Checkpoint] = {}
         self._filled: set[int] = set()
         self._checkpointed: dict[int, int] = {}  # the step of each stage's last checkpoint
@@ -97,22 +90,17 @@ class StateKeeper:
 
     async def find_checkpoints(self) -> tuple[int, ...]:
         """Looks for this peer's own checkpoints. Returns the step of each stage of the span, 0 where there is none."""
-        config = self._config
 
-        def find_newest() -> dict[int, Checkpoint]:
-            """Returns the newest intact checkpoint of each stage that has one."""
-            newest = {
-                s: newest_checkpoint(config.folder, config.run, s, self._report_damage)
-                for s in self._stages.span.stages
-            }
-            return {stage: checkpoint for stage, checkpoint in newest.items() if checkpoint is not None}
+        def find_newest(stage: int) -> Checkpoint | None:
+            """Returns the newest intact checkpoint of the stage, and reports the damaged ones that it skips."""
+            return newest_checkpoint(
+                self._folder, self._run_id, stage, lambda error: self._report(events.CheckpointDamaged(str(error)))
+            )
 
-        self._found = await run_in_thread(find_newest)
-        return tuple(self._found[stage].step if stage in self._found else 0 for stage in self._stages.span.stages)
-
-    def _report_damage(self, error: CheckpointError) -> None:
-        """Reports a checkpoint that is skipped."""
-        self._report(events.CheckpointDamaged(str(error)))
+        stages = self._stages.span.stages
+        newest = await run_in_thread(lambda: [find_newest(stage) for stage in stages])
+        self._found = {checkpoint.stage: checkpoint for checkpoint in newest if checkpoint is not None}
+        return tuple(checkpoint.step if checkpoint is not None else 0 for checkpoint in newest)
 
     async def fill_stages(self) -> str:
         """Fills every stage with the newest state there is; returns a sentence that says from where.
@@ -145,12 +133,12 @@ class StateKeeper:
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
         """Returns the plausible step of each other peer that serves the stage or is joining with a checkpoint of it."""
-        claimed = {p.peer: p.step_of(stage) for p in self._holders().claimants(stage) if p.peer != self._config.me}
+        claimed = {p.peer: p.step_of(stage) for p in self._holders().claimants(stage) if p.peer != self._me}
         return plausible_offers(claimed, self._serving_steps(stage), self._lag_limit)
 
     def _serving_steps(self, stage: int) -> list[int]:
         """Returns the steps that the other replicas of the stage claim."""
-        return [p.step_of(stage) for p in self._holders().replicas(stage) if p.peer != self._config.me]
+        return [p.step_of(stage) for p in self._holders().replicas(stage) if p.peer != self._me]
 
     # --- fetching
 
@@ -161,7 +149,7 @@ class StateKeeper:
         sentence about the transfer. Raises Unavailable when for `patience_s` nobody could go on with it.
         """
         began, lag_limit = loop_time(), self._lag_limit
-        exact = self._config.manifest.schedule.kind == "synchronous"
+        exact = self._manifest.schedule.kind == "synchronous"
         fetch = StateFetch(
             self._caller,
             stage,
@@ -171,7 +159,7 @@ class StateKeeper:
             report_offence=self._report_offence,
         )
         offers = self._offers(stage).values()
-        at_least = lowest_step_to_fetch(at_least, offers, self._config.manifest.averaging.every)
+        at_least = lowest_step_to_fetch(at_least, offers, self._manifest.averaging.every)
         state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
         while exact and state.step < fetch.newest_step:  # some chunks are of an earlier step
             state = await self._run_fetch(fetch, stage, sources, fetch.newest_step, patience_s)
@@ -203,15 +191,11 @@ class StateKeeper:
         """Fetches the slices that the others have averaged since `step` and loads them. Returns how many came."""
         newest = max(self._offers(stage).values(), default=step)
         slices = self._slices[stage]
-        rounds = missed_rounds(step, newest, self._config.manifest.averaging.every, slices.count)
+        rounds = missed_rounds(step, newest, self._manifest.averaging.every, slices.count)
         sizes = {number: slices.numel_of(number) for number in rounds}
-
-        async def put(number: int, values: Flat) -> None:
-            """Loads the slice of round `number`."""
-            await self._stages.replace_blocks(stage, slices.blocks(number), values)
-
-        missing = await SliceFetch(self._caller, stage, sources, loop_time() + SLICES_S, self._report_offence).run(
-            sizes, put
+        fetch = SliceFetch(self._caller, stage, sources, loop_time() + SLICES_S, self._report_offence)
+        missing = await fetch.run(
+            sizes, lambda number, values: self._stages.replace_blocks(stage, slices.blocks(number), values)
         )
         await self._stages.catch_up(stage, newest)
         return len(sizes) - len(missing)
@@ -248,7 +232,7 @@ class StateKeeper:
 
     def note_step(self, stage: int, step: int) -> None:
         """Records that a stage has taken a step; `run` writes a checkpoint when one is due."""
-        if checkpoint_due(step, self._config.manifest.checkpoint.every, self._checkpointed.get(stage, 0)):
+        if checkpoint_due(step, self._manifest.checkpoint.every, self._checkpointed.get(stage, 0)):
             self._checkpointed[stage] = step
             self._due.add(stage)
             self._wake.set()
@@ -269,14 +253,13 @@ class StateKeeper:
 
     async def _write(self, stage: int) -> None:
         """Writes a checkpoint of the stage as it is now, and reports it or the disk's error."""
-        config, began = self._config, loop_time()
-        layout, keep = self._stages.layout(stage), config.manifest.checkpoint.keep
+        layout, keep, began = self._stages.layout(stage), self._manifest.checkpoint.keep, loop_time()
         try:
             async with self._writing:
                 state = await self._stages.export_state(stage)
-                await run_in_thread(lambda: write_checkpoint(config.folder, config.run, state, layout, keep=keep))
+                await run_in_thread(lambda: write_checkpoint(self._folder, self._run_id, state, layout, keep=keep))
         except DiskError as error:
-            self._report(events.DiskTrouble(str(config.folder), str(error)))
+            self._report(events.DiskTrouble(str(self._folder), str(error)))
             return
         size = ELEMENT_BYTES * state.numel
         self._report(events.CheckpointWritten(stage, state.step, size, loop_time() - began))

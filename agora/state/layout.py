@@ -31,11 +31,10 @@ CHUNK_ELEMENTS: Final = STATE_CHUNK_BYTES // ELEMENT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Everything that a stage has learnt. Checkpoints, snapshots and transfers carry it.
+    """Everything that a stage has learnt: its weights and the optimizer's two moments.
 
-    weights, mean, square: the weights and the optimizer's two moments, float32 [numel]. step: the stage's optimizer
-    steps. updates: the steps that went into these moments. tokens_total: the supervised tokens behind them, 0 when
-    unknown.
+    step: the stage's optimizer steps. updates: those that went into the moments. tokens_total: the supervised tokens
+    behind them, 0 when unknown.
     """
 
     stage: int
@@ -109,13 +108,8 @@ def lay_out(shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
     end = 0
     for name, shape in sorted(shapes, key=lambda item: len(item[1]) < 2):  # stable: matrices first
         slots.append(Slot(name, end, tuple(shape)))
-        end = _round_up(slots[-1].elements.stop, ALIGNMENT)
-    return Layout(_round_up(end, SLICE_BLOCK), slots)
-
-
-def _round_up(offset: int, border: int) -> int:
-    """Returns `offset`, rounded up to a multiple of `border`."""
-    return -(-offset // border) * border
+        end = -(-slots[-1].elements.stop // ALIGNMENT) * ALIGNMENT
+    return Layout(-(-end // SLICE_BLOCK) * SLICE_BLOCK, slots)
 
 
 def chunk_count(numel: int) -> int:

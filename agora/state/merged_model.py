@@ -75,13 +75,6 @@ class OpenStage:
     reader: Any
     tensors: Sequence[ExportedTensor]
 
-    def check_names(self) -> None:
-        """Raises ExportError unless the file holds exactly the sources of the exported tensors."""
-        sources = {tensor.source for tensor in self.tensors}
-        if strange := sorted(sources ^ set(self.reader.keys())):
-            problem = "is missing" if strange[0] in sources else "is no tensor of this stage"
-            raise ExportError(f"{self.path}: {strange[0]} {problem}.")
-
     def check(self, tensor: ExportedTensor) -> None:
         """Reads the tensor's source. Raises ExportError for another type or shape, and for NaN or infinity."""
         header = self.reader.get_slice(tensor.source)
@@ -96,9 +89,7 @@ class OpenStage:
     def read(self, tensor: ExportedTensor) -> NDArray[np.float32]:
         """Returns the exported tensor's values, flat, float32 little-endian."""
         values = self.reader.get_tensor(tensor.source)
-        if tensor.convert is not None:
-            values = tensor.convert(values)
-        return np.ascontiguousarray(values, "<f4").reshape(-1)
+        return np.ascontiguousarray(values if tensor.convert is None else tensor.convert(values), "<f4").reshape(-1)
 
 
 class MergedModel:
@@ -117,7 +108,10 @@ class MergedModel:
     def check(self, report: ReportBytes) -> None:
         """Reads every tensor. Raises ExportError for the first that is not as the manifest says."""
         for stage in self._stages:
-            stage.check_names()
+            sources = {tensor.source for tensor in stage.tensors}
+            if strange := sorted(sources ^ set(stage.reader.keys())):
+                problem = "is missing" if strange[0] in sources else "is no tensor of this stage"
+                raise ExportError(f"{stage.path}: {strange[0]} {problem}.")
         for tensor in self._tensors:
             self._stage_of[tensor.source].check(tensor)
             report(SOURCE_BYTES * tensor.numel)
@@ -156,13 +150,19 @@ def open_stages(
 
     Raises ExportError for a file that cannot be read, or is of another run, stage or step.
     """
+    stages = []
     with contextlib.ExitStack() as stack:
-        yield MergedModel(
-            [
-                OpenStage(file.path, stack.enter_context(_open_stage_file(file, run)), tensors[file.stage])
-                for file in files
-            ]
-        )
+        for file in files:
+            try:
+                reader = stack.enter_context(safe_open(file.path, framework="numpy"))
+            except (SafetensorError, OSError) as error:
+                raise ExportError(f"{file.path} cannot be read as safetensors ({error}).") from error
+            metadata = reader.metadata() or {}
+            for key, value in {"run": run, "stage": str(file.stage), "step": str(file.step)}.items():
+                if metadata.get(key) != value:
+                    raise ExportError(f"{file.path} is of {key} {metadata.get(key, 'none')[:64]}, not {value}.")
+            stages.append(OpenStage(file.path, reader, tensors[file.stage]))
+        yield MergedModel(stages)
 
 
 def cut_shards(tensors: Sequence[ExportedTensor], item_bytes: int, shard_bytes: int) -> list[list[ExportedTensor]]:
@@ -184,19 +184,3 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return rounded.astype("<u2")
-
-
-@contextlib.contextmanager
-def _open_stage_file(file: StageFile, run: str) -> Iterator[Any]:
-    """Opens one file for the time of the `with`. Raises ExportError if it is unreadable, or of another run or step."""
-    try:
-        opened = safe_open(file.path, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise ExportError(f"{file.path} cannot be read as safetensors ({error}).") from error
-    with opened as reader:
-        metadata = reader.metadata() or {}
-        expected = {"run": run, "stage": str(file.stage), "step": str(file.step)}
-        for key, value in expected.items():
-            if metadata.get(key) != value:
-                raise ExportError(f"{file.path} is of {key} {metadata.get(key, 'none')[:64]}, not {value}.")
-        yield reader

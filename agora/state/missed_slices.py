@@ -30,9 +30,6 @@ CALLS_AT_ONCE: Final = 4
 CALL_S: Final = 30.0  # for one answer
 PAUSE_S: Final = 0.2  # at least, before a peer that was busy is asked again
 
-PutSlice = Callable[[int, Flat], Awaitable[None]]
-"""Takes a round and the values of its slice, float32 [n]."""
-
 
 def chunk_blocks(blocks: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
     """Returns the block ids of one chunk of a slice. Raises ProtocolError when the slice has no such chunk."""
@@ -62,21 +59,26 @@ class SliceFetch:
         self._report_offence = report_offence
         self._free_calls = asyncio.Semaphore(CALLS_AT_ONCE)
 
-    async def run(self, sizes: Mapping[int, int], put: PutSlice) -> list[int]:
-        """Fetches the slices of the rounds in `sizes` (round -> elements) and hands each to `put` when it is whole.
+    async def run(self, sizes: Mapping[int, int], put: Callable[[int, Flat], Awaitable[None]]) -> list[int]:
+        """Fetches the slices of the rounds in `sizes` (round -> elements); awaits put(round, values) for each.
 
         Returns the rounds whose slices nobody gave before the deadline.
         """
         missing = set(sizes)
 
-        async def fetch_and_put(number: int) -> None:
-            """Fetches the slice of round `number` and hands it to `put`."""
-            values = await self._fetch_slice(number, sizes[number])
-            if values is not None:
-                await put(number, values)
+        async def fetch_and_put(number: int, size: int) -> None:
+            chunks = await asyncio.gather(
+                *(
+                    self._fetch_chunk(number, first // SLICE_CHUNK, min(SLICE_CHUNK, size - first))
+                    for first in range(0, size, SLICE_CHUNK)
+                )
+            )
+            arrived = [chunk for chunk in chunks if chunk is not None]
+            if len(arrived) == len(chunks):
+                await put(number, np.concatenate(arrived))
                 missing.remove(number)
 
-        tasks = [asyncio.create_task(fetch_and_put(number)) for number in sizes]
+        tasks = [asyncio.create_task(fetch_and_put(number, size)) for number, size in sizes.items()]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -84,15 +86,6 @@ class SliceFetch:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return sorted(missing)
-
-    async def _fetch_slice(self, number: int, size: int) -> Flat | None:
-        """Returns the `size` values of the slice of round `number`; None when nobody gives one of its chunks."""
-        firsts = range(0, size, SLICE_CHUNK)
-        chunks = await asyncio.gather(
-            *(self._fetch_chunk(number, index, min(SLICE_CHUNK, size - first)) for index, first in enumerate(firsts))
-        )
-        arrived = [chunk for chunk in chunks if chunk is not None]
-        return np.concatenate(arrived) if len(arrived) == len(chunks) else None
 
     async def _fetch_chunk(self, number: int, chunk: int, size: int) -> Flat | None:
         """Returns `size` values of the slice of round `number`; None when no source gives them before the deadline."""
@@ -108,12 +101,8 @@ class SliceFetch:
                     pause_s = max(error.retry_after_ms / 1000, PAUSE_S)
                     await asyncio.sleep(min(pause_s, max(self._deadline - loop_time(), 0)))
                 except AgoraError as error:
-                    self._drop_source(peer, error)
+                    if peer in self._sources:
+                        self._sources.remove(peer)
+                        if isinstance(error, FalseStateError):
+                            self._report_offence(peer, Offence.FALSE_STATE, f"{error.code}: {error}")
         return None
-
-    def _drop_source(self, peer: PeerId, error: AgoraError) -> None:
-        """Asks the peer no more, and reports it when what it sent was false."""
-        if peer in self._sources:
-            self._sources.remove(peer)
-            if isinstance(error, FalseStateError):
-                self._report_offence(peer, Offence.FALSE_STATE, f"{error.code}: {error}")

@@ -1,7 +1,6 @@
-"""Writes the folder of an export: complete in its place or not at all, and never over files of anybody else.
+"""Writes a folder of results: complete in its place or not at all, and never over files of anybody else.
 
-Knows: folders, and export.json, the list of files by which a folder is known as an export. Must not know: what is in
-the files.
+Knows: folders, and export.json, by which a folder is known as an export. Must not know: what is in the files.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,15 +54,11 @@ def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
 
     Raises DiskError, at once if the disk has less than `need_bytes` free.
     """
-    fresh = place.with_name(f".{place.name}.{secrets.token_hex(4)}.new")
+    fresh = fresh_path(place)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(place.parent).free) < need_bytes:
-            raise DiskError(f"{place} needs {need_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} are free; free some space.")
-        fresh.mkdir()
+        make_folder(fresh, need_bytes)
         yield fresh
-        sync_folder(fresh)
-        _move(fresh, place)
+        put_in_place(fresh, place)
     except OSError as error:
         raise DiskError(
             f"Cannot write {place} ({error.strerror or error}); free some space, or name another folder."
@@ -71,9 +67,42 @@ def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
         remove_folder(fresh)
 
 
+def fresh_path(place: Path) -> Path:
+    """Returns a new path in the same folder as `place`, to be renamed to it later. Its name begins with .NAME."""
+    return place.with_name(f".{place.name}.{secrets.token_hex(4)}.new")
+
+
+def make_folder(folder: Path, need_bytes: int) -> None:
+    """Creates `folder` with its parents. Raises OSError; DiskError if the disk has less than `need_bytes` free."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < need_bytes:
+        raise DiskError(
+            f"The files need {need_bytes / 1e9:.1f} GB in {folder.parent}, and {free / 1e9:.1f} GB are free; "
+            "free some space."
+        )
+    folder.mkdir()
+
+
+def put_in_place(fresh: Path, place: Path) -> None:
+    """Renames `fresh` to `place`. An earlier folder there is removed afterwards, or put back if renaming fails."""
+    sync_folder(fresh)
+    replaced = place.with_name(f".{place.name}.{secrets.token_hex(4)}.old")
+    if place.exists():
+        os.rename(place, replaced)
+    try:
+        os.rename(fresh, place)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, place)
+        raise
+    sync_folder(place.parent)
+    remove_folder(replaced)
+
+
 def write_file_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
     """Writes export.json: `about`, then the size and SHA-256 of every file. Raises OSError."""
-    hashes = {name: {"size": file.size, "sha256": file.sha256} for name, file in sorted(files.items())}
+    hashes = {name: asdict(file) for name, file in sorted(files.items())}
     write_public_file(folder / LIST, json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n")
 
 
@@ -92,18 +121,3 @@ def _exported_names(folder: Path) -> set[str] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return {LIST, *names} if isinstance(names, dict) else None
-
-
-def _move(fresh: Path, place: Path) -> None:
-    """Renames `fresh` to `place`. An earlier folder there is removed afterwards, or put back if renaming fails."""
-    replaced = place.with_name(f".{place.name}.{secrets.token_hex(4)}.old")
-    if place.exists():
-        os.rename(place, replaced)
-    try:
-        os.rename(fresh, place)
-    except OSError:
-        if replaced.exists():
-            os.rename(replaced, place)
-        raise
-    sync_folder(place.parent)
-    remove_folder(replaced)

@@ -30,7 +30,7 @@ MAX_BYTES: Final = 2**31  # of all snapshots together
 
 @dataclass(slots=True)
 class _Snapshot:
-    """A copy of a stage with its chunks' hashes. All times are seconds on the clock of `Snapshots`."""
+    """A copy of a stage with its chunks' hashes. `made` and `last_used` are on the clock of `Snapshots`."""
 
     state: StageState
     hashes: list[bytes]
@@ -45,25 +45,19 @@ class _Snapshot:
         return ELEMENT_BYTES * self.state.numel
 
 
-ExportState = Callable[[int], Awaitable[StageState | None]]
-
-
 class Snapshots:
-    """Answers GetState and GetChunk on the event loop; hashing and packing run in threads.
-
-    A joining peer gives the checkpoint it has found on its disk: so a run resumes of which no process was left.
-    """
+    """Answers GetState and GetChunk on the event loop; hashing and packing run in threads."""
 
     def __init__(
         self,
-        export: ExportState,
+        export: Callable[[int], Awaitable[StageState | None]],
         nbytes_of: Callable[[int], int],
         *,
         now: Callable[[], float] = loop_time,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """export: returns a consistent copy of a stage that nobody changes later, or None while there is nothing to
-        give. nbytes_of: returns the bytes of a stage's copy. now: the clock, in seconds.
+        """export: returns a copy of a stage that nobody changes later, or None while there is nothing to give.
+        nbytes_of: returns the bytes of such a copy. now: the clock, in seconds.
         """
         self._export = export
         self._nbytes_of = nbytes_of
@@ -106,23 +100,18 @@ class Snapshots:
             del self._kept[snapshot.name]
 
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
-        """Returns the newest snapshot if it is fresh or there is no room for another, else a new one."""
+        """Returns the newest snapshot if it is fresh or there is no room for another, else a new one; None without."""
         self.drop_idle()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made, default=None)
-        if newest and self._is_fresh(newest, at_least):
-            return newest
+        if newest:
+            lasts_s = FRESH_S if newest.state.step >= at_least else min(REMAKE_FACTOR * newest.copying_s, FRESH_S)
+            if self._now() - newest.made < lasts_s:
+                return newest
         if not self._make_room(self._nbytes_of(stage)):
             if newest is None:
                 raise Busy("copies that others are fetching take all room; ask another peer", RETRY_MS)
             return newest  # older than it should be, but its joiner fetches the slices it misses anyway
         return await self._make(stage)
-
-    def _is_fresh(self, snapshot: _Snapshot, at_least: int) -> bool:
-        """Tells whether the snapshot may be given to a new joiner that asks for step `at_least`."""
-        age = self._now() - snapshot.made
-        if snapshot.state.step >= at_least:
-            return age < FRESH_S
-        return age < min(REMAKE_FACTOR * snapshot.copying_s, FRESH_S)
 
     async def _make(self, stage: int) -> _Snapshot | None:
         """Copies and hashes the stage; None while there is nothing to give."""

@@ -15,13 +15,6 @@ from numpy.typing import NDArray
 from agora.state.layout import Flat, Layout, StageState
 
 
-class SliceValues(Protocol):
-    """Values of some blocks of a stage's weights, float32 [n]."""
-
-    def numpy(self) -> NDArray[Any]:
-        """Returns the values as an array."""
-
-
 class KeptStages(Protocol):
     """The stages of this peer's span, whose state can be read and replaced while they train."""
 
@@ -38,8 +31,8 @@ class KeptStages(Protocol):
     async def load_state(self, state: StageState) -> None:
         """Replaces the stage's weights, moments and step."""
 
-    async def snapshot_blocks(self, stage: int, blocks: NDArray[np.int64]) -> tuple[SliceValues, int]:
-        """Returns a copy of the weights in `blocks` and the step that they are of."""
+    async def snapshot_blocks(self, stage: int, blocks: NDArray[np.int64]) -> tuple[Any, int]:
+        """Returns a copy of the weights in `blocks`, a float32 [n] tensor on the CPU, and the step that they are of."""
 
     async def replace_blocks(self, stage: int, blocks: NDArray[np.int64], values: Flat) -> None:
         """Replaces the weights in `blocks`; values: float32 [n]."""
@@ -61,18 +54,17 @@ class StageSlices(Protocol):
 
 
 class StageHolder(Protocol):
-    """A peer that holds a stage, and how far it claims to be."""
+    """A peer that holds a stage."""
 
     @property
-    def peer(self) -> PeerId:
-        """Its id."""
+    def peer(self) -> PeerId: ...
 
     def step_of(self, stage: int) -> int:
-        """Returns the optimizer steps that it claims to have taken at `stage`."""
+        """Returns the optimizer steps that the peer claims to have taken at `stage`."""
 
 
 class StageHolders(Protocol):
-    """Who holds which stage."""
+    """A view of the swarm: who holds which stage."""
 
     def replicas(self, stage: int) -> Sequence[StageHolder]:
         """Returns the peers that serve the stage."""

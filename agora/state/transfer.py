@@ -19,7 +19,7 @@ from agora_protocol.messages import GetChunk, GetState
 
 from agora.calls import Caller
 from agora.clock import loop_time
-from agora.state.answers import ChunkValues, FalseStateError, Offer, check_chunk, check_offer
+from agora.state.answers import FalseStateError, Offer, check_chunk, check_offer
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.layout import StageState, chunk_bytes, chunk_count, chunk_range
 from agora.swarm.conduct import Offence, ReportOffence
@@ -84,8 +84,8 @@ class StateFetch:
         plausible_step: Callable[[], float] = lambda: math.inf,
         report_offence: ReportOffence,
     ) -> None:
-        """lag_limit: steps behind the newest offer at which a source is not used. plausible_step: returns the highest
-        plausible step; a source that offers a later one is not used.
+        """lag_limit: a source that is more steps behind the newest offer is not used; nor is one whose step is above
+        what plausible_step returns.
         """
         self.schedule = ChunkSchedule(chunk_count(numel))
         self._caller = caller
@@ -180,31 +180,24 @@ class StateFetch:
 
     def _is_slow(self, source: _Source, now: float) -> bool:
         """Tells whether the source's oldest open call lasts so long that a waiting source should join in."""
-        patience = SLOW_S
-        if source.offer is not None:
-            patience = max(patience, 4 * self.schedule.usual_s())
+        patience = max(SLOW_S, 4 * self.schedule.usual_s()) if source.offer else SLOW_S
         return now - min((call.began for call in source.calls.values()), default=now) > patience
 
     def _ask_for_chunks(self, now: float) -> None:
         """Fills the window of every source that has made an offer, once the first offers are in."""
         if not self._offers_complete:
-            self._offers_complete = self._have_gathered_offers(now)
             newest = max((source.offer.index.step for source in self._sources if source.offer), default=0)
             self._lowest_step = max(self._lowest_step, newest - self._lag_limit)
-        if not self._offers_complete:
-            return
+            others_pending = any(source.offer_pending for source in self._sources)
+            if self._first_offer_at is None or (others_pending and now < self._first_offer_at + GATHER_S):
+                return
+            self._offers_complete = True
         for source in self._sources:
             if source.offer and (step := source.offer.index.step) < self._lowest_step:
                 self._give_up(source, f"is at step {step}; the lowest step that is used is {self._lowest_step}")
         free = [s for s in self._sources if s.offer and now >= s.not_before]
         while free:  # one chunk each in turn, so that all of them have work
             free = [s for s in free if self._start_chunk(s, now)]
-
-    def _have_gathered_offers(self, now: float) -> bool:
-        """Tells whether there is an offer, and no other is pending or the first has waited for GATHER_S."""
-        if self._first_offer_at is None:
-            return False
-        return now >= self._first_offer_at + GATHER_S or not any(s.offer_pending for s in self._sources)
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
         """Asks the source for a chunk; False when its window is full or there is no chunk for it to give."""
@@ -242,23 +235,18 @@ class StateFetch:
         size = chunk_bytes(chunk, self._numel)
         try:
             reply = await self._caller.call(source.peer, request, deadline=ends)
-            values = await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), size)
+            values = await asyncio.to_thread(check_chunk, reply, offer.hashes[chunk], size)
         except AgoraError as error:
             self._handle_failure(source, error, offer)
-        else:
-            source.failures, source.last_chunk_s = 0, loop_time() - began
-            self._versions[chunk] = (offer.index.step, offer.index.updates)
-            self._store_chunk(chunk, source.peer, values)
-
-    def _store_chunk(self, chunk: int, peer: PeerId, values: ChunkValues) -> None:
-        """Copies a chunk's values into the state and cancels the other calls for it."""
-        needless = self.schedule.record_arrival(chunk, peer, loop_time())
-        for other in self._sources:
-            for task, call in other.calls.items():
-                if other.peer in needless and call.chunk == chunk:
-                    task.cancel()
+            return
+        source.failures, source.last_chunk_s = 0, loop_time() - began
+        self._versions[chunk] = (offer.index.step, offer.index.updates)
         elements = chunk_range(chunk, self._numel)
         self._weights[elements], self._mean[elements], self._square[elements] = values
+        needless = self.schedule.record_arrival(chunk, source.peer, loop_time())
+        for task, call in [item for other in self._sources if other.peer in needless for item in other.calls.items()]:
+            if call.chunk == chunk:
+                task.cancel()
 
     # --- failures
 
@@ -270,7 +258,7 @@ class StateFetch:
         | false state                             | given up, and reported as an offence                    |
         | busy                                    | asked again when it said                                |
         | protocol error, or the offer is refused | given up                                                |
-        | anything else                           | a pause that doubles; it must offer its snapshot again  |
+        | anything else, up to FAILURES in a row  | a pause that doubles; it must offer its snapshot again  |
         """
         if source.given_up:
             return
@@ -282,19 +270,13 @@ class StateFetch:
         elif isinstance(error, ProtocolError) or (isinstance(error, Refused) and offer is None):
             self._give_up(source, str(error))
         else:
-            self._pause(source)
+            if (now := loop_time()) >= source.not_before:  # else its other calls broke with the same stream
+                source.failures += 1
+                source.not_before = now + PAUSE_S * 2 ** (source.failures - 1)
             if offer is source.offer:
                 source.offer = None
-
-    def _pause(self, source: _Source) -> None:
-        """Counts a failure and pauses the source for PAUSE_S * 2^(failures - 1) seconds; gives it up after the last."""
-        now = loop_time()
-        if now < source.not_before:  # its other calls broke with the same stream: one failure, not several
-            return
-        source.failures += 1
-        source.not_before = now + PAUSE_S * 2 ** (source.failures - 1)
-        if source.failures >= FAILURES:
-            self._give_up(source, source.last_error)
+            if source.failures >= FAILURES:
+                self._give_up(source, source.last_error)
 
     def _give_up(self, source: _Source, reason: str) -> None:
         """Asks the source for nothing more and cancels its open calls."""

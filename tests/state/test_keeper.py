@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from agora_protocol.errors import Busy, NotMyStage
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId, RunId
+from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetSlice, GetState, Slice, StateIndex
 
 from agora.averaging.partition import Slices
 from agora.state.checkpoint import newest_checkpoint
-from agora.state.keeper import KeeperConfig, StateKeeper
+from agora.state.keeper import StateKeeper
 from agora.state.layout import StageState
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
 
 ME, *OTHERS = (Identity(bytes([n]) * 32).peer for n in range(1, 6))
-RUN = RunId("0" * 64)
+MANIFEST = small_manifest(checkpoint={"every": 10})
 
 
 class Holder(SimpleNamespace):
@@ -34,11 +34,9 @@ class Holder(SimpleNamespace):
 def keeper_of(stages: Any, folder: Path, claims: dict[PeerId, int], world: World | None = None) -> StateKeeper:
     holders = [Holder(peer=peer, step=step) for peer, step in claims.items()]
     view = SimpleNamespace(replicas=lambda stage: holders, claimants=lambda stage: holders)
-    manifest = small_manifest(checkpoint={"every": 10})
-    slices = {0: Slices(stages.layout(0).numel, manifest.averaging.fraction, manifest.seed)}
+    slices = {0: Slices(stages.layout(0).numel, MANIFEST.averaging.fraction, MANIFEST.seed)}
     world = world or World()
-    config = KeeperConfig(ME, RUN, manifest, folder)
-    return StateKeeper(config, stages, slices, lambda: view, world, Events(), world.report_offence)
+    return StateKeeper(ME, MANIFEST, folder, stages, slices, lambda: view, world, Events(), world.report_offence)
 
 
 async def given_state(keeper: StateKeeper) -> StateIndex:
@@ -75,7 +73,7 @@ def test_checkpoints_are_written_when_due_and_found_by_the_next_start(tmp_path: 
             running = asyncio.create_task(keeper.run())
             keeper.note_step(0, 9)
             keeper.note_step(0, 12)
-            while newest_checkpoint(tmp_path, RUN, 0) is None:  # noqa: ASYNC110
+            while newest_checkpoint(tmp_path, MANIFEST.run_id, 0) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
