@@ -1,6 +1,6 @@
-"""What the event loop and the device thread tell each other about optimizer steps: a policy one way, step events back.
+"""What the device thread and the event loop tell each other: step policies one way; results and step events back.
 
-Knows: tokens and step numbers of one stage. Must not know: torch, gradients, replicas, how tokens are agreed on.
+Knows: tokens, step numbers, encoded gradients. Must not know: torch, gradients, replicas, how tokens are agreed on.
 
 The loop publishes a new immutable StepPolicy whenever what it knows of the other replicas changes; the device thread
 only reads the newest one. For every step the device thread puts a StageStepped on a queue, which one task of the loop
@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
+
+from agora_protocol.tensors import WireTensor
 
 EVERY_STEP: Final = sys.maxsize
 """As `exact_steps`: all steps of the run are exact."""
@@ -61,6 +63,20 @@ class StageStepped:
     stage: int
     step: int
     own_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanResult:
+    """What a span has made of one microbatch: gradient, device time, loss.
+
+    gradient: of the boundary that entered, encoded; None at stage 0 and when evaluating. busy_s: seconds on the device,
+    the forward included. loss_sum: in nats, over `tokens` supervised tokens; only the run's last stage knows them.
+    """
+
+    gradient: WireTensor | None
+    busy_s: float
+    loss_sum: float = 0.0
+    tokens: int = 0
 
 
 class StepEvents:

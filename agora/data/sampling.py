@@ -1,19 +1,24 @@
 """Decides which tokens a sample holds: a pure function of seed and sample id, so that origins need not talk.
 
-Knows: windows, the held-out split, the hash behind both. Must not know: files, the pipeline, torch.
+Knows: windows, the held-out split, the hash behind both; which numbers an origin has drawn, in one small file. Must not
+know: the pipeline.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from agora_protocol.errors import ManifestError
 from agora_protocol.ids import PeerId
+from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 
+from agora.codec import encode_tokens
 from agora.data.tokenizer import Ids
+from agora.observe.events import DiskTrouble, Report
 
 Tokens = NDArray[np.int32]
 Hashes = NDArray[np.uint64]
@@ -22,6 +27,7 @@ SCANNED_WINDOWS = 1 << 22
 """Most windows that are hashed to find the held-out ones; of a larger corpus, this many evenly spread ones."""
 DRAW_KEY = 0x6472617773616D70
 SPLIT_KEY = 0x73706C6974776E64
+RESERVED_AT_ONCE = 4096
 
 
 def sample_id(origin: PeerId, counter: int) -> int:
@@ -122,6 +128,50 @@ class Sampler:
         positions = windows[:, None] * self.context + np.arange(self.context + 1)
         tokens: Tokens = self._tokens[positions].astype(np.int32)
         return tokens
+
+
+class OriginBatches:
+    """Draws an origin's microbatches, never one twice, also not after a restart.
+
+    A microbatch is a function of the seed, the origin and its number. Numbers are reserved in the file `reserved` in
+    blocks before they are used, so that a killed daemon skips the rest of a block. microbatch: samples in each.
+    """
+
+    def __init__(self, sampler: Sampler, origin: PeerId, microbatch: int, reserved: Path, report: Report) -> None:
+        self._sampler = sampler
+        self._origin = origin
+        self._microbatch = microbatch
+        self._file = reserved
+        self._report = report
+        try:
+            self._first = max(0, int(reserved.read_text()))
+        except (OSError, ValueError):
+            self._first = 0
+        self._reserved = self._first
+
+    def draw(self, counter: int) -> WireTensor:
+        """Returns the tokens [b, s + 1] of training microbatch number `counter` since this object was made."""
+        number = self._first + counter
+        if number >= self._reserved:
+            self._reserve(number + RESERVED_AT_ONCE)
+        b = self._microbatch
+        ids = [sample_id(self._origin, number * b + row) for row in range(b)]
+        return encode_tokens(self._sampler.batch(ids))
+
+    def heldout(self, count: int) -> Iterator[WireTensor]:
+        """Yields at most `count` microbatches that are never trained on, the same at every call."""
+        for tokens in self._sampler.heldout_batches(self._microbatch, count):
+            yield encode_tokens(tokens)
+
+    def _reserve(self, until: int) -> None:
+        """Reserves all numbers below `until`; without space on the disk they are reserved in memory only."""
+        self._reserved = until
+        try:
+            temporary = self._file.with_suffix(".new")
+            temporary.write_text(str(until))
+            temporary.replace(self._file)
+        except OSError as error:
+            self._report(DiskTrouble(str(self._file), error.strerror or str(error)))
 
 
 def _key(seed: int, purpose: int) -> int:

@@ -16,17 +16,17 @@ from agora_protocol.messages import Contribute, GossipSteps, Message, Process, R
 
 from agora.averaging.group import ReplicaGroup
 from agora.calls import Reply
+from agora.data.sampling import OriginBatches
 from agora.model import family_of
 from agora.net.incoming import IncomingCall
 from agora.node.background import BackgroundTasks
 from agora.node.node_report import SpanReport, StageReport
-from agora.node.origin_batches import OriginBatches
 from agora.node.peer import Peer, usual_in_flight
 from agora.observe import events, faults
 from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.hop import Hop
-from agora.pipeline.opening import Share
-from agora.pipeline.origin import Origin, OriginConfig, OriginStage
+from agora.pipeline.opening import Share, Surroundings
+from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
 from agora.state.keeper import StateKeeper
 from agora.state.layout import Layout, lay_out
@@ -109,23 +109,16 @@ class LoadedSpan:
             ceiling=usual_in_flight(manifest) if is_synchronous else peer.seats,
             max_in_flight=manifest.schedule.max_in_flight,
         )
-        replicas = self.replicas
-        return Origin(
-            config,
-            self.hop,
-            batches,
-            peer.startup.report,
-            share=self._share_of_step,
-            stage=OriginStage(
-                lambda: replicas.step_of(0), lambda: replicas.missing_tokens(0), self._has_enough_replicas
-            ),
-            path_s=self.hop.path_s,
-        )
+        return Origin(config, self.hop, batches.draw, batches.heldout, peer.startup.report, self._look_around)
 
-    def _share_of_step(self) -> Share:
-        """Returns this origin's share of a synchronous step: all of it while it does not see itself in the view."""
+    def _look_around(self) -> Surroundings:
+        """Returns what the origin must know. Its share of a step is all of it while it is not seen in the view."""
+        ready, path_s = self._has_enough_replicas(), self.hop.path_s()
+        if self._barrier is None:
+            return Surroundings(ready, path_s=path_s)
         origins, me = [seen.peer for seen in self._peer.membership.view.replicas(0)], self._peer.startup.peer
-        return Share(origins.index(me), len(origins)) if me in origins else Share()
+        share = Share(origins.index(me), len(origins)) if me in origins else Share()
+        return Surroundings(ready, share, self.replicas.step_of(0), self.replicas.missing_tokens(0), path_s)
 
     def _has_enough_replicas(self) -> bool:
         """Whether every stage has as many replicas as the run requires before it trains."""
@@ -172,8 +165,7 @@ class LoadedSpan:
         """Answers one of WORK_REQUESTS."""
         match call.message:
             case Process() as request:
-                answer = await self.hop.process(request, call.tensors, call.deadline, call.progress)
-                return Reply(answer.message, list(answer.tensors))
+                return await self.hop.process(request, call.tensors, call.deadline, call.progress)
             case GossipSteps() as request:
                 return Reply(self.replicas.gossip(call.peer, request))
             case Contribute() as request:

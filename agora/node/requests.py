@@ -143,7 +143,7 @@ class RequestHandler:
         if isinstance(request, Process):
             answer = self._ledger.answer_repeat(request, call.progress)
             if answer is not None:
-                return Reply(answer.message, list(answer.tensors))
+                return answer
         raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
 
     def _check_member(self, call: IncomingCall) -> None:

@@ -27,13 +27,12 @@ from agora_protocol.records import Progress
 from agora.averaging.partition import Slices
 from agora.calls import Reply
 from agora.data.corpus import open_corpus
-from agora.data.sampling import Sampler
+from agora.data.sampling import OriginBatches, Sampler
 from agora.data.tokenizer import open_tokenizer
 from agora.model import family_of
 from agora.net.incoming import IncomingCall
 from agora.node import doctor
 from agora.node.loaded_span import WORK_REQUESTS, LoadedSpan
-from agora.node.origin_batches import OriginBatches
 from agora.node.peer import Peer, usual_in_flight
 from agora.observe import faults
 from agora.state.keeper import StateKeeper

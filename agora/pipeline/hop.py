@@ -36,9 +36,10 @@ from agora.observe import events, faults
 from agora.observe.events import Report
 from agora.observe.faults import ReachFault
 from agora.pipeline.barrier import StepBarrier
-from agora.pipeline.interfaces import BackwardResult, HopAnswer, SpanCompute, SummedLoss, WireShapes
+from agora.pipeline.interfaces import HopAnswer, SpanCompute, WireShapes
 from agora.pipeline.ledger import Work, WorkKey, WorkLedger
 from agora.pipeline.routing import MAX_OWN_SHARE
+from agora.stepping import SpanResult
 
 if TYPE_CHECKING:
     from agora.pipeline.router import Router
@@ -192,7 +193,7 @@ class Hop:
         until = downstream_deadline(loop_time(), job.deadline, self._backward_s.value or 0.0)
         return await self._router.send(message, [output, job.tokens], until, work.publish)
 
-    async def _backward(self, below: HopAnswer, job: Job, work: Work) -> BackwardResult | None:
+    async def _backward(self, below: HopAnswer, job: Job, work: Work) -> SpanResult | None:
         """Runs the backward here; returns None, with the forward still kept, when the gradient received is unusable."""
         if below.gradient is None or below.peer is None:
             raise PeerFailed("no gradient came back from downstream")
@@ -209,7 +210,7 @@ class Hop:
         return result
 
     def _answer(
-        self, job: Job, loss: SummedLoss, busy_s: float, gradient: WireTensor | None, below_ms: float = 0.0
+        self, job: Job, loss: SpanResult | Processed, busy_s: float, gradient: WireTensor | None, below_ms: float = 0.0
     ) -> HopAnswer:
         """Returns the answer for upstream, and records how long this way takes when nothing waits.
 

@@ -1,13 +1,13 @@
-"""What the pipeline needs from other rooms, as protocols: a device for this peer's span, and a source of batches.
+"""What the pipeline needs of the device, as a protocol; the answer of a hop; the tensors that the manifest allows.
 
-Knows: the form of these calls, and which tensors the manifest allows. Must not know: who implements them. The daemon
-passes in train.compute and node.batches; tests pass in arithmetic. Calls to other peers are agora.calls.Caller.
+Knows: the form of calls and tensors. Must not know: who implements them. The daemon passes in train.compute; tests pass
+in arithmetic. Calls to other peers are agora.calls.Caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from agora_protocol.errors import ProtocolError
@@ -15,43 +15,15 @@ from agora_protocol.ids import MicrobatchId, PeerId, Span
 from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
-from agora.calls import OnProgress
-
-
-class SummedLoss(Protocol):
-    """A sum of token losses, and the number of tokens in it."""
-
-    @property
-    def loss_sum(self) -> float:
-        """Sum of the token losses, in nats."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of supervised tokens in the sum."""
-
-
-class BackwardResult(Protocol):
-    """The result of a span's backward: the gradient for the peer upstream, and the device time."""
-
-    @property
-    def gradient(self) -> WireTensor | None:
-        """Gradient of the boundary that entered the span; None when the microbatch entered at stage 0."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds that the device spent on this microbatch, its forward included."""
-
-
-class LastStageResult(SummedLoss, BackwardResult, Protocol):
-    """The result of a span that holds the last stage: loss sum, gradient (None when evaluating), device time."""
+from agora.calls import Reply
+from agora.stepping import SpanResult
 
 
 class SpanCompute(Protocol):
     """The device that computes this peer's span. Implemented by train.compute.
 
     Every failure is an AgoraError, and a cancelled job leaves nothing behind. `finish` (when training) and `backward`
-    count the microbatch: after they returned, its gradient is in the sums; when they raise, it is not. The device
-    itself reports the event MicrobatchCounted at that moment.
+    count the microbatch: after they returned, its gradient is in the sums; when they raise, it is not.
     """
 
     @property
@@ -68,10 +40,10 @@ class SpanCompute(Protocol):
 
     async def finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
-    ) -> LastStageResult:
+    ) -> SpanResult:
         """Runs stages `first` to the model's last, the loss and, when `train`, the backward, as one job."""
 
-    async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> BackwardResult:
+    async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
         """Runs the backward of an earlier `forward` that entered at stage `first`.
 
         After a ProtocolError (an unusable gradient) the forward is still kept; after any other error it is dropped.
@@ -81,25 +53,14 @@ class SpanCompute(Protocol):
         """Drops the forward that entered at `first` and gets no backward; does nothing when there is none."""
 
 
-class BatchSource(Protocol):
-    """Where an origin gets its text from, as token tensors [b, s + 1]."""
-
-    def draw(self, counter: int) -> WireTensor:
-        """Returns the `counter`-th training microbatch of this origin. The same counter gives the same tokens."""
-
-    def heldout(self, count: int) -> Iterable[WireTensor]:
-        """Yields at most `count` microbatches that are never trained on, the same ones at every call."""
-
-
-@dataclass(frozen=True, slots=True)
-class HopAnswer:
-    """A hop's answer: the Processed message with the gradient of the boundary that entered, if there is one.
+@dataclass(slots=True)
+class HopAnswer(Reply):
+    """A hop's answer: the Processed message, with the gradient of the boundary that entered, if there is one.
 
     peer: who answered, None for this peer itself.
     """
 
     message: Processed
-    tensors: list[WireTensor] = field(default_factory=list)
     peer: PeerId | None = None
 
     @property
@@ -111,15 +72,6 @@ class HopAnswer:
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
-
-
-class HopEntrance(Protocol):
-    """Where microbatches enter this peer's hop. Implemented by hop.Hop."""
-
-    async def process(
-        self, message: Process, tensors: Sequence[WireTensor], deadline: float, on_progress: OnProgress
-    ) -> HopAnswer:
-        """Sends one microbatch through this peer and everything after it, and returns the gradient of its boundary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,21 @@ class Share:
     origins: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an origin sees around it. ready: whether enough replicas serve the run.
+
+    share, step, missing_tokens: only in a synchronous run; stage 0 has taken `step` steps, and its replicas together
+    lack so many tokens for the next one. path_s: see Hop.path_s.
+    """
+
+    ready: bool = True
+    share: Share = Share()
+    step: int = 0
+    missing_tokens: int = 0
+    path_s: float | None = None
+
+
 def step_share(microbatches: int, share: Share) -> int:
     """Returns how many of a step's microbatches this origin opens; the shares of all origins sum to the whole step."""
     base, rest = divmod(microbatches, max(1, share.origins))

@@ -1,16 +1,17 @@
 """Draws microbatches and keeps each until it is completed: where everything that the swarm trains on begins.
 
-Knows: what was opened and what came back. Must not know: routing, the contents of tensors, or of other origins more
-than how many there are. A microbatch once started is never dropped while this origin lives: a failed attempt is
-followed by another of the same id and the same data, with twice the time. Only leaving drops microbatches.
+Knows: what was opened and what came back. Must not know: routing, or the contents of tensors. A microbatch once started
+is never dropped while this origin lives: a failed attempt is followed by another of the same id and the same data, with
+twice the time. Only leaving drops microbatches.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from agora_protocol.errors import AgoraError, Busy, Unavailable
@@ -23,20 +24,11 @@ from agora.clock import loop_time
 from agora.moving_average import MovingAverage
 from agora.observe import events
 from agora.observe.events import Report
+from agora.pipeline import opening
 from agora.pipeline.barrier import ChangeNotifier
-from agora.pipeline.interfaces import BatchSource, HopAnswer, HopEntrance
-from agora.pipeline.opening import (
-    PER_STAGE,
-    Credit,
-    Opening,
-    OriginState,
-    Pace,
-    Share,
-    StepQuota,
-    StepState,
-    measured_credit,
-    next_opening,
-)
+from agora.pipeline.hop import Hop
+from agora.pipeline.interfaces import HopAnswer
+from agora.pipeline.opening import Credit, Opening, Pace, StepQuota, Surroundings
 
 MIN_PATIENCE_S = 20.0
 PATIENCE_TRIPS = 10.0
@@ -65,19 +57,6 @@ class OriginConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class OriginStage:
-    """Functions by which an origin looks at its own stage 0.
-
-    step_of: steps it has taken. missing_tokens: tokens that its replicas still lack for the next step. ready: whether
-    enough replicas serve the run.
-    """
-
-    step_of: Callable[[], int]
-    missing_tokens: Callable[[], int]
-    ready: Callable[[], bool]
-
-
-@dataclass(frozen=True, slots=True)
 class Evaluation:
     """The held-out loss: the mean per token, in nats, over `tokens`."""
 
@@ -103,37 +82,39 @@ class Microbatch:
 
 
 class Origin:
-    """Opens microbatches into this peer's own hop, for as long as the peer holds stage 0. `run` until it leaves."""
+    """Opens microbatches into this peer's own hop, for as long as the peer holds stage 0. `run` until it leaves.
+
+    draw(n): returns the tokens [b, s + 1] of training microbatch number n. heldout(n): yields at most n microbatches
+    that are never trained on. look: is called before each decision.
+    """
 
     def __init__(
         self,
         config: OriginConfig,
-        entrance: HopEntrance,
-        batches: BatchSource,
+        hop: Hop,
+        draw: Callable[[int], WireTensor],
+        heldout: Callable[[int], Iterable[WireTensor]],
         report: Report,
+        look: Callable[[], Surroundings] = Surroundings,
         *,
-        share: Callable[[], Share] = Share,
-        stage: OriginStage | None = None,
-        path_s: Callable[[], float | None] = lambda: None,
         session: bytes | None = None,
     ) -> None:
         self._config = config
-        self._entrance = entrance
-        self._batches = batches
+        self._hop = hop
+        self._draw = draw
+        self._heldout = heldout
         self._report = report
-        self._share = share
-        self._stage = stage
-        self._path_s = path_s
+        self._look = look
         self._session = os.urandom(8) if session is None else session
-        self._ids = 0
-        self._drawn = 0
+        self._ids = itertools.count()
+        self._numbers = itertools.count()
         self._open: set[asyncio.Task[None]] = set()
         self._changed = ChangeNotifier()
         self._paused = False
         self._leaving = False
         self._quota = StepQuota()
         self._pace = Pace()
-        self._credit_ceiling = PER_STAGE * config.stage_count  # doubles at most in a trip, as TCP starts
+        self._credit_ceiling = opening.PER_STAGE * config.stage_count  # doubles at most in a trip, as TCP starts
         self._trip_s = MovingAverage(0.1)
         self._loss = MovingAverage(0.05)
         self.completed = 0
@@ -153,7 +134,7 @@ class Origin:
         """Trains until `leave` has ended, or until cancelled, which drops what is open."""
         async with asyncio.TaskGroup() as group:
             while await self._wait_for_opening():
-                microbatch = self._draw()
+                microbatch = self._new_microbatch(self._draw(next(self._numbers)), "train", max(self._quota.step, 0))
                 task = group.create_task(self._train(microbatch), name=f"microbatch {microbatch.id.hex()}")
                 self._open.add(task)
                 task.add_done_callback(self._forget_finished)
@@ -193,7 +174,6 @@ class Origin:
         seats = asyncio.Semaphore(max(2, self.credit.limit // 2))
 
         async def evaluate_one(tokens: WireTensor) -> None:
-            """Adds one microbatch to the sums."""
             nonlocal loss_sum, token_count
             async with seats:
                 answer = await self._deliver(self._new_microbatch(tokens, "evaluate"))
@@ -202,7 +182,7 @@ class Origin:
 
         try:
             async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
-                for tokens in self._batches.heldout(count):
+                for tokens in self._heldout(count):
                     group.create_task(evaluate_one(tokens), name="evaluation")
         except TimeoutError:
             raise Unavailable(0, [f"the evaluation did not end in {within_s:.0f} s"]) from None
@@ -217,60 +197,46 @@ class Origin:
     async def _wait_for_opening(self) -> bool:
         """Waits until the next microbatch may be opened; returns False when this origin is leaving."""
         while True:
-            opening = self._decide()
-            if opening.action != "wait":
-                return opening.action == "open"
-            may_wait_long = self._is_ready() and not self._config.synchronous
-            await self._changed.wait(None if may_wait_long else loop_time() + LOOK_AGAIN_S)
+            seen = self._look()
+            decision = self._decide(seen)
+            if decision.action != "wait":
+                return decision.action == "open"
+            is_event_sure = seen.ready and not self._config.synchronous
+            await self._changed.wait(None if is_event_sure else loop_time() + LOOK_AGAIN_S)
 
-    def _decide(self) -> Opening:
-        """Decides whether to open a microbatch now, and records the quota that is left."""
-        config = self._config
-        step = self._step_state() if config.synchronous else None
-        credit = Credit(config.ceiling, f"{config.ceiling} seats") if config.synchronous else self._measured_credit()
-        state = OriginState(credit, len(self._open), self._leaving, self._paused, self._is_ready(), step)
-        opening = next_opening(loop_time(), state, self._quota)
+    def _decide(self, seen: Surroundings) -> Opening:
+        """Decides whether to open a microbatch now, and records the credit and the quota that is left."""
+        config, step = self._config, None
+        credit = self._measured_credit(seen.path_s)
+        if config.synchronous:
+            credit = Credit(config.ceiling, f"{config.ceiling} seats")
+            whole, lacking = (
+                math.ceil(tokens / config.tokens_per_microbatch)
+                for tokens in (config.target_tokens, seen.missing_tokens)
+            )
+            step = opening.StepState(seen.step, whole, lacking, seen.share)
+        state = opening.OriginState(credit, len(self._open), self._leaving, self._paused, seen.ready, step)
+        decision = opening.next_opening(loop_time(), state, self._quota)
         if not config.synchronous:
             self.credit = credit
-        elif opening.action == "open" and not self._open:
-            left = opening.quota.left + 1
+        elif decision.action == "open" and not self._open:
+            left = decision.quota.left + 1
             self.credit = Credit(min(left, config.ceiling), f"{left} microbatches to the step")
-        self._quota = opening.quota
-        return opening
+        self._quota = decision.quota
+        return decision
 
-    def _is_ready(self) -> bool:
-        """Whether enough replicas serve the run."""
-        return self._stage is None or self._stage.ready()
-
-    def _step_state(self) -> StepState:
-        """Returns the synchronous step that stage 0 is at; without a stage every step is taken at once."""
-        config, stage = self._config, self._stage
-        whole = math.ceil(config.target_tokens / config.tokens_per_microbatch)
-        if stage is None:
-            return StepState(self._quota.step + 1, whole, 0, self._share())
-        lacking = math.ceil(stage.missing_tokens() / config.tokens_per_microbatch)
-        return StepState(stage.step_of(), whole, lacking, self._share())
-
-    def _measured_credit(self) -> Credit:
+    def _measured_credit(self, path_s: float | None) -> Credit:
         """Returns the manifest's limit, or the measured credit."""
         config = self._config
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
             return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
         ceiling = min(self._credit_ceiling, config.ceiling)
-        return measured_credit(self._path_s(), self._pace.period_s, config.stage_count, ceiling)
-
-    def _draw(self) -> Microbatch:
-        """Draws the next training microbatch."""
-        tokens = self._batches.draw(self._drawn)
-        self._drawn += 1
-        return self._new_microbatch(tokens, "train", max(self._quota.step, 0))
+        return opening.measured_credit(path_s, self._pace.period_s, config.stage_count, ceiling)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
         """Gives the tokens an id that is unique in the run."""
-        microbatch = microbatch_id(self._session, self._ids)
-        self._ids += 1
-        return Microbatch(microbatch, tokens, purpose, loop_time(), step)
+        return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
 
     # --- delivering
 
@@ -309,23 +275,17 @@ class Origin:
         message = Process(microbatch.id, self._config.me, 0, microbatch.purpose, deadline_ms, hint, microbatch.step)
         try:
             async with asyncio.timeout_at(deadline):
-                answer = await self._entrance.process(
-                    message, [microbatch.tokens], deadline, microbatch.record_progress
-                )
+                answer = await self._hop.process(message, [microbatch.tokens], deadline, microbatch.record_progress)
             self._trip_s = self._trip_s.updated(loop_time() - started)
             return answer
         except Busy as refusal:
             wait = max(wait, refusal.retry_after_ms / 1000.0)
         except (TimeoutError, AgoraError) as error:
-            self._record_failure(microbatch, error)
+            self._pace = self._pace.interrupted()
+            reason = str(error) or "the attempt's time was over"
+            self._report(events.MicrobatchRerouted(microbatch.id.hex(), 0, self._config.me, reason))
         await asyncio.sleep(min(wait, MAX_RETRY_S))
         return None
-
-    def _record_failure(self, microbatch: Microbatch, error: Exception) -> None:
-        """Reports a failed attempt."""
-        self._pace = self._pace.interrupted()
-        reason = str(error) or "the attempt's time was over"
-        self._report(events.MicrobatchRerouted(microbatch.id.hex(), 0, self._config.me, reason))
 
     def _patience_s(self, attempt: int) -> float:
         """Returns how long an attempt may take: PATIENCE_TRIPS times the usual trip, doubled with each attempt."""

@@ -162,8 +162,11 @@ class Router:
         """Chooses a peer among those that serve the stage now; reports when a stage becomes empty or is so no more."""
         stage = trip.process.stage
         replicas = self._view_of().replicas(stage)
-        self.table.update(stage, replicas, {view.peer for view in replicas if self._offences.is_shut_out(view.peer)})
+        shut_out = {view.peer: s for view in replicas if (s := self._offences.shut_out_s(view.peer)) > 0.0}
+        self.table.update(stage, replicas, shut_out.keys())
         choice = self.table.choose(now, trip.process.microbatch, stage, trip.payload_bytes, trip.hint)
+        if shut_out:  # the end of a shut-out brings a candidate, as a change of the view does
+            choice = replace(choice, look_again_at=min(choice.look_again_at, now + min(shut_out.values())))
         is_empty = not self.table.costs(stage)
         if is_empty != (stage in self._empty_stages):
             self._empty_stages ^= {stage}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import Tensor
 from agora.codec import BoundaryCodec, all_finite, decode_tokens, gradient_dither_key
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Flat, Layout, StageState
-from agora.stepping import StageStepped, StepEvents, StepPolicy
+from agora.stepping import SpanResult, StageStepped, StepEvents, StepPolicy
 from agora.train.device import DeviceQueue, DeviceStatistics, Priority, choose_device, has_native_bf16
 from agora.train.memory import keep_freed_memory
 from agora.train.span_trainer import SpanTrainer
@@ -32,25 +31,6 @@ from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardDone:
-    """What `backward` returns: the encoded gradient of the boundary that entered (None at stage 0), and device time.
-
-    busy_s: seconds that the device spent on this microbatch, its forward included.
-    """
-
-    gradient: WireTensor | None
-    busy_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class LastStageDone(BackwardDone):
-    """What `finish` returns: also the loss summed over `tokens` supervised tokens. No gradient when only evaluated."""
-
-    loss_sum: float
-    tokens: int
 
 
 @contextmanager
@@ -162,14 +142,14 @@ class Compute:
 
     async def finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
-    ) -> LastStageDone:
+    ) -> SpanResult:
         """Runs stages `first` to the model's last, the loss, and with `train` the backward, as one job."""
         priority = Priority.FORWARD if train else Priority.EVALUATE
         return await self._queue.run(
             priority, self._finish, microbatch, first, boundary, tokens, train, then=self.trainer.take_due_steps
         )
 
-    async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> BackwardDone:
+    async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
         """Adds a microbatch's gradients to the sums and counts its tokens in every stage that it went through.
 
         first: the stage that its forward entered. gradient: of the loss sum, with respect to the boundary that
@@ -285,7 +265,7 @@ class Compute:
     @_device_errors()
     def _finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
-    ) -> LastStageDone:
+    ) -> SpanResult:
         """Decodes, runs forward, loss and backward, encodes. See `finish`."""
         if first not in self.span or not self._holds_last_stage:
             raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
@@ -293,10 +273,10 @@ class Compute:
         entry, ids = self._decode(microbatch, first, boundary, tokens)
         loss_sum, supervised, gradient = self.trainer.finish(microbatch, first, entry, ids, train)
         encoded = self._encode_gradient(microbatch, first, gradient, entry)
-        return LastStageDone(encoded, time.perf_counter() - begun, loss_sum, supervised)
+        return SpanResult(encoded, time.perf_counter() - begun, loss_sum, supervised)
 
     @_device_errors()
-    def _backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> BackwardDone:
+    def _backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
         """Decodes, runs the backward, encodes. See `backward`."""
         begun = time.perf_counter()
         key = gradient_dither_key(microbatch, self.span.last + 1)
@@ -304,7 +284,7 @@ class Compute:
         self._require_finite(decoded, microbatch, self.span.last, "gradient")
         result, forward = self.trainer.backward(microbatch, first, decoded)
         encoded = self._encode_gradient(microbatch, first, result, forward.entry)
-        return BackwardDone(encoded, forward.device_s + time.perf_counter() - begun)
+        return SpanResult(encoded, forward.device_s + time.perf_counter() - begun)
 
     def _decode(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor

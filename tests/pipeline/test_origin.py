@@ -12,15 +12,15 @@ from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import EvaluationDone, MicrobatchDropped, MicrobatchRerouted
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.opening import Share
+from agora.pipeline.opening import Share, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
     TOKENS,
-    FakeBatches,
     World,
     completed,
     dropped,
+    heldout,
     loss_of,
     peer_id,
     started,
@@ -34,7 +34,7 @@ class Entrance:
 
     def __init__(self, seconds: float = 1.0, answers: Sequence[AgoraError | float] = ()) -> None:
         self.seconds, self.answers = seconds, list(answers)
-        self.open, self.most, self.seen = 0, 0, []
+        self.open, self.most, self.seen, self.answered = 0, 0, [], 0
 
     async def process(self, message: Process, tensors: list[WireTensor], deadline: float, progress) -> HopAnswer:
         loop = asyncio.get_running_loop()
@@ -46,24 +46,32 @@ class Entrance:
             if isinstance(told, AgoraError):
                 raise told
             await asyncio.sleep(told)
+            self.answered += 1
             return HopAnswer(Processed(loss_of(tensors[0]), TOKENS, 1.0))
         finally:
             self.open -= 1
 
 
-def origin_of(entrance: Entrance, events: list | None = None, share=Share, path_s=lambda: None, **settings) -> Origin:
+STEP = 8
+"""Microbatches that make a step."""
+
+
+def origin_of(entrance: Entrance, events: list | None = None, share=Share(), path_s=None, **settings) -> Origin:
     values = {
         "me": peer_id("origin"),
         "stage_count": 2,
         "synchronous": False,
-        "target_tokens": 8 * TOKENS,
+        "target_tokens": STEP * TOKENS,
         "tokens_per_microbatch": TOKENS,
         "ceiling": 16,
     } | settings
     report = (lambda e: None) if events is None else events.append
-    return Origin(
-        OriginConfig(**values), entrance, FakeBatches(), report, share=share, path_s=path_s, session=b"origin00"
-    )
+
+    def look() -> Surroundings:
+        step, counted = divmod(entrance.answered, STEP)
+        return Surroundings(True, share, step, (STEP - counted) * TOKENS, path_s)
+
+    return Origin(OriginConfig(**values), entrance, tokens_of, heldout, report, look, session=b"origin00")
 
 
 def rerouted(events: list) -> list[MicrobatchRerouted]:
@@ -73,7 +81,7 @@ def rerouted(events: list) -> list[MicrobatchRerouted]:
 def test_credit_rises_by_at_most_one_for_each_completion() -> None:
     async def work() -> None:
         entrance = Entrance(0.1, [24.0 + 0.1 * i for i in range(4)])  # the first trips wait for connections
-        origin = origin_of(entrance, ceiling=500, path_s=lambda: 24.0)
+        origin = origin_of(entrance, ceiling=500, path_s=24.0)
         running = asyncio.create_task(origin.run())
         most = {}
         while origin.completed < 60:
@@ -112,7 +120,7 @@ def test_a_synchronous_origin_never_exceeds_its_memory() -> None:
 def test_origins_share_a_synchronous_step(rank: int, origins: int, expected: int) -> None:
     async def work() -> None:
         entrance = Entrance()
-        origin = origin_of(entrance, share=lambda: Share(rank, origins), synchronous=True)
+        origin = origin_of(entrance, share=Share(rank, origins), synchronous=True)
         running = asyncio.create_task(origin.run())
         await asyncio.sleep(0.5)
         assert entrance.open == expected

@@ -14,6 +14,7 @@ from agora.net.network_errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.router import NEWS_PER_STAGE
+from agora.swarm.conduct import PENALTIES, POINTS_TO_SHUT_OUT, Offence
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
     Faults,
@@ -383,5 +384,20 @@ def test_measured_costs_are_about_what_they_measure() -> None:
             assert costs[peer.peer].service_s == pytest.approx(service, rel=0.01)
             assert costs[peer.peer].round_trip_s == pytest.approx(0.01, rel=0.01)
         assert Counter(c.failures for c in costs.values()) == {0: 2}
+
+    run(work())
+
+
+def test_a_microbatch_that_finds_only_peers_that_are_shut_out_is_sent_when_the_first_is_shut_out_no_more() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, only = world.add("first", "0"), world.add("only", "1")
+        for _ in range(POINTS_TO_SHUT_OUT):
+            node.offences.report_offence(only.peer, Offence.BAD_FRAME, "nothing that is a frame")
+        began = asyncio.get_running_loop().time()
+        assert (await send(node, within_s=3600.0)).peer == only.peer, "no view has changed, and no other call has ended"
+        assert asyncio.get_running_loop().time() - began == pytest.approx(
+            PENALTIES[Offence.BAD_FRAME].shut_out_s, abs=1.0
+        )
 
     run(work())

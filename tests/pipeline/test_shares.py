@@ -10,10 +10,10 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.opening import GRACE_S, Share, step_share
-from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig, OriginStage
+from agora.pipeline.opening import GRACE_S, Share, Surroundings, step_share
+from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig
 from tests.pipeline.virtual_time import run
-from tests.pipeline.world import TOKENS, FakeBatches, peer_id
+from tests.pipeline.world import TOKENS, heldout, peer_id, tokens_of
 
 STEP = 8
 """Microbatches that make a step."""
@@ -35,12 +35,12 @@ class Stage:
 
     def _origin(self, index: int, ceiling: int) -> Origin:
         config = OriginConfig(peer_id(f"origin {index}"), 2, True, STEP * TOKENS, TOKENS, ceiling)
-        own = OriginStage(lambda: self.step, lambda: STEP * TOKENS - self.tokens, lambda: self.ready[index])
-        entrance = _Entrance(self, index)
-        return Origin(
-            config, entrance, FakeBatches(), lambda event: None, share=lambda: self.shares[index], stage=own,
-            session=bytes([index]) * 8,
-        )  # fmt: skip
+
+        def look() -> Surroundings:
+            return Surroundings(self.ready[index], self.shares[index], self.step, STEP * TOKENS - self.tokens)
+
+        entrance, session = _Entrance(self, index), bytes([index]) * 8
+        return Origin(config, entrance, tokens_of, heldout, lambda event: None, look, session=session)
 
     def count(self) -> None:
         self.tokens += TOKENS

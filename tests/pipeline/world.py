@@ -11,7 +11,6 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from agora_protocol.errors import AgoraError, ProtocolError
 from agora_protocol.ids import MicrobatchId, PeerId, Span, peer_id_of
@@ -31,8 +30,10 @@ from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.hop import Hop
 from agora.pipeline.interfaces import WireShapes
 from agora.pipeline.ledger import WorkLedger
+from agora.pipeline.opening import Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.router import Router
+from agora.stepping import SpanResult
 from agora.swarm.offences import OffenceLog
 from agora.swarm.view import PeerView, View
 from tests.memory_network import Faults, MemoryCall, MemoryNetwork
@@ -67,16 +68,6 @@ def _tensor(what: bytes, microbatch: bytes, stage: int) -> WireTensor:
     return WireTensor("float32", (1, 2, 4), memoryview(hashlib.sha256(what + microbatch + bytes([stage])).digest()))
 
 
-@dataclass
-class Done:
-    """Finished and Backward at once."""
-
-    gradient: WireTensor | None
-    busy_s: float
-    loss_sum: float = 0.0
-    tokens: int = 0
-
-
 class FakeCompute:
     """A serial device that needs `service_s` per microbatch and stage, a third of it forward."""
 
@@ -96,22 +87,22 @@ class FakeCompute:
             self.held.add(microbatch)
         return boundary_of(microbatch, self.span.last + 1)
 
-    async def finish(self, microbatch, first, boundary, tokens, train) -> Done:
+    async def finish(self, microbatch, first, boundary, tokens, train) -> SpanResult:
         self._check(microbatch, first, boundary)
         count = (lambda: self._count(microbatch, first)) if train else (lambda: None)
         await self._device(self._seconds(first), count)
         of = b"something else" if self.answers_nonsense else microbatch
         gradient = gradient_of(of, first) if train and first else None
-        return Done(gradient, self._seconds(first), loss_of(tokens), TOKENS)
+        return SpanResult(gradient, self._seconds(first), loss_of(tokens), TOKENS)
 
-    async def backward(self, microbatch, first, gradient) -> Done:
+    async def backward(self, microbatch, first, gradient) -> SpanResult:
         assert microbatch in self.held, "backward without a forward"
         if bytes(gradient.data) != bytes(gradient_of(microbatch, self.span.last + 1).data):
             raise ProtocolError("bad-tensor", "the gradient is wrong")
         assert first == self.entered[microbatch]
         await self._device(self._seconds(first) * 2.0 / 3.0, lambda: self._count(microbatch, first))
         self.held.discard(microbatch)
-        return Done(gradient_of(microbatch, first) if first else None, self._seconds(first))
+        return SpanResult(gradient_of(microbatch, first) if first else None, self._seconds(first))
 
     def forget(self, microbatch, first) -> None:
         self.held.discard(microbatch)
@@ -180,7 +171,7 @@ class Node:
         self.ledger = WorkLedger(self.peer, seats, self.events.append)
         self.reached: Counter[str] = Counter()
         self.view_of = lambda: world.view
-        offences = OffenceLog(self.events.append)
+        self.offences = OffenceLog(self.events.append)
         self.router = Router(
             self.caller,
             lambda: self.view_of(),
@@ -188,7 +179,7 @@ class Node:
             stage_count=world.stage_count,
             shapes=SHAPES,
             report=self.events.append,
-            offences=offences,
+            offences=self.offences,
             round_trip_s=self._measured_round_trip_s,
         )
         self.fault = no_fault
@@ -222,8 +213,7 @@ class Node:
         return self.caller.calls_in
 
     async def _answer(self, call: MemoryCall) -> Reply:
-        answer = await self.hop.process(call.message, call.tensors, call.deadline, call.progress)
-        return Reply(answer.message, answer.tensors)
+        return await self.hop.process(call.message, call.tensors, call.deadline, call.progress)
 
     async def _fault(self, point: str) -> None:
         self.reached[point] += 1
@@ -303,21 +293,16 @@ class World:
         } | settings
         config = OriginConfig(me=node.peer, stage_count=self.stage_count, **values)
         session = hashlib.sha256(node.name.encode()).digest()[:8]
-        return Origin(config, node.hop, FakeBatches(), node.events.append, path_s=node.hop.path_s, session=session)
+        look = lambda: Surroundings(path_s=node.hop.path_s())  # noqa: E731
+        return Origin(config, node.hop, tokens_of, heldout, node.events.append, look, session=session)
 
     def counts(self, stage: int, microbatch: bytes) -> dict[PeerId, int]:
         counts = {peer: node.compute.counted[stage, microbatch] for peer, node in self.nodes.items()}
         return {peer: count for peer, count in counts.items() if count}
 
 
-class FakeBatches:
-    """Tokens that say which draw they are."""
-
-    def draw(self, counter: int) -> WireTensor:
-        return tokens_of(counter)
-
-    def heldout(self, count: int) -> Iterable[WireTensor]:
-        return [tokens_of(10_000 + i) for i in range(count)]
+def heldout(count: int) -> Iterable[WireTensor]:
+    return [tokens_of(10_000 + i) for i in range(count)]
 
 
 def started(events: Sequence[Event]) -> list[str]:
