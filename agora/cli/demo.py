@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -19,8 +19,7 @@ from types import FrameType
 from agora.cli import console, demo_plan
 from agora.cli.console import Failure, print_line
 from agora.cli.demo_plan import DemoPlan
-from agora.cli.demo_result import Measured, failure_of, result_of, summary_of
-from agora.cli.demo_totals import DemoTotals, PeerTotals
+from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of, summary_of
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
 from agora.cli.progress import ProgressDisplay
 
@@ -38,11 +37,11 @@ class Stopped(BaseException):
 
 def run(plan: DemoPlan, *, as_json: bool) -> int:
     """Runs a demo from start to end and returns the exit code. Raises Failure when it does not do what it should."""
-    demo_plan.refuse_impossible(plan)
     manifest = demo_plan.manifest_of(plan)
-    with _workspace(plan) as directory:
+    with _workspace(plan.directory) as directory:
         flags = ["--allow-files", *(["--link", plan.link] if plan.link else [])]
-        swarm = LocalSwarm(directory, manifest.to_toml(), threads=plan.threads, flags=flags)
+        threads = max(1, demo_plan.cores() // plan.peers)
+        swarm = LocalSwarm(directory, manifest.to_toml(), threads=threads, flags=flags)
         demo = Demo(plan, swarm, manifest.optimizer.target_tokens)
         with _stopped_by_signals(demo):
             try:
@@ -52,7 +51,7 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
                 return console.FAILED
             finally:
                 demo.stop()
-        result = result_of(plan, demo.totals, measured)
+    result = result_of(plan, demo.totals, measured)
     if as_json:
         console.print_json(result)
     for line in summary_of(result):
@@ -63,23 +62,20 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
 
 
 @contextlib.contextmanager
-def _workspace(plan: DemoPlan) -> Iterator[Path]:
-    """Yields the directory of --dir, which stays, or a temporary one, which is removed."""
-    if plan.directory is not None:
-        directory = plan.directory.expanduser().absolute()
-        if directory.exists() and any(directory.iterdir()):
-            raise Failure(f"{directory} is not empty; name a new directory, or remove it first", console.USAGE)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Failure(f"cannot make {directory} ({error.strerror}); choose another --dir") from None
-        yield directory
+def _workspace(chosen: Path | None) -> Iterator[Path]:
+    """Yields the directory of --dir, which stays, or without one a temporary directory, which is removed."""
+    if chosen is None:
+        with tempfile.TemporaryDirectory(prefix="agora-demo-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
         return
-    directory = Path(tempfile.mkdtemp(prefix="agora-demo-"))
+    directory = chosen.expanduser().absolute()
+    if directory.exists() and any(directory.iterdir()):
+        raise Failure(f"{directory} is not empty; name a new directory, or remove it first", console.USAGE)
     try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Failure(f"cannot make {directory} ({error.strerror}); choose another --dir") from None
+    yield directory
 
 
 @contextlib.contextmanager
@@ -121,14 +117,10 @@ class Demo:
         self.totals = DemoTotals(target_tokens)
         self.is_stopping = False
         self._now, self._sleep = now, sleep
-        self._daemons: list[LocalDaemon] = []
         self._not_started = plan.peers  # daemons that are still to be started, replacements included
-        self._killed: list[int] = []
         self._drained: set[int] = set()
         self._random = random.Random(plan.seed)
-        self._began, self._began_unix = now(), time.time()
-        self._achieved = (0, 0, 0)
-        self._achieved_at = self._began
+        self._achieved, self._achieved_at = (0, 0, 0), now()
         what = f"starting {plan.peers} peers of {plan.stages} stages in {swarm.directory}"
         self._display = ProgressDisplay(what, plan.steps)
 
@@ -136,32 +128,22 @@ class Demo:
         """Starts the daemons, trains to the last step and evaluates. Raises Failure or SwarmFailed."""
         from agora_protocol.invite import Invite
 
+        began, began_unix = self._now(), time.time()
         with self._display:
             self._start_one()
             self._train_to_the_last_step()
-            reached_at = self._now()
+            total_seconds = self._now() - began
             self._drain()
             trained = self.totals.trained()
             loss = self._evaluate()
             self._await_joining_peers()
-        reports = {str(index): daemon.try_ask("report") or {} for index, daemon in self._living()}
-        first_unix = self.totals.first_completed_unix
-        return Measured(
-            target_seconds=reached_at - self._began,
-            first_microbatch_seconds=first_unix - self._began_unix if first_unix is not None else None,
-            trained=trained,
-            heldout_loss=loss,
-            killed=len(self._killed),
-            reports=reports,
-            run_id=Invite.parse(self.swarm.invite).run,
-        )
+        return Measured(Invite.parse(self.swarm.invite).run, began_unix, total_seconds, trained, loss)
 
     def stop(self) -> None:
         """Ends every daemon and reads the rest of the journals."""
         self.is_stopping = True
-        codes = self.swarm.stop()
+        stubborn = [name for name, code in self.swarm.stop().items() if code is None]
         self._read_journals()
-        stubborn = [name for name, code in codes.items() if code is None]
         if stubborn:
             print_line(f"{', '.join(stubborn)} did not leave in time and were killed")
 
@@ -180,44 +162,39 @@ class Demo:
         """Reads all journals, starts a daemon that is due, shows the progress. Raises SwarmFailed when one has died."""
         self._read_journals()
         self.swarm.check_alive()
-        if self._not_started and len(self._starting()) < demo_plan.cores():
+        if self._not_started and len(self._living(serving=False)) < demo_plan.cores():
             self._take_a_serving_peers_invite()
             self._start_one()
         tokens, seconds = self.totals.trained()
         rate = tokens / seconds if seconds else 0.0
         loss = f"{self.totals.recent_loss:.3f}" if self.totals.recent_loss is not None else "-"
         step, steps = min(self.totals.step, self.plan.steps), self.plan.steps
-        self._display.show(
-            step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {len(self._serving())} peers"
-        )
+        peers = len(self._living(serving=True))
+        self._display.show(step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {peers} peers")
 
-    def _living(self) -> list[tuple[int, LocalDaemon]]:
-        """Returns the daemons that were not killed, with their indices."""
-        return [(index, daemon) for index, daemon in enumerate(self._daemons) if index not in self._killed]
-
-    def _serving(self) -> list[tuple[int, LocalDaemon]]:
-        """Returns the living daemons that serve their span, with their indices."""
-        return [(index, daemon) for index, daemon in self._living() if self.totals.peer(index).is_serving]
-
-    def _starting(self) -> list[tuple[int, LocalDaemon]]:
-        """Returns the living daemons that do not serve yet, with their indices."""
-        return [(index, daemon) for index, daemon in self._living() if not self.totals.peer(index).is_serving]
+    def _living(self, *, serving: bool) -> list[tuple[int, LocalDaemon]]:
+        """Returns the daemons that were not killed and serve their span, or do not serve yet, with their indices."""
+        return [
+            (index, daemon)
+            for index, daemon in enumerate(self.swarm.daemons.values())
+            if not daemon.end_is_intended and self.totals.peer(index).is_serving == serving
+        ]
 
     def _start_one(self) -> None:
         """Starts the next daemon."""
-        self._daemons.append(self.swarm.start(f"peer-{len(self._daemons)}"))
+        self.swarm.start(f"peer-{len(self.swarm.daemons)}")
         self._not_started -= 1
 
     def _take_a_serving_peers_invite(self) -> None:
         """Takes an invite from a peer that serves now: the one that gave the last invite may be dead."""
-        for _, daemon in self._serving():
+        for _, daemon in self._living(serving=True):
             if answer := daemon.try_ask("invite"):
                 self.swarm.invite = str(answer["invite"])
                 return
 
     def _read_journals(self) -> None:
         """Adds what all journals have gained to the totals."""
-        for index, daemon in enumerate(self._daemons):
+        for index, daemon in enumerate(self.swarm.daemons.values()):
             for fields in daemon.new_events():
                 self.totals.add(index, fields)
 
@@ -228,23 +205,23 @@ class Demo:
             self._achieved, self._achieved_at = achieved, self._now()
         elif self._now() - self._achieved_at > STALL_SECONDS:
             completed, step, joined = achieved
-            _, daemon = self._living()[0]
+            words = next(d.last_words() for d in self.swarm.daemons.values() if not d.end_is_intended)
             raise Failure(
                 f"training stopped: still {completed} microbatches, step {step} and {joined} peers after "
-                f"{STALL_SECONDS:.0f} s: {daemon.last_words()}"
+                f"{STALL_SECONDS:.0f} s: {words}"
             )
 
     def _kill_a_peer(self) -> bool:
         """Kills a random peer whose every stage another serving peer holds; returns whether there was one."""
-        serving = [self.totals.peer(index) for index, _ in self._serving()]
-        victims = [pair for pair in self._serving() if _is_spare(self.totals.peer(pair[0]), serving)]
-        if not victims:
+        stages_of = {index: self.totals.peer(index).stages for index, _ in self._living(serving=True)}
+        replicas = Counter(stage for stages in stages_of.values() for stage in stages)
+        spare = [index for index, stages in stages_of.items() if stages and all(replicas[k] > 1 for k in stages)]
+        if not spare:
             return False
-        index, victim = self._random.choice(victims)
+        index = self._random.choice(spare)
+        victim = list(self.swarm.daemons.values())[index]
         victim.kill_group()
-        self._killed.append(index)
         self.totals.peer(index).is_killed = True
-        self._read_journals()
         self._not_started += 1
         self._display.note(f"killed {victim.name} (SIGKILL), starting a fresh one")
         return True
@@ -252,7 +229,7 @@ class Demo:
     def _await_joining_peers(self) -> None:
         """Lets the daemons that are being started arrive, so that every peer of the plan was there; drains them."""
         deadline = self._now() + JOIN_SECONDS
-        while (self._not_started or self._starting()) and self._now() < deadline:
+        while (self._not_started or self._living(serving=False)) and self._now() < deadline:
             self._look()
             self._drain()
             self._sleep(POLL_SECONDS)
@@ -260,25 +237,16 @@ class Demo:
 
     def _drain(self) -> None:
         """Asks the serving peers to open no further microbatches, and waits until those in flight are back."""
-        for index, daemon in self._serving():
+        for index, daemon in self._living(serving=True):
             if index not in self._drained and daemon.try_ask("drain", DRAIN_SECONDS) is not None:
                 self._drained.add(index)
         self._read_journals()
 
     def _evaluate(self) -> float | None:
-        """Returns the held-out loss through the swarm, from the origin that has trained longest; None if none can."""
-        origins = [pair for pair in self._living() if 0 in self.totals.peer(pair[0]).steps]
-        for _, daemon in sorted(origins, key=lambda pair: -self.totals.peer(pair[0]).steps[0]):
-            answer = daemon.try_ask("evaluate", EVALUATE_SECONDS, batches=EVALUATE_BATCHES)
-            if answer is not None:
-                return float(answer["loss"])
+        """Returns the held-out loss through the swarm, from the oldest origin that can tell; None if none can."""
+        for index, daemon in self._living(serving=True):
+            if 0 in self.totals.peer(index).stages:
+                answer = daemon.try_ask("evaluate", EVALUATE_SECONDS, batches=EVALUATE_BATCHES)
+                if answer is not None:
+                    return float(answer["loss"])
         return None
-
-
-def _is_spare(peer: PeerTotals, serving: list[PeerTotals]) -> bool:
-    """Whether other serving peers hold every stage of this one."""
-    if peer.span is None:
-        return False
-    spans = [other.span for other in serving if other is not peer]
-    held = {stage for span in spans if span is not None for stage in range(span[0], span[1] + 1)}
-    return set(range(peer.span[0], peer.span[1] + 1)) <= held

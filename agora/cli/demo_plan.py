@@ -35,64 +35,47 @@ class DemoPlan:
     seed: int = 0
     directory: Path | None = None
 
-    @property
-    def threads(self) -> int:
-        """Compute threads of each daemon: cores / peers, at least 1."""
-        return max(1, cores() // self.peers)
-
 
 def cores() -> int:
     """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def refuse_impossible(plan: DemoPlan) -> None:
-    """Raises Failure (bad arguments) for a plan that cannot work."""
-    from agora.net.link import LinkError, LinkSpec
-
-    if plan.link is not None:
-        try:
-            LinkSpec.parse(plan.link)
-        except LinkError as error:
-            raise Failure(f"--link: {error}", USAGE) from None
-    if plan.peers < plan.stages:
-        raise Failure(
-            f"--peers {plan.peers} cannot hold {plan.stages} stages; give --peers {plan.stages} or more", USAGE
-        )
-
-
 def manifest_of(plan: DemoPlan) -> Manifest:
     """Returns the demo's manifest: the preset with the plan's stages, seed and data, its schedule as long as the demo.
 
-    Boundaries are those of the preset; a codec that the plan names carries all of the width instead of its subspace.
-    Raises Failure (bad arguments).
+    A codec that the plan names carries all of the width instead of the preset's subspace. Raises Failure (bad
+    arguments) for a plan that cannot work.
     """
     from agora_protocol.errors import ManifestError
     from agora_protocol.manifest import preset
 
+    from agora.net.link import LinkError, LinkSpec
+
+    if plan.peers < plan.stages:
+        raise Failure(
+            f"--peers {plan.peers} cannot hold {plan.stages} stages; give --peers {plan.stages} or more", USAGE
+        )
     try:
+        if plan.link is not None:
+            LinkSpec.parse(plan.link)
         base = preset(plan.preset)
-        optimizer = {
-            "warmup_steps": min(base.optimizer.warmup_steps, max(LEAST_WARMUP_STEPS, plan.steps // 4)),
-            "total_steps": max(plan.steps, 2 * LEAST_WARMUP_STEPS),
-        }
-        model = {"layers": max(base.model.layers, plan.stages)}
-        boundary = {}
-        if plan.codec:
-            model, boundary = model | base.model.full_boundary(), {"codec": plan.codec}
+        model: dict[str, object] = {"layers": max(base.model.layers, plan.stages)}
         return base.replaced(
             name="demo",
             seed=plan.seed,
-            model=model,
+            model=model | (base.model.full_boundary() if plan.codec else {}),
             stages={"count": plan.stages, "first_layers": ()},
-            boundary=boundary,
-            optimizer=optimizer,
-            data={"corpus": tuple(_absolute(source) for source in plan.data)},
+            boundary={"codec": plan.codec} if plan.codec else {},
+            optimizer={
+                "warmup_steps": min(base.optimizer.warmup_steps, max(LEAST_WARMUP_STEPS, plan.steps // 4)),
+                "total_steps": max(plan.steps, 2 * LEAST_WARMUP_STEPS),
+            },
+            data={
+                "corpus": tuple(s if s == "stdlib" else str(Path(s).expanduser().absolute()) for s in plan.data),
+            },
         )
+    except LinkError as error:
+        raise Failure(f"--link: {error}", USAGE) from None
     except ManifestError as error:
         raise Failure(str(error), USAGE) from None
-
-
-def _absolute(source: str) -> str:
-    """Returns a data source with its path absolute; "stdlib" stays."""
-    return source if source == "stdlib" else str(Path(source).expanduser().absolute())

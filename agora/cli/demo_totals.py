@@ -1,15 +1,17 @@
-"""The totals of a demo: what became of every microbatch, from the journals of all peers, killed ones included.
+"""The totals of a demo, from the journals of all peers, killed ones included; and the result that is made of them.
 
-Knows: the journal's events. Must not know: processes, files. Pure: events come in, numbers come out.
+Knows: the journal's events, the names of the result's fields. Must not know: processes, files. Pure.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from agora.cli.demo_plan import DemoPlan
 from agora.observe import events
 from agora.observe.journal import from_json
 
@@ -23,22 +25,15 @@ class PeerTotals:
     is_serving: bool = False
     unfinished: set[str] = field(default_factory=set)
     """Training microbatches that it originated and that have neither completed nor been dropped."""
-    steps: dict[int, int] = field(default_factory=dict)
     traffic: events.Traffic = field(default_factory=lambda: events.Traffic(0, 0, 0))
-    span: tuple[int, int] | None = None
+    stages: range = range(0)
+    """The stages that it holds; empty before it has chosen them."""
     start_steps: list[dict[str, Any]] = field(default_factory=list)
-
-
-class LossSum(NamedTuple):
-    """A sum of token losses, in nats, and the number of tokens."""
-
-    loss: float = 0.0
-    tokens: int = 0
 
 
 @dataclass
 class DemoTotals:
-    """The totals of all peers. A step of a stage is `target_tokens` tokens, whichever of its replicas saw them."""
+    """The totals of all peers. target_tokens: the tokens of one optimizer step."""
 
     target_tokens: int
     peers: dict[int, PeerTotals] = field(default_factory=dict)
@@ -51,15 +46,17 @@ class DemoTotals:
     last_completed_unix: float | None = None
     recent_loss: float | None = None
     losses: list[float] = field(default_factory=list)
-    """Mean loss per token of the microbatches of each step, in the order in which they were completed."""
+    """Mean loss per token of each `target_tokens` tokens, in the order in which they were completed."""
     refused_gradients: int = 0
     finished_rounds: set[tuple[int, int]] = field(default_factory=set)
     failed_parts: int = 0
+    stepped_tokens: dict[int, Counter[int]] = field(default_factory=dict)
+    """For each stage, the tokens of its replicas in each optimizer step, by the step's number."""
     _members: float = 0.0
     _expected_members: int = 0
-    _stepped_tokens: int = 0
     _times_counted: dict[str, Counter[int]] = field(default_factory=dict)
-    _loss_of_step: LossSum = field(default_factory=LossSum)
+    _loss_sum: float = 0.0  # of the completed microbatches that are in no entry of `losses` yet, as is the next
+    _loss_tokens: int = 0
 
     def peer(self, index: int) -> PeerTotals:
         """Returns the totals of one peer, which are empty at its first mention."""
@@ -72,9 +69,9 @@ class DemoTotals:
             case events.MicrobatchStarted(microbatch, "train"):
                 peer.unfinished.add(microbatch)
                 self.first_started_unix = min(self.first_started_unix or at_unix, at_unix)
-            case events.MicrobatchCompleted(microbatch, loss, tokens, _, "train"):
+            case events.MicrobatchCompleted(microbatch, loss_sum, tokens, _, "train"):
                 peer.unfinished.discard(microbatch)
-                self._add_completed(loss, tokens, at_unix)
+                self._add_completed(loss_sum, tokens, at_unix)
             case events.MicrobatchDropped(microbatch, _) if microbatch in peer.unfinished:
                 peer.unfinished.discard(microbatch)
                 self.dropped += 1
@@ -82,9 +79,8 @@ class DemoTotals:
                 self.rerouted += 1
             case events.MicrobatchCounted(microbatch, stages, _):
                 self._times_counted.setdefault(microbatch, Counter()).update(stages)
-            case events.StepTaken(stage, step, tokens):
-                peer.steps[stage] = step
-                self._stepped_tokens += tokens if stage == 0 else 0
+            case events.StepTaken(stage, step, tokens, gradient_norm=float()):  # without a norm, only its number passed
+                self.stepped_tokens.setdefault(stage, Counter())[step] += tokens
             case event:
                 self._add_rare(peer, event)
 
@@ -96,7 +92,7 @@ class DemoTotals:
             case events.StateChanged("leaving" | "left", _):
                 peer.is_serving = False
             case events.SpanChosen(first, last, _):
-                peer.span = (first, last)
+                peer.stages = range(first, last + 1)
             case events.Traffic():
                 peer.traffic = event
             case events.RoundDone():
@@ -109,26 +105,23 @@ class DemoTotals:
             case events.StartStep(name, seconds, _):
                 peer.start_steps.append({"name": name, "seconds": round(seconds, 3)})
 
-    def _add_completed(self, loss: float, tokens: int, at_unix: float) -> None:
+    def _add_completed(self, loss_sum: float, tokens: int, at_unix: float) -> None:
         """Adds a completed microbatch: its loss, summed over its tokens, and when it was back at its origin."""
         self.completed += 1
         self.tokens += tokens
         self.first_completed_unix = min(self.first_completed_unix or at_unix, at_unix)
         self.last_completed_unix = max(self.last_completed_unix or at_unix, at_unix)
-        self.recent_loss = loss / tokens if tokens else None
-        self._loss_of_step = LossSum(self._loss_of_step.loss + loss, self._loss_of_step.tokens + tokens)
-        if self._loss_of_step.tokens >= self.target_tokens:
-            self.losses.append(self._loss_of_step.loss / self._loss_of_step.tokens)
-            self._loss_of_step = LossSum()
+        self.recent_loss = loss_sum / tokens if tokens else None
+        self._loss_sum += loss_sum
+        self._loss_tokens += tokens
+        if self._loss_tokens >= self.target_tokens:
+            self.losses.append(self._loss_sum / self._loss_tokens)
+            self._loss_sum, self._loss_tokens = 0.0, 0
 
     @property
     def step(self) -> int:
-        """Optimizer steps of stage 0: tokens of its replicas / target_tokens, or the most that one of them has taken.
-
-        A replica that takes a killed one's place may count from 0 again, the stage does not.
-        """
-        most = max((peer.steps.get(0, 0) for peer in self.peers.values()), default=0)
-        return max(most, self._stepped_tokens // self.target_tokens)
+        """Optimizer steps that stage 0 has taken; one that several replicas took together counts once."""
+        return len(self.stepped_tokens.get(0, ()))
 
     def achieved(self, peers: int) -> tuple[int, int, int]:
         """Returns numbers of which one grows as long as training goes on: microbatches completed, step, peers joined.
@@ -143,22 +136,120 @@ class DemoTotals:
             return self.tokens, 0.0
         return self.tokens, self.last_completed_unix - self.first_started_unix
 
-    @property
-    def counted_twice(self) -> int:
-        """Microbatches whose gradient some stage added more than once."""
-        return sum(1 for stages in self._times_counted.values() if max(stages.values()) > 1)
+    def microbatches(self) -> dict[str, int]:
+        """Returns what became of the microbatches; meaningful when all origins have drained.
 
-    @property
-    def abandoned(self) -> int:
-        """Microbatches whose origin was killed before it had their answer."""
-        return sum(len(peer.unfinished) for peer in self.peers.values() if peer.is_killed)
-
-    @property
-    def lost(self) -> int:
-        """Microbatches that a living origin started and nobody finished; meaningful when all origins have drained."""
-        return self.dropped + sum(len(peer.unfinished) for peer in self.peers.values() if not peer.is_killed)
+        dropped: a living origin started them and nobody finished them. counted_twice: some stage added their gradient
+        more than once. abandoned_by_killed_origin: their origin was killed before it had their answer.
+        """
+        unfinished = Counter({True: 0, False: 0})
+        for peer in self.peers.values():
+            unfinished[peer.is_killed] += len(peer.unfinished)
+        return {
+            "completed": self.completed,
+            "rerouted": self.rerouted,
+            "dropped": self.dropped + unfinished[False],
+            "counted_twice": sum(max(stages.values()) > 1 for stages in self._times_counted.values()),
+            "abandoned_by_killed_origin": unfinished[True],
+        }
 
     @property
     def participation(self) -> float | None:
         """Members of all rounds / replicas that could have been members; None before the first round."""
         return self._members / self._expected_members if self._expected_members else None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the demo has measured itself, beside the totals of the journals."""
+
+    run_id: str
+    began_unix: float
+    total_seconds: float  # from the demo's start until stage 0 had taken its steps
+    trained: tuple[int, float]  # tokens, and seconds of training, until everything was drained
+    heldout_loss: float | None
+
+
+def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[str, Any]:
+    """Returns the object that `swarm demo --json` prints.
+
+    tokens_counted: tokens whose gradient went into a step of every stage; tokens: those that were computed.
+    """
+    tokens, seconds = measured.trained
+    losses, peers, first_unix = totals.losses, sorted(totals.peers.items()), totals.first_completed_unix
+    stepped = [totals.stepped_tokens.get(stage, Counter()) for stage in range(plan.stages)]
+    return {
+        "schema": 1,
+        "run_id": measured.run_id,
+        "peers": plan.peers,
+        "stages": plan.stages,
+        "steps": plan.steps,
+        "seconds": round(seconds, 3),
+        "tokens": tokens,
+        "tokens_counted": min(step_tokens.total() for step_tokens in stepped),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+        "loss": {
+            "first": _rounded(losses[0]) if losses else None,
+            "last": _rounded(losses[-1]) if losses else None,
+            "eval": _rounded(measured.heldout_loss),
+        },
+        "microbatches": totals.microbatches(),
+        "averaging": {
+            "rounds": len(totals.finished_rounds),
+            "participation": _rounded(totals.participation),
+            "failed_parts": totals.failed_parts,
+        },
+        "peers_killed": sum(peer.is_killed for _, peer in peers),
+        "peers_joined": sum(peer.has_joined for _, peer in peers),
+        "bytes": {
+            kind: sum(getattr(peer.traffic, f"{kind}_bytes") for _, peer in peers)
+            for kind in ("boundary", "averaging", "state")
+        },
+        "link": plan.link,
+        "optimizer_steps": [len(step_tokens) for step_tokens in stepped],
+        "steps_taken": min(len(step_tokens) for step_tokens in stepped),
+        "total_seconds": _rounded(measured.total_seconds),
+        "first_microbatch_seconds": _rounded(first_unix - measured.began_unix if first_unix else None),
+        "refused_gradients": totals.refused_gradients,
+        "start_steps": {str(index): peer.start_steps for index, peer in peers},
+        "spans": {str(index): [peer.stages[0], peer.stages[-1]] if peer.stages else None for index, peer in peers},
+        "losses": [_rounded(loss) for loss in losses],
+    }
+
+
+def failure_of(result: Mapping[str, Any]) -> str:
+    """Returns why the demo failed and what to do, or "" when it did not fail."""
+    loss, microbatches, steps = result["loss"], result["microbatches"], result["optimizer_steps"][0]
+    if steps < result["steps"]:
+        return f"stage 0 took {steps} of {result['steps']} steps"
+    if microbatches["dropped"]:
+        return f"{microbatches['dropped']} microbatches were dropped; keep the data with --dir and look at the journals"
+    if loss["eval"] is None:
+        return "the held-out loss could not be evaluated through the swarm; look at the log of a peer with --dir"
+    if loss["first"] is None or (result["steps"] > 1 and not min(loss["last"], loss["eval"]) < loss["first"]):
+        return f"the loss did not fall ({loss['first']} -> {loss['last']}); train for more --steps"
+    return ""
+
+
+def summary_of(result: Mapping[str, Any]) -> list[str]:
+    """Returns the result in a few lines for people."""
+    loss, microbatches = result["loss"], result["microbatches"]
+    return [
+        f"loss          {_shown(loss['first'])} -> {_shown(loss['last'])}, held-out {_shown(loss['eval'])}",
+        f"steps         {result['optimizer_steps'][0]} of stage 0 in {result['seconds']:.1f} s, "
+        f"{result['tokens_per_second']:,.0f} tokens/s",
+        f"microbatches  {microbatches['completed']} completed, {microbatches['rerouted']} rerouted, "
+        f"{microbatches['dropped']} dropped, {microbatches['counted_twice']} counted twice",
+        f"peers         {result['peers_joined']} joined, {result['peers_killed']} killed; first microbatch after "
+        f"{_shown(result['first_microbatch_seconds'], 1)} s",
+    ]
+
+
+def _shown(value: float | None, digits: int = 3) -> str:
+    """Returns a number as text, "-" for None."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _rounded(value: float | None) -> float | None:
+    """Returns a number with four digits behind the point; None for None and for what JSON cannot have."""
+    return None if value is None or not math.isfinite(value) else round(value, 4)

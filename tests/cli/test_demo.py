@@ -140,8 +140,11 @@ def test_a_replacement_that_joins_is_not_training(swarm: Make, clock: Clock) -> 
 
 def test_slow_is_not_stalled_and_an_evaluation_may_take_its_time(swarm: Make, clock: Clock) -> None:
     slow = [demo.STALL_SECONDS * 0.9 * number for number in (1, 2, 3, 4)]
-    steps = [(at + 1.0, events.StepTaken(0, number, 8, None, 0.1)) for number, at in enumerate(slow[1::2], 1)]
-    first = sorted([(10.0, SERVING), *completed(*slow), *steps], key=lambda entry: entry[0])
+    steps = [
+        (at + 1.0, events.StepTaken(0, number, 8, None, 0.1, gradient_norm=1.0))
+        for number, at in enumerate(slow[1::2], 1)
+    ]
+    first = sorted([(9.0, SPAN), (10.0, SERVING), *completed(*slow), *steps], key=lambda entry: entry[0])
     late = slow[-1] + 3 * demo.STALL_SECONDS
     result = swarm(DemoPlan(peers=2, stages=1, steps=2), [first, [(late, SERVING)]]).train()
     assert (result.heldout_loss, result.run_id) == (2.0, "ab" * 32) and clock.now > slow[-1] + 2 * demo.STALL_SECONDS

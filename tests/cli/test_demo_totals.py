@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from agora.cli.console import Failure
-from agora.cli.demo_plan import DemoPlan, manifest_of, refuse_impossible
-from agora.cli.demo_result import Measured, failure_of, result_of
-from agora.cli.demo_totals import DemoTotals
+from agora.cli.demo_plan import DemoPlan, manifest_of
+from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of
 from agora.observe import events, journal
+
+MEASURED = Measured("ab" * 32, 0.5, 9.0, (24, 4.0), 3.05)
 
 
 def journal_line(event: events.Event, at_unix: float = 1.0) -> dict[str, Any]:
@@ -33,15 +34,21 @@ def test_the_loss_of_a_step_is_the_mean_over_the_microbatches_that_fill_it_whoev
     assert totals.losses == [4.0, 1.5] and (totals.tokens, totals.completed) == (32, 4)
 
 
-def test_replicas_share_a_step_and_a_replacement_goes_on_where_the_stage_was() -> None:
+def step_taken(stage: int, step: int, tokens: int) -> events.StepTaken:
+    return events.StepTaken(stage, step, tokens, None, 0.1, gradient_norm=1.0)
+
+
+def test_steps_are_those_that_an_optimizer_took_and_one_of_several_replicas_counts_once() -> None:
     totals = DemoTotals(16)
     for peer in (0, 1, 0):
-        add(totals, peer, events.MicrobatchCounted("a", (0,), 8), events.StepTaken(0, 1, 8, None, 0.1))
-    assert totals.step == 1, "three half steps, as long as no replica has taken more by itself"
-    add(totals, 5, events.StepTaken(0, 1, 8, None, 0.1), events.StepTaken(1, 9, 8, None, 0.1))
-    assert totals.step == 2, "a replacement that counts from 0 again"
-    add(totals, 0, events.StepTaken(0, 7, 0, None, 0.1))
-    assert totals.step == 7, "steps that other replicas' tokens made"
+        add(totals, peer, events.MicrobatchCounted("a", (0,), 8), step_taken(0, 1, 8))
+    assert totals.step == 1, "tokens of a step and a half, but one step"
+    add(totals, 1, events.StepTaken(0, 2, 8, None, 0.1), events.StepTaken(0, 3, 0, None, 0.1))
+    assert totals.step == 1, "this replica passed two numbers along no gradient"
+    add(totals, 0, step_taken(0, 2, 0), step_taken(0, 3, 8), *(step_taken(1, number, 7) for number in (1, 2)))
+    assert totals.step == 3
+    value = result_of(DemoPlan(stages=2), totals, MEASURED)
+    assert (value["optimizer_steps"], value["steps_taken"], value["tokens_counted"]) == ([3, 2], 2, 14)
 
 
 def test_what_a_killed_origin_had_started_is_told_apart_from_what_was_dropped() -> None:
@@ -49,9 +56,14 @@ def test_what_a_killed_origin_had_started_is_told_apart_from_what_was_dropped() 
     add(totals, 0, *(events.MicrobatchStarted(name) for name in "abc"), events.MicrobatchDropped("a", "no peer"))
     add(totals, 1, *(events.MicrobatchStarted(name) for name in "de"))
     totals.peer(1).is_killed = True
-    assert (totals.dropped, totals.lost, totals.abandoned) == (1, 3, 2)
+    assert totals.dropped == 1 and lost_and_abandoned(totals) == (3, 2)
     add(totals, 0, events.MicrobatchCompleted("b", 1.0, 8, 0.1), events.MicrobatchCompleted("c", 1.0, 8, 0.1))
-    assert (totals.lost, totals.abandoned) == (1, 2)
+    assert lost_and_abandoned(totals) == (1, 2)
+
+
+def lost_and_abandoned(totals: DemoTotals) -> tuple[int, int]:
+    found = totals.microbatches()
+    return found["dropped"], found["abandoned_by_killed_origin"]
 
 
 def test_counted_twice_is_seen_across_peers_and_only_per_stage() -> None:
@@ -59,13 +71,13 @@ def test_counted_twice_is_seen_across_peers_and_only_per_stage() -> None:
     add(totals, 0, events.MicrobatchCounted("a", (0, 1), 8), events.MicrobatchCounted("b", (0,), 8))
     add(totals, 1, events.MicrobatchCounted("b", (1,), 8), events.MicrobatchCounted("c", (1,), 8))
     add(totals, 2, events.MicrobatchCounted("c", (1,), 8), events.MicrobatchCounted("c", (1,), 8))
-    assert totals.counted_twice == 1
+    assert totals.microbatches()["counted_twice"] == 1
 
 
 def test_evaluations_are_not_training() -> None:
     totals = DemoTotals(8)
     add(totals, 0, events.MicrobatchStarted("a", "evaluate"), events.MicrobatchCompleted("a", 1.0, 8, 0.1, "evaluate"))
-    assert (totals.completed, totals.tokens, totals.lost) == (0, 0, 0)
+    assert (totals.completed, totals.tokens, lost_and_abandoned(totals)) == (0, 0, (0, 0))
 
 
 def good_totals() -> DemoTotals:
@@ -73,8 +85,8 @@ def good_totals() -> DemoTotals:
     for number, loss in enumerate((5.6, 4.0, 3.0)):
         name = f"m{number}"
         add(totals, 0, events.MicrobatchStarted(name), events.MicrobatchCompleted(name, loss * 8, 8, 0.1))
-        add(totals, 0, events.MicrobatchCounted(name, (0,), 8), events.StepTaken(0, number + 1, 8, None, 0.1))
-        add(totals, 1, events.MicrobatchCounted(name, (1,), 8))
+        add(totals, 0, events.MicrobatchCounted(name, (0,), 8), step_taken(0, number + 1, 8))
+        add(totals, 1, events.MicrobatchCounted(name, (1,), 8), step_taken(1, number + 1, 8))
     for peer in (0, 1):
         add(totals, peer, events.StateChanged("serving", ""), events.Traffic(100, 200, 200))
     return totals
@@ -82,17 +94,15 @@ def good_totals() -> DemoTotals:
 
 def test_the_object_has_the_contracts_fields() -> None:
     plan = DemoPlan(peers=2, stages=2, steps=3)
-    value = result_of(
-        plan,
-        good_totals(),
-        Measured(9.0, 4.0, good_totals().trained(), 3.05, 0, {"0": {"staleness": {"0": 3}}}, "ab" * 32),
-    )
+    value = result_of(plan, good_totals(), MEASURED)
     assert {"schema", "run_id", "peers", "stages", "steps", "seconds", "tokens", "tokens_per_second"} <= set(value)
     assert value["loss"] == {"first": 5.6, "last": 3.0, "eval": 3.05}
     assert set(value["microbatches"]) >= {"completed", "rerouted", "dropped", "counted_twice"}
     assert set(value["averaging"]) == {"rounds", "participation", "failed_parts"}
     assert value["bytes"] == {"boundary": 200, "averaging": 0, "state": 0}
     assert (value["peers_joined"], value["peers_killed"], value["tokens"]) == (2, 0, 24)
+    assert (value["optimizer_steps"], value["steps_taken"], value["tokens_counted"]) == ([3, 3], 3, 24)
+    assert (value["first_microbatch_seconds"], value["total_seconds"]) == (1.5, 9.0)
     assert failure_of(value) == ""
     json.dumps(value, allow_nan=False)
 
@@ -100,7 +110,7 @@ def test_the_object_has_the_contracts_fields() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"steps_taken": 2}, "took 2 of 3 steps"),
+        ({"optimizer_steps": [2, 3]}, "took 2 of 3 steps"),
         ({"microbatches": {"dropped": 1}}, "1 microbatches were dropped"),
         ({"loss": {"first": 3.0, "last": 3.1, "eval": 3.2}}, "the loss did not fall"),
         ({"loss": {"first": 3.0, "last": 2.0, "eval": None}}, "could not be evaluated"),
@@ -108,9 +118,7 @@ def test_the_object_has_the_contracts_fields() -> None:
     ],
 )
 def test_each_way_to_fail_has_its_sentence(change: dict[str, Any], reason: str) -> None:
-    value = result_of(
-        DemoPlan(peers=2, stages=2, steps=3), good_totals(), Measured(9.0, 4.0, good_totals().trained(), 3.05, 0, {})
-    )
+    value = result_of(DemoPlan(peers=2, stages=2, steps=3), good_totals(), MEASURED)
     assert reason in failure_of(value | change)
 
 
@@ -120,12 +128,12 @@ def test_flags_that_cannot_work_are_bad_arguments() -> None:
         (DemoPlan(link="200,50"), "write RATE,RTT"),
     ):
         with pytest.raises(Failure, match=text) as caught:
-            refuse_impossible(plan)
+            manifest_of(plan)
         assert caught.value.code == 2
 
 
 def test_the_manifest_follows_from_the_flags() -> None:
-    manifest = manifest_of(DemoPlan(stages=6, steps=10, seed=3, codec="float32", data=("stdlib", "poems.txt")))
+    manifest = manifest_of(DemoPlan(peers=6, stages=6, steps=10, seed=3, codec="float32", data=("stdlib", "poems.txt")))
     assert (manifest.stages.count, manifest.model.layers, manifest.seed, manifest.boundary.codec) == (
         6,
         6,

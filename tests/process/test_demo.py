@@ -38,7 +38,8 @@ def test_a_small_demo_trains_and_prints_the_contracts_object(tmp_path: Path) -> 
     assert len(done.stdout.splitlines()) == 1
     value = json.loads(done.stdout)
     assert (value["schema"], value["peers"], value["stages"], value["steps"]) == (1, 2, 2, 3)
-    assert len(value["run_id"]) == 64 and value["steps_taken"] >= 3
+    assert len(value["run_id"]) == 64 and value["steps_taken"] == min(value["optimizer_steps"])
+    assert value["optimizer_steps"][0] >= 3 and 3 * 16384 <= value["tokens_counted"] <= value["tokens"]
     assert value["tokens"] >= 3 * 16384
     assert value["tokens_per_second"] == pytest.approx(value["tokens"] / value["seconds"], rel=0.01)
     loss = value["loss"]
