@@ -1,59 +1,38 @@
 """Keeps this peer's stages together with their replicas elsewhere: carries out what `next_action` decides.
 
 Knows: step gossip, rounds, stages (through ReplicatedStages). Must not know: networks, optimizers, files, the view.
-
-Two kinds of rounds:
-
-- After every `averaging.every`-th step, one on a slice of the weights, in the background. What it changes is added to
-  the weights as they are when it ends. A stage has one such round at a time.
-- For every exact step, one on the gradients: all replicas step along their mean. All steps of a synchronous run are
-  exact, and the first `averaging.exact_steps` of others.
-
-A stage that is too far behind fetches another replica's state. So does a replica of a synchronous run that did not get
-all of a mean gradient, instead of the step: whoever has taken a step equals the others, and can give its state.
+docs/averaging.md tells what the rounds are for, and what follows when one fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import Averaged, Contribute, GossipedSteps, GossipSteps, Recall, Recalled
+from agora_protocol.messages import Averaged, Contribute
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
-from agora.averaging import agreement
+from agora.averaging import agreement, next_action
 from agora.averaging.contracts import ReplicaListing, ReplicatedStages, StateFetcher
 from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
 from agora.averaging.kinds import Part, RoundConfig
-from agora.averaging.next_action import (
-    ActionConfig,
-    BeginSliceRound,
-    Follow,
-    OtherReplicas,
-    OwnStage,
-    Recover,
-    StepTogether,
-    TakeStep,
-    Wait,
-    counting_replicas,
-    next_action,
-)
+from agora.averaging.next_action import ActionConfig, OtherReplicas, OwnStage
 from agora.averaging.owner import Owner
 from agora.averaging.partition import Slices, cut_into_parts
 from agora.averaging.plausibility import Newcomer
 from agora.averaging.rounds import RoundResult, Rounds
 from agora.calls import Caller
 from agora.clock import loop_time
-from agora.observe import events, faults
+from agora.observe import events
 from agora.observe.events import Report
-from agora.stepping import EVERY_STEP, StepPolicy
+from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence, ReportOffence
 
 MOST_ROUNDS_APART: Final = 2
@@ -101,12 +80,9 @@ class ReplicaGroup:
         report: Report,
         report_offence: ReportOffence,
     ) -> None:
-        """report_offence: is called for a replica that contributes what none may. A stage that `state` has fetched from
-        other replicas is a newcomer among them.
-        """
-        self._manifest = manifest = signed.manifest
-        self._averaging = averaging = manifest.averaging
-        self._synchronous = manifest.schedule.kind == "synchronous"
+        """report_offence: is called for a replica that contributes what none may."""
+        self._averaging = averaging = signed.manifest.averaging
+        self._config = config = ActionConfig.of(signed.manifest)
         self._me = me
         self._held = stages
         self._state = state
@@ -115,36 +91,30 @@ class ReplicaGroup:
         self._report = report
         self._report_offence = report_offence
         self._leaving = False
-        self._config = ActionConfig.of(manifest)
-        exact_steps = EVERY_STEP if self._synchronous else averaging.exact_steps
-        self._policy = StepPolicy(self._config.target_tokens, exact_steps)
-        self._round_config = RoundConfig.of(signed, me)
-        self._owner = Owner(self._round_config, caller, self, faults.reach)
-        self._rounds = Rounds(self._round_config, caller, self._owner, report, faults.reach)
-        interval_s = SYNCHRONOUS_INTERVAL_S if self._synchronous else INTERVAL_S
-        self._gossip = StepGossip(
+        self.owner = Owner(RoundConfig.of(signed, me), caller, self)
+        self._rounds = Rounds(self.owner, report)
+        interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
+        self.gossip = StepGossip(
             me, stages.span, caller, listing.listed, self._counts, self._look, interval_s=interval_s
         )
-        self._stages = {stage: self._new_stage(stage) for stage in stages.span.stages}
+        self._stages: dict[int, _StageTasks] = {}
         for stage in stages.span.stages:
-            stages.publish_policy(stage, self._policy)
-
-    def _new_stage(self, stage: int) -> _StageTasks:
-        """Returns a stage's first record. One with a fetched state is a newcomer, except in a synchronous run."""
-        slices = Slices(self._held.layout(stage).numel, self._averaging.fraction, self._manifest.seed)
-        return _StageTasks(slices, Newcomer(counts=self._synchronous or stage not in self._state.fetched))
+            slices = Slices(stages.layout(stage).numel, averaging.fraction, signed.manifest.seed)
+            newcomer = Newcomer(counts=config.synchronous or stage not in state.fetched)
+            self._stages[stage] = _StageTasks(slices, newcomer)
+            stages.publish_policy(stage, StepPolicy(config.target_tokens, config.exact_steps))
 
     async def run(self) -> None:
         """Gossips, steps and averages until cancelled; then cancels everything that is running."""
         watching = asyncio.get_running_loop().create_task(self._watch_other_stages())
         try:
-            await self._gossip.run()
+            await self.gossip.run()
         finally:
             tasks = [watching, *(t for s in self._stages.values() for t in (s.slice_task, s.work) if t is not None)]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._owner.close()
+            await self.owner.close()
 
     def leave(self) -> None:
         """Takes and follows no step from now on: the state that a leaving peer writes is its last one."""
@@ -152,34 +122,22 @@ class ReplicaGroup:
 
     # --- what other replicas and other rooms ask
 
-    def gossip(self, peer: PeerId, message: GossipSteps) -> GossipedSteps:
-        """Answers a replica that reports its progress. Raises NotMyStage."""
-        return self._gossip.answer(peer, message)
-
     async def contribute(
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
         """Averages a part that this peer owns with what a replica has sent. Raises Refused, Busy, ProtocolError."""
         try:
-            return await self._owner.contribute(peer, message, tensors, deadline)
+            return await self.owner.contribute(peer, message, tensors, deadline)
         except ProtocolError as error:
             # Counted once for a round, however many parts are wrong: a peer that has restarted sends all of them again.
             occasion = f"stage {message.stage}, {message.what}, round {message.round}"
             self._report_offence(peer, Offence.BAD_AVERAGE, f"{error.code}: {error}", occasion)
             raise
 
-    def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
-        """Answers a second owner that asks for an average which the first owner may have given to this peer."""
-        return self._owner.recall(message)
-
-    def step_of(self, stage: int) -> int:
-        """Returns the optimizer steps that a stage held here has taken."""
-        return self._held.step_of(stage)
-
     def missing_tokens(self, stage: int) -> int:
         """Returns the tokens that the stage's replicas together still lack for the step this peer is at."""
         step, tokens = self._counts()[stage]
-        _, live = self._counting(step, OtherReplicas(self._gossip.known(stage), self._gossip.others(stage)))
+        _, live = self._counting(step, OtherReplicas(self.gossip.known(stage), self.gossip.others(stage)))
         return max(0, self._config.target_tokens - tokens - agreement.count_tokens(live, step))
 
     def reason(self, stage: int) -> str:
@@ -193,8 +151,8 @@ class ReplicaGroup:
 
         Of rounds of weights: the listed replicas that are reachable. Of gradients: all that belong to an exact step.
         """
-        listed, known, now = self._listing.listed(stage), self._gossip.known(stage), loop_time()
-        others = self._gossip.others(stage)
+        listed, known, now = self._listing.listed(stage), self.gossip.known(stage), loop_time()
+        others = self.gossip.others(stage)
         if what == "gradient":
             others = agreement.exact_members(known, others, now)
         else:
@@ -203,7 +161,7 @@ class ReplicaGroup:
 
     def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
         """Returns those of `peers` whose last call failed, or that are silent."""
-        return agreement.unreachable_replicas(self._gossip.known(stage), peers, loop_time())
+        return agreement.unreachable_replicas(self.gossip.known(stage), peers, loop_time())
 
     def numel_of(self, part: Part) -> int:
         """Returns a part's number of elements. Raises Refused for a round too far from here, else ProtocolError."""
@@ -225,49 +183,43 @@ class ReplicaGroup:
     def stepped(self, stage: int, step: int, tokens: int) -> None:
         """Reports a step to the others, and begins a slice round if one is due. tokens: this replica's in the step."""
         state = self._stages[stage]
-        state.tokens = min(state.tokens + tokens, int(self._round_config.max_weight))
+        state.tokens = min(state.tokens + tokens, int(self.owner.config.max_weight))
         number, rest = divmod(step, self._averaging.every)
         if rest == 0 and number > state.last_slice_round and not _is_running(state.slice_task):
             state.slice_due = number
-        self._gossip.tick()
+        self.gossip.tick()
         state.slice_due = None
 
     def _look(self, stage: int) -> None:
         """Publishes what is known to the device thread, and begins what `next_action` decides."""
         now, state = loop_time(), self._stages[stage]
         step, tokens = self._counts()[stage]
-        others = OtherReplicas(self._gossip.known(stage), self._gossip.others(stage), self._leading)
-        self._publish_policy(stage, step, others)
-        busy = _is_running(state.work)
+        others = OtherReplicas(self.gossip.known(stage), self.gossip.others(stage), self._leading)
+        replicas, live = self._counting(step, others)
+        target = self._config.target_tokens
+        to_go, alone = agreement.tokens_to_go(live, step, target), not replicas
+        self._held.publish_policy(stage, StepPolicy(target, self._config.exact_steps, step, to_go, alone))
         behind_since = state.behind[1] if state.behind and state.behind[0] == step < self._leading else None
-        own = OwnStage(step, tokens, self._leaving, busy, state.slice_due, behind_since)
-        action, state.reason = next_action(now, own, others, self._config)
+        own = OwnStage(step, tokens, self._leaving, _is_running(state.work), state.slice_due, behind_since)
+        action, state.reason = next_action.next_action(now, own, others, self._config)
         match action:
-            case Wait():
-                return
-            case BeginSliceRound(number):
+            case next_action.BeginSliceRound(number):
                 state.slice_due = None
                 state.slice_task = self._start(self._slice_rounds(stage, number))
                 self._look(stage)
-            case Follow(reached):
+            case next_action.Follow(reached):
                 state.work = self._start(self._held.catch_up(stage, reached))
-            case TakeStep():  # the device looks for due steps after each of its jobs
+            case next_action.TakeStep():  # the device looks for due steps after each of its jobs
                 state.work = self._start(self._held.catch_up(stage, step))
-            case StepTogether(number):
+            case next_action.StepTogether(number):
                 state.work = self._start(self._step_together(stage, number))
-            case Recover(at_least, reached):
+            case next_action.Recover(at_least, reached):
                 self._report(events.StateLost(stage, step, reached))
                 state.work = self._start(self._recover(stage, at_least, reached))
 
-    def _publish_policy(self, stage: int, step: int, others: OtherReplicas) -> None:
-        """Tells the device thread how many tokens step number `step` takes here, or that it waits for the mean."""
-        replicas, live = self._counting(step, others)
-        to_go, alone = agreement.tokens_to_go(live, step, self._config.target_tokens), not replicas
-        self._held.publish_policy(stage, replace(self._policy, step=step, tokens_to_go=to_go, alone=alone))
-
     def _counting(self, step: int, others: OtherReplicas) -> tuple[set[PeerId], agreement.KnownReplicas]:
         """Returns the replicas that count for step number `step`, and what is known of those of them that are live."""
-        replicas = counting_replicas(loop_time(), step, others, self._config)
+        replicas = next_action.counting_replicas(loop_time(), step, others, self._config)
         return replicas, agreement.live_replicas(others.known, replicas, loop_time())
 
     async def _watch_other_stages(self) -> None:
@@ -276,7 +228,7 @@ class ReplicaGroup:
         Stages that begin from checkpoints of different steps would wait for one another for ever: each origin opens the
         microbatches of its own step, and the stages of other steps refuse them.
         """
-        while self._synchronous:
+        while self._config.synchronous:
             await asyncio.sleep(LOOK_S)
             self._leading = agreement.leading_step(self._listing.steps_of_run())
             for stage, state in self._stages.items():
@@ -309,7 +261,7 @@ class ReplicaGroup:
         while True:
             await self._slice_round(stage, number)
             due = self._held.step_of(stage) // self._averaging.every
-            newest = max(due, self._owner.newest(stage, "weights"))
+            newest = max(due, self.owner.newest(stage, "weights"))
             if newest <= number:
                 return
             number = newest
@@ -336,17 +288,16 @@ class ReplicaGroup:
             return
         weight = float(share.tokens if self._stages[stage].newcomer.counts else 0)
         result = await self._run_round(stage, "gradient", step, share.values, weight)
-        if result.failed_parts and self._synchronous and await self._fetch_step(stage, step + 1):
+        if result.failed_parts and self._config.synchronous and await self._fetch_step(stage, step + 1):
             return
         tokens = max(share.tokens, round(result.weight))
         try:
             await self._held.step_with_gradient(stage, step, result.answer, tokens)
         except ProtocolError:
-            if self._synchronous:
+            if self._config.synchronous:
                 raise
-            await self._held.step_with_gradient(
-                stage, step, share.values, tokens=0
-            )  # the step counts, but changes nothing
+            # The step counts, but changes nothing.
+            await self._held.step_with_gradient(stage, step, share.values, tokens=0)
 
     async def _run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
         """Takes part in one round with its members of now."""
@@ -356,11 +307,8 @@ class ReplicaGroup:
     async def _fetch_step(self, stage: int, at_least: int) -> bool:
         """Fetches the state of a replica that has taken `at_least` steps; returns whether that succeeded.
 
-        | the other replicas | result |
-        |---|---|
-        | one of them has got the whole mean gradient, and so has taken the step | True |
-        | none has after FETCH_TRIES, and this peer has the least id | False: it takes the step, the others fetch it |
-        | all are silent, or have left | False |
+        False when all others are silent or have left, or when none has taken the step after FETCH_TRIES and this peer
+        has the least id: then it takes the step, and the others fetch it.
         """
         tries = 0
         while others := sorted(self.members(stage, "gradient").keys() - {self._me}):
@@ -378,11 +326,11 @@ class ReplicaGroup:
     async def _recover(self, stage: int, at_least: int, reached: int) -> None:
         """Fetches the others' state; in an asynchronous run in which nobody gives it, goes on at their step number."""
         try:
-            await self._state.fetch(stage, sorted(self._gossip.others(stage)), at_least)
-            self._stages[stage].newcomer = Newcomer(counts=self._synchronous)
+            await self._state.fetch(stage, sorted(self.gossip.others(stage)), at_least)
+            self._stages[stage].newcomer = Newcomer(counts=self._config.synchronous)
         except Unavailable as error:
             self._report(events.TaskFailed("fetch state", str(error)))
-            if self._synchronous:
+            if self._config.synchronous:
                 await asyncio.sleep(FETCH_AGAIN_S)
             else:
                 await self._held.catch_up(stage, reached)

@@ -29,7 +29,7 @@ from torch import Tensor, zeros_like
 
 from agora.averaging.aggregate import Aggregate, Rule, aggregate, magnitude, root_mean_square
 from agora.averaging.plausibility import Drift, GradientSize
-from agora.averaging.wire import Dither, PartCodec, WireName
+from agora.averaging.wire import PartCodec, WireName
 
 MOST_ROUNDS_OF_WEIGHT: Final = 64
 """A contribution that weighs more tokens than so many rounds have is refused."""
@@ -75,28 +75,23 @@ class RoundConfig:
 
     @classmethod
     def of(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
-        """Returns what the run's manifest says; in a synchronous run everything travels as it is."""
+        """Returns what the run's manifest says; in a synchronous run everything travels as float32."""
         averaging, exact = signed.manifest.averaging, signed.manifest.schedule.kind == "synchronous"
         max_weight = MOST_ROUNDS_OF_WEIGHT * signed.manifest.optimizer.target_tokens * averaging.every
         wire: WireName = "float32" if exact else averaging.wire
         return cls(me, signed.run_id, averaging.aggregation, wire, averaging.round_s, max_weight, exact)
 
-    @property
-    def codec(self) -> PartCodec:
-        """The codec of parts on the wire."""
-        return PartCodec(self.wire)
-
-    def dither(self, part: Part) -> Dither:
-        """Returns what all members add to this part's elements before rounding."""
-        return Dither(f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}")
+    def dither(self, part: Part) -> str:
+        """Returns the label of the dither that all members use for this part."""
+        return f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}"
 
     def encode(self, part: Part, values: Tensor) -> list[WireTensor]:
-        """Returns a member's values as it contributes them."""
-        return self.codec.encode(values, self.dither(part))
+        """Encodes a member's values as it contributes them, with dither."""
+        return PartCodec(self.wire).encode(values, self.dither(part))
 
     def decode(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
-        """Returns contributed values, float32 [numel], as every receiver has them. Raises ProtocolError."""
-        return self.codec.decode(list(tensors), numel, self.dither(part))
+        """Decodes contributed values, float32 [numel], to the same bits at every receiver. Raises ProtocolError."""
+        return PartCodec(self.wire).decode(list(tensors), numel, self.dither(part))
 
 
 class Implausible(PeerFailed):
@@ -119,7 +114,7 @@ class WeightRound:
 
     def encode_answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
         """Encodes the difference between the average and a member's values as they were decoded; without dither."""
-        return self._config.codec.encode(average - values)
+        return PartCodec(self._config.wire).encode(average - values)
 
     def own_answer(self, part: Part, average: Tensor, values: Tensor) -> Tensor:
         """Returns the owner's answer to itself: the difference, which need not travel and is not rounded."""
@@ -127,33 +122,31 @@ class WeightRound:
 
     def decode_answer(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
         """Returns the difference between the average and the values that were sent, float32 [numel]."""
-        return self._config.codec.decode(list(tensors), numel)
+        return PartCodec(self._config.wire).decode(list(tensors), numel)
 
     def answer_of_failed(self, values: Tensor) -> Tensor:
         """Returns zeros for a part that was not averaged: the weights stay as they are."""
         return zeros_like(values)
 
-    def recalled(self, part: Part, sent: Sequence[WireTensor], answer: Tensor) -> Tensor:
+    def recalled(self, part: Part, sent: Sequence[WireTensor], answer: Tensor, message: Averaged) -> Average:
         """Returns a part's average again, from what this member has sent and the answer to it."""
-        return self._config.decode(part, sent, len(answer)) + answer
+        return Average(self._config.decode(part, sent, len(answer)) + answer, message)
 
-    def distance(self, answer: Tensor, values: Tensor) -> float:
-        """Returns the root mean square of (values - average), over all elements."""
-        return magnitude(answer)
+    def judge(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
+        """Returns the root mean square of (values - average). Raises Implausible for an average too far away.
 
-    def check(self, part: Part, values: Tensor, answer: Tensor, distance: float, members: int) -> None:
-        """Raises Implausible for an average too far away; it still moves the usual distance, if several made it."""
-        size, drift = magnitude(values), self._drifts[part.stage]
+        Either way it moves the usual distance, unless a single member made the average: that says nothing.
+        """
+        distance, size, drift = magnitude(answer), magnitude(values), self._drifts[part.stage]
+        recorded = self._recorded[part.stage]
         if why := drift.why_implausible(distance, size):
-            if members > 1 and (counted := drift.after_rejection(size)) is not None:
-                self._recorded[part.stage].setdefault(part.part, counted)
+            if message.members > 1 and (counted := drift.after_rejection(size)) is not None:
+                recorded.setdefault(part.part, counted)
             raise Implausible(why)
-
-    def accept(self, part: Part, distance: float, median: float, members: int) -> None:
-        """Records the distance of a part whose average is used; that of a single member says nothing."""
-        self._recorded[part.stage].pop(part.part, None)
-        if members > 1:
-            self._recorded[part.stage][part.part] = Drift.after_acceptance(distance, median)
+        recorded.pop(part.part, None)
+        if message.members > 1:
+            recorded[part.part] = Drift.after_acceptance(distance, message.distance)
+        return distance
 
     def end_round(self, stage: int) -> None:
         """Takes the median of the parts' recorded distances into the stage's usual distance."""
@@ -190,25 +183,18 @@ class GradientRound:
         """Returns the member's own gradient for a part that was not averaged."""
         return values
 
-    def recalled(self, part: Part, sent: Sequence[WireTensor], answer: Tensor) -> Tensor:
+    def recalled(self, part: Part, sent: Sequence[WireTensor], answer: Tensor, message: Averaged) -> Average:
         """Returns a part's average again, which is the answer."""
-        return answer
+        return Average(answer, message)
 
-    def distance(self, answer: Tensor, values: Tensor) -> float:
-        """Returns the root mean square of (values - average), on an even sample of the elements."""
+    def judge(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
+        """Returns the root mean square of (values - average), sampled. Raises Implausible for a far too large mean."""
+        if not self._config.exact:
+            own, mean, usual = magnitude(values), magnitude(answer), self._sizes[part.stage, part.part]
+            if why := usual.why_implausible(mean, own):
+                raise Implausible(why)
+            self._sizes[part.stage, part.part] = usual.updated(mean, own)
         return root_mean_square(answer, values)
-
-    def check(self, part: Part, values: Tensor, answer: Tensor, distance: float, members: int) -> None:
-        """Raises Implausible for a mean gradient much larger than usual; else takes its size into the usual one."""
-        if self._config.exact:
-            return
-        own, mean, usual = magnitude(values), magnitude(answer), self._sizes[part.stage, part.part]
-        if why := usual.why_implausible(mean, own):
-            raise Implausible(why)
-        self._sizes[part.stage, part.part] = usual.updated(mean, own)
-
-    def accept(self, part: Part, distance: float, median: float, members: int) -> None:
-        """Does nothing: `check` has recorded the size."""
 
     def end_round(self, stage: int) -> None:
         """Does nothing."""

@@ -1,24 +1,12 @@
 """Decides what a stage does next together with its replicas. Pure.
 
 Knows: how far this replica and the others are, and the run's configuration. Must not know: calls, tensors, any clock.
-`next_action` is the only place where this is decided; ReplicaGroup carries it out. The first row that applies counts:
-
-| condition | action |
-|---|---|
-| this peer leaves | Wait |
-| it has just taken a step that ends a slice round's interval, and others are there | BeginSliceRound |
-| an exact step, a fetch or a catch-up is running | Wait |
-| farther behind the others than `most_behind` | Recover |
-| more than one step behind, or one step behind and the step is not exact | Follow |
-| synchronous, and behind the run's leading stage for RESUME_S | Follow |
-| neither behind nor all tokens counted | Wait |
-| the step is not exact, or nobody else holds the stage | TakeStep, or Wait when nothing was counted here |
-| every other replica is unreachable, but not silent yet | Wait |
-| else | StepTogether |
+docs/averaging.md has the rules as a table. ReplicaGroup carries out what is decided.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -91,9 +79,8 @@ Action = Wait | BeginSliceRound | Follow | TakeStep | StepTogether | Recover
 class ActionConfig:
     """What the manifest says about stepping.
 
-    exact_steps: number of first steps that are taken along the mean gradient of all replicas; all of them in a
-    synchronous run. slice_every: steps between two slice rounds. most_behind: steps behind the others beyond which only
-    their state helps.
+    exact_steps: number of first steps that are taken along the mean gradient of all replicas. slice_every: steps
+    between two slice rounds. most_behind: steps behind the others beyond which only their state helps.
     """
 
     target_tokens: int
@@ -104,15 +91,16 @@ class ActionConfig:
 
     @classmethod
     def of(cls, manifest: Manifest) -> ActionConfig:
-        """Returns what the manifest says; in a synchronous run a stage that is two steps behind needs a state."""
-        averaging, synchronous = manifest.averaging, manifest.schedule.kind == "synchronous"
-        most_behind = 1 if synchronous else max(LEAST_LOST, round(LOST_COVERS * averaging.every / averaging.fraction))
-        target = manifest.optimizer.target_tokens
-        return cls(target, synchronous, averaging.exact_steps, averaging.every, most_behind)
+        """Returns what the manifest says; in a synchronous run every step is exact, and two steps behind is too far."""
+        averaging, target = manifest.averaging, manifest.optimizer.target_tokens
+        if manifest.schedule.kind == "synchronous":
+            return cls(target, True, sys.maxsize, averaging.every, most_behind=1)
+        most_behind = max(LEAST_LOST, round(LOST_COVERS * averaging.every / averaging.fraction))
+        return cls(target, False, averaging.exact_steps, averaging.every, most_behind)
 
     def is_exact(self, step: int) -> bool:
         """Returns whether step number `step` is taken along the mean gradient of all replicas."""
-        return self.synchronous or step < self.exact_steps
+        return step < self.exact_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +129,7 @@ class OtherReplicas:
 
 
 def next_action(now: float, own: OwnStage, others: OtherReplicas, config: ActionConfig) -> tuple[Action, str]:
-    """Returns what the stage does next, and why: see the table above. now: seconds, on the clock of `others.known`."""
+    """Returns what the stage does next, and why: the first rule that applies. now: on the clock of `others.known`."""
     if own.leaving:
         return Wait(), "this peer is leaving"
     if own.slice_due is not None and set(others.listed) - unreachable_replicas(others.known, others.listed, now):
@@ -172,8 +160,5 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
 
 
 def counting_replicas(now: float, step: int, others: OtherReplicas, config: ActionConfig) -> set[PeerId]:
-    """Returns the other replicas whose tokens and steps count for step number `step`: the listed ones.
-
-    For an exact step those that belong to it: all of them must take it at the same time, also when the views differ.
-    """
+    """Returns the replicas whose tokens count for step number `step`: of an exact step its members, else the listed."""
     return exact_members(others.known, others.listed, now) if config.is_exact(step) else set(others.listed)

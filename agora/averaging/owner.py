@@ -18,7 +18,8 @@ Knows: contributions, who is expected, when to stop waiting. Must not know: how 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -31,10 +32,9 @@ from torch import Tensor
 from agora.averaging.kinds import Average, Part, RoundConfig, round_kinds
 from agora.averaging.partition import choose_owners
 from agora.averaging.wire import PartCodec
-from agora.calls import Caller, Reply
+from agora.calls import Caller
 from agora.clock import loop_time
-from agora.codec import all_finite
-from agora.observe.faults import ReachFault
+from agora.observe import faults
 
 FIRST_WINDOW: Final = 0.4
 """Share of round_s for which a first owner waits for contributions, counted from the first one."""
@@ -64,15 +64,15 @@ class RoundView(Protocol):
 
 @dataclass(slots=True)
 class _Gathering:
-    """A part that is being averaged. recalling: whether the members are being asked for the first owner's average."""
+    """A part that is being averaged. recall: asks the members for the first owner's average."""
 
     numel: int
     expected: frozenset[PeerId]
     result: asyncio.Future[Average]
+    timer: asyncio.TimerHandle
     values: dict[PeerId, Tensor] = field(default_factory=dict)
     weights: dict[PeerId, float] = field(default_factory=dict)
-    recalling: bool = False
-    timer: asyncio.TimerHandle | None = None
+    recall: asyncio.Task[None] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -82,32 +82,31 @@ class _Gathering:
 
 @dataclass(slots=True)
 class _RoundRecord:
-    """What is known of a round. members: with their bandwidths, see `_members`. lost: those nobody waits for."""
+    """What is known of a round. members: with their bandwidths. lost: those nobody waits for. contributed: by part."""
 
     members: dict[PeerId, float] = field(default_factory=dict)
     lost: set[PeerId] = field(default_factory=set)
+    contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
 
 
 class Owner:
     """Averages the parts of rounds that this peer owns, and keeps averages so that others can recall them."""
 
-    def __init__(self, config: RoundConfig, caller: Caller, view: RoundView, reach: ReachFault | None = None) -> None:
-        """reach: is awaited at the named fault points."""
-        self._config = config
-        self._caller = caller
-        self._view = view
-        self._reach_fault = reach
+    def __init__(
+        self, config: RoundConfig, caller: Caller, view: RoundView, reach: faults.ReachFault = faults.reach
+    ) -> None:
+        self.config = config
+        self.caller = caller
+        self.reach = reach
         self.kinds = round_kinds(config)
+        self._view = view
         self._open: dict[Part, _Gathering] = {}
         self._kept: dict[Part, Callable[[], Average]] = {}
-        self._contributed: dict[Part, set[PeerId]] = {}
         self._rounds: dict[tuple[int, str, int], _RoundRecord] = {}
-        self._newest: dict[tuple[int, str], int] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def newest(self, stage: int, what: str) -> int:
-        """Returns the highest round that anybody has contributed to here; -1 before the first."""
-        return self._newest.get((stage, what), -1)
+        """Returns the highest round of a kind that anybody has lately contributed to here; -1 without one."""
+        return max((round_[2] for round_ in self._rounds if round_[:2] == (stage, what)), default=-1)
 
     def lost(self, peer: PeerId, part: Part) -> None:
         """Records that a member does not answer: no part of this round waits for it, until it contributes again."""
@@ -122,14 +121,14 @@ class Owner:
 
     async def close(self) -> None:
         """Ends everything; whoever still waits for an average gets none."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         for gathering in self._open.values():
-            if gathering.timer is not None:
-                gathering.timer.cancel()
+            gathering.timer.cancel()
             gathering.result.cancel()
+        recalls = [gathering.recall for gathering in self._open.values() if gathering.recall is not None]
         self._open.clear()
+        for task in recalls:
+            task.cancel()
+        await asyncio.gather(*recalls, return_exceptions=True)
 
     async def contribute(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
@@ -137,17 +136,17 @@ class Owner:
         """Takes a member's values and returns its answer. Raises Refused, Busy, ProtocolError, TimeoutError."""
         part, values, average = await self._average_with(peer, message, tensors, deadline)
         answer = self.kinds[part.what].encode_answer(part, average.values, values)
-        await self._reach("averaging.answered")
+        await self.reach("averaging.answered")
         return average.message, answer
 
     async def contribute_own(
         self, message: Contribute, tensors: Sequence[WireTensor], deadline: float
-    ) -> tuple[Averaged, Tensor]:
-        """Does the same for this peer's own values; the answer, float32 [n], needs no bytes."""
-        part, values, average = await self._average_with(self._config.me, message, tensors, deadline)
+    ) -> tuple[Tensor, Averaged]:
+        """Takes this peer's own values and returns the answer to itself, float32 [n], which needs no bytes."""
+        part, values, average = await self._average_with(self.config.me, message, tensors, deadline)
         answer = self.kinds[part.what].own_answer(part, average.values, values)
-        await self._reach("averaging.answered")
-        return average.message, answer
+        await self.reach("averaging.answered")
+        return answer, average.message
 
     async def _average_with(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
@@ -155,15 +154,14 @@ class Owner:
         """Returns which part it is, the values as they are decoded, and their average with those of the others."""
         part = Part(message.stage, message.what, message.round, message.part)
         numel = self._view.numel_of(part)
-        if message.weight > self._config.max_weight:
+        if message.weight > self.config.max_weight:
             raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
-        values = self._config.decode(part, tensors, numel)
-        self._refuse_repeat(peer, part)
-        self._note_round(peer, part)
-        await self._reach("averaging.received")
+        values = self.config.decode(part, tensors, numel)
+        self._note_contribution(peer, part)
+        await self.reach("averaging.received")
         kept = self._kept.get(part)
         average = kept() if kept else await self._gather(peer, message, part, values, deadline)
-        await self._reach("averaging.gathered")
+        await self.reach("averaging.gathered")
         return part, values, average
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
@@ -178,11 +176,10 @@ class Owner:
 
     def keep(self, part: Part, average: Callable[[], Average]) -> None:
         """Keeps for a while a function that returns a part's average, for late contributions and for Recall."""
-        if part in self._kept:
-            return
-        self._kept[part] = average
-        self._kept.pop(part._replace(number=part.number - KEPT_NUMBERS), None)
-        self._forget_later(self._kept, part)
+        if part not in self._kept:
+            self._kept[part] = average
+            self._kept.pop(part._replace(number=part.number - KEPT_NUMBERS), None)
+            self._forget_later(self._kept, part)
 
     # --- gathering
 
@@ -201,42 +198,34 @@ class Owner:
 
     def _forget_later(self, records: dict[Any, Any], key: object) -> None:
         """Removes an entry after KEPT_ROUNDS."""
-        asyncio.get_running_loop().call_later(KEPT_ROUNDS * self._config.round_s, records.pop, key, None)
+        asyncio.get_running_loop().call_later(KEPT_ROUNDS * self.config.round_s, records.pop, key, None)
 
-    def _refuse_repeat(self, peer: PeerId, part: Part) -> None:
-        """Raises ProtocolError when the peer has contributed to this part before."""
-        contributed = self._contributed.setdefault(part, set())
-        if peer in contributed:
+    def _note_contribution(self, peer: PeerId, part: Part) -> None:
+        """Stops waiting for the peer in earlier rounds. Raises ProtocolError for a part that it contributed before."""
+        record = self._round(part)
+        if peer in record.contributed[part.part]:
             raise ProtocolError("bad-message", "this part was contributed before")
-        contributed.add(peer)
-        if len(contributed) == 1:
-            self._forget_later(self._contributed, part)
-
-    def _note_round(self, peer: PeerId, part: Part) -> None:
-        """Records which round the peer is at: it will not come to an earlier one any more."""
-        kind = (part.stage, part.what)
-        self._newest[kind] = max(self._newest.get(kind, -1), part.number)
-        self._round(part).lost.discard(peer)
+        record.contributed[part.part].add(peer)
+        record.lost.discard(peer)
         for other, gathering in list(self._open.items()):
-            if (other.stage, other.what) == kind and other.number < part.number:
+            if other[:2] == part[:2] and other.number < part.number:
                 self._expect_no_more(other, gathering, peer)
 
     def _expect_no_more(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
         """Stops waiting for a member, and averages if it was the last one missing."""
         if peer in gathering.expected - gathering.values.keys():
             gathering.expected -= {peer}
-            if gathering.is_complete and not gathering.recalling:
+            if gathering.is_complete and gathering.recall is None:
                 self._average(part, gathering)
 
     async def _gather(self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float) -> Average:
         """Adds a contribution and waits for the average. Who is the first owner in its own view never recalls."""
-        second = message.first_owner_failed and self._first_owner(part) != self._config.me
+        second = message.first_owner_failed and self._first_owner(part) != self.config.me
         gathering = self._open.get(part) or self._begin(part, peer, len(values), second)
         if is_member := peer in self._members(part):
             gathering.values[peer], gathering.weights[peer] = values, message.weight
-        if is_member and second and not gathering.recalling:
-            gathering.recalling = True
-            self._spawn(self._recall_average(part, gathering))
+        if is_member and second and gathering.recall is None:
+            gathering.recall = asyncio.create_task(self._recall_average(part, gathering))
         elif gathering.is_complete:
             self._average(part, gathering)
         async with asyncio.timeout_at(deadline):
@@ -247,42 +236,39 @@ class Owner:
         if len(self._open) >= MAX_OPEN:
             raise Busy("too many parts are being averaged here; ask the second owner", 1000)
         loop = asyncio.get_running_loop()
-        gathering = self._open[part] = _Gathering(numel, self._expected(part, peer, second), loop.create_future())
-        window = (SECOND_WINDOW if second else FIRST_WINDOW) * self._config.round_s
-        gathering.timer = loop.call_later(window, self._window_over, part, gathering)
-        gathering.result.add_done_callback(lambda done: done.cancelled() or done.exception())
+        window = (SECOND_WINDOW if second else FIRST_WINDOW) * self.config.round_s
+        result, timer = loop.create_future(), loop.call_later(window, self._end_window, part)
+        result.add_done_callback(lambda done: done.cancelled() or done.exception())
+        gathering = self._open[part] = _Gathering(numel, self._expected(part, peer, second), result, timer)
         return gathering
 
     def _expected(self, part: Part, peer: PeerId, second: bool) -> frozenset[PeerId]:
         """Returns whom to wait for: the members, without those that are known not to come.
 
-        Unreachable ones are waited for only when they are all the others there are: they may be alive, and an average
-        of one member is none.
+        Unreachable ones are waited for only when they are all the others there are: they may be alive.
         """
         members = frozenset(self._view.members(part.stage, part.what))
         reachable = members - self._view.unreachable(part.stage, members)
         expected = reachable if len(reachable) > 1 else members
         expected -= self._round(part).lost
-        expected -= self._contributed[part] - {peer}  # of an average that nobody shared
+        expected -= self._round(part).contributed[part.part] - {peer}  # of an average that nobody shared
         return expected - {self._first_owner(part)} if second else expected
-
-    def _window_over(self, part: Part, gathering: _Gathering) -> None:
-        """Averages without those that are missing; no other part waits for them, once this peer has begun the round."""
-        begun = self._config.me in gathering.values
-        missing = gathering.expected - gathering.values.keys()
-        self._average(part, gathering)
-        for peer in missing if begun else ():
-            self.lost(peer, part)
 
     def _first_owner(self, part: Part) -> PeerId:
         """Returns the part's first owner in this peer's view."""
-        return choose_owners(self._config.run, *part, self._members(part))[0]
+        return choose_owners(self.config.run, *part, self._members(part))[0]
+
+    def _end_window(self, part: Part) -> None:
+        """Averages without those that are missing; no other part waits for them, once this peer has begun the round."""
+        gathering = self._open[part]
+        missing = gathering.expected - gathering.values.keys() if self.config.me in gathering.values else ()
+        self._average(part, gathering)
+        for peer in missing:
+            self.lost(peer, part)
 
     def _average(self, part: Part, gathering: _Gathering) -> None:
         """Averages what is there, and answers everyone who waits."""
-        if gathering.result.done():
-            return
-        peers, me = list(gathering.values), self._config.me
+        peers, me = list(gathering.values), self.config.me
         weights = [gathering.weights[peer] for peer in peers]
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
         found = self.kinds[part.what].combine(list(gathering.values.values()), weights, center)
@@ -294,11 +280,12 @@ class Owner:
 
     def _end(self, part: Part, gathering: _Gathering, outcome: Average | AgoraError) -> None:
         """Ends a gathering; an average to which one peer alone contributed is not kept for those who come later."""
-        if gathering.result.done():
+        if self._open.get(part) is not gathering:
             return
-        self._open.pop(part, None)
-        if gathering.timer is not None:
-            gathering.timer.cancel()
+        del self._open[part]
+        gathering.timer.cancel()
+        if gathering.recall is not None:  # also where that is the running task, which then returns
+            gathering.recall.cancel()
         if isinstance(outcome, AgoraError):
             gathering.result.set_exception(outcome)
         else:
@@ -311,18 +298,17 @@ class Owner:
 
     async def _recall_average(self, part: Part, gathering: _Gathering) -> None:
         """Asks the other members for the average that the first owner may have given them before it failed."""
-        deadline = loop_time() + RECALL_SHARE * self._config.round_s
-        others = gathering.expected - {self._config.me}
-        asking = [asyncio.create_task(self._recall_from(peer, part, gathering.numel, deadline)) for peer in others]
+        deadline = loop_time() + RECALL_SHARE * self.config.round_s
+        others = gathering.expected - {self.config.me}
+        calls = [asyncio.create_task(self._recall_from(peer, part, gathering.numel, deadline)) for peer in others]
         try:
-            for answer in asyncio.as_completed(asking):
-                average = await answer
-                if average is not None:
+            for answer in asyncio.as_completed(calls):
+                if (average := await answer) is not None:
                     self._end(part, gathering, average)
                     return
         finally:
-            for task in asking:
-                task.cancel()
+            for call in calls:
+                call.cancel()
         if gathering.is_complete:
             self._average(part, gathering)
 
@@ -330,28 +316,10 @@ class Owner:
         """Asks a member, by Recall, for the average that it has; None when it has none or does not answer."""
         request = Recall(*part, max(1, int(1000 * (deadline - loop_time()))))
         try:
-            return _recalled(await self._caller.call(peer, request, (), deadline=deadline), numel)
+            reply = await self.caller.call(peer, request, (), deadline=deadline)
+            if not isinstance(reply.message, Recalled) or not reply.tensors:
+                return None
+            values, counts = PartCodec("float32").decode(list(reply.tensors), numel), reply.message
+            return Average(values, Averaged(counts.members, counts.present, counts.weight, counts.distance))
         except AgoraError:
             return None
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task that `close` ends."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _reach(self, point: str) -> None:
-        """Awaits a named fault point, at which tests make a daemon fail."""
-        if self._reach_fault is not None:
-            await self._reach_fault(point)
-
-
-def _recalled(reply: Reply, numel: int) -> Average | None:
-    """Returns the average in an answer to Recall, None without one. Raises ProtocolError."""
-    message = reply.message
-    if not isinstance(message, Recalled) or not reply.tensors:
-        return None
-    values = PartCodec("float32").decode(list(reply.tensors), numel)
-    if not all_finite(values):
-        return None
-    return Average(values, Averaged(message.members, message.present, message.weight, message.distance))

@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from agora.moving_average import MovingAverage
-
 USUAL_WEIGHT: Final = 0.3
 """Weight of a new distance or size in the usual one."""
 MOST_TIMES_USUAL: Final = 8.0
@@ -20,32 +18,21 @@ NEAR: Final = 1.25
 """A newcomer is near when its distance is at most this many times what the others would have from outside."""
 
 
-def _usual_after(usual: MovingAverage | None, sample: float) -> MovingAverage:
-    """Returns the usual value after one more sample; without warm-up, so that no sample after the first weighs half."""
-    return MovingAverage(USUAL_WEIGHT, sample, samples=4) if usual is None else usual.updated(sample)
+def _usual_after(usual: float | None, sample: float) -> float:
+    """Returns the usual value after one more sample. Unlike MovingAverage, no second sample weighs half."""
+    return sample if usual is None else usual + USUAL_WEIGHT * (sample - usual)
 
 
 @dataclass(frozen=True, slots=True)
-class _Usual:
-    """A usual size; `average` is None before the first one was recorded."""
+class Drift:
+    """How far a stage's averages usually lie from its own weights; `usual` is None before the first round."""
 
-    average: MovingAverage | None = None
-
-    @property
-    def usual(self) -> float | None:
-        """The usual size, None before the first."""
-        return self.average.value if self.average else None
-
-
-@dataclass(frozen=True, slots=True)
-class Drift(_Usual):
-    """How far a stage's averages usually lie from its own weights."""
+    usual: float | None = None
 
     def limit(self, size: float) -> float:
         """Returns how far an average may lie from own values of root mean square `size`.
 
-        `size` before the first round, then max(MOST_TIMES_USUAL * usual, LEAST_LIMIT * size): at a run's start the
-        distance grows fast from nothing.
+        `size` before the first round, then max(MOST_TIMES_USUAL * usual, LEAST_LIMIT * size).
         """
         return size if self.usual is None else max(MOST_TIMES_USUAL * self.usual, LEAST_LIMIT * size)
 
@@ -75,12 +62,14 @@ class Drift(_Usual):
 
     def updated(self, distance: float) -> Drift:
         """Returns the drift after a round whose recorded distances have the median `distance`."""
-        return Drift(_usual_after(self.average, distance))
+        return Drift(_usual_after(self.usual, distance))
 
 
 @dataclass(frozen=True, slots=True)
-class GradientSize(_Usual):
-    """How large the mean gradients of one part of a stage usually are."""
+class GradientSize:
+    """How large the mean gradients of one part of a stage usually are; `usual` is None before the first."""
+
+    usual: float | None = None
 
     def limit(self, own: float) -> float:
         """Returns how large a mean gradient may be: 8 times the usual or the own size; infinite when both are 0."""
@@ -96,9 +85,9 @@ class GradientSize(_Usual):
 
     def updated(self, mean: float, own: float) -> GradientSize:
         """Returns the size after an accepted mean gradient; a first counts as min(mean, own), if own > 0."""
-        if self.average is None:
-            return GradientSize(_usual_after(None, min(mean, own)) if own else None)
-        return GradientSize(_usual_after(self.average, mean))
+        if self.usual is None:
+            return GradientSize(min(mean, own) if own else None)
+        return GradientSize(_usual_after(self.usual, mean))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -21,14 +22,12 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.averaging.kinds import Average, Part, RoundConfig, RoundKind
+from agora.averaging.kinds import Part, RoundKind
 from agora.averaging.owner import Owner
 from agora.averaging.partition import choose_owners, cut_into_parts
-from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
-from agora.observe.faults import ReachFault
 
 FIRST_PATIENCE: Final = 0.6
 """Share of the round's remaining time for which a member waits for the first owner, before it asks the second."""
@@ -40,10 +39,10 @@ NO_ANSWER: Final = ("broken", "deadline")
 
 @dataclass(slots=True)
 class RoundResult:
-    """What a round brought. answer: float32 [n]; see RoundKind for weights and gradients, and for parts that failed.
+    """What a round brought. answer: float32 [n], see WeightRound and GradientRound.
 
-    done: for each part, whether it was averaged. present: contributions in time, a mean over all parts, 0 for a failed
-    one. Means over the averaged parts are: members, those in the average; weight, the sum of theirs; distance and
+    done: for each part, whether it was averaged. present: mean contributions in time to a part, 0 to a failed one.
+    Means over the averaged parts are: members, those in the average; weight, the sum of theirs; distance and
     distance_others, the root mean square of (values - average) here, and its median over the members.
     """
 
@@ -93,15 +92,11 @@ class _Round:
 class Rounds:
     """Takes part in averaging rounds as a member: sends each part to its owner and puts the answers together."""
 
-    def __init__(
-        self, config: RoundConfig, caller: Caller, owner: Owner, report: Report, reach: ReachFault | None = None
-    ) -> None:
-        """owner: averages the parts that this peer owns itself. reach: is awaited at the named fault points."""
-        self._config = config
-        self._caller = caller
+    def __init__(self, owner: Owner, report: Report) -> None:
+        """owner: averages the parts that this peer owns itself."""
+        self._config = owner.config
         self._owner = owner
         self._report = report
-        self._reach = reach
 
     async def run(
         self,
@@ -115,16 +110,13 @@ class Rounds:
     ) -> RoundResult:
         """Takes part in one round, and returns by `deadline` (time of the event loop), whoever is missing.
 
-        what: "weights" or "gradient". values: float32 [n], finite, on the CPU; not to be changed afterwards, because
-        another owner may ask for the average again. weight: tokens behind them; with 0 they are in no average.
-        members: this peer included, with their bandwidths.
+        what: "weights" or "gradient". values: float32 [n], finite, on the CPU; not to be changed afterwards. weight:
+        tokens behind them; with 0 they are in no average. members: this peer included, with their bandwidths.
         """
         began, kind = loop_time(), self._owner.kinds[what]
         round_ = _Round(stage, kind, what, number, weight, members, deadline)
         pieces = [values[cut] for cut in cut_into_parts(len(values))]
-        answers = await asyncio.gather(
-            *(self._average_part(round_, index, piece) for index, piece in enumerate(pieces))
-        )
+        answers = await asyncio.gather(*(self._average_part(round_, *piece) for piece in enumerate(pieces)))
         kind.end_round(stage)
         result = _put_together(kind, answers, pieces)
         self._report(
@@ -155,24 +147,24 @@ class Rounds:
                 if owner is None or self._owner.is_lost(owner, part):
                     continue
                 try:
-                    found = await self._ask(round_, part, owner, bool(second), sent, values)
-                    round_.kind.check(part, values, found.answer, found.distance, found.message.members)
+                    answer, message = await self._ask(round_, part, owner, bool(second), sent, len(values))
+                    if message.present < 2 and len(round_.members) > 1:
+                        reasons.append(f"{owner}: nobody else contributed in time")
+                        break
+                    distance = round_.kind.judge(part, values, answer, message)
                 except (AgoraError, TimeoutError) as error:
                     if owner != self._config.me and getattr(error, "code", "") in NO_ANSWER:
                         self._owner.lost(owner, part)
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
-                if found.message.present < 2 and len(round_.members) > 1:
-                    reasons.append(f"{owner}: nobody else contributed in time")
-                    break
-                self._accept(round_.kind, part, sent, found)
-                return found
+                self._owner.keep(part, partial(round_.kind.recalled, part, sent, answer, message))
+                return _PartAnswer(answer, message, distance)
         self._report(events.PartFailed(*part, "; ".join(reasons)[:500]))
         return None
 
     async def _ask(
-        self, round_: _Round, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], values: Tensor
-    ) -> _PartAnswer:
+        self, round_: _Round, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], numel: int
+    ) -> tuple[Tensor, Averaged]:
         """Sends a part to an owner and returns its answer. Raises an AgoraError, or TimeoutError, without one."""
         now = loop_time()
         left = round_.deadline - now
@@ -180,23 +172,14 @@ class Rounds:
             raise PeerFailed("the round's time is over")
         deadline = round_.deadline if second else now + FIRST_PATIENCE * left
         request = Contribute(*part, round_.weight, second, max(1, int(1000 * (deadline - now))))
-        if self._reach is not None:
-            await self._reach("averaging.sending")
+        await self._owner.reach("averaging.sending")
         if owner == self._config.me:
-            message, answer = await self._owner.contribute_own(request, sent, deadline)
-        else:
-            round_.bytes_out += sum(tensor.nbytes for tensor in sent)
-            reply = await self._caller.call(owner, request, sent, deadline=deadline)
-            if not isinstance(reply.message, Averaged):
-                raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
-            message, answer = reply.message, round_.kind.decode_answer(part, reply.tensors, len(values))
-        return _PartAnswer(answer, message, round_.kind.distance(answer, values))
-
-    def _accept(self, kind: RoundKind, part: Part, sent: Sequence[WireTensor], found: _PartAnswer) -> None:
-        """Records an answer that is used, and remembers how to have its average again, for a second owner that asks."""
-        message, answer = found.message, found.answer
-        kind.accept(part, found.distance, message.distance, message.members)
-        self._owner.keep(part, lambda: Average(kind.recalled(part, sent, answer), message))
+            return await self._owner.contribute_own(request, sent, deadline)
+        round_.bytes_out += sum(tensor.nbytes for tensor in sent)
+        reply = await self._owner.caller.call(owner, request, sent, deadline=deadline)
+        if not isinstance(reply.message, Averaged):
+            raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
+        return round_.kind.decode_answer(part, reply.tensors, numel), reply.message
 
 
 def _put_together(kind: RoundKind, answers: Sequence[_PartAnswer | None], pieces: Sequence[Tensor]) -> RoundResult:

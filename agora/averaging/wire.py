@@ -32,57 +32,51 @@ FRACTIONS_KEPT: Final = 32
 """Parts whose dither is cached, half a MiB each: about as many as are on their way at once."""
 
 
-class Dither:
-    """The fractions that all members add to the elements of one part: float32 in (-0.5, 0.5), from a keyed Philox."""
-
-    def __init__(self, label: str) -> None:
-        """label: names run, stage, kind, round and part; the same label gives the same fractions."""
-        digest = hashlib.sha256(f"agora dither 1\0{label}".encode()).digest()
-        self._key = digest[:16]
-
-    def fractions(self, numel: int) -> Tensor:
-        """Returns the first `numel` fractions: (byte + 0.5) / 256, for the signed bytes of Philox4x64-10's output.
-
-        The tensor is cached and must not be changed.
-        """
-        return _fractions(self._key, numel)
-
-
 @functools.lru_cache(maxsize=FRACTIONS_KEPT)
-def _fractions(key: bytes, numel: int) -> Tensor:
-    """Returns the fractions of one key; see Dither.fractions."""
+def dither_fractions(label: str, numel: int) -> Tensor:
+    """Returns what all members add to the elements of the part that `label` names: float32 [numel] in (-0.5, 0.5).
+
+    It is (byte + 0.5) / 256 for the signed bytes of a keyed Philox4x64-10. The tensor is cached; do not change it.
+    """
+    key = hashlib.sha256(f"agora dither 1\0{label}".encode()).digest()[:16]
     words = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(-(-numel // 8))
     signed = torch.from_numpy(words.astype("<u8", copy=False).view(np.int8)[:numel])
     return signed.to(torch.float32).add_(0.5).mul_(1.0 / 256.0)
 
 
 class PartCodec:
-    """Turns float32 vectors into wire tensors and back, in the format of the manifest's averaging.wire."""
+    """Turns float32 vectors into wire tensors and back, in the format of the manifest's averaging.wire.
+
+    dither: the label of `dither_fractions`; None for none. Only int8 uses it.
+    """
 
     def __init__(self, name: WireName) -> None:
         self.name = name
 
-    def encode(self, values: Tensor, dither: Dither | None = None) -> list[WireTensor]:
+    def encode(self, values: Tensor, dither: str | None = None) -> list[WireTensor]:
         """Returns `values`, float32 [n] on the CPU, finite, as wire tensors; int8 saturates near 2^107.
 
         float32 tensors share the memory of `values`, which must not change until they are sent.
         """
         if self.name != "int8":
             return [encode_uncompressed(values, self.name)]
-        rows = _rows(values)
+        rows = _rows_of_blocks(values)
         buffer = rows.abs()
         peaks = buffer.amax(dim=1).div_(LEVELS).clamp_(2.0 ** (LEAST_EXPONENT - 1), 2.0 ** (MOST_EXPONENT - 1))
         exponents = (peaks.numpy().view(np.int32) >> 23) - 126  # of the power of two next above
         scaled = torch.mul(rows, _powers_of_two(-exponents), out=buffer).view(-1)[: len(values)]
         if dither is not None:
-            scaled.add_(dither.fractions(len(values)))
+            scaled.add_(dither_fractions(dither, len(values)))
         levels = scaled.round_().clamp_(-127.0, 127.0).to(torch.int8)
-        return [_int8(levels.numpy()), _int8(exponents.astype(np.int8))]
+        arrays = (levels.numpy(), exponents.astype(np.int8))
+        return [WireTensor("int8", array.shape, array.view(np.uint8).data) for array in arrays]
 
-    def decode(self, tensors: list[WireTensor], numel: int, dither: Dither | None = None) -> Tensor:
+    def decode(self, tensors: list[WireTensor], numel: int, dither: str | None = None) -> Tensor:
         """Returns float32 [numel], finite, the same bits at every receiver. Raises ProtocolError ("bad-tensor")."""
         if self.name != "int8":
-            values = decode_uncompressed(_only(tensors), self.name, shape=(numel,))
+            if len(tensors) != 1:
+                raise ProtocolError("bad-tensor", f"a part is one tensor, not {len(tensors)}")
+            values = decode_uncompressed(tensors[0], self.name, shape=(numel,))
             if not all_finite(values):
                 raise ProtocolError("bad-tensor", "a part holds values that are not finite")
             return values
@@ -90,14 +84,14 @@ class PartCodec:
             raise ProtocolError("bad-tensor", "an int8 part comes with its exponents")
         levels = torch.from_numpy(_from_int8(tensors[0], numel).astype(np.float32))
         if dither is not None:
-            levels.sub_(dither.fractions(numel))
+            levels.sub_(dither_fractions(dither, numel))
         exponents = _from_int8(tensors[1], -(-numel // QUANTISER_BLOCK))
         if exponents.min(initial=0) < LEAST_EXPONENT or exponents.max(initial=0) > MOST_EXPONENT:
             raise ProtocolError("bad-tensor", f"an exponent is not from {LEAST_EXPONENT} to {MOST_EXPONENT}")
-        return _rows(levels).mul_(_powers_of_two(exponents.astype(np.int32))).view(-1)[:numel]
+        return _rows_of_blocks(levels).mul_(_powers_of_two(exponents.astype(np.int32))).view(-1)[:numel]
 
 
-def _rows(values: Tensor) -> Tensor:
+def _rows_of_blocks(values: Tensor) -> Tensor:
     """Returns `values` as [blocks, QUANTISER_BLOCK], the last block filled up with zeros."""
     missing = -len(values) % QUANTISER_BLOCK
     return (pad(values, (0, missing)) if missing else values).view(-1, QUANTISER_BLOCK)
@@ -108,20 +102,8 @@ def _powers_of_two(exponents: NDArray[np.int32]) -> Tensor:
     return torch.from_numpy(((exponents + 127) << 23).view(np.float32))[:, None]
 
 
-def _int8(values: NDArray[np.int8]) -> WireTensor:
-    """Returns a wire tensor over the bytes of `values`."""
-    return WireTensor("int8", values.shape, values.view(np.uint8).data)
-
-
 def _from_int8(wire: WireTensor, numel: int) -> NDArray[np.int8]:
     """Returns an int8 wire tensor's values, which must not be changed. Raises ProtocolError for another form."""
     if wire.dtype != "int8" or wire.shape != (numel,):
         raise ProtocolError("bad-tensor", f"a part's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},)")
     return np.frombuffer(wire.data, np.int8)
-
-
-def _only(tensors: list[WireTensor]) -> WireTensor:
-    """Returns the single tensor. Raises ProtocolError for another number of them."""
-    if len(tensors) != 1:
-        raise ProtocolError("bad-tensor", f"a part is one tensor, not {len(tensors)}")
-    return tensors[0]

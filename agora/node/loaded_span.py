@@ -118,7 +118,7 @@ class LoadedSpan:
             return Surroundings(ready, path_s=path_s)
         origins, me = [seen.peer for seen in self._peer.membership.view.replicas(0)], self._peer.startup.peer
         share = Share(origins.index(me), len(origins)) if me in origins else Share()
-        return Surroundings(ready, share, self.replicas.step_of(0), self.replicas.missing_tokens(0), path_s)
+        return Surroundings(ready, share, self.compute.step_of(0), self.replicas.missing_tokens(0), path_s)
 
     def _has_enough_replicas(self) -> bool:
         """Whether every stage has as many replicas as the run requires before it trains."""
@@ -167,11 +167,11 @@ class LoadedSpan:
             case Process() as request:
                 return await self.hop.process(request, call.tensors, call.deadline, call.progress)
             case GossipSteps() as request:
-                return Reply(self.replicas.gossip(call.peer, request))
+                return Reply(self.replicas.gossip.answer(call.peer, request))
             case Contribute() as request:
                 return Reply(*await self.replicas.contribute(call.peer, request, call.tensors, call.deadline))
             case Recall() as request:
-                return Reply(*self.replicas.recall(request))
+                return Reply(*self.replicas.owner.recall(request))
             case other:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
 

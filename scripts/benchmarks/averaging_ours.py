@@ -70,7 +70,7 @@ class Member:
         config = RoundConfig(me, RUN, defaults.aggregation, wire, defaults.round_s, max_weight=WEIGHT)
         self._round_s = defaults.round_s
         self._owner = Owner(config, network, self)
-        return Rounds(config, network, self._owner, lambda event: None)
+        return Rounds(self._owner, lambda event: None)
 
     def members(self, stage: int, what: str) -> dict[PeerId, float]:
         """See RoundView."""

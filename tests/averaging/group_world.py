@@ -171,9 +171,9 @@ class GroupPeer:
             raise PeerFailed("as the test wants it")
         match call.message:
             case GossipSteps() as request:
-                return Reply(self.group.gossip(call.peer, request), [])
+                return Reply(self.group.gossip.answer(call.peer, request), [])
             case Recall() as request:
-                return Reply(*self.group.recall(request))
+                return Reply(*self.group.owner.recall(request))
             case Contribute() as request:
                 return Reply(*await self.group.contribute(call.peer, request, call.tensors, call.deadline))
         raise AssertionError(call.message)

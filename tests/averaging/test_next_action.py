@@ -26,7 +26,7 @@ A, B, C = identities(3)
 NOW = 100.0
 EXACT = ActionConfig(target_tokens=1000, synchronous=False, exact_steps=10**9, slice_every=5, most_behind=20)
 FREE = replace(EXACT, exact_steps=0)
-SYNCHRONOUS = replace(EXACT, synchronous=True, exact_steps=0, most_behind=1)
+SYNCHRONOUS = replace(EXACT, synchronous=True, most_behind=1)
 CONFIGS = pytest.mark.parametrize("config", [EXACT, FREE, SYNCHRONOUS], ids=["exact", "free", "synchronous"])
 
 

@@ -13,16 +13,16 @@ from agora_protocol.limits import PART_ELEMENTS, QUANTISER_BLOCK
 from agora_protocol.tensors import WireTensor
 
 from agora.averaging.kinds import Part, RoundConfig, round_kinds
-from agora.averaging.wire import LEAST_EXPONENT, MOST_EXPONENT, Dither, PartCodec
+from agora.averaging.wire import LEAST_EXPONENT, MOST_EXPONENT, PartCodec, dither_fractions
 
 NAMES = ("int8", "bf16", "float32")
 EDGES = [*range(1, 71), 127, 128, 129, 1023, 1024, 1025, PART_ELEMENTS - 1, PART_ELEMENTS]
 LARGEST = float(torch.finfo(torch.float32).max) / 2
 SMALLEST = 2.0**-149
-DITHER = Dither("a part")
+DITHER = "a part"
 
 
-def there_and_back(values: torch.Tensor, name: str, dither: Dither | None = None) -> torch.Tensor:
+def there_and_back(values: torch.Tensor, name: str, dither: str | None = None) -> torch.Tensor:
     codec = PartCodec(name)
     return codec.decode(codec.encode(values, dither), len(values), dither)
 
@@ -39,7 +39,7 @@ def bound(values: torch.Tensor, name: str) -> torch.Tensor:
     return steps * (0.5 + 2.0**-16)
 
 
-def assert_near(values: torch.Tensor, name: str, dither: Dither | None = None) -> None:
+def assert_near(values: torch.Tensor, name: str, dither: str | None = None) -> None:
     back = there_and_back(values, name, dither)
     assert back.dtype == torch.float32 and back.shape == values.shape
     wrong = (back.double() - values.double()).abs()
@@ -48,7 +48,7 @@ def assert_near(values: torch.Tensor, name: str, dither: Dither | None = None) -
 
 @pytest.mark.parametrize("dither", [None, DITHER], ids=["plain", "dithered"])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_length_comes_back_within_the_quantisers_bound(name: str, dither: Dither | None) -> None:
+def test_every_length_comes_back_within_the_quantisers_bound(name: str, dither: str | None) -> None:
     rng = np.random.default_rng(1)
     for numel in EDGES:
         scales = np.repeat(10.0 ** rng.uniform(-30, 30, -(-numel // QUANTISER_BLOCK)), QUANTISER_BLOCK)[:numel]
@@ -63,7 +63,7 @@ def test_every_length_comes_back_within_the_quantisers_bound(name: str, dither: 
 @pytest.mark.parametrize(
     "value", [0.0, -0.0, SMALLEST, 63 * SMALLEST, 2.0**-127, 1e-30, 126.0, -126.5, 1 / 3, 2.0**100, -1e31]
 )
-def test_constant_blocks_of_every_size_of_value(value: float, name: str, dither: Dither | None) -> None:
+def test_constant_blocks_of_every_size_of_value(value: float, name: str, dither: str | None) -> None:
     assert_near(torch.full((QUANTISER_BLOCK + 3,), value), name, dither)
     spike = torch.zeros(3 * QUANTISER_BLOCK)
     spike[QUANTISER_BLOCK + 5] = value
@@ -92,7 +92,7 @@ def test_quantisation_under_a_common_dither_is_right_in_the_mean() -> None:
     values = torch.linspace(-0.9, 1.1, QUANTISER_BLOCK)
     other = values + torch.linspace(0.001, 0.02, QUANTISER_BLOCK)
     draws = 1500
-    both = [[there_and_back(it, "int8", Dither(f"draw {n}")) for it in (values, other)] for n in range(draws)]
+    both = [[there_and_back(it, "int8", f"draw {n}") for it in (values, other)] for n in range(draws)]
     ours, theirs = (torch.stack(column).double() for column in zip(*both, strict=True))
     step = 2.0**-6
     least = 5.0 * step / math.sqrt(12 * draws)  # five standard errors of a uniform over one step
@@ -103,9 +103,9 @@ def test_quantisation_under_a_common_dither_is_right_in_the_mean() -> None:
 
 
 def test_dithers_differ_by_label_and_are_the_same_for_the_same() -> None:
-    one, same, other = (Dither(label).fractions(4096) for label in ("a\0b", "a\0b", "a\0c"))
+    one, same, other = (dither_fractions(label, 4096) for label in ("a\0b", "a\0b", "a\0c"))
     assert torch.equal(one, same) and not torch.equal(one, other)
-    assert torch.equal(Dither("a\0b").fractions(13), one[:13]), "a shorter part has the same first ones"
+    assert torch.equal(dither_fractions("a\0b", 13), one[:13]), "a shorter part has the same first ones"
     assert float(one.abs().max()) < 0.5 and abs(float(one.mean())) < 5 * math.sqrt(1 / 12 / 4096)
     assert abs(float((one * other).mean())) < 5 / 12 / math.sqrt(4096), "and know nothing of each other"
 

@@ -61,7 +61,7 @@ class Member:
         config = RoundConfig(peer, RUN, world.rule, world.wire, world.round_s, max_weight=1e9, exact=world.exact)  # type: ignore[arg-type]
         self.port = world.network.join(peer, self._answer)
         self.owner = Owner(config, self.port, self, self._fault)
-        self.rounds = Rounds(config, self.port, self.owner, self.events.append, self._fault)
+        self.rounds = Rounds(self.owner, self.events.append)
 
     @property
     def view(self) -> dict[PeerId, float]:
