@@ -24,7 +24,7 @@ from agora_protocol.records import Progress
 from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
 from agora.swarm.health import Health
-from agora.swarm.status import PeerNotes, RunIdentity, status
+from agora.swarm.status import RunIdentity, status
 from agora.swarm.view import View
 
 RATE_WINDOW_S = 15.0
@@ -99,8 +99,8 @@ class NodeReport:
 def status_json(report: NodeReport) -> dict[str, Any]:
     """Returns what `swarm status --json` prints."""
     note = "; ".join(["paused by its owner"] * report.is_paused + [f"link {report.link}"] * bool(report.link))
-    facts = PeerNotes({**report.paths, report.peer: "self"}, {report.peer: note})
-    return status(report.view, report.run, report.health, report.now_unix, facts)
+    paths = {**report.paths, report.peer: "self"}
+    return status(report.view, report.run, report.health, report.now_unix, paths, {report.peer: note})
 
 
 def progress_record(report: NodeReport) -> Progress | None:

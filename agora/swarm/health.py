@@ -36,62 +36,52 @@ class Health:
 
 def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, paused: bool = False) -> Health:
     """Returns the swarm's health as one peer sees it. since_unix: when that peer began to look."""
-    if not view.peers and not paused:
-        return Health(
-            UNREACHABLE, "no peer of the run can be found", "check the invite's addresses and this machine's network"
-        )
     if paused:
         return Health(PAUSED, "this peer was paused by its owner", "run `agora-node resume` to go on")
+    if not view.peers:
+        what_to_do = "check the invite's addresses and this machine's network"
+        return Health(UNREACHABLE, "no peer of the run can be found", what_to_do)
     empty = [stage for stage in range(stage_count) if not view.replicas(stage)]
     if empty:
-        return _vacant(view, empty)
+        return _judge_vacant(view, empty)
     last = {stage: _last_step(view.replicas(stage)) for stage in range(stage_count)}
     for stage, stepped in last.items():
-        patience = patience_s(view.replicas(stage))
-        if now_unix - max(stepped or 0.0, since_unix) > patience:
-            return _stalled(stage, stepped, now_unix, patience)
-    return _stepping(view, stage_count, last, now_unix)
+        patience_s = _patience_s(view.replicas(stage))
+        if now_unix - max(stepped or 0.0, since_unix) > patience_s:
+            ago = "since this peer began to look" if stepped is None else f"for {now_unix - stepped:.0f} s"
+            why = f"stage {stage} took no step {ago}; up to {patience_s:.0f} s are usual"
+            what_to_do = f"look at the logs of its peers, and start another with `agora-node join RUN --stages {stage}`"
+            return Health(STALLED, why, what_to_do)
+    return _judge_stepping(view, last, now_unix)
 
 
-def _vacant(view: View, empty: list[int]) -> Health:
+def _judge_vacant(view: View, empty: list[int]) -> Health:
     """Returns the health of a swarm in which the stages of `empty` have no serving peer."""
-    joining = [stage for stage in empty if view.claimants(stage)]
     names = f"stage {empty[0]} has" if len(empty) == 1 else "stages " + ", ".join(map(str, empty)) + " have"
-    if len(joining) == len(empty):
+    unclaimed = [stage for stage in empty if not view.claimants(stage)]
+    if not unclaimed:
         return Health(STALLED, f"{names} no serving peer; one is joining", "wait until it serves")
-    vacant = next(stage for stage in empty if stage not in joining)
-    return Health(
-        STALLED, f"{names} no peer", f"start one with `agora-node join RUN --stages {vacant}`; the others wait for it"
-    )
+    what_to_do = f"start one with `agora-node join RUN --stages {unclaimed[0]}`; the others wait for it"
+    return Health(STALLED, f"{names} no peer", what_to_do)
 
 
-def _stalled(stage: int, stepped: float | None, now_unix: float, patience: float) -> Health:
-    """Returns the health of a swarm in which `stage` took no step since `stepped` (None: since this peer looks)."""
-    ago = "since this peer began to look" if stepped is None else f"for {now_unix - stepped:.0f} s"
-    why = f"stage {stage} took no step {ago}; up to {patience:.0f} s are usual"
-    do = f"look at the logs of its peers, and start another with `agora-node join RUN --stages {stage}`"
-    return Health(STALLED, why, do)
-
-
-def _stepping(view: View, stage_count: int, last: dict[int, float | None], now_unix: float) -> Health:
+def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) -> Health:
     """Returns the health of a swarm in which no stage is stalled. last: when each stage was last seen to step."""
-    waiting = [stage for stage, stepped in last.items() if stepped is None]
-    if waiting:
-        return Health(
-            DEGRADED, f"stage {waiting[0]} has not taken its first step yet", "wait; the swarm has just started"
-        )
-    counts = [len(view.replicas(stage)) for stage in range(stage_count)]
-    ago = now_unix - max(stepped for stepped in last.values() if stepped is not None)
+    steps = [stepped for stepped in last.values() if stepped is not None]
+    if len(steps) < len(last):
+        waiting = next(stage for stage, stepped in last.items() if stepped is None)
+        return Health(DEGRADED, f"stage {waiting} has not taken its first step yet", "wait; the swarm has just started")
+    counts = [len(view.replicas(stage)) for stage in last]
+    ago = now_unix - max(steps)
     if min(counts) == 1:
         stage = counts.index(1)
         why = f"stage {stage} has a single peer; last step {ago:.0f} s ago"
-        return Health(
-            DEGRADED, why, f"the run stalls when it leaves: add one with `agora-node join RUN --stages {stage}`"
-        )
+        what_to_do = f"the run stalls when it leaves: add one with `agora-node join RUN --stages {stage}`"
+        return Health(DEGRADED, why, what_to_do)
     return Health(OK, f"every stage has at least {min(counts)} replicas; last step {ago:.0f} s ago")
 
 
-def patience_s(replicas: Sequence[PeerView]) -> float:
+def _patience_s(replicas: Sequence[PeerView]) -> float:
     """Returns for how many seconds these replicas of a stage may take no step before the stage counts as stalled."""
     usual = min((p.step_s for p in replicas if p.step_s is not None), default=0.0)
     return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)

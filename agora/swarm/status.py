@@ -6,16 +6,15 @@ Knows: the JSON that the command promises. Must not know: how it travels. Fields
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from agora_protocol.ids import PeerId, peer_name
 
 from agora.swarm.health import Health
-from agora.swarm.view import PeerView, View
+from agora.swarm.view import View
 
 SCHEMA = 1
-_STATES = {"serving": "training", "joining": "joining", "leaving": "leaving"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,34 +26,47 @@ class RunIdentity:
     stage_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerNotes:
-    """What only the asked peer knows of each peer: how it reaches it ("direct", "relayed", "self"), and a note."""
-
-    paths: Mapping[PeerId, str] = field(default_factory=dict)
-    notes: Mapping[PeerId, str] = field(default_factory=dict)
-
-
 def status(
-    view: View, run: RunIdentity, health: Health, now_unix: float, notes: PeerNotes | None = None
+    view: View,
+    run: RunIdentity,
+    health: Health,
+    now_unix: float,
+    paths: Mapping[PeerId, str] | None = None,
+    notes: Mapping[PeerId, str] | None = None,
 ) -> dict[str, Any]:
-    """Returns the status object. `step` is that of stage 0; `tokens_per_second` is that of the slowest stage."""
-    notes = notes or PeerNotes()
-    stages = [stage_status(view, stage) for stage in range(run.stage_count)]
+    """Returns the status object. `step` is that of stage 0; `tokens_per_second` is that of the slowest stage.
+
+    paths: how the asked peer reaches others: "direct" (also where none is given), "relayed" or "self".
+    """
+    stages = [_stage_status(view, stage) for stage in range(run.stage_count)]
+    known = sorted(view.peers.values(), key=lambda seen: (seen.span.first, seen.span.last, seen.peer))
     return {
         "schema": SCHEMA,
         "run_id": run.run_id,
         "name": run.name,
         "step": stages[0]["step"] if stages else 0,
-        "loss": mean_loss(view),
+        "loss": _mean_loss(view),
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
         "health": {"state": health.state, "why": health.why, "do": health.do},
         "stages": stages,
-        "peers": [_peer_status(seen, now_unix, notes) for seen in sorted(view.peers.values(), key=_by_span)],
+        "peers": [
+            {
+                "peer": seen.peer,
+                "name": peer_name(seen.peer),
+                "span": [seen.span.first, seen.span.last],
+                "state": "training" if seen.state == "serving" else seen.state,
+                "step": seen.step_of(seen.span.first),
+                "tokens_per_second": round(seen.tokens_per_second, 1),
+                "path": (paths or {}).get(seen.peer, "direct"),
+                "seen_seconds": round(max(0.0, now_unix - seen.seen_unix), 1),
+                "note": (notes or {}).get(seen.peer, ""),
+            }
+            for seen in known
+        ],
     }
 
 
-def stage_status(view: View, stage: int) -> dict[str, Any]:
+def _stage_status(view: View, stage: int) -> dict[str, Any]:
     """Returns one row of `stages`."""
     replicas = view.replicas(stage)
     return {
@@ -65,29 +77,9 @@ def stage_status(view: View, stage: int) -> dict[str, Any]:
     }
 
 
-def mean_loss(view: View) -> float | None:
+def _mean_loss(view: View) -> float | None:
     """Returns the mean of the losses that peers report, weighted by their tokens per second; None without any."""
     known = [(p.loss, max(p.tokens_per_second, 1e-3)) for p in view.peers.values() if p.loss is not None]
     if not known:
         return None
     return round(sum(loss * weight for loss, weight in known) / sum(weight for _, weight in known), 4)
-
-
-def _by_span(seen: PeerView) -> tuple[int, int, str]:
-    """Returns the key by which the rows of `peers` are sorted."""
-    return seen.span.first, seen.span.last, seen.peer
-
-
-def _peer_status(seen: PeerView, now_unix: float, notes: PeerNotes) -> dict[str, Any]:
-    """Returns one row of `peers`."""
-    return {
-        "peer": seen.peer,
-        "name": peer_name(seen.peer),
-        "span": [seen.span.first, seen.span.last],
-        "state": _STATES.get(seen.state, seen.state),
-        "step": seen.step_of(seen.span.first),
-        "tokens_per_second": round(seen.tokens_per_second, 1),
-        "path": notes.paths.get(seen.peer, "direct"),
-        "seen_seconds": round(max(0.0, now_unix - seen.seen_unix), 1),
-        "note": notes.notes.get(seen.peer, ""),
-    }

@@ -6,7 +6,7 @@ Knows: claims, progress and their age. Must not know: where records come from, n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -73,21 +73,16 @@ class View:
     @cached_property
     def _serving(self) -> Mapping[int, tuple[PeerView, ...]]:
         """The serving peers of each stage."""
-        return _by_stage(self.peers.values(), ("serving",))
+        return {stage: tuple(p for p in held_by if p.state == "serving") for stage, held_by in self._claiming.items()}
 
     @cached_property
     def _claiming(self) -> Mapping[int, tuple[PeerView, ...]]:
-        """The serving and joining peers of each stage."""
-        return _by_stage(self.peers.values(), ("serving", "joining"))
-
-
-def _by_stage(peers: Iterable[PeerView], states: Collection[str]) -> Mapping[int, tuple[PeerView, ...]]:
-    """Returns the peers in one of `states` by the stages that they hold, each stage's in the order of their ids."""
-    holders: dict[int, list[PeerView]] = defaultdict(list)
-    for seen in sorted((seen for seen in peers if seen.state in states), key=lambda seen: seen.peer):
-        for stage in seen.span.stages:
-            holders[stage].append(seen)
-    return {stage: tuple(held_by) for stage, held_by in holders.items()}
+        """The serving and joining peers of each stage, sorted by id."""
+        holders: dict[int, list[PeerView]] = defaultdict(list)
+        for seen in sorted(self.peers.values(), key=lambda seen: seen.peer):
+            for stage in seen.span.stages if seen.state != "leaving" else ():
+                holders[stage].append(seen)
+        return {stage: tuple(held_by) for stage, held_by in holders.items()}
 
 
 def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: float) -> View:
@@ -96,12 +91,11 @@ def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: floa
     The newest incarnation of a peer wins. A peer whose records were not read for `linger_s` is dropped. Progress of a
     peer that has no claim of the same incarnation is ignored. A record that repeats what is known renews it.
     """
-    peers, read = dict(view.peers), list(records)
-    for record in read:
+    peers = dict(view.peers)
+    for record in sorted(records, key=lambda record: record.KIND):  # claims first
         if isinstance(record, Claim):
             _merge_claim(peers, record, now_unix, linger_s)
-    for record in read:
-        if isinstance(record, Progress):
+        elif isinstance(record, Progress):
             _merge_progress(peers, record, now_unix)
     return View({peer: seen for peer, seen in peers.items() if seen.expires_unix > now_unix})
 
@@ -138,9 +132,8 @@ def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix:
     if any(new < old for new, old in zip(progress.steps, known.steps, strict=False)):
         return  # an older record, read from a slower node of the directory
     grown = sum(progress.steps) - sum(known.steps)
-    is_first = not known.steps
     mean_step_s = known.mean_step_s
-    if grown and not is_first and known.stepped_unix is not None:
+    if grown and known.steps and known.stepped_unix is not None:
         mean_step_s = mean_step_s.updated((now_unix - known.stepped_unix) * len(progress.span) / grown)
     peers[progress.peer] = replace(
         known,

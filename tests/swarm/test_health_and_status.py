@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agora.swarm.health import Health, judge
-from agora.swarm.status import PeerNotes, RunIdentity, status
+from agora.swarm.status import RunIdentity, status
 from agora.swarm.view import View
 from tests.swarm.makers import peer_id, seen, view
 
@@ -124,7 +124,7 @@ def test_status_of_an_empty_view_is_still_a_status() -> None:
 
 def test_what_only_the_asked_peer_knows_is_added() -> None:
     peer = peer_id("p00")
-    found = status(two_each(1), RUN_IDENTITY, OK, NOW, PeerNotes({peer: "relayed"}, {peer: "slow link"}))
+    found = status(two_each(1), RUN_IDENTITY, OK, NOW, {peer: "relayed"}, {peer: "slow link"})
     entry = next(p for p in found["peers"] if p["peer"] == peer)
     assert (entry["path"], entry["note"]) == ("relayed", "slow link")
 
