@@ -61,20 +61,17 @@ class Consequence:
 
 
 class ReportOffence(Protocol):
-    """Records an offence that was detected now (agora.swarm.offences.OffenceLog.report_offence). Never raises."""
+    """Records an offence of `peer` that was detected now. text: what exactly was wrong. Never raises.
 
-    def __call__(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
-        """Records one offence of `peer`. text: what exactly was wrong.
+    Offences of one peer, kind and non-empty `occasion`, such as one round, are counted once.
+    """
 
-        Offences of one peer, kind and non-empty `occasion`, such as one round, are counted once.
-        """
+    def __call__(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None: ...
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is remembered of one peer. unhealed: (when it heals, points) of each offence; occasions: the last of each
-    kind.
-    """
+    """What is remembered of one peer. unhealed: (when it heals, points). occasions: the last of each kind."""
 
     unhealed: list[tuple[float, int]] = field(default_factory=list)
     shut_out_until: float = 0.0

@@ -83,7 +83,7 @@ def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) 
 
 def _patience_s(replicas: Sequence[PeerView]) -> float:
     """Returns for how many seconds these replicas of a stage may take no step before the stage counts as stalled."""
-    usual = min((p.step_s for p in replicas if p.step_s is not None), default=0.0)
+    usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
     return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)
 
 

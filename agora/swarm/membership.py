@@ -104,11 +104,9 @@ class Membership:
         """
         await self.refresh()
         others, count = self.view.without(self._me), self._config.stage_count
-        if pinned is None:
-            return await self._settle(choose_span(others, count, length, self._rng))
-        placement = pinned_span(others, count, pinned)
-        await self._publish_new_claim(placement.span)
-        return self._report_chosen(placement)
+        if pinned is not None:
+            return await self._settle(Settling(pinned_span(others, count, pinned), settled=True))
+        return await self._settle(Settling(choose_span(others, count, length, self._rng)))
 
     async def confirm(self) -> Placement | None:
         """Asks once more, with a fresh view, right before serving. Returns None when the claimed span still stands.
@@ -119,13 +117,12 @@ class Membership:
         claimed, judged = self.view.peers[self._me].span, self._judge()
         if judged.span == claimed:
             return None
-        placement = await self._settle(judged)
+        placement = await self._settle(Settling(judged))
         return placement if placement.span != claimed else None
 
-    async def _settle(self, placement: Placement) -> Placement:
+    async def _settle(self, settling: Settling) -> Placement:
         """Claims the placement and settles it: waits, looks at the other claims, and claims another span if it must."""
-        settling = Settling(placement)
-        await self._publish_new_claim(placement.span)
+        await self._publish_new_claim(settling.placement.span)
         while not settling.settled:
             await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
             await self.refresh()
@@ -134,12 +131,9 @@ class Membership:
                 await self._publish_new_claim(settling.placement.span)
             elif not settling.settled:
                 await self._publish_claim()
-        return self._report_chosen(settling.placement)
-
-    def _report_chosen(self, placement: Placement) -> Placement:
-        """Reports a placement that stands, and returns it."""
-        self._report(events.SpanChosen(placement.span.first, placement.span.last, placement.reason))
-        return placement
+        span, reason = settling.placement.span, settling.placement.reason
+        self._report(events.SpanChosen(span.first, span.last, reason))
+        return settling.placement
 
     def _judge(self) -> Placement:
         """Decides from the present view which span this peer should hold."""
@@ -181,11 +175,7 @@ class Membership:
         try:
             await self._directory.publish(record, self._identity, lifetime_s)
         except AgoraError as error:
-            self._report_trouble("publish", error)
-
-    def _report_trouble(self, what: str, error: AgoraError) -> None:
-        """Reports that the directory could not be read or written."""
-        self._report(events.DirectoryTrouble(what, f"{error.code}: {error}"))
+            self._report(events.DirectoryTrouble("publish", f"{error.code}: {error}"))
 
     # --- staying
 
@@ -232,7 +222,7 @@ class Membership:
         try:
             by_stage = await self._directory.read_many(kind, range(self._config.stage_count))
         except AgoraError as error:
-            self._report_trouble("read", error)
+            self._report(events.DirectoryTrouble("read", f"{error.code}: {error}"))
             return []
         return [record for records in by_stage.values() for record in records]
 
@@ -266,8 +256,8 @@ def read_interval_s(is_calm: bool, took_s: float) -> float:
 def linger_s(took_s: float) -> float:
     """Returns how long a peer stays in the view after a read that found it: until the next read can have been answered.
 
-    took_s: how long the read took. A slow read of the directory must not look like a peer's death. The next read begins
-    after the longest rest that can follow this one, and may take twice as long.
+    took_s: how long the read took. The next one begins after the longest rest, and may take twice as long, since a slow
+    read of the directory must not look like a peer's death.
     """
     return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_S, 2.0 * took_s)
 

@@ -24,6 +24,7 @@ class PeerView:
     """What is known of one live peer.
 
     steps: optimizer steps taken, one number for each stage of the span. stepped_unix: when any of them last grew.
+    mean_step_s: of the seconds between two steps, without a value before the second one.
     """
 
     peer: PeerId
@@ -40,11 +41,6 @@ class PeerView:
     seen_unix: float = 0.0
     stepped_unix: float | None = None
     mean_step_s: MovingAverage = _NO_STEPS
-
-    @property
-    def step_s(self) -> float | None:
-        """The mean seconds between two steps, as far as seen; None before the second step."""
-        return self.mean_step_s.value
 
     def step_of(self, stage: int) -> int:
         """Optimizer steps taken at `stage`; 0 when unknown or outside the span."""

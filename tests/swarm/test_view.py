@@ -71,9 +71,9 @@ def test_steps_are_dated_when_they_grow_and_never_shrink() -> None:
     found = after(View(), (0, 0), 100.0)
     assert found.peers[A].stepped_unix is None
     found = after(found, (1, 0), 102.0)
-    assert found.peers[A].stepped_unix == 102.0 and found.peers[A].step_s is None
+    assert found.peers[A].stepped_unix == 102.0 and found.peers[A].mean_step_s.value is None
     found = after(found, (2, 2), 105.0, loss=3.5)
-    assert (found.peers[A].stepped_unix, found.peers[A].step_s) == (105.0, 2.0)
+    assert (found.peers[A].stepped_unix, found.peers[A].mean_step_s.value) == (105.0, 2.0)
     assert found.peers[A].step_of(1) == 2 and found.peers[A].step_of(7) == 0
     stale = after(found, (1, 2), 106.0, loss=9.0).peers[A]
     assert (stale.steps, stale.loss, stale.stepped_unix) == ((2, 2), 3.5, 105.0)
