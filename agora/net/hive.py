@@ -28,27 +28,17 @@ def _without_init(name: str) -> Iterator[None]:
 
 
 with _without_init("hivemind"):
-    from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-    from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-    from hivemind.proto import p2pd_pb2
-    from hivemind.utils.multiaddr import Multiaddr
-    from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
+    from hivemind.dht.crypto import DHTRecord as DHTRecord
+    from hivemind.dht.crypto import RecordValidatorBase as RecordValidatorBase
+    from hivemind.dht.node import DHTNode as DHTNode
+    from hivemind.dht.routing import DHTID as DHTID
+    from hivemind.dht.storage import DHTLocalStorage as DHTLocalStorage
+    from hivemind.dht.storage import DictionaryDHTValue as DictionaryDHTValue
+    from hivemind.p2p import P2P as P2P
+    from hivemind.p2p import PeerID as PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError as P2PDaemonError
+    from hivemind.proto import p2pd_pb2 as p2pd_pb2
+    from hivemind.utils.multiaddr import Multiaddr as Multiaddr
+    from hivemind.utils.multiaddr import exceptions
 
-__all__ = [
-    "P2P",
-    "DHTID",
-    "DHTLocalStorage",
-    "DHTNode",
-    "DHTRecord",
-    "DictionaryDHTValue",
-    "Multiaddr",
-    "MultiaddrError",
-    "P2PDaemonError",
-    "PeerID",
-    "RecordValidatorBase",
-    "p2pd_pb2",
-]
+MultiaddrError = exceptions.Error

@@ -10,11 +10,14 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 import random
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +34,6 @@ from agora.net.hive import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerI
 from agora.net.link import LinkSpec
 from agora.net.network_errors import ConnectionBroken, DialsCrossed
 from agora.net.shaping import AccessLink
-from agora.net.socket_directory import SocketDirectory
 from agora.net.streams import FrameStream
 
 OnStream = Callable[[FrameStream, PeerId, str], None]
@@ -42,6 +44,9 @@ ANSWER_S: Final = 5.0  # for p2pd to answer what needs no network
 MORE_PEERS_S: Final = 1.0  # once one peer was reached, how long `connect` waits for each other one
 TERMINATE_S: Final = 3.0  # between SIGTERM and SIGKILL
 CROSSED: Final = "noise: message is too short"  # a dialler's first handshake message where an answer belongs
+
+SOCKET_PREFIX: Final = "agora-net-"
+MAX_BASE_CHARACTERS: Final = 40  # a Unix socket's path has at most 107
 
 _GUARD: Final = (
     "import ctypes,os,sys\n"
@@ -54,8 +59,7 @@ _GUARD: Final = (
 class _GuardedP2P(P2P):  # type: ignore[misc]
     """A p2pd that the kernel kills together with this process, however that ends.
 
-    By itself p2pd notices a killed parent after 1.0 to 1.5 s, or after 30 s when the parent was killed while p2pd
-    started. Meanwhile it holds the listen port and answers for a daemon that is not there.
+    By itself p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a daemon that is not there.
     """
 
     @staticmethod
@@ -65,6 +69,37 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
         if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
             return command
         return [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
+
+
+class SocketDirectory:
+    """A private directory for the Unix sockets to p2pd. Making one removes those that killed daemons left behind.
+
+    A lock in it shows whether its daemon lives. A process id would not: containers share /tmp but not ids.
+    """
+
+    def __init__(self) -> None:
+        base = Path(tempfile.gettempdir())
+        if len(str(base)) > MAX_BASE_CHARACTERS:
+            base = Path("/tmp")
+        _remove_abandoned(base)
+        made = Path(tempfile.mkdtemp(prefix="." + SOCKET_PREFIX, dir=base))
+        self._lock = (made / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = made.rename(base / made.name[1:])  # only now may a sweep see it
+
+    def remove(self) -> None:
+        """Removes the directory and gives up its lock. May be called twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_abandoned(base: Path) -> None:
+    """Removes the socket directories below `base` whose locks nobody holds."""
+    for left in base.glob(SOCKET_PREFIX + "*"):
+        # An OSError says: not ours, in use, or just removed by another daemon.
+        with contextlib.suppress(OSError), (left / "lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
 
 
 class Host:
@@ -94,9 +129,8 @@ class Host:
         """Starts p2pd with the key in `identity_path`, listens, and connects to the peers of `bootstrap` that answer.
 
         listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: addresses to announce instead of
-        those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not. No
-        error is raised when no bootstrap peer answers. Raises IdentityError for the key file, LocalError for a taken
-        port or a p2pd that does not start.
+        those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not. Raises
+        IdentityError for the key file, LocalError for a taken port or a p2pd that does not start.
         """
         identity = Identity.load(identity_path)
         for address in listen:
@@ -128,9 +162,8 @@ class Host:
         return tuple(address for address in found if address_problem(address) is None)
 
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
-        """Connects to the peers of these multiaddrs (with /p2p/PEER). Returns how many peers answered.
+        """Connects to the peers of these multiaddrs, this host's own passed over. Returns how many peers answered.
 
-        This host's own addresses are passed over. Once one peer has answered, each other one gets MORE_PEERS_S more.
         Raises InputError for a malformed address, and ConnectionBroken when there were peers and none answered.
         """
         by_peer = addresses_by_peer(addresses)
@@ -158,32 +191,49 @@ class Host:
         Without addresses p2pd uses what other peers told it, which is nothing for a peer that none of them has met.
         """
         raw = [encoded for address in addresses if (encoded := _address_bytes(address.removesuffix(f"/p2p/{peer}")))]
-        request = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=raw, timeout=max(1, int(timeout_s)))
+        request = p2pd_pb2.ConnectRequest(
+            peer=PeerID.from_base58(peer).to_bytes(), addrs=raw, timeout=max(1, int(timeout_s))
+        )
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request), timeout_s)
 
     async def open_stream(
         self, peer: PeerId, protocol: str, limits: FrameLimits, timeout_s: float
     ) -> tuple[FrameStream, str]:
         """Opens a stream to `peer`. Returns it and its path ("direct" or "relayed"). Raises ConnectionBroken."""
-        request = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol], timeout=max(1, int(timeout_s)))
+        request = p2pd_pb2.StreamOpenRequest(
+            peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(timeout_s))
+        )
         stream, response = await self._request(
             p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request), limits, timeout_s
         )
-        if self._link is not None:
-            stream.interpose(self._link.shape)
+        self._shape(stream)
         return stream, _path(response.streamInfo.addr)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
         """Hands every stream that a peer opens for `protocol` to `on_stream`, which must attach a sink or close it."""
-        if self._link is not None:
-            on_stream = _over_link(self._link, on_stream)
+
+        def accept() -> FrameStream:
+            stream = FrameStream(limits)
+            stream.preamble.add_done_callback(partial(self._introduce, stream, on_stream))
+            return stream
+
         path = self._sockets.path / f"serve{len(self._servers)}.sock"
-        loop = asyncio.get_running_loop()
-        server = await loop.create_unix_server(lambda: _inbound(limits, on_stream), str(path))
-        self._servers.append(server)
+        self._servers.append(await asyncio.get_running_loop().create_unix_server(accept, str(path)))
         address = Multiaddr(f"/unix{path}").to_bytes()
         request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_S)
+
+    def _introduce(self, stream: FrameStream, on_stream: OnStream, preamble: asyncio.Future[bytes]) -> None:
+        """Hands a stream that a peer has opened to `on_stream`, with the peer and the path that its preamble names."""
+        if not preamble.cancelled() and preamble.exception() is None:
+            info = p2pd_pb2.StreamInfo.FromString(preamble.result())
+            self._shape(stream)
+            on_stream(stream, PeerId(str(PeerID(info.peer))), _path(info.addr))
+
+    def _shape(self, stream: FrameStream) -> None:
+        """Puts the imitated link, if there is one, between a stream and p2pd."""
+        if self._link is not None:
+            stream.interpose(self._link.shape)
 
     async def close(self) -> None:
         """Stops p2pd and everything that talks to it. May be called twice."""
@@ -268,32 +318,6 @@ async def _start(
         raise LocalError(f"p2pd did not start ({why}); look whether {', '.join(listen)} can be listened on.") from error
 
 
-def _inbound(limits: FrameLimits, on_stream: OnStream) -> FrameStream:
-    """Returns a stream that is handed to `on_stream` once p2pd has said which peer opened it."""
-    stream = FrameStream(limits)
-    stream.preamble.add_done_callback(partial(_introduce, stream, on_stream))
-    return stream
-
-
-def _introduce(stream: FrameStream, on_stream: OnStream, preamble: asyncio.Future[bytes]) -> None:
-    """Hands a stream on with the peer and the path that its preamble names."""
-    if preamble.cancelled() or preamble.exception() is not None:
-        return
-    info = p2pd_pb2.StreamInfo.FromString(preamble.result())
-    on_stream(stream, PeerId(str(PeerID(info.peer))), _path(info.addr))
-
-
-def _over_link(link: AccessLink, on_stream: OnStream) -> OnStream:
-    """Returns `on_stream` for streams that go over an imitated link."""
-
-    def shaped(stream: FrameStream, peer: PeerId, path: str) -> None:
-        """Puts the link between the stream and p2pd, and hands the stream on."""
-        stream.interpose(link.shape)
-        on_stream(stream, peer, path)
-
-    return shaped
-
-
 def _check_listen(address: str) -> None:
     """Raises LocalError unless this machine can listen on the address now."""
     try:
@@ -316,12 +340,6 @@ def _check_listen(address: str) -> None:
             else:
                 why = f"{error.strerror}; choose an address of this machine, such as /ip4/0.0.0.0/tcp/{port}"
             raise LocalError(f"Cannot listen on {address}: {why}.") from error
-
-
-def _peer_bytes(peer: PeerId) -> bytes:
-    """Returns a peer id as the bytes that p2pd takes."""
-    raw: bytes = PeerID.from_base58(peer).to_bytes()
-    return raw
 
 
 def _address_bytes(address: str) -> bytes | None:

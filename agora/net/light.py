@@ -12,22 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import trio
+from agora_protocol import messages
 from agora_protocol.errors import AgoraError, ProtocolError, WrongRun
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PREFIX_BYTES, PROTOCOL_NAME, PROTOCOL_VERSION
-from agora_protocol.messages import (
-    GetManifest,
-    GetStatus,
-    Hello,
-    ManifestAnswer,
-    Message,
-    Ping,
-    Pong,
-    Refusal,
-    StatusAnswer,
-    refusal_from_wire,
-)
+from agora_protocol.messages import Message
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
@@ -43,7 +33,6 @@ STAGGER_S: Final = 0.4  # the next peer is tried beside those that have not answ
 SOFTWARE: Final = "agora light client"
 LIMITS: Final = FrameLimits(max_payload_bytes=0)
 
-A = TypeVar("A", bound=Message)
 R = TypeVar("R")
 
 
@@ -54,16 +43,16 @@ def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOU
     WrongRun when all peers that answered train another run, Unreachable when none answered.
     """
 
-    def decode(answer: StatusAnswer) -> dict[str, Any]:
+    def decode(answer: Message) -> dict[str, Any]:
         try:
-            status = json.loads(answer.status)
+            status = json.loads(answer.status) if isinstance(answer, messages.StatusAnswer) else None
         except ValueError:
-            raise ProtocolError("bad-message", "The status is not JSON.") from None
+            status = None
         if not isinstance(status, dict):
             raise ProtocolError("bad-message", "The status is not a JSON object.")
         return status
 
-    return _fetch(addresses, run, timeout_s, GetStatus(), StatusAnswer, decode)
+    return _fetch(addresses, run, timeout_s, messages.GetStatus(), decode)
 
 
 def fetch_manifest(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S) -> bytes:
@@ -71,33 +60,21 @@ def fetch_manifest(addresses: Sequence[str], run: RunId, timeout_s: float = TIME
 
     A peer that sends another manifest is passed over like one that does not answer.
     """
-
     from agora_protocol.manifest import SignedManifest  # it needs pydantic, which a status does not
 
-    def verify(answer: ManifestAnswer) -> bytes:
+    def verify(answer: Message) -> bytes:
+        if not isinstance(answer, messages.ManifestAnswer):
+            raise ProtocolError("bad-message", f"{type(answer).__name__} is no answer to the question.")
         SignedManifest.from_bytes(answer.manifest, run)
         return answer.manifest
 
-    return _fetch(addresses, run, timeout_s, GetManifest(), ManifestAnswer, verify)
+    return _fetch(addresses, run, timeout_s, messages.GetManifest(), verify)
 
 
-def _fetch(
-    addresses: Sequence[str],
-    run: RunId,
-    timeout_s: float,
-    request: Message,
-    kind: type[A],
-    read: Callable[[A], R],
-) -> R:
+def _fetch(addresses: Sequence[str], run: RunId, timeout_s: float, request: Message, read: Callable[[Message], R]) -> R:
     """Asks the peers at `addresses`, and returns what `read` makes of the first answer that it accepts."""
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
-
-    def read_typed(answer: Message) -> R:
-        if not isinstance(answer, kind):
-            raise ProtocolError("bad-message", f"{type(answer).__name__} is no answer to the question.")
-        return read(answer)
-
-    result: R = trio.run(_ask_all, addresses_by_peer(addresses), run, timeout_s, request, read_typed)
+    result: R = trio.run(_ask_all, addresses_by_peer(addresses), run, timeout_s, request, read)
     return result
 
 
@@ -143,21 +120,21 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId, reques
     await host.connect(PeerInfo(identity, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]))
     stream = await host.new_stream(identity, [TProtocol(PROTOCOL_NAME)])
     frames = _Frames(stream)
-    await frames.send(FrameType.HELLO, 0, Hello(PROTOCOL_VERSION, b"", SOFTWARE, ()))
+    await frames.send(FrameType.HELLO, 0, messages.Hello(PROTOCOL_VERSION, b"", SOFTWARE, ()))
     while True:
         prefix, message = await frames.next()
         match prefix.type, message:
-            case FrameType.HELLO, Hello() as hello if hello.run != bytes.fromhex(run):
+            case FrameType.HELLO, messages.Hello() as hello if hello.run != bytes.fromhex(run):
                 raise WrongRun(f"The peer trains run {hello.run.hex()[:12] or 'none'}, not {run[:12]}.")
-            case FrameType.HELLO, Hello():
+            case FrameType.HELLO, messages.Hello():
                 await frames.send(FrameType.REQUEST, 1, request)
-            case FrameType.REQUEST, Ping():
-                await frames.send(FrameType.ANSWER, prefix.call, Pong())
+            case FrameType.REQUEST, messages.Ping():
+                await frames.send(FrameType.ANSWER, prefix.call, messages.Pong())
             case FrameType.ANSWER, Message() as answer if prefix.call == 1:
                 await stream.close()
                 return answer
-            case ((FrameType.REFUSAL | FrameType.GOODBYE), Refusal() as refusal):
-                raise refusal_from_wire(refusal)
+            case ((FrameType.REFUSAL | FrameType.GOODBYE), messages.Refusal() as refusal):
+                raise messages.refusal_from_wire(refusal)
 
 
 class _Frames:
@@ -165,10 +142,8 @@ class _Frames:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._pending = bytearray()
 
     async def send(self, type: FrameType, call: int, message: Message) -> None:
-        """Writes one frame."""
         await self._stream.write(b"".join(encode_frame(type, call, message)))
 
     async def next(self) -> tuple[Prefix, Message | None]:
@@ -179,11 +154,10 @@ class _Frames:
 
     async def _exactly(self, count: int) -> bytes:
         """Returns the next `count` bytes."""
-        while len(self._pending) < count:
-            data = await self._stream.read(65_536)
+        taken = b""
+        while len(taken) < count:
+            data = await self._stream.read(count - len(taken))
             if not data:
                 raise Unreachable("the peer closed the stream")
-            self._pending += data
-        taken = bytes(self._pending[:count])
-        del self._pending[:count]
+            taken += data
         return taken

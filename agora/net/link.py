@@ -23,10 +23,19 @@ SLOWEST: Final = 1_000  # bytes per second
 LONGEST_S: Final = 10.0
 MOST_LOSS: Final = 0.5
 
-_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_UNITS: Final = {  # to bytes per second, seconds, or a fraction
+    "": 1 / 8,
+    "k": 125.0,
+    "m": 125e3,
+    "g": 125e6,
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "%": 0.01,
+}
 _RATE: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>[kmg]?)bit(?:/s)?")
 _TIME: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>us|ms|s)")
-_LOSS: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)%")
+_LOSS: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>%)")
 
 
 class LinkError(InputError):
@@ -56,18 +65,16 @@ class LinkSpec:
         if not 2 <= len(parts) <= 4:
             raise LinkError(f"{text!r} is no link; {EXAMPLES}")
         rate = _number(_RATE, parts[0].lower(), "rate", "20Mbit")
-        times = [
-            _number(_TIME, part.lower(), what, "50ms")
-            for part, what in zip(parts[1:3], ("RTT", "jitter"), strict=False)
-        ]
-        loss = _number(_LOSS, parts[3], "loss", "0.1%") if len(parts) == 4 else 0.0
+        rtt_s = _number(_TIME, parts[1].lower(), "RTT", "50ms")
+        jitter_s = _number(_TIME, parts[2].lower(), "jitter", "50ms") if len(parts) > 2 else 0.0
+        loss = _number(_LOSS, parts[3], "loss", "0.1%") if len(parts) > 3 else 0.0
         if rate < SLOWEST:
             raise LinkError(f"a rate of {parts[0]} is too slow to train over; write 8kbit or more")
-        if max(times) > LONGEST_S:
+        if max(rtt_s, jitter_s) > LONGEST_S:
             raise LinkError(f"{text!r} has a delay above {LONGEST_S:.0f}s, where every call times out; write less")
         if loss > MOST_LOSS:
             raise LinkError(f"a loss of {parts[3]} is more than TCP survives; write at most {MOST_LOSS:.0%}")
-        return cls(rate, times[0], times[1] if len(times) > 1 else 0.0, loss, ",".join(parts))
+        return cls(rate, rtt_s, jitter_s, loss, ",".join(parts))
 
     def __str__(self) -> str:
         """The description as it was written."""
@@ -84,12 +91,7 @@ def _number(pattern: re.Pattern[str], part: str, what: str, example: str) -> flo
     match = pattern.fullmatch(part)
     if match is None:
         raise LinkError(f"{part!r} is no {what} like {example}; {EXAMPLES}")
-    number = float(match["number"])
-    if pattern is _RATE:
-        return number * _UNITS[match["unit"]] / 8
-    if pattern is _TIME:
-        return number * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match["unit"]]
-    return number / 100
+    return float(match["number"]) * _UNITS[match["unit"]]
 
 
 class TokenBucket:

@@ -2,10 +2,9 @@
 
 Knows: asyncio transports, and when bytes may pass, which `link` computes. Must not know: frames, calls, peers.
 
-A shaped transport stands between a stream and its real transport. Outgoing chunks queue for the shared rate, and then
-wait until the delay is over. An incoming chunk is read into the stream's own buffer; the stream is told of it when the
-rate allows, and nothing more is read before. So nothing is copied. The stream's own limit bounds what waits to go out,
-rate times delay bounds what is on its way, and what is not read fills the sender's windows, as on a real link.
+A shaped transport stands between a stream and its real transport, and copies nothing. The stream's own limit bounds
+what waits to go out, rate times delay bounds what is on its way, and what is not read fills the sender's windows, as on
+a real link.
 """
 
 from __future__ import annotations
@@ -47,79 +46,6 @@ class AccessLink:
         return shaped
 
 
-class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
-    """One stream over the link: a transport for the stream, and the protocol of the real transport."""
-
-    def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
-        super().__init__()
-        self._real, self._stream = real, stream
-        self._upload = _Upload(real, stream, link)
-        self._download = _Download(real, stream, link)
-
-    # --- for the stream, a transport
-
-    def write(self, data: Any) -> None:
-        """Queues bytes as one message."""
-        self._upload.add((data,))
-
-    def writelines(self, list_of_data: Iterable[Any]) -> None:
-        """Queues the buffers as one message."""
-        self._upload.add(list_of_data)
-
-    def get_write_buffer_size(self) -> int:
-        """Returns the bytes that the kernel was not given yet."""
-        return self._upload.waiting + self._real.get_write_buffer_size()
-
-    def pause_reading(self) -> None:
-        """Stops reading."""
-        self._download.want(False)
-
-    def resume_reading(self) -> None:
-        """Starts reading."""
-        self._download.want(True)
-
-    def is_closing(self) -> bool:
-        """Whether the real transport is closing or closed."""
-        return self._real.is_closing()
-
-    def abort(self) -> None:
-        """Closes the real transport now; what is queued is lost."""
-        self._end()
-        self._real.abort()
-
-    # --- for the real transport, a protocol
-
-    def pause_writing(self) -> None:
-        """Called by asyncio: the real transport has enough."""
-        self._upload.block()
-
-    def resume_writing(self) -> None:
-        """Called by asyncio: the real transport takes more."""
-        self._upload.unblock()
-
-    def get_buffer(self, sizehint: int) -> Any:
-        """Returns where the real transport puts the next bytes."""
-        return self._download.buffer()
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """Called by asyncio: `nbytes` were put there."""
-        self._download.arrived(nbytes)
-
-    def eof_received(self) -> bool | None:
-        """Called by asyncio: the peer sends nothing more."""
-        return self._stream.eof_received()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio: the real transport is gone."""
-        self._end()
-        self._stream.connection_lost(exc)
-
-    def _end(self) -> None:
-        """Forgets everything that is queued or held."""
-        self._upload.end()
-        self._download.end()
-
-
 class _Alarm:
     """A timer that is never early. The loop's own may be, by half a millisecond."""
 
@@ -137,7 +63,7 @@ class _Alarm:
         if at < math.inf:
             self._at = at
             ticks = max(0, math.ceil((at - self._clock()) / TICK_S))
-            self._handle = self._loop.call_later(ticks * TICK_S, self._fire)
+            self._handle = self._loop.call_later(ticks * TICK_S, self._ring_or_set_again)
 
     def stop(self) -> None:
         """Forgets the time that was set."""
@@ -145,8 +71,7 @@ class _Alarm:
             self._handle.cancel()
         self._at, self._handle = math.inf, None
 
-    def _fire(self) -> None:
-        """Calls `ring` with the present time, or sets the timer again when it was early."""
+    def _ring_or_set_again(self) -> None:
         at, now = self._at, self._clock()
         self._at, self._handle = math.inf, None
         if now < at:
@@ -165,13 +90,13 @@ class _Chunk:
     pieces: list[memoryview]
 
 
-class _Upload:
+class _ShapedUpload:
     """What a stream sends: each chunk waits for the link's rate, and then until its delay is over."""
 
     def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
         self._real, self._stream, self._link = real, stream, link
         self._delay = DelayLine(link.spec, link.rng)
-        self._alarm = _Alarm(link.clock, self._step)
+        self._step_alarm = _Alarm(link.clock, self._step)
         self._queue: deque[tuple[memoryview, bool]] = deque()  # and whether a message ends with it
         self._queued = 0
         self._ready = -math.inf  # since when the link could have carried the first of the queue
@@ -179,18 +104,17 @@ class _Upload:
         self._on_its_way = 0
         self._full = self._blocked = self._ended = False
 
-    @property
-    def waiting(self) -> int:
-        """Bytes that the real transport was not given yet."""
-        return self._queued + self._on_its_way
+    def write(self, data: Any) -> None:
+        """Queues bytes as one message."""
+        self.writelines((data,))
 
-    def add(self, buffers: Iterable[Any]) -> None:
-        """Queues one message; asks the stream to pause when much waits."""
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        """Queues the buffers as one message; asks the stream to pause when much waits."""
         if self._ended:
             return
         if not self._queue:
             self._ready = max(self._ready, self._link.clock())
-        views = [view for view in (memoryview(buffer).cast("B") for buffer in buffers) if view]
+        views = [view for view in (memoryview(buffer).cast("B") for buffer in list_of_data) if view]
         for number, view in enumerate(views, 1):
             self._queue.append((view, number == len(views)))
             self._queued += len(view)
@@ -199,21 +123,25 @@ class _Upload:
             self._full = True
             self._stream.pause_writing()
 
-    def block(self) -> None:
-        """Stops handing on, and letting chunks onto the link, since the real transport has enough."""
-        self._blocked = True
-        self._alarm.stop()
+    def get_write_buffer_size(self) -> int:
+        """Returns the bytes that the kernel was not given yet."""
+        return self._queued + self._on_its_way + self._real.get_write_buffer_size()
 
-    def unblock(self) -> None:
-        """Goes on after `block`."""
+    def pause_writing(self) -> None:
+        """Called by asyncio: the real transport has enough. Nothing more goes onto the link, or is handed on."""
+        self._blocked = True
+        self._step_alarm.stop()
+
+    def resume_writing(self) -> None:
+        """Called by asyncio: the real transport takes more."""
         self._blocked = False
         self._ready = max(self._ready, self._link.clock())
         self._schedule()
 
-    def end(self) -> None:
+    def _end_upload(self) -> None:
         """Forgets everything that waits."""
         self._ended = True
-        self._alarm.stop()
+        self._step_alarm.stop()
         self._queue.clear()
         self._line.clear()
         self._queued = self._on_its_way = 0
@@ -221,7 +149,7 @@ class _Upload:
     def _schedule(self) -> None:
         """Sets the timer to when the next chunk may go onto the link, or what has arrived is handed on."""
         if not self._blocked:
-            self._alarm.set(min(self._ready if self._queue else math.inf, self._hand_on_at()))
+            self._step_alarm.set(min(self._ready if self._queue else math.inf, self._hand_on_at()))
 
     def _hand_on_at(self) -> float:
         """Returns when to hand on: when a whole message has arrived, or HOLD_S after the first part of a long one.
@@ -242,20 +170,16 @@ class _Upload:
             self._line.append(_Chunk(self._delay.arrival(size, self._ready), size, ends, pieces))
             self._on_its_way += size
         if not self._blocked and self._hand_on_at() <= now:
-            self._hand_on(now)
+            arrived: list[memoryview] = []
+            while self._line and self._line[0].arrives <= now:
+                chunk = self._line.popleft()
+                self._on_its_way -= chunk.size
+                arrived += chunk.pieces
+            self._real.writelines(arrived)
         self._schedule()
         if self._full and self._queued <= LOW_BYTES:
             self._full = False
             self._stream.resume_writing()
-
-    def _hand_on(self, now: float) -> None:
-        """Gives the real transport the chunks that have arrived."""
-        arrived: list[memoryview] = []
-        while self._line and self._line[0].arrives <= now:
-            chunk = self._line.popleft()
-            self._on_its_way -= chunk.size
-            arrived += chunk.pieces
-        self._real.writelines(arrived)
 
     def _next_chunk(self) -> tuple[int, bool, list[memoryview]]:
         """Takes at most a chunk from the queue. Returns its size, whether a message ends in it, and its bytes."""
@@ -273,43 +197,48 @@ class _Upload:
         return size, ends, pieces
 
 
-class _Download:
+class _ShapedDownload:
     """What a stream reads: a chunk that came faster than the link's rate is held, and nothing is read behind it."""
 
     def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
         self._real, self._stream, self._link = real, stream, link
-        self._alarm = _Alarm(link.clock, self._deliver)
+        self._deliver_alarm = _Alarm(link.clock, self._deliver)
         self._most = max(link.spec.chunk_bytes, min(MOST_CHUNK, int(HOLD_S * link.spec.rate)))
         self._wanted = self._reading = False
         self._held = 0
         self._held_until = 0.0
         self._late_s = 0.0  # by how much a held chunk was delivered too late, until later ones have caught up
 
-    def want(self, wanted: bool) -> None:
-        """Starts or stops reading, as the stream asks."""
-        self._wanted = wanted
+    def pause_reading(self) -> None:
+        """Stops reading."""
+        self._wanted = False
         self._read()
 
-    def end(self) -> None:
-        """Forgets what is held."""
-        self._alarm.stop()
-        self._held = 0
+    def resume_reading(self) -> None:
+        """Starts reading."""
+        self._wanted = True
+        self._read()
 
-    def buffer(self) -> Any:
+    def get_buffer(self, sizehint: int) -> Any:
         """Returns where the real transport puts the next bytes: the first part of the stream's own buffer."""
         return self._stream.get_buffer(-1)[: self._most]  # type: ignore[index]
 
-    def arrived(self, size: int) -> None:
+    def buffer_updated(self, nbytes: int) -> None:
         """Delivers bytes that were put there, now or when the link's rate allows."""
         now = self._link.clock()
-        until = self._link.down.take(size, now - self._late_s)
+        until = self._link.down.take(nbytes, now - self._late_s)
         if until <= now:
             self._late_s = min(self._late_s, now - until)
-            self._stream.buffer_updated(size)
+            self._stream.buffer_updated(nbytes)
             return
-        self._held, self._held_until = size, until
+        self._held, self._held_until = nbytes, until
         self._read()
-        self._alarm.set(until)
+        self._deliver_alarm.set(until)
+
+    def _end_download(self) -> None:
+        """Forgets what is held."""
+        self._deliver_alarm.stop()
+        self._held = 0
 
     def _deliver(self, now: float) -> None:
         """Tells the stream of the bytes that were held."""
@@ -328,3 +257,32 @@ class _Download:
             self._real.resume_reading()
         else:
             self._real.pause_reading()
+
+
+class ShapedTransport(_ShapedUpload, _ShapedDownload, asyncio.Transport, asyncio.BufferedProtocol):
+    """One stream over the link: a transport for the stream, and the protocol of the real transport."""
+
+    def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
+        asyncio.Transport.__init__(self)
+        _ShapedUpload.__init__(self, real, stream, link)
+        _ShapedDownload.__init__(self, real, stream, link)
+
+    def is_closing(self) -> bool:
+        """Whether the real transport is closing or closed."""
+        return self._real.is_closing()
+
+    def abort(self) -> None:
+        """Closes the real transport now; what is queued is lost."""
+        self._end_upload()
+        self._end_download()
+        self._real.abort()
+
+    def eof_received(self) -> bool | None:
+        """Called by asyncio: the peer sends nothing more."""
+        return self._stream.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio: the real transport is gone."""
+        self._end_upload()
+        self._end_download()
+        self._stream.connection_lost(exc)
