@@ -15,7 +15,7 @@ import torch
 from agora_protocol.manifest import Manifest, OptimizerSection
 from torch import Tensor, nn
 
-from agora.model import Context, family_of, stage_loss
+from agora.model import family_of, stage_loss
 
 Batches = Sequence[Sequence[np.ndarray]]
 """Of each step, its microbatches: int32 [b, s + 1]."""
@@ -54,10 +54,10 @@ def run_plain_loop(manifest: Manifest, batches: Batches, between: Callable[[Tens
 
 
 def _loss(stages: Sequence[nn.Module], ids: Tensor, between: Callable[[Tensor], Tensor]) -> Tensor:
-    context = Context(ids[:, :-1])
-    hidden = stages[0](ids[:, :-1], context)
+    inputs = ids[:, :-1]
+    hidden = stages[0](inputs)
     for stage in stages[1:]:
-        hidden = stage(between(hidden), context)
+        hidden = stage(between(hidden), inputs)
     return stage_loss(hidden, ids[:, 1:])
 
 

@@ -2,6 +2,6 @@
 
 from agora.model.family import Family
 from agora.model.registry import family_of
-from agora.model.stage_module import Context, Stage, stage_loss
+from agora.model.stage_module import Stage, stage_loss
 
-__all__ = ["Context", "Family", "Stage", "family_of", "stage_loss"]
+__all__ = ["Family", "Stage", "family_of", "stage_loss"]

@@ -6,20 +6,12 @@ Knows: the shapes that enter and leave a stage. Must not know: how any family co
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 IGNORED = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a stage may need of a microbatch beside the hidden state. tokens: input ids [b, s], any integer type."""
-
-    tokens: Tensor
 
 
 class Stage(nn.Module, abc.ABC):
@@ -36,11 +28,11 @@ class Stage(nn.Module, abc.ABC):
         self.is_last = is_last
 
     @abc.abstractmethod
-    def forward(self, hidden: Tensor, context: Context | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Returns the boundary [b, s, k] that leaves the stage, from the boundary [b, s, k] that enters it.
 
-        The first stage takes token ids [b, s] for `hidden` (a negative id, which marks an ignored target, is read as
-        0); the last stage returns logits [b, s, vocabulary].
+        tokens: the microbatch's input ids [b, s], any integer type; a negative one, which marks an ignored target, is
+        read as 0. The first stage takes them for `hidden`; the last stage returns logits [b, s, vocabulary].
         """
 
     def fill_buffers(self, seed: int) -> None:

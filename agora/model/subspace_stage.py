@@ -21,7 +21,7 @@ from agora_protocol.manifest import SubspaceSection
 from torch import Tensor, nn
 
 from agora.model import fixed_tensors
-from agora.model.stage_module import Context, Stage
+from agora.model.stage_module import Stage
 
 WEIGHT_STD = 0.02
 EMBEDDING_STD = 0.05
@@ -177,11 +177,14 @@ class SubspaceStage(Stage):
             self.norm = nn.RMSNorm(model.width, model.norm_epsilon)
             self.head = nn.Linear(model.width, model.vocabulary, bias=False)
 
-    def forward(self, hidden: Tensor, context: Context | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Returns the boundary that leaves the stage, or logits; see Stage.forward."""
         expand: Expand = expand_nothing
+        tokens = hidden if self.is_first else tokens
         if self.space is not None:
-            expand = self.space.expand_for(self._tokens(hidden, context))
+            if tokens is None:
+                raise ValueError("a stage after the first needs the token ids")
+            expand = self.space.expand_for(tokens)
         if self.is_first:
             hidden = self.embedding(hidden.clamp(min=0))
         for name, layer in self.layers.items():
@@ -210,14 +213,6 @@ class SubspaceStage(Stage):
         if name.endswith(STREAM_PROJECTIONS):
             return WEIGHT_STD / math.sqrt(2 * (int(name.split(".")[1]) + 1))
         return WEIGHT_STD
-
-    def _tokens(self, hidden: Tensor, context: Context | None) -> Tensor:
-        """Returns the token ids: the input of the first stage, the context's after it."""
-        if self.is_first:
-            return hidden
-        if context is None:
-            raise ValueError("a stage after the first needs the token ids")
-        return context.tokens
 
 
 def stream_width(model: SubspaceSection, layer: int) -> int:

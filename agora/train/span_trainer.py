@@ -16,7 +16,7 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from agora.model import Context, family_of, stage_loss
+from agora.model import family_of, stage_loss
 from agora.observe.events import MicrobatchCounted, Report
 from agora.stepping import StageStepped
 from agora.train.device import autocast
@@ -89,17 +89,17 @@ class SpanTrainer:
         boundary is [b, s, d], without a graph; the second value is None unless `train`. Raises NonFinite, and when
         `train` Busy as long as too many microbatches wait for their backward.
         """
-        context = Context(tokens[:, :-1])
+        inputs = tokens[:, :-1]
         if not train:
             with torch.no_grad():
-                return self._run(first, entry, context), None
+                return self._run(first, entry, inputs), None
         self.stashed.require_room(microbatch, first)
         begun = time.perf_counter()
-        output, versions = self._run_for_training(first, entry, context)
+        output, versions = self._run_for_training(first, entry, inputs)
         boundary = output.detach()
         self._require_finite(float(torch.linalg.vector_norm(boundary)), first, microbatch, "the boundary it computed")
         steps = tuple(stage.step for stage in self._stages_from(first))
-        forward = StashedForward(first, entry, context, _supervised(tokens), steps, time.perf_counter() - begun)
+        forward = StashedForward(first, entry, inputs, _supervised(tokens), steps, time.perf_counter() - begun)
         if versions:
             forward.output, forward.versions = output, versions
         self.stashed.add(microbatch, forward)
@@ -113,12 +113,12 @@ class SpanTrainer:
         Returns the loss summed over the supervised tokens, their number, and the gradient of that sum with respect to
         `entry` (None at stage 0 and when not `train`). Raises NonFinite; then nothing was added.
         """
-        context, targets = Context(tokens[:, :-1]), tokens[:, 1:]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
         supervised = _supervised(tokens)
         with torch.set_grad_enabled(train):
             if train and first > 0:
                 entry.requires_grad_()
-            loss = stage_loss(self._run(first, entry, context), targets)
+            loss = stage_loss(self._run(first, entry, inputs), targets)
         loss_sum = float(loss.detach())
         self._require_finite(loss_sum, first, microbatch, "the loss")
         if not train:
@@ -139,7 +139,7 @@ class SpanTrainer:
         output, versions = forward.output, forward.versions
         if output is None:
             with torch.enable_grad():
-                output, versions = self._run_with_graph(first, forward.entry, forward.context)
+                output, versions = self._run_with_graph(first, forward.entry, forward.inputs)
         result = self._add_gradients(microbatch, first, forward.entry, versions, output, gradient.to(output.dtype))
         self._count(microbatch, first, forward.supervised, forward.steps)
         return result, forward
@@ -175,30 +175,28 @@ class SpanTrainer:
         """The current weights of the stages from `first` on."""
         return tuple(stage.weights.current for stage in self._stages_from(first))
 
-    def _run(self, first: int, hidden: Tensor, context: Context) -> Tensor:
+    def _run(self, first: int, hidden: Tensor, inputs: Tensor) -> Tensor:
         """Runs stages `first` to the span's last on their current weights. Returns their output, or the logits."""
         with autocast(self._device, self._bf16):
             for version in self._versions_from(first):
-                hidden = version.module(hidden, context)
+                hidden = version.module(hidden, inputs)
         return hidden
 
-    def _run_with_graph(self, first: int, entry: Tensor, context: Context) -> tuple[Tensor, tuple[WeightVersion, ...]]:
+    def _run_with_graph(self, first: int, entry: Tensor, inputs: Tensor) -> tuple[Tensor, tuple[WeightVersion, ...]]:
         """Returns the output, differentiable also with respect to `entry`, and the weights that its graph needs."""
         if first > 0:
             entry.requires_grad_()
-        return self._run(first, entry, context), self._versions_from(first)
+        return self._run(first, entry, inputs), self._versions_from(first)
 
-    def _run_for_training(
-        self, first: int, entry: Tensor, context: Context
-    ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
+    def _run_for_training(self, first: int, entry: Tensor, inputs: Tensor) -> tuple[Tensor, tuple[WeightVersion, ...]]:
         """Returns the output, and the weights that its graph needs; none when no graph is kept."""
         if self._activations == "auto" and first not in self.activation_bytes:
-            return self._measure_graph(first, entry, context), ()
+            return self._measure_graph(first, entry, inputs), ()
         if self._keeps_graph(first):
             with torch.enable_grad():
-                return self._run_with_graph(first, entry, context)
+                return self._run_with_graph(first, entry, inputs)
         with torch.no_grad():
-            return self._run(first, entry, context), ()
+            return self._run(first, entry, inputs), ()
 
     def _keeps_graph(self, first: int) -> bool:
         """Returns whether the graph of a microbatch that enters at `first` is kept for its backward."""
@@ -208,11 +206,11 @@ class SpanTrainer:
         second_version = sum(s.weights.nbytes for s in self._stages.values() if s.weights.previous is None)
         return graphs_fit(self.activation_bytes[first], graphs_to_come, second_version, self._available())
 
-    def _measure_graph(self, first: int, entry: Tensor, context: Context) -> Tensor:
+    def _measure_graph(self, first: int, entry: Tensor, inputs: Tensor) -> Tensor:
         """Runs the first forward that enters at `first`, and records the bytes of its graph, which is dropped."""
         weights = {version.flat.untyped_storage().data_ptr() for version in self._versions_from(first)}
         output, self.activation_bytes[first] = measure_saved_bytes(
-            lambda: self._run_with_graph(first, entry, context)[0], weights
+            lambda: self._run_with_graph(first, entry, inputs)[0], weights
         )
         return output.detach()
 

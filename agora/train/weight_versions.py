@@ -24,7 +24,6 @@ from agora_protocol.errors import Busy, LocalError
 from agora_protocol.ids import MicrobatchId
 from torch import Tensor, nn
 
-from agora.model import Context
 from agora.state.layout import Layout, Slot, lay_out
 
 LIMIT_PER_SEAT = 4
@@ -112,15 +111,15 @@ class StageWeights:
 class StashedForward:
     """What the backward of one microbatch needs: its entry, and when it is kept, the graph from there to `output`.
 
-    entry: float32 boundary [b, s, d] that entered stage `first`, or at stage 0 the token ids [b, s]. supervised:
-    number of its supervised tokens. steps: the step of each stage from `first` on at the time. device_s: seconds that
-    the forward took. output: the end of the graph; None when the backward has to run the forward again. versions: the
-    weights that the graph needs.
+    entry: float32 boundary [b, s, d] that entered stage `first`, or at stage 0 the token ids. inputs: the token ids
+    [b, s]. supervised: number of its supervised tokens. steps: the step of each stage from `first` on at the time.
+    device_s: seconds that the forward took. output: the end of the graph; None when the backward has to run the forward
+    again. versions: the weights that the graph needs.
     """
 
     first: int
     entry: Tensor
-    context: Context
+    inputs: Tensor
     supervised: int
     steps: tuple[int, ...]
     device_s: float

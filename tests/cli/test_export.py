@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agora.cli import console, export
 from agora.cli.console import Failure
-from agora.model import Context, Stage, family_of, stage_loss
+from agora.model import Stage, family_of, stage_loss
 from agora.node import paths, runs
 from agora.node.control import ControlSocket, Question
 from agora.state.checkpoint import write_checkpoint
@@ -98,7 +98,7 @@ def run(wanted: str, out: Path, *directories: Path, dtype: str = "float32", size
 def logits_of(stages: list[Stage], tokens: torch.Tensor) -> torch.Tensor:
     hidden = tokens
     for stage in stages:
-        hidden = stage(hidden, Context(tokens))
+        hidden = stage(hidden, tokens)
     return hidden
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from agora_protocol.manifest import Manifest, SignedManifest
 
-from agora.model import Context, family_of, stage_loss
+from agora.model import family_of, stage_loss
 from tests.process.harness import Daemon, Swarm, swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -148,7 +148,7 @@ def test_an_outsider_gets_the_gradient_that_a_node_would(node: tuple[Swarm, Daem
     manifest = node[0].manifest
     stage = family_of(manifest.model).build_stage(manifest.layers_of(1), manifest.seed)
     hidden = boundary.clone().requires_grad_()
-    loss = stage_loss(stage(hidden, Context(tokens[:, :-1])), tokens[:, 1:])
+    loss = stage_loss(stage(hidden, tokens[:, :-1]), tokens[:, 1:])
     loss.backward()
 
     assert answer["tokens"] == BATCH * CONTEXT

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agora.cli import export
-from agora.model import Context, Family, Stage, family_of, registry
+from agora.model import Family, Stage, family_of, registry
 from agora.node import doctor, paths, runs
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
@@ -77,7 +77,7 @@ class LinearStage(Stage):
         if self.is_last:
             self.ends["head"] = nn.Linear(model.width, model.vocabulary, bias=False)
 
-    def forward(self, hidden: Tensor, context: Context | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         if self.is_first:
             hidden = self.ends["embedding"](hidden.clamp(min=0))
         for layer in self.layers.values():

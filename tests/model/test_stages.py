@@ -11,7 +11,7 @@ from agora_protocol.manifest import SubspaceSection
 from torch import Tensor
 from torch.func import functional_call
 
-from agora.model import Context, Stage, family_of, stage_loss
+from agora.model import Stage, family_of, stage_loss
 from agora.model.subspace_stage import apply_rotary, rotary_table
 
 SEED = 11
@@ -39,7 +39,7 @@ def cut(model: SubspaceSection, count: int, seed: int = SEED) -> list[Stage]:
 def run(stages: list[Stage], tokens: Tensor) -> Tensor:
     hidden = tokens
     for stage in stages:
-        hidden = stage(hidden, Context(tokens))
+        hidden = stage(hidden, tokens)
     return hidden
 
 
@@ -179,9 +179,9 @@ def test_gradients_flow_through_substituted_parameters_across_a_cut() -> None:
     copies = [
         {name: p.detach().clone().requires_grad_() for name, p in stage.named_parameters()} for stage in (first, last)
     ]
-    boundary = functional_call(first, copies[0], (tokens, Context(tokens)))
+    boundary = functional_call(first, copies[0], (tokens, tokens))
     entering = boundary.detach().requires_grad_()
-    stage_loss(functional_call(last, copies[1], (entering, Context(tokens))), targets).backward()
+    stage_loss(functional_call(last, copies[1], (entering, tokens)), targets).backward()
     boundary.backward(entering.grad)
     assert all(p.grad is None for stage in (first, last) for p in stage.parameters())
     expected = dict(whole.named_parameters())

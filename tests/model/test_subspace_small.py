@@ -16,7 +16,7 @@ import torch
 from agora_protocol.manifest import Manifest, SubspaceSection
 from torch import Tensor
 
-from agora.model import Context, Stage, family_of, fixed_tensors, stage_loss
+from agora.model import Stage, family_of, fixed_tensors, stage_loss
 from agora.model.subspace_stage import FIXED_SCALE
 from tests.model.test_llama_equivalence import attention, hugging_face_name, norm
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
@@ -54,11 +54,11 @@ def some_tokens(model: SubspaceSection, b: int = 2) -> Tensor:
 
 def gradients(stages: list[Stage], tokens: Tensor) -> tuple[float, dict[str, Tensor], list[Tensor]]:
     """Loss sum, gradients by name, and boundaries, each crossed as peers do: values there, gradient back."""
-    context, entries, outputs = Context(tokens), [], []
+    entries, outputs = [], []
     hidden = tokens
     for stage in stages:
         entries.append(hidden if stage.is_first else hidden.detach().requires_grad_())
-        hidden = stage(entries[-1], context)
+        hidden = stage(entries[-1], tokens)
         outputs.append(hidden)
     loss = stage_loss(hidden, tokens.roll(-1, 1))
     loss.backward()
@@ -265,9 +265,9 @@ def test_bf16_products_leave_the_coordinates_in_float32() -> None:
     tokens = some_tokens(MODEL)
     with torch.autocast("cpu", torch.bfloat16):
         boundary = first(tokens)
-        rough = last(boundary, Context(tokens))
+        rough = last(boundary, tokens)
     assert boundary.dtype == torch.float32
-    exact = last(first(tokens), Context(tokens)).detach().numpy()
+    exact = last(first(tokens), tokens).detach().numpy()
     assert relative_difference(rough.detach().float().numpy(), exact) < 0.1
 
 

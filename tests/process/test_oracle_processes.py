@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import open_tokenizer
-from agora.model import Context, family_of, stage_loss
+from agora.model import family_of, stage_loss
 from tests.oracle import Batches, relative_difference, run_plain_loop
 from tests.process.harness import Daemon, Swarm, swarm
 
@@ -144,7 +144,7 @@ def heldout_loss(manifest: Manifest, sampler: Sampler, weights: list[dict[str, n
             ids = torch.from_numpy(batch)
             hidden = ids[:, :-1]
             for stage in stages:
-                hidden = stage(hidden, Context(ids[:, :-1]))
+                hidden = stage(hidden, ids[:, :-1])
             total += float(stage_loss(hidden, ids[:, 1:]))
             tokens += ids[:, 1:].numel()
     return total / tokens

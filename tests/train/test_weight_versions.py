@@ -17,7 +17,7 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.func import functional_call
 
-from agora.model import Context, family_of
+from agora.model import family_of
 from agora.stepping import StepPolicy
 from agora.train import memory
 from agora.train.memory import graphs_fit
@@ -76,13 +76,13 @@ class Bench:
 
     def by_hand(self, number: int, weights: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The gradients of one microbatch on given weights, by plain autograd."""
-        hidden = self.batches[number][:, :-1]
-        context, leaves = Context(hidden), {}
+        tokens = hidden = self.batches[number][:, :-1]
+        leaves = {}
         for stage, values in zip(self.span.stages, weights, strict=True):
             model = self.manifest
             module = family_of(model.model).build_stage(model.layers_of(stage), model.seed)
             fresh = {name: value.clone().requires_grad_() for name, value in values.items()}
-            hidden = functional_call(module, fresh, (hidden, context))
+            hidden = functional_call(module, fresh, (hidden, tokens))
             leaves |= fresh
         found = torch.autograd.grad(hidden, list(leaves.values()), self.gradients[number])
         return dict(zip(leaves, found, strict=True))
