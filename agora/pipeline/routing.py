@@ -1,13 +1,8 @@
 """Decides which peer of a later stage gets a microbatch, and by when it must answer. Pure.
 
-Knows: the PeerCost of every peer that serves a stage. Must not know: a clock (`now` is an argument), the network, or
-randomness. docs/routing.md explains the rule.
-
-The rule is weighted round robin by virtual runtime (SWARM parallelism, arXiv 2301.11913, section 3.2) plus the least
-expected finish time. `rank = lead + finish`, in seconds:
-
-    lead   = seconds charged to the peer beyond the sibling that was charged least
-    finish = queue * service + service + round trip + bytes / bandwidth
+Knows: what was measured of every peer that serves a stage. Must not know: a clock (`now` is an argument), the network,
+or randomness. docs/routing.md has the rule: weighted round robin by virtual runtime (SWARM parallelism, arXiv
+2301.11913, section 3.2) plus the least expected finish time.
 
 Differences from SWARM's code: a charge is taken back when no work was done; BUSY is no failure; a newcomer starts at
 the median of its siblings instead of the least (which can be hours behind), and has at most two calls until its first
@@ -18,18 +13,97 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
 
-from agora.pipeline.peer_cost import BACKOFF_S, PeerCost, newcomer
+from agora.moving_average import MovingAverage
 from agora.swarm.view import PeerView
 
+UNMEASURED_SERVICE_S = 0.25
+"""Assumed device time per microbatch before any peer of the stage was measured."""
+AVERAGE_WEIGHT = 0.1
+BACKOFF_S = 0.25
+MAX_BACKOFF_S = 60.0
+MAX_BACKOFF_WITHOUT_SIBLING_S = 4.0
+MAX_FAILURES = 64
+MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0
+SEAT_WAITS = 128
 NEWCOMER_CALLS = 2
 MAX_OWN_SHARE = 0.25
 """No caller keeps more than this share of its remaining time for itself: a wrong estimate must not starve the rest."""
+
+
+@dataclass(slots=True)
+class PeerCost:
+    """What a caller knows about one peer of a later stage. Only `RoutingTable` changes it.
+
+    virtual_s: seconds of work charged to the peer so far. service_s: its device time per microbatch. round_trip_s,
+    bytes_per_s: of the link, as far as they can be told apart. call_s: length of a whole call, everything downstream
+    included. answers, seats: how often the peer has answered, and has taken a seat. open_calls: our calls that are
+    open; call_limit: how many the peer lets us have, learnt from BUSY. queue: microbatches at its device at time
+    `queue_at`; sent_since: ours that followed. failures: failed calls in a row, the last at failed_at; wasted_s: the
+    longest time one of them took. seat_waits_s: the last times from sending a microbatch to hearing that it has a seat.
+    """
+
+    virtual_s: float = 0.0
+    service_s: float = UNMEASURED_SERVICE_S
+    round_trip_s: float = 0.0
+    bytes_per_s: float = math.inf
+    call_s: float = 0.0
+    answers: int = 0
+    seats: int = 0
+    open_calls: int = 0
+    call_limit: float = math.inf
+    queue: int = 0
+    queue_at: float = 0.0
+    sent_since: int = 0
+    failures: int = 0
+    failed_at: float = 0.0
+    wasted_s: float = 0.0
+    busy_until: float = 0.0
+    incarnation: int = 0
+    seat_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEAT_WAITS))
+
+    def queue_now(self, now: float) -> float:
+        """Returns the expected number of microbatches before ours: the reported queue, fading, plus what we sent since.
+
+        It fades at a quarter of the peer's speed. At full speed a queue that other callers keep filling would be
+        believed empty between any two of our calls.
+        """
+        served = 0.25 * (now - self.queue_at) / max(self.service_s, 1e-6)
+        return max(0.0, self.queue - served) + self.sent_since
+
+    def occupies_s(self, payload_bytes: int) -> float:
+        """Returns the seconds for which a microbatch occupies the peer: its device or its link, whichever is slower."""
+        return max(self.service_s, payload_bytes / self.bytes_per_s)
+
+    def idle_finish_s(self, payload_bytes: int) -> float:
+        """Returns the seconds from sending a microbatch to the end of its service when nothing else waits there."""
+        return self.round_trip_s + payload_bytes / self.bytes_per_s + self.service_s
+
+    def crossing_s(self, bytes_there: int, bytes_back: int, period_s: float) -> float:
+        """Returns a microbatch's seconds on the link, both ways, without waiting: a round trip and two transfers.
+
+        The transfers count as at most `period_s`, the time between two microbatches on this link: it carries them in
+        that time, so anything longer in the shortest waits is a queue that never emptied.
+        """
+        least = min(self.seat_waits_s, default=self.round_trip_s)
+        round_trip = min(self.round_trip_s, least)
+        transfer = (least - round_trip) * (1.0 + bytes_back / max(1, bytes_there))
+        return round_trip + min(transfer, period_s)
+
+    def backoff_s(self, healthy_siblings: bool) -> float:
+        """Returns for how long to leave the peer alone: max(BACKOFF_S, wasted_s) * 2^(failures - 1), bounded.
+
+        A peer that hangs until our deadline costs more than one that breaks at once, so it is asked more rarely.
+        """
+        longest = MAX_BACKOFF_S if healthy_siblings else MAX_BACKOFF_WITHOUT_SIBLING_S
+        return min(longest, max(BACKOFF_S, self.wasted_s) * 2.0 ** min(self.failures - 1, 30))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +133,7 @@ class Attempt:
 
     stage: int
     peer: PeerId
+    cost: PeerCost
     started: float
     until: float
     deadline_ms: int
@@ -156,52 +231,48 @@ def virtual_floor(costs: Iterable[PeerCost], payload_bytes: int) -> float:
 class RoutingTable:
     """The costs of all peers of the later stages, from which the router chooses. It changes only by the calls below.
 
-    | call                                      | when                                                           |
-    |-------------------------------------------|----------------------------------------------------------------|
-    | `update`                                  | before each choice: who serves the stage now                   |
-    | `choose`                                  | a microbatch needs a peer                                      |
-    | `sent`                                    | it is sent: charges the peer, sets the attempt's deadline      |
-    | `accepted`                                | the peer took a seat                                           |
-    | `answered`, `busy`, `failed`, `abandoned` | the call ended (abandoned: by us); exactly one of them         |
-    | `rejected`                                | an answer could not be used                                    |
+    Each choice begins with `update`. Exactly one of `answered`, `busy`, `failed` and `abandoned` ends an attempt.
     """
 
     def __init__(self, me: PeerId, stage_count: int) -> None:
         self._me = me
         self._stage_count = stage_count
         self._costs: dict[int, dict[PeerId, PeerCost]] = {}  # peers that have gone too, while calls to them are open
-        self._live: dict[int, tuple[Sequence[PeerView], Collection[PeerId], set[PeerId]]] = {}
+        self._live: dict[int, tuple[Sequence[PeerView], Collection[PeerId], Collection[PeerId]]] = {}
 
     def costs(self, stage: int) -> dict[PeerId, PeerCost]:
         """Returns what is known of each peer that serves `stage`."""
-        live = self._live.get(stage)
-        costs = self._costs.get(stage, {})
-        return {peer: costs[peer] for peer in costs if live and peer in live[2]}
+        live = self._live[stage][2] if stage in self._live else ()
+        return {peer: cost for peer, cost in self._costs.get(stage, {}).items() if peer in live}
 
     def update(self, stage: int, replicas: Sequence[PeerView], shut_out: Collection[PeerId] = frozenset()) -> None:
         """Sets which peers serve `stage`: newcomers enter, those gone or shut out are forgotten, restarts are forgiven.
 
         Costs nothing while `replicas` is the object of the call before and the same peers are shut out.
         """
-        known = self._live.get(stage)
-        if known is not None and known[0] is replicas and known[1] == shut_out:
+        known_replicas, known_shut_out, was_live = self._live.get(stage, (None, (), ()))
+        if known_replicas is replicas and known_shut_out == shut_out:
             return
         live = {view.peer: view for view in replicas if view.peer != self._me and view.peer not in shut_out}
-        self._live[stage] = (replicas, shut_out, set(live))
-        costs = self._costs.setdefault(stage, {})
-        for peer in [peer for peer, cost in costs.items() if peer not in live and not cost.open_calls]:
-            del costs[peer]
+        self._live[stage] = (replicas, shut_out, live.keys())
+        costs = self._costs[stage] = {
+            peer: cost
+            for peer, cost in self._costs.get(stage, {}).items()
+            if cost.open_calls or (peer in live and peer in was_live)
+        }
         siblings = [cost for peer, cost in costs.items() if peer in live]
         for peer, view in live.items():
             if peer not in costs:
                 costs[peer] = newcomer(siblings, view.incarnation, view.capacity)
             elif view.incarnation > costs[peer].incarnation:
-                costs[peer] = costs[peer].after_restart(view.incarnation)
+                cost = costs[peer]  # its daemon was restarted: its speed is as before
+                cost.incarnation, cost.failures, cost.wasted_s = view.incarnation, 0, 0.0
+                cost.busy_until, cost.call_limit, cost.queue, cost.sent_since = 0.0, math.inf, 0, 0
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
         """Chooses a peer of `stage` for a microbatch; none, with a reason, when nobody can be asked now."""
-        costs, shut_out = self.costs(stage), self._live[stage][1]
-        if not costs and shut_out:
+        costs = self.costs(stage)
+        if not costs and self._live[stage][1]:
             return Choice(None, f"every live peer of stage {stage} is shut out for its conduct")
         return choose_next(now, microbatch, stage, candidates_of(now, costs, payload_bytes), hint)
 
@@ -210,16 +281,29 @@ class RoutingTable:
         costs = self.costs(stage)
         cost = costs[peer]
         charge_s = cost.occupies_s(payload_bytes)
-        self._costs[stage][peer] = cost.after_sending(virtual_floor(costs.values(), payload_bytes), charge_s)
-        others = sum(1 for sibling, known in costs.items() if sibling != peer and not known.failures)
+        cost.virtual_s = max(cost.virtual_s, virtual_floor(costs.values(), payload_bytes)) + charge_s
+        cost.open_calls += 1
+        cost.sent_since += 1
+        others = sum(1 for sibling in costs.values() if sibling is not cost and not sibling.failures)
         until = attempt_deadline(now, deadline, cost.call_s, others, self._stage_count - stage)
         deadline_ms = deadline_to_send(now, until, 2.0 * cost.round_trip_s)
-        return Attempt(stage, peer, now, until, deadline_ms, payload_bytes, charge_s)
+        return Attempt(stage, peer, cost, now, until, deadline_ms, payload_bytes, charge_s)
 
     def accepted(self, now: float, attempt: Attempt, queue: int, ping_s: float | None) -> None:
-        """Records that the peer took a seat, with a queue of `queue` microbatches. ping_s: idle round trip."""
-        waited_s, payload = now - attempt.started, attempt.payload_bytes
-        self._learn(attempt, lambda cost: cost.after_seat(now, queue, waited_s, payload, ping_s))
+        """Records that the peer took a seat, with a queue of `queue` microbatches.
+
+        The wait for it is split into `ping_s`, the round trip of an idle link, and the transfer of the microbatch;
+        without a measured ping all of it counts as round trip.
+        """
+        cost, waited_s = attempt.cost, now - attempt.started
+        round_trip = waited_s if ping_s is None else min(waited_s, ping_s)
+        if waited_s > round_trip and attempt.payload_bytes > 0:
+            known = 0.0 if math.isinf(cost.bytes_per_s) else 1.0 / cost.bytes_per_s
+            cost.bytes_per_s = 1.0 / _average(known, (waited_s - round_trip) / attempt.payload_bytes, cost.seats)
+        cost.round_trip_s = _average(cost.round_trip_s, round_trip, cost.seats)
+        cost.queue, cost.queue_at, cost.sent_since = queue, now, 0
+        cost.seats += 1
+        cost.seat_waits_s.append(waited_s)
 
     def answered(self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float) -> float:
         """Records that the peer answered, after `service_s` on its device by its own word.
@@ -227,40 +311,71 @@ class RoutingTable:
         Returns the seconds that the microbatch and its answer needed on the link if nothing had waited; period_s: time
         between two answers to this caller.
         """
-        cost = self._learn(attempt, lambda cost: cost.after_answer(service_s, now - attempt.started))
-        return cost.crossing_s(attempt.payload_bytes, answer_bytes, period_s) if cost else 0.0
-
-    def busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
-        """Records that the peer refused the microbatch because all its seats were taken."""
-        self._learn(attempt, lambda cost: cost.after_busy(now, attempt.charge_s, retry_after_s))
-
-    def failed(self, now: float, attempt: Attempt, wasted_s: float, max_failures: int = 64) -> None:
-        """Records that the call failed after costing us `wasted_s`; see PeerCost.after_failure."""
-        charge_s = attempt.charge_s
-        self._learn(attempt, lambda cost: cost.after_no_work(charge_s).after_failure(now, wasted_s, max_failures))
+        cost, call_s = attempt.cost, now - attempt.started
+        cost.service_s = _average(cost.service_s, max(1e-6, min(service_s, call_s)), cost.answers)
+        cost.call_s = _average(cost.call_s, call_s, cost.answers)
+        cost.answers += 1
+        cost.open_calls -= 1
+        cost.failures, cost.wasted_s = 0, 0.0
+        cost.call_limit += 0.5 / max(1.0, cost.call_limit)
+        return cost.crossing_s(attempt.payload_bytes, answer_bytes, period_s)
 
     def abandoned(self, attempt: Attempt) -> None:
-        """Records that we left the call ourselves: the charge is taken back and nothing is learnt."""
-        self._learn(attempt, lambda cost: cost.after_no_work(attempt.charge_s))
+        """Records that the call ended without work, or that we left it: the charge is taken back, nothing is learnt."""
+        cost = attempt.cost
+        cost.virtual_s -= attempt.charge_s
+        cost.open_calls -= 1
+        cost.sent_since = max(0, cost.sent_since - 1)
+
+    def busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
+        """Records that the peer had no free seat: from now on it gets no more calls at a time than it has of ours."""
+        self.abandoned(attempt)
+        cost = attempt.cost
+        cost.call_limit = float(max(1, cost.open_calls))
+        cost.busy_until = max(cost.busy_until, now + min(max(retry_after_s, MIN_BUSY_S), MAX_BUSY_S))
+
+    def failed(self, now: float, attempt: Attempt, wasted_s: float, max_failures: int = MAX_FAILURES) -> None:
+        """Records that the call failed after costing us `wasted_s`; `failures` grows to at most `max_failures`."""
+        self.abandoned(attempt)
+        _count_failure(attempt.cost, now, wasted_s, max_failures)
 
     def rejected(self, now: float, stage: int, peer: PeerId) -> None:
         """Records as a failure that the peer's answer had the right form but could not be used."""
-        costs = self._costs.get(stage, {})
-        if peer in costs:
-            costs[peer] = costs[peer].after_failure(now)
+        if peer in self._costs.get(stage, {}):
+            _count_failure(self._costs[stage][peer], now, 0.0, MAX_FAILURES)
 
-    def _learn(self, attempt: Attempt, change: Callable[[PeerCost], PeerCost]) -> PeerCost | None:
-        """Changes what is known of the attempt's peer, and forgets a peer that has gone when its last call has ended.
 
-        Returns the new cost; None when the peer was forgotten before.
-        """
-        costs = self._costs.get(attempt.stage, {})
-        if attempt.peer not in costs:
-            return None
-        cost = costs[attempt.peer] = change(costs[attempt.peer])
-        if not cost.open_calls and attempt.peer not in self._live[attempt.stage][2]:
-            del costs[attempt.peer]
-        return cost
+def _count_failure(cost: PeerCost, now: float, wasted_s: float, max_failures: int) -> None:
+    """Counts a failure. Those within BACKOFF_S count once, because one broken connection fails all calls on it."""
+    cost.wasted_s = max(cost.wasted_s, wasted_s)
+    if not cost.failures or now >= cost.failed_at + BACKOFF_S:
+        cost.failures = min(cost.failures + 1, max(max_failures, cost.failures))
+        cost.failed_at = now
+
+
+def newcomer(siblings: Iterable[PeerCost], incarnation: int, capacity: float = 0.0) -> PeerCost:
+    """Returns the first estimate of a peer: the median of its siblings in charged time, speed and distance.
+
+    capacity: microbatches per second that the peer claims, 0 for unknown. It may only lower the expected speed, so that
+    nobody gets more work by claiming more.
+    """
+    siblings = list(siblings)
+    measured = [cost for cost in siblings if cost.answers]
+    service = median(cost.service_s for cost in measured) if measured else UNMEASURED_SERVICE_S
+    if capacity > 0:
+        service = max(service, 1.0 / capacity) if measured else 1.0 / capacity
+    return PeerCost(
+        virtual_s=median(cost.virtual_s for cost in siblings) if siblings else 0.0,
+        service_s=service,
+        round_trip_s=median(cost.round_trip_s for cost in measured) if measured else 0.0,
+        call_s=median(cost.call_s for cost in measured) if measured else 0.0,
+        incarnation=incarnation,
+    )
+
+
+def _average(value: float, sample: float, samples: int) -> float:
+    """Returns the moving average `value` of `samples` samples after one more; the first replaces an assumed value."""
+    return MovingAverage(AVERAGE_WEIGHT, value, samples).updated(sample).value or 0.0
 
 
 def attempt_deadline(now: float, deadline: float, expected_s: float, others: int, depth: int = 1) -> float:

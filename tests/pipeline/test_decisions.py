@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from agora_protocol.ids import microbatch_id
+from agora_protocol.ids import PeerId, Span, microbatch_id
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agora.pipeline.hop import downstream_deadline, is_hopeless
 from agora.pipeline.opening import Pace, Share, measured_credit, step_share
-from agora.pipeline.peer_cost import MAX_BACKOFF_S, MAX_BACKOFF_WITHOUT_SIBLING_S, PeerCost, newcomer
 from agora.pipeline.routing import (
+    MAX_BACKOFF_S,
+    MAX_BACKOFF_WITHOUT_SIBLING_S,
     NEWCOMER_CALLS,
+    Attempt,
     PathHint,
+    PeerCost,
+    RoutingTable,
     attempt_deadline,
     candidates_of,
     choose_next,
     deadline_to_send,
-    virtual_floor,
+    newcomer,
 )
+from agora.swarm.view import PeerView
 from tests.pipeline.world import peer_id
 
 A, B, C = peer_id("a"), peer_id("b"), peer_id("c")
@@ -34,9 +39,18 @@ def measured(service_s: float, **rest) -> PeerCost:
     return PeerCost(service_s=service_s, answers=50, seats=50, **rest)
 
 
-def failed(cost: PeerCost, now: float, wasted_s: float = 0.0) -> PeerCost:
-    """After a call that failed, which had been charged 0.1 s."""
-    return cost.after_no_work(0.1).after_failure(now, wasted_s)
+def table_of(costs: dict[PeerId, PeerCost], incarnation: int = 0) -> RoutingTable:
+    """A routing table in which stage 1 is served by copies of these peers, with PAYLOAD bytes in each microbatch."""
+    made = RoutingTable(peer_id("me"), 2)
+    made.update(1, tuple(PeerView(peer, Span(1, 1), incarnation) for peer in costs))
+    for peer, known in made.costs(1).items():
+        for each in fields(PeerCost):
+            setattr(known, each.name, getattr(costs[peer], each.name))
+    return made
+
+
+def sent(made: RoutingTable, now: float = 100.0, peer: PeerId = A) -> Attempt:
+    return made.sent(now, 1, peer, PAYLOAD, now + 60.0)
 
 
 def choose(costs, now=100.0, microbatch=MB, hint=NONE):
@@ -45,16 +59,15 @@ def choose(costs, now=100.0, microbatch=MB, hint=NONE):
 
 def spread(costs: dict, count: int, *, answered: bool = True) -> Counter:
     """`count` microbatches, each answered before the next is sent: light load."""
-    shares: Counter = Counter()
+    shares, made = Counter(), table_of(costs)
     for i in range(count):
         now = 100.0 + i
-        choice = choose(costs, now, microbatch_id(b"session0", i))
-        peer, cost = choice.peer, costs[choice.peer]
+        peer = made.choose(now, microbatch_id(b"session0", i), 1, PAYLOAD, NONE).peer
         shares[peer] += 1
-        floor = virtual_floor(costs.values(), PAYLOAD)
-        costs[peer] = cost.after_sending(floor, cost.occupies_s(PAYLOAD))
+        attempt = sent(made, now, peer)
         if answered:
-            costs[peer] = replace(costs[peer].after_answer(cost.service_s, 9.0), sent_since=0)
+            made.answered(now + 9.0, attempt, attempt.cost.service_s, 0, math.inf)
+            attempt.cost.sent_since = 0
     return shares
 
 
@@ -118,33 +131,36 @@ def test_a_peer_that_was_away_for_hours_does_not_get_everything_when_it_returns(
 
 
 def test_busy_is_no_failure_and_gives_the_charge_back() -> None:
-    before = measured(0.1, virtual_s=7.0, open_calls=3)
-    after = before.after_sending(0.0, 0.1).after_busy(100.0, 0.1, 0.5)
-    assert (after.failures, after.open_calls, after.sent_since) == (0, 3, 0) and math.isclose(after.virtual_s, 7.0)
-    assert after.call_limit == 3.0 and after.busy_until == 100.5
-    assert choose({A: after}, 100.6).peer is None, "three of ours are there, and that is all it takes"
-    freed = after.after_answer(0.1, 1.0)
-    assert choose({A: freed}, 100.6).peer == A
-    assert freed.call_limit > 3.0, "the limit is probed again"
+    made = table_of({A: measured(0.1, virtual_s=7.0, open_calls=3)})
+    attempt, cost = sent(made), made.costs(1)[A]
+    made.busy(100.0, attempt, 0.5)
+    assert (cost.failures, cost.open_calls, cost.sent_since) == (0, 3, 0) and math.isclose(cost.virtual_s, 7.0)
+    assert cost.call_limit == 3.0 and cost.busy_until == 100.5
+    assert choose({A: cost}, 100.6).peer is None, "three of ours are there, and that is all it takes"
+    made.answered(101.0, attempt, 0.1, 0, math.inf)
+    assert choose({A: cost}, 100.6).peer == A
+    assert cost.call_limit > 3.0, "the limit is probed again"
 
 
 def test_busy_peers_are_asked_again_after_the_wait_they_named() -> None:
-    after = measured(0.1).after_sending(0.0, 0.1).after_busy(100.0, 0.1, 0.5)
-    choice = choose({A: after}, 100.1)
+    made = table_of({A: measured(0.1)})
+    made.busy(100.0, sent(made), 0.5)
+    choice = choose(made.costs(1), 100.1)
     assert choice.peer is None and choice.look_again_at == 100.5 and "busy" in choice.reason
-    assert choose({A: after}, 100.5).peer == A
+    assert choose(made.costs(1), 100.5).peer == A
 
 
 def test_failures_back_off_exponentially_and_an_answer_forgives() -> None:
-    cost, waits = measured(0.1), []
-    now = 100.0
+    made, waits = table_of({A: measured(0.1)}), []
+    now, cost = 100.0, made.costs(1)[A]
     for _ in range(12):
-        cost = failed(cost.after_sending(0.0, 0.1), now)
+        made.failed(now, sent(made, now), 0.0)
         waits.append(candidates_of(now, {A: cost, B: measured(0.1)}, PAYLOAD)[0].ready_at - now)
         now += waits[-1]
     assert [round(w, 6) for w in waits[:5]] == [0.25, 0.5, 1.0, 2.0, 4.0] and waits[-1] == MAX_BACKOFF_S
-    assert math.isclose(cost.virtual_s, 0.0) and cost.open_calls == 0
-    assert cost.after_sending(0.0, 0.1).after_answer(0.1, 1.0).failures == 0
+    assert math.isclose(cost.virtual_s, 0.0, abs_tol=1e-9) and cost.open_calls == 0
+    made.answered(now, sent(made, now), 0.1, 0, math.inf)
+    assert cost.failures == 0
 
 
 def test_without_siblings_nobody_is_left_alone_for_long() -> None:
@@ -154,28 +170,28 @@ def test_without_siblings_nobody_is_left_alone_for_long() -> None:
 
 
 def test_one_broken_connection_counts_once_however_many_calls_it_carried() -> None:
-    cost = measured(0.1)
-    for _ in range(8):
-        cost = cost.after_sending(0.0, 0.1)
-    for _ in range(8):
-        cost = failed(cost, 100.0)
-    assert (cost.failures, cost.open_calls) == (1, 0)
+    made = table_of({A: measured(0.1)})
+    for attempt in [sent(made) for _ in range(8)]:
+        made.failed(100.0, attempt, 0.0)
+    assert (made.costs(1)[A].failures, made.costs(1)[A].open_calls) == (1, 0)
 
 
 def test_a_peer_that_kept_us_waiting_is_asked_as_much_more_rarely_and_one_call_at_a_time() -> None:
-    hung = failed(measured(0.1).after_sending(0.0, 0.1), 100.0, wasted_s=20.0)
-    costs = {A: hung, B: measured(0.1)}
-    assert candidates_of(100.0, costs, PAYLOAD)[0].ready_at == 120.0
-    costs[A] = hung.after_sending(0.0, 0.1)
-    assert candidates_of(130.0, costs, PAYLOAD)[0].ready_at == math.inf, "on trial until that call has ended"
-    answered = costs[A].after_answer(0.1, 1.0)
-    assert (answered.failures, answered.wasted_s) == (0, 0.0)
-    assert candidates_of(100.0, {A: hung}, PAYLOAD)[0].ready_at == 104.0, "without a sibling it is asked soon"
+    made = table_of({A: measured(0.1), B: measured(0.1)})
+    cost = made.costs(1)[A]
+    made.failed(100.0, sent(made), 20.0)
+    assert candidates_of(100.0, made.costs(1), PAYLOAD)[0].ready_at == 120.0
+    assert candidates_of(100.0, {A: cost}, PAYLOAD)[0].ready_at == 104.0, "without a sibling it is asked soon"
+    attempt = sent(made, 120.0)
+    assert candidates_of(130.0, made.costs(1), PAYLOAD)[0].ready_at == math.inf, "on trial until that call has ended"
+    made.answered(131.0, attempt, 0.1, 0, math.inf)
+    assert (cost.failures, cost.wasted_s) == (0, 0.0)
 
 
 def test_a_newer_incarnation_starts_with_a_clean_record() -> None:
-    cost = replace(measured(0.1), failures=9, failed_at=100.0, call_limit=1.0, busy_until=500.0)
-    assert choose({A: cost.after_restart(2)}, 100.0).peer == A
+    made = table_of({A: replace(measured(0.1), failures=9, failed_at=100.0, call_limit=1.0, busy_until=500.0)})
+    made.update(1, (PeerView(A, Span(1, 1), 2),))
+    assert choose(made.costs(1), 100.0).peer == A and made.costs(1)[A].answers == 50
 
 
 def test_a_peer_that_already_has_the_microbatch_is_preferred_however_loaded() -> None:
@@ -209,18 +225,22 @@ def test_equal_peers_are_told_apart_by_the_microbatch_so_that_callers_do_not_her
 
 
 def test_links_are_split_into_round_trip_and_bandwidth_where_the_round_trip_is_known() -> None:
-    unknown = PeerCost().after_sending(0.0, 0.1).after_seat(1.0, 4, 0.5, 1000)
+    made = table_of({A: PeerCost(), B: PeerCost()})
+    unknown, known = made.costs(1)[A], made.costs(1)[B]
+    made.accepted(1.0, sent(made, 0.5, A), 4, None)
     assert (unknown.round_trip_s, unknown.bytes_per_s) == (0.5, math.inf)
-    known = PeerCost().after_sending(0.0, 0.1).after_seat(1.0, 4, 0.5, 1000, 0.1)
+    made.accepted(1.0, sent(made, 0.5, B), 4, 0.1)
     assert known.round_trip_s == 0.1 and math.isclose(known.bytes_per_s, 2500.0)
     assert (known.queue, known.queue_at, known.sent_since) == (4, 1.0, 0)
-    again = known.after_seat(2.0, 0, 0.3, 1000, 0.1)
-    assert math.isclose(1000 / again.bytes_per_s, 0.3), "the mean of 0.4 s and 0.2 s"
+    made.accepted(2.0, sent(made, 1.7, B), 0, 0.1)
+    assert math.isclose(1000 / known.bytes_per_s, 0.3), "the mean of 0.4 s and 0.2 s"
 
 
 def test_a_peer_cannot_claim_less_than_no_time_nor_more_than_the_whole_call() -> None:
-    assert PeerCost(open_calls=1).after_answer(-5.0, 1.0).service_s > 0
-    assert PeerCost(open_calls=1).after_answer(1e9, 1.0).service_s == 1.0
+    for claimed, believed in ((-5.0, 1e-6), (1e9, 1.0)):
+        made = table_of({A: PeerCost()})
+        made.answered(101.0, sent(made), claimed, 0, math.inf)
+        assert math.isclose(made.costs(1)[A].service_s, believed, rel_tol=1e-6)
 
 
 @given(
@@ -235,19 +255,20 @@ def test_a_peer_cannot_claim_less_than_no_time_nor_more_than_the_whole_call() ->
 )
 @settings(max_examples=100, deadline=None)
 def test_no_sequence_of_news_makes_a_cost_that_cannot_be_ranked(news: list[tuple[str, float, int]]) -> None:
-    cost, now = PeerCost(), 100.0
+    made, now, attempts = table_of({A: PeerCost()}), 100.0, []
+    cost = made.costs(1)[A]
     for what, number, count in news:
         now += number
         if what == "sent":
-            cost = cost.after_sending(0.0, 0.1)
-        elif what == "accepted":
-            cost = cost.after_seat(now, count, number, count, 0.01)
-        elif cost.open_calls:
-            cost = {
-                "answered": lambda: cost.after_answer(number, number),
-                "busy": lambda: cost.after_busy(now, 0.1, number),
-                "failed": lambda: failed(cost, now),
-                "abandoned": lambda: cost.after_no_work(0.1),
+            attempts.append(made.sent(now, 1, A, count, now + 60.0))
+        elif attempts:
+            attempt = attempts[-1] if what == "accepted" else attempts.pop()
+            {
+                "accepted": lambda: made.accepted(now, attempt, count, 0.01),
+                "answered": lambda: made.answered(now, attempt, number, count, number),
+                "busy": lambda: made.busy(now, attempt, number),
+                "failed": lambda: made.failed(now, attempt, number),
+                "abandoned": lambda: made.abandoned(attempt),
             }[what]()
         candidate = candidates_of(now, {A: cost, B: PeerCost()}, PAYLOAD)[0]
         assert math.isfinite(candidate.rank_s) and candidate.lead_s >= 0.0 and not math.isnan(candidate.ready_at)

@@ -12,7 +12,8 @@ import pytest
 from agora.net.link import LinkSpec
 from agora.pipeline.opening import SAFETY
 from agora.pipeline.origin import Origin
-from agora.pipeline.peer_cost import MINIMUM_WINDOW, PeerCost, RecentMinimum
+from agora.pipeline.routing import SEAT_WAITS, PeerCost
+from tests.pipeline.test_decisions import A, sent, table_of
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import World
 
@@ -98,20 +99,15 @@ def test_memory_bounds_what_a_long_link_asks_for() -> None:
 
 
 def test_a_link_is_known_by_its_shortest_waits() -> None:
-    cost = PeerCost()
+    made = table_of({A: PeerCost()})
+    cost = made.costs(1)[A]
+    assert PeerCost(round_trip_s=0.2).crossing_s(1000, 500, 1.0) == 0.2, "nothing seen yet"
     for waited in (0.30, 0.15, 0.90):
-        cost = cost.after_seat(0.0, 0, waited, 1000, 0.05)
+        made.accepted(100.0 + waited, sent(made), 0, 0.05)
     assert cost.crossing_s(1000, 500, math.inf) == pytest.approx(0.05 + 0.10 + 0.05)
     assert cost.crossing_s(1000, 500, 0.08) == pytest.approx(0.05 + 0.08), "one microbatch at a time is on a link"
-    assert PeerCost(round_trip_s=0.2).crossing_s(1000, 500, 1.0) == 0.2, "nothing seen yet"
-
-
-def test_the_least_forgets_what_is_long_ago() -> None:
-    least = RecentMinimum().updated(1.0)
-    for _ in range(MINIMUM_WINDOW):
-        least = least.updated(5.0)
-    assert least.value == 1.0
-    for _ in range(MINIMUM_WINDOW):
-        least = least.updated(5.0)
-    assert least.value == 5.0
-    assert least.updated(2.0).value == 2.0
+    for _ in range(SEAT_WAITS - 2):
+        made.accepted(100.9, sent(made), 0, 0.05)
+    assert cost.crossing_s(1000, 500, math.inf) == pytest.approx(0.05 + 0.10 + 0.05), "the shortest is still remembered"
+    made.accepted(100.9, sent(made), 0, 0.05)
+    assert cost.crossing_s(1000, 500, math.inf) == pytest.approx(0.05 + 0.85 * 1.5), "and is forgotten"
