@@ -50,7 +50,7 @@ class ExportRequest:
 def run(request: ExportRequest, *, as_json: bool) -> int:
     """Finds, checks and writes the model. Returns the exit code. Raises Failure or AgoraError with what to do."""
     from agora.cli.export_sources import find_stages
-    from agora.state.result_folder import check_export_place
+    from agora.state.files import check_export_place
 
     started = time.monotonic()
     shard_bytes = parse_size(request.shard_size)
@@ -92,8 +92,8 @@ def parse_size(text: str) -> int:
 def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tuple[dict[str, FileDigest], int]:
     """Checks everything, then writes the folder. Returns size and hash of every file, and the number of parameters."""
     from agora.model import family_of
+    from agora.state.files import PUBLIC, fresh_folder, write_file, write_file_list
     from agora.state.merged_model import ITEM_BYTES, SOURCE_BYTES, open_stages
-    from agora.state.result_folder import fresh_folder, write_file_list, write_public_file
 
     manifest = sources.signed.manifest
     family = family_of(manifest.model)
@@ -105,7 +105,7 @@ def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tu
         with fresh_folder(place, ITEM_BYTES[dtype] * model.numel + SPARE_BYTES) as folder:
             with ProgressDisplay(f"writing {place}", size) as bar:
                 written = model.write(folder, dtype, shard_bytes, bar.advance)
-            written |= {name: write_public_file(folder / name, content) for name, content in texts.items()}
+            written |= {name: write_file(folder / name, [content], PUBLIC) for name, content in texts.items()}
             write_file_list(folder, _summary(sources, dtype), written)
     return written, model.numel
 

@@ -90,7 +90,7 @@ class LoadedSpan:
             startup.home.runs / signed.run_id / "collected",
             lambda: stage_layouts(signed.manifest),
             compute,
-            lambda: peer.membership.view,
+            lambda stage: {holder.peer: holder.step_of(stage) for holder in peer.membership.view.replicas(stage)},
             peer.network,
             peer.offences.report_offence,
         )

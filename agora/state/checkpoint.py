@@ -8,8 +8,7 @@ Knows: folders, files, hashes, which checkpoints to keep. Must not know: peers, 
     FOLDER/stage-S/.new-...                          half written or half removed; the next write removes it
 
 HASH is the first 16 hex digits of the SHA-256 of checkpoint.json, which holds the hashes of the other files: no byte of
-a checkpoint can change unnoticed. Two different checkpoints of one step stand side by side until one is removed. One
-process writes to a FOLDER, one checkpoint of a stage at a time.
+a checkpoint can change unnoticed. One process writes to a FOLDER, one checkpoint of a stage at a time.
 """
 
 from __future__ import annotations

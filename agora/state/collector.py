@@ -1,16 +1,14 @@
 """Collects the weights of every stage of the run as files on this machine: those held here, the others from replicas.
 
-Knows: the stages held, who holds the others, the transfer of states, one folder. Must not know: who asks, or what the
-files are for.
-
-One stage at a time is in memory, with its moments, which come along with the weights. The folder is there with all of
-its files or not at all; each collection replaces the one before.
+Knows: the stages held, who holds the others, the transfer of states, one folder. Must not know: who asks. One stage at
+a time is in memory. The folder is there with all of its files or not at all; each collection replaces the one before.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -19,12 +17,11 @@ from agora_protocol.ids import PeerId, RunId
 
 from agora.calls import Caller
 from agora.clock import loop_time
-from agora.state.files import remove_folder, replace_tensors
+from agora.state.files import fresh_path, make_folder, put_in_place, remove_folder, replace_tensors
 from agora.state.layout import Layout, StageState
 from agora.state.merged_model import SOURCE_BYTES, StageFile
-from agora.state.result_folder import fresh_path, make_folder, put_in_place
 from agora.state.rules import most_advanced_first
-from agora.state.stages import KeptStages, StageHolders
+from agora.state.stages import ClaimedSteps, KeptStages
 from agora.state.transfer import StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
@@ -43,7 +40,7 @@ class StageCollector:
         folder: Path,
         layouts: Callable[[], Sequence[Layout]],
         held: KeptStages,
-        holders: Callable[[], StageHolders],
+        serving: ClaimedSteps,
         caller: Caller,
         report_offence: ReportOffence,
         spare_bytes: int = SPARE_BYTES,
@@ -55,7 +52,7 @@ class StageCollector:
         self._folder = folder
         self._layouts = layouts
         self._held = held
-        self._holders = holders
+        self._serving = serving
         self._caller = caller
         self._report_offence = report_offence
         self._spare_bytes = spare_bytes
@@ -93,38 +90,38 @@ class StageCollector:
         deadline = loop_time() + COLLECT_S
         layouts = await run_in_thread(self._layouts)
         for stage in range(len(layouts)):
-            if stage not in self._held.span and not self._sources(stage):
+            if stage not in self._held.span and not self._serving(stage):
                 raise _unavailable(stage, [])
         fresh = fresh_path(self._folder)
         need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts) + self._spare_bytes
         try:
             await run_in_thread(self._remove_earlier)
             await run_in_thread(lambda: make_folder(fresh, need_bytes))
-            steps = [await self._write_stage(fresh, stage, layout, deadline) for stage, layout in enumerate(layouts)]
+            files = [await self._write_stage(fresh, stage, layout, deadline) for stage, layout in enumerate(layouts)]
             await run_in_thread(lambda: put_in_place(fresh, self._folder))
         except OSError as error:
             raise DiskError(f"Cannot write {self._folder} ({error.strerror or error}); free some space.") from error
         finally:
             await run_in_thread(lambda: remove_folder(fresh))
-        return [StageFile(stage, step, _stage_file(self._folder, stage)) for stage, step in enumerate(steps)]
+        return [replace(file, path=self._folder / file.path.name) for file in files]
 
-    async def _write_stage(self, folder: Path, stage: int, layout: Layout, deadline: float) -> int:
-        """Writes the file of one stage, own or fetched. Returns the step that its weights are of."""
+    async def _write_stage(self, folder: Path, stage: int, layout: Layout, deadline: float) -> StageFile:
+        """Writes the file of one stage, own or fetched."""
         if stage in self._held.span:
             state = await self._held.export_state(stage)
         else:
             state = await self._fetch(stage, layout.numel, deadline)
         metadata = {"run": self._run, "stage": str(stage), "step": str(state.step)}
-        path = _stage_file(folder, stage)
+        path = folder / f"stage-{stage}.safetensors"
         await run_in_thread(lambda: replace_tensors(path, layout.named(state.weights), metadata))
-        return state.step
+        return StageFile(stage, state.step, path)
 
     async def _fetch(self, stage: int, numel: int, deadline: float) -> StageState:
         """Fetches a stage's state from its replicas; when these fail, from replicas that have come since."""
         fetch = StateFetch(self._caller, stage, numel, report_offence=self._report_offence)
         asked: set[PeerId] = set()
         reasons: tuple[str, ...] = ()
-        while sources := [peer for peer in self._sources(stage) if peer not in asked]:
+        while sources := [peer for peer in most_advanced_first(self._serving(stage)) if peer not in asked]:
             asked.update(sources)
             try:
                 return await fetch.run(sources, deadline=deadline)
@@ -132,19 +129,10 @@ class StageCollector:
                 reasons += error.reasons
         raise _unavailable(stage, reasons)
 
-    def _sources(self, stage: int) -> list[PeerId]:
-        """Returns the peers that serve the stage, the most advanced first."""
-        return most_advanced_first({holder.peer: holder.step_of(stage) for holder in self._holders().replicas(stage)})
-
     def _remove_earlier(self) -> None:
         """Removes the collection before this one, and what a killed process left of another."""
         for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}.*")]:
             remove_folder(old)
-
-
-def _stage_file(folder: Path, stage: int) -> Path:
-    """Returns the path of a stage's file in `folder`."""
-    return folder / f"stage-{stage}.safetensors"
 
 
 def _unavailable(stage: int, reasons: Sequence[str]) -> Unavailable:

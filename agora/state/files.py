@@ -1,6 +1,7 @@
-"""Writes files so that a power cut leaves a whole one or none. Knows bytes and folders; not what the bytes mean.
+"""Writes files and folders so that a power cut leaves a whole one or none, and an export never over others' files.
 
-A safetensors file is written straight from the arrays, without a second copy of them in memory, and hashed on the way:
+Knows: bytes, folders, and export.json, by which a folder is known as an export. Must not know: what the bytes mean. A
+safetensors file is written straight from the arrays, without a second copy of them in memory, and hashed on the way:
 the hash is that of the bytes that were to be written, so that damage by the disk is noticed later.
 """
 
@@ -10,17 +11,21 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-from agora_protocol.errors import DiskError
+from agora_protocol.errors import DiskError, InputError
 from numpy.typing import NDArray
 
 HEADER_ALIGNMENT: Final = 8  # bytes; a safetensors header is padded with spaces to a multiple of it
+LIST: Final = "export.json"
+MAX_LIST_BYTES: Final = 2**20
+PUBLIC: Final = 0o644  # the mode of a file that every user of the machine may read
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +36,12 @@ class FileDigest:
     sha256: str
 
 
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileDigest:
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o600) -> FileDigest:
     """Creates `path` with `pieces` in it and waits until the disk has them. Raises OSError, also when it exists."""
     digest, size = hashlib.sha256(), 0
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
+        os.fchmod(handle, mode)  # whatever the umask is
         for piece in pieces:
             digest.update(piece)
             size += len(piece)
@@ -113,3 +119,98 @@ def sync_folder(folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Removes `folder` and what is in it, as far as that is possible; raises nothing."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- folders of results
+
+
+def check_export_place(out: Path, *, replace: bool) -> Path:
+    """Returns `out` as an absolute path if an export may be written there.
+
+    Raises InputError for the current folder, a file, a folder with anything but an earlier export in it, and for an
+    earlier export unless `replace`.
+    """
+    place = out.expanduser().resolve()
+    if place == Path.cwd():
+        raise InputError(f"{place} is where this command runs; name a folder in it.")
+    if not place.exists():
+        return place
+    if not place.is_dir():
+        raise InputError(f"{place} is a file; name a folder.")
+    names = sorted(path.name for path in place.iterdir())
+    exported = _exported_names(place)
+    if names and exported is None:
+        raise InputError(f"{place} is not empty and no earlier export; name a new folder.")
+    if exported is not None and (strange := [name for name in names if name not in exported]):
+        raise InputError(f"{place} is an earlier export with {strange[0]} added to it; name a new folder.")
+    if names and not replace:
+        raise InputError(f"{place} is an earlier export; give --force to replace it, or name a new folder.")
+    return place
+
+
+@contextlib.contextmanager
+def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
+    """Yields a folder beside `place`; moves it to `place` at the end of the `with`, or removes it after an exception.
+
+    Raises DiskError, at once if the disk has less than `need_bytes` free.
+    """
+    fresh = fresh_path(place)
+    try:
+        make_folder(fresh, need_bytes)
+        yield fresh
+        put_in_place(fresh, place)
+    except OSError as error:
+        raise DiskError(
+            f"Cannot write {place} ({error.strerror or error}); free some space, or name another folder."
+        ) from error
+    finally:
+        remove_folder(fresh)
+
+
+def fresh_path(place: Path) -> Path:
+    """Returns a new path in the same folder as `place`, to be renamed to it later. Its name begins with .NAME."""
+    return place.with_name(f".{place.name}.{secrets.token_hex(4)}.new")
+
+
+def make_folder(folder: Path, need_bytes: int) -> None:
+    """Creates `folder` with its parents. Raises OSError; DiskError if the disk has less than `need_bytes` free."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < need_bytes:
+        raise DiskError(
+            f"The files need {need_bytes / 1e9:.1f} GB in {folder.parent}, and {free / 1e9:.1f} GB are free; "
+            "free some space."
+        )
+    folder.mkdir()
+
+
+def put_in_place(fresh: Path, place: Path) -> None:
+    """Renames `fresh` to `place`. An earlier folder there is removed afterwards, or put back if renaming fails."""
+    sync_folder(fresh)
+    replaced = place.with_name(f".{place.name}.{secrets.token_hex(4)}.old")
+    if place.exists():
+        os.rename(place, replaced)
+    try:
+        os.rename(fresh, place)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, place)
+        raise
+    sync_folder(place.parent)
+    remove_folder(replaced)
+
+
+def write_file_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
+    """Writes export.json: `about`, then the size and SHA-256 of every file. Raises OSError."""
+    hashes = {name: asdict(file) for name, file in sorted(files.items())}
+    write_file(folder / LIST, [json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n"], PUBLIC)
+
+
+def _exported_names(folder: Path) -> set[str] | None:
+    """Returns the names of the files that an export wrote, export.json included; None if the folder is no export."""
+    try:
+        with (folder / LIST).open("rb") as file:
+            names = json.loads(file.read(MAX_LIST_BYTES))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return {LIST, *names} if isinstance(names, dict) else None

@@ -7,7 +7,7 @@ training goes on, who carries calls, or what a checkpoint's files look like.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,21 +20,12 @@ from agora.calls import Caller, Reply
 from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
+from agora.state import rules
 from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import ELEMENT_BYTES, StageState
 from agora.state.missed_slices import SliceFetch, chunk_blocks, slice_reply
-from agora.state.rules import (
-    checkpoint_due,
-    choose_start,
-    lowest_step_to_fetch,
-    missed_rounds,
-    most_advanced_first,
-    plausibility_bound,
-    plausible_offers,
-    usual_lag_limit,
-)
 from agora.state.snapshot import Snapshots
-from agora.state.stages import KeptStages, StageHolders, StageSlices
+from agora.state.stages import ClaimedSteps, KeptStages, StageSlices
 from agora.state.transfer import USUAL_LAG, StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
@@ -47,10 +38,9 @@ RETRY_MS: Final = 500  # after which a peer that asked too early may ask again
 
 
 class StateKeeper:
-    """Keeps the state of one span, as long as this peer holds that span.
+    """Keeps the state of one span: first `find_checkpoints`, then `fill_stages`, then `run` until cancelled.
 
-    First `find_checkpoints`, then `fill_stages`, then `run` until cancelled. `answer` serves other peers all the while:
-    before a stage is filled it gives the checkpoint that was found.
+    `answer` serves other peers all the while: before a stage is filled it gives the checkpoint that was found.
     """
 
     def __init__(
@@ -60,23 +50,25 @@ class StateKeeper:
         folder: Path,
         stages: KeptStages,
         slices: Mapping[int, StageSlices],
-        holders: Callable[[], StageHolders],
+        serving: ClaimedSteps,
+        claimants: ClaimedSteps,
         caller: Caller,
         report: Report,
         report_offence: ReportOffence,
     ) -> None:
-        """folder: of this peer's checkpoints. slices: how averaging cuts each stage of the span."""
+        """serving: the peers that serve a stage; claimants: these and joining ones, which may have a checkpoint."""
         self._me = me
         self._run_id = manifest.run_id
         self._manifest = manifest
         self._folder = folder
         self._stages = stages
         self._slices = slices
-        self._holders = holders
+        self._serving = serving
+        self._claimants = claimants
         self._caller = caller
         self._report = report
         self._report_offence = report_offence
-        self._lag_limit = usual_lag_limit(manifest.averaging.every, manifest.averaging.fraction)
+        self._lag_limit = rules.usual_lag_limit(manifest.averaging.every, manifest.averaging.fraction)
         self._found: dict[int, Checkpoint] = {}
         self._filled: set[int] = set()
         self._checkpointed: dict[int, int] = {}  # the step of each stage's last checkpoint
@@ -114,7 +106,7 @@ class StateKeeper:
     async def _fill_stage(self, stage: int) -> str:
         """Fills one stage as `choose_start` decides; falls back to the own checkpoint when fetching fails."""
         own = self._found.get(stage)
-        decision = choose_start(own.step if own else None, self._offers(stage), self._lag_limit)
+        decision = rules.choose_start(own.step if own else None, self._offers(stage), self._lag_limit)
         if decision.action == "fetch":
             patience_s = PATIENCE_S if own is None else 0.0
             try:
@@ -122,7 +114,7 @@ class StateKeeper:
             except Unavailable as error:
                 if own is None:
                     raise
-                decision = choose_start(own.step, {}, self._lag_limit)
+                decision = rules.choose_start(own.step, {}, self._lag_limit)
                 self._report(events.TaskFailed("fetch state", f"{error}; the own checkpoint is used"))
         if own is not None and decision.action == "load":
             layout = self._stages.layout(stage)
@@ -133,20 +125,20 @@ class StateKeeper:
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
         """Returns the plausible step of each other peer that serves the stage or is joining with a checkpoint of it."""
-        claimed = {p.peer: p.step_of(stage) for p in self._holders().claimants(stage) if p.peer != self._me}
-        return plausible_offers(claimed, self._serving_steps(stage), self._lag_limit)
+        claimed = {peer: step for peer, step in self._claimants(stage).items() if peer != self._me}
+        return rules.plausible_offers(claimed, self._serving_steps(stage), self._lag_limit)
 
     def _serving_steps(self, stage: int) -> list[int]:
         """Returns the steps that the other replicas of the stage claim."""
-        return [p.step_of(stage) for p in self._holders().replicas(stage) if p.peer != self._me]
+        return [step for peer, step in self._serving(stage).items() if peer != self._me]
 
     # --- fetching
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
         """Fetches a stage's state from replicas, loads it, and then fetches the slices that they averaged meanwhile.
 
-        In synchronous runs the state must be of one step and is left as it came: only then is it exact. Returns a
-        sentence about the transfer. Raises Unavailable when for `patience_s` nobody could go on with it.
+        In synchronous runs the state is of one step and no slices follow: only then is it exact. Returns a sentence
+        about the transfer. Raises Unavailable when for `patience_s` nobody could go on with it.
         """
         began, lag_limit = loop_time(), self._lag_limit
         exact = self._manifest.schedule.kind == "synchronous"
@@ -155,11 +147,11 @@ class StateKeeper:
             stage,
             self._stages.layout(stage).numel,
             lag_limit=0 if exact else USUAL_LAG,
-            plausible_step=lambda: plausibility_bound(self._serving_steps(stage), lag_limit),
+            plausible_step=lambda: rules.plausibility_bound(self._serving_steps(stage), lag_limit),
             report_offence=self._report_offence,
         )
         offers = self._offers(stage).values()
-        at_least = lowest_step_to_fetch(at_least, offers, self._manifest.averaging.every)
+        at_least = rules.lowest_step_to_fetch(at_least, offers, self._manifest.averaging.every)
         state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
         while exact and state.step < fetch.newest_step:  # some chunks are of an earlier step
             state = await self._run_fetch(fetch, stage, sources, fetch.newest_step, patience_s)
@@ -185,13 +177,13 @@ class StateKeeper:
                     raise
                 self._report(events.TaskFailed("fetch state", f"{error}; it goes on when somebody has it"))
             await asyncio.sleep(RETRY_S)
-            sources = most_advanced_first(self._offers(stage)) or sources
+            sources = rules.most_advanced_first(self._offers(stage)) or sources
 
     async def _fetch_missed_slices(self, stage: int, step: int, sources: Sequence[PeerId]) -> int:
         """Fetches the slices that the others have averaged since `step` and loads them. Returns how many came."""
         newest = max(self._offers(stage).values(), default=step)
         slices = self._slices[stage]
-        rounds = missed_rounds(step, newest, self._manifest.averaging.every, slices.count)
+        rounds = rules.missed_rounds(step, newest, self._manifest.averaging.every, slices.count)
         sizes = {number: slices.numel_of(number) for number in rounds}
         fetch = SliceFetch(self._caller, stage, sources, loop_time() + SLICES_S, self._report_offence)
         missing = await fetch.run(
@@ -207,9 +199,8 @@ class StateKeeper:
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
         if request.stage not in self._stages.span:
-            raise NotMyStage(
-                f"this peer holds stages {self._stages.span}, not {request.stage}; read the directory again"
-            )
+            span = self._stages.span
+            raise NotMyStage(f"this peer holds stages {span}, not {request.stage}; read the directory again")
         if isinstance(request, GetState):
             return await self._snapshots.get_state(request)
         if request.stage not in self._filled:
@@ -232,7 +223,7 @@ class StateKeeper:
 
     def note_step(self, stage: int, step: int) -> None:
         """Records that a stage has taken a step; `run` writes a checkpoint when one is due."""
-        if checkpoint_due(step, self._manifest.checkpoint.every, self._checkpointed.get(stage, 0)):
+        if rules.checkpoint_due(step, self._manifest.checkpoint.every, self._checkpointed.get(stage, 0)):
             self._checkpointed[stage] = step
             self._due.add(stage)
             self._wake.set()

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 Flat = NDArray[np.float32]
 """float32 [numel]: a value for every element of a stage's weights, padding included."""
 
-ALIGNMENT: Final = 16
-"""Elements: every tensor starts on a 64-byte border, as the matrix kernels like it. The gaps are and remain zero."""
+ALIGNMENT: Final = 16  # elements: tensors start on 64-byte borders, as matrix kernels like it; the gaps remain zero
 ELEMENT_BYTES: Final = 12  # a weight, its mean and its square
 CHUNK_ELEMENTS: Final = STATE_CHUNK_BYTES // ELEMENT_BYTES
 
@@ -100,10 +99,7 @@ class Layout:
 
 
 def lay_out(shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
-    """Returns the layout of a stage whose trainable tensors have these names and shapes.
-
-    Matrices come first, each tensor starts on a border of ALIGNMENT elements, and the end is one of SLICE_BLOCK.
-    """
+    """Returns the layout of tensors with these names and shapes: matrices first; numel is a multiple of SLICE_BLOCK."""
     slots: list[Slot] = []
     end = 0
     for name, shape in sorted(shapes, key=lambda item: len(item[1]) < 2):  # stable: matrices first

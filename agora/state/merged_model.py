@@ -1,7 +1,6 @@
-"""Merges the weight files of all stages into the shards of one model: checks all of them, then writes.
+"""Merges the weight files of all stages into the shards of one model, with one tensor at a time in memory.
 
-One tensor at a time is in memory. Knows: safetensors files, tensors' names and shapes, float32 and bf16. Must not know:
-families, peers, or who asks.
+Knows: safetensors files, tensors' names and shapes, float32 and bf16. Must not know: families, peers, or who asks.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from agora_protocol.errors import LocalError
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from agora.state.files import FileDigest, safetensors_header, write_file
-from agora.state.result_folder import FILE_MODE, write_public_file
+from agora.state.files import PUBLIC, FileDigest, safetensors_header, write_file
 
 Dtype = Literal["float32", "bf16"]
 ReportBytes = Callable[[int], None]
@@ -49,10 +47,9 @@ class StageFile:
 
 @dataclass(frozen=True, slots=True)
 class ExportedTensor:
-    """One tensor of an exported model, and the tensor in a stage's file that it is made from.
+    """One tensor of an exported model, and the tensor `source` in a stage's file that it is made from.
 
-    source: the name in the stage's file; name, shape: in the result. source_shape, convert: the shape in the file and
-    the function that makes the result of it, float32; None where the result is the same as in the file.
+    source_shape, convert: the shape in the file, and what makes the result of it; None where both are the same.
     """
 
     source: str
@@ -123,11 +120,10 @@ class MergedModel:
         file_of: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            written[name] = write_file(folder / name, self._shard_pieces(shard, dtype, report))
-            (folder / name).chmod(FILE_MODE)
+            written[name] = write_file(folder / name, self._shard_pieces(shard, dtype, report), PUBLIC)
             file_of |= {tensor.name: name for tensor in shard}
         index = {"metadata": {"total_size": ITEM_BYTES[dtype] * self.numel}, "weight_map": file_of}
-        written[INDEX] = write_public_file(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        written[INDEX] = write_file(folder / INDEX, [json.dumps(index, indent=2).encode() + b"\n"], PUBLIC)
         return written
 
     def _shard_pieces(

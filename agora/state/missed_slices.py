@@ -1,6 +1,6 @@
 """Gives and fetches the slices that were averaged while a state was on its way, each as the replicas have it now.
 
-Knows: rounds by number and the size of their slices. Must not know: which elements a slice has, or what becomes of it.
+Knows: rounds by number and the size of their slices. Must not know: what becomes of the values.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from agora.calls import Caller, Reply
 from agora.clock import loop_time
-from agora.state.answers import FalseStateError, check_slice
 from agora.state.layout import Flat
-from agora.state.transfer import milliseconds_until
+from agora.state.transfer import FalseStateError, milliseconds_until
 from agora.swarm.conduct import Offence, ReportOffence
 
 SLICE_CHUNK: Final = STATE_CHUNK_BYTES // 4  # elements of a slice that one call brings
@@ -43,6 +42,17 @@ def slice_reply(values: Flat, step: int) -> Reply:
     """Returns the answer to GetSlice. values: of the blocks asked for, float32 [n]; step: the step that they are of."""
     data = np.ascontiguousarray(values, "<f4")
     return Reply(Slice(step), [WireTensor("float32", data.shape, data.data.cast("B"))])
+
+
+def check_slice(reply: Reply, size: int) -> Flat:
+    """Returns the `size` values in the answer to GetSlice. Raises FalseStateError unless all are there and finite."""
+    tensor = reply.tensors[0] if isinstance(reply.message, Slice) and reply.tensors else None
+    if tensor is None or (tensor.dtype, tensor.shape) != ("float32", (size,)):
+        raise FalseStateError("bad-tensor", f"A chunk of a slice is not a Slice of float32 [{size}].")
+    values = np.frombuffer(tensor.data, "<f4")
+    if not np.isfinite(values).all():
+        raise FalseStateError("bad-tensor", "A slice holds values that are not finite.")
+    return values
 
 
 class SliceFetch:
@@ -67,12 +77,9 @@ class SliceFetch:
         missing = set(sizes)
 
         async def fetch_and_put(number: int, size: int) -> None:
-            chunks = await asyncio.gather(
-                *(
-                    self._fetch_chunk(number, first // SLICE_CHUNK, min(SLICE_CHUNK, size - first))
-                    for first in range(0, size, SLICE_CHUNK)
-                )
-            )
+            firsts = enumerate(range(0, size, SLICE_CHUNK))
+            calls = [self._fetch_chunk(number, chunk, min(SLICE_CHUNK, size - first)) for chunk, first in firsts]
+            chunks = await asyncio.gather(*calls)
             arrived = [chunk for chunk in chunks if chunk is not None]
             if len(arrived) == len(chunks):
                 await put(number, np.concatenate(arrived))

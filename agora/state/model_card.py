@@ -26,10 +26,7 @@ class ModelDescription:
 def model_card(
     manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], parameters: int, dtype: str, source: str
 ) -> str:
-    """Returns the text of README.md.
-
-    steps: of each stage; dtype: as transformers calls it; source: where the stages come from, in words.
-    """
+    """Returns the text of README.md. dtype: as transformers calls it; source: where the stages come from, in words."""
     return "\n\n".join(
         [
             "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- agora\n---",

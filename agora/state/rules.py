@@ -17,10 +17,8 @@ from agora_protocol.ids import PeerId
 
 @dataclass(frozen=True, slots=True)
 class StartDecision:
-    """What a starting stage does to get its state, and why.
-
-    at_least: for `fetch`, the lowest step to accept; for `load`, the checkpoint's step. sources: for `fetch`, the peers
-    to fetch from, the most advanced first.
+    """What a starting stage does to get its state, and why. For `fetch`: the lowest step to accept, and the peers to
+    fetch from, the most advanced first; for `load`, at_least is the checkpoint's step.
     """
 
     action: Literal["load", "fetch", "keep initial weights"]
@@ -70,17 +68,14 @@ def plausible_offers(claimed: Mapping[PeerId, int], serving: Collection[int], la
 def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
     """Returns the highest step that a replica can plausibly be at: upper median of `serving` + lag_limit.
 
-    serving: the steps that the serving replicas of the stage claim. With fewer than three of them the bound is
-    infinite, because the median would be one peer's claim. With three, a single false claim cannot move it.
+    serving: the steps that the stage's replicas claim. With fewer than three the bound is infinite, because the median
+    would be one peer's claim; with three, a single false claim cannot move it.
     """
     return math.inf if len(serving) < 3 else statistics.median_high(serving) + lag_limit
 
 
 def usual_lag_limit(averaging_every: int, averaging_fraction: float) -> int:
-    """Returns how many steps behind the newest a state is still worth fetching: max(100, 2 * every / fraction).
-
-    every / fraction steps are one cover: the time in which averaging goes through all of a stage's weights once.
-    """
+    """Returns how many steps behind the newest a state is still worth fetching: max(100, 2 * every / fraction)."""
     return max(100, round(2 * averaging_every / averaging_fraction))
 
 
@@ -90,9 +85,9 @@ def lowest_step_to_fetch(wanted: int, offers: Collection[int], averaging_every: 
 
 
 def missed_rounds(snapshot_step: int, step: int, every: int, slice_count: int) -> list[int]:
-    """Returns the averaging rounds that began after `snapshot_step` and up to `step`, at most the last `slice_count`.
+    """Returns the rounds that began after `snapshot_step` and up to `step`, one each `every` steps.
 
-    Rounds begin every `every` steps. Round r averages slice r mod slice_count, so each slice appears at most once.
+    Round r averages slice r mod slice_count: the last `slice_count` rounds have every slice.
     """
     return list(range(snapshot_step // every + 1, step // every + 1)[-slice_count:])
 

@@ -56,9 +56,7 @@ class Snapshots:
         now: Callable[[], float] = loop_time,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """export: returns a copy of a stage that nobody changes later, or None while there is nothing to give.
-        nbytes_of: returns the bytes of such a copy. now: the clock, in seconds.
-        """
+        """export: copies a stage, None while there is nothing to give. nbytes_of: the copy's bytes. now: in seconds."""
         self._export = export
         self._nbytes_of = nbytes_of
         self._now = now

@@ -5,7 +5,7 @@ Knows shapes and units only. The daemon passes in train.Compute, averaging.Slice
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,21 +53,5 @@ class StageSlices(Protocol):
         """Returns how many elements round `number` averages."""
 
 
-class StageHolder(Protocol):
-    """A peer that holds a stage."""
-
-    @property
-    def peer(self) -> PeerId: ...
-
-    def step_of(self, stage: int) -> int:
-        """Returns the optimizer steps that the peer claims to have taken at `stage`."""
-
-
-class StageHolders(Protocol):
-    """A view of the swarm: who holds which stage."""
-
-    def replicas(self, stage: int) -> Sequence[StageHolder]:
-        """Returns the peers that serve the stage."""
-
-    def claimants(self, stage: int) -> Sequence[StageHolder]:
-        """Returns the peers that serve the stage or are joining with it; the latter may have a checkpoint of it."""
+ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
+"""Returns, for a stage, the optimizer steps that each of its peers claims to have taken there."""

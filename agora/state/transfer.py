@@ -6,6 +6,7 @@ Knows: what to ask which peer for. Must not know: how calls travel, who the repl
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +16,15 @@ import numpy as np
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
-from agora_protocol.messages import GetChunk, GetState
+from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
-from agora.calls import Caller
+from agora.calls import Caller, Reply
 from agora.clock import loop_time
-from agora.state.answers import FalseStateError, Offer, check_chunk, check_offer
 from agora.state.chunk_schedule import ChunkSchedule
-from agora.state.layout import StageState, chunk_bytes, chunk_count, chunk_range
+from agora.state.layout import ELEMENT_BYTES, Flat, StageState, chunk_bytes, chunk_count, chunk_range, unpack_chunk
 from agora.swarm.conduct import Offence, ReportOffence
 
+HASH_BYTES: Final = 32
 SOURCES: Final = 4  # asked for chunks at once; the others wait to replace them
 WINDOW: Final = 3  # open calls to a source that gives a chunk in less than QUICK_S; other sources get one at a time
 QUICK_S: Final = 4.0
@@ -39,21 +40,28 @@ USUAL_LAG: Final = 100  # steps behind the newest offer at which a source is not
 # One source fills 200 Mbit/s at 50 ms with these, and all of them together hold 48 MiB.
 
 
-@dataclass(frozen=True, slots=True)
-class _SourceCall:
-    """One open call to a source: for a chunk, or (None) for its offer."""
+class FalseStateError(ProtocolError):
+    """A source sent bytes that cannot be the state it was asked for. No fault of a network causes this."""
 
-    began: float
-    chunk: int | None
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A snapshot that a source can give, and the SHA-256 of each of its chunks."""
+
+    index: StateIndex
+    hashes: list[bytes]
 
 
 @dataclass(slots=True)
 class _Source:
-    """A peer that the state is fetched from. given_up: it is not asked any more; last_error says why."""
+    """A peer that the state is fetched from. given_up: it is not asked any more; last_error says why.
+
+    calls: the open ones, each with the time when it began and the chunk that it is for; None: it is for the offer.
+    """
 
     peer: PeerId
     offer: Offer | None = None
-    calls: dict[asyncio.Task[None], _SourceCall] = field(default_factory=dict)
+    calls: dict[asyncio.Task[None], tuple[float, int | None]] = field(default_factory=dict)
     failures: int = 0
     not_before: float = 0.0
     last_chunk_s: float = math.inf
@@ -63,14 +71,13 @@ class _Source:
     @property
     def offer_pending(self) -> bool:
         """Whether a call for its offer is open."""
-        return any(call.chunk is None for call in self.calls.values())
+        return any(chunk is None for _, chunk in self.calls.values())
 
 
 class StateFetch:
     """The transfer of one stage's state to this peer. When `run` fails, chunks that arrived stay for the next `run`.
 
-    Chunks may come from snapshots of different replicas: these are near one another, and a chunk carries an element's
-    weight together with its moments.
+    Chunks of different replicas may be mixed: these are near one another.
     """
 
     def __init__(
@@ -111,9 +118,8 @@ class StateFetch:
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
         """Fetches what is still missing from `sources`, the best first, and returns the state.
 
-        No chunk is of a step below `at_least`. The state's step and updates are the lowest of those behind its chunks;
-        its tokens are unknown (0). Raises Unavailable, with a reason for each source, when none of them can go on or
-        `deadline` (loop time) has passed.
+        No chunk is of a step below `at_least`; the state's step and updates are the lowest of its chunks. Raises
+        Unavailable, with a reason for each source, when none can go on or `deadline` (loop time) has passed.
         """
         self._sources = [_Source(peer) for peer in dict.fromkeys(sources)]
         self._deadline, self._lowest_step = deadline, at_least
@@ -134,10 +140,7 @@ class StateFetch:
         return StageState(self._stage, step, updates, 0, self._weights, self._mean, self._square)
 
     async def _advance(self) -> None:
-        """Starts the calls that can be started, and waits until a call ends or a tick is over.
-
-        Raises Unavailable at the deadline and when every source is given up.
-        """
+        """Starts calls and waits for one or a tick; raises Unavailable at the deadline or without sources."""
         now = loop_time()
         came = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
         if now >= self._deadline:
@@ -158,9 +161,9 @@ class StateFetch:
         """Removes the calls that have ended; a chunk that such a call did not bring is missing again."""
         for source in self._sources:
             for task in [task for task in source.calls if task.done()]:
-                call = source.calls.pop(task)
-                if call.chunk is not None:
-                    self.schedule.record_end(call.chunk, source.peer)
+                _, chunk = source.calls.pop(task)
+                if chunk is not None:
+                    self.schedule.record_end(chunk, source.peer)
                 if not task.cancelled():
                     task.result()
 
@@ -176,12 +179,12 @@ class StateFetch:
         at_work = sum(1 for s in usable if (s.offer or s.offer_pending) and not self._is_slow(s, now))
         waiting = [s for s in usable if not (s.offer or s.offer_pending) and now >= s.not_before]
         for source in waiting[: max(self._sources_at_once - at_work, 0)]:
-            source.calls[asyncio.create_task(self._fetch_offer(source))] = _SourceCall(now, None)
+            source.calls[asyncio.create_task(self._fetch_offer(source))] = (now, None)
 
     def _is_slow(self, source: _Source, now: float) -> bool:
         """Tells whether the source's oldest open call lasts so long that a waiting source should join in."""
         patience = max(SLOW_S, 4 * self.schedule.usual_s()) if source.offer else SLOW_S
-        return now - min((call.began for call in source.calls.values()), default=now) > patience
+        return now - min((began for began, _ in source.calls.values()), default=now) > patience
 
     def _ask_for_chunks(self, now: float) -> None:
         """Fills the window of every source that has made an offer, once the first offers are in."""
@@ -206,8 +209,7 @@ class StateFetch:
             return False
         if (chunk := self.schedule.take(source.peer, now)) is None:
             return False
-        task = asyncio.create_task(self._fetch_chunk(source, source.offer, chunk))
-        source.calls[task] = _SourceCall(now, chunk)
+        source.calls[asyncio.create_task(self._fetch_chunk(source, source.offer, chunk))] = (now, chunk)
         return True
 
     # --- calls; each runs as a task of its own
@@ -244,8 +246,8 @@ class StateFetch:
         elements = chunk_range(chunk, self._numel)
         self._weights[elements], self._mean[elements], self._square[elements] = values
         needless = self.schedule.record_arrival(chunk, source.peer, loop_time())
-        for task, call in [item for other in self._sources if other.peer in needless for item in other.calls.items()]:
-            if call.chunk == chunk:
+        for other in [other for other in self._sources if other.peer in needless]:
+            for task in [task for task, (_, asked_chunk) in other.calls.items() if asked_chunk == chunk]:
                 task.cancel()
 
     # --- failures
@@ -288,3 +290,45 @@ class StateFetch:
 def milliseconds_until(moment: float) -> int:
     """Returns the time left until `moment` (loop time) as a request's deadline, within the protocol's limits."""
     return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)
+
+
+# --- what sources answer
+
+
+def check_offer(reply: Reply, numel: int) -> Offer:
+    """Returns the offer in the answer to GetState for a stage of `numel` elements.
+
+    Raises Refused when the source has no snapshot, FalseStateError when the offer cannot be true.
+    """
+    index = reply.message
+    if not isinstance(index, StateIndex):
+        raise FalseStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
+    if index.size == 0:
+        raise Refused("has no snapshot of this stage to give")
+    if index.size != ELEMENT_BYTES * numel:
+        raise FalseStateError(
+            "bad-tensor", f"The snapshot has {index.size} bytes; the stage has {ELEMENT_BYTES * numel}."
+        )
+    tensor = reply.tensors[0] if reply.tensors else None
+    if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (chunk_count(numel), HASH_BYTES)):
+        raise FalseStateError("bad-tensor", f"The snapshot's index is not {chunk_count(numel)} hashes.")
+    hashes = bytes(tensor.data)
+    if hashlib.sha256(hashes).digest() != index.snapshot:
+        raise FalseStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
+    return Offer(index, [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)])
+
+
+def check_chunk(reply: Reply, expected: bytes, nbytes: int) -> tuple[Flat, Flat, Flat]:
+    """Returns weights, means and squares in the answer to GetChunk. expected: SHA-256 of the chunk of `nbytes`.
+
+    Raises FalseStateError when the bytes have another hash or size, or hold values that no optimizer produces.
+    """
+    tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None
+    if tensor is None or tensor.dtype != "uint8" or tensor.nbytes != nbytes:
+        raise FalseStateError("bad-tensor", f"A chunk is not uint8 [{nbytes}].")
+    if (digest := hashlib.sha256(tensor.data).digest()) != expected:
+        raise FalseStateError("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {digest.hex()}.")
+    _, _, square = values = unpack_chunk(tensor.data)
+    if not all(np.isfinite(array).all() for array in values) or square.min() < 0:
+        raise FalseStateError("bad-tensor", "A chunk holds values that are not finite, or a negative square.")
+    return values

@@ -77,7 +77,7 @@ class Scene:
             self.folder,
             lambda: stage_layouts(signed.manifest),
             self.held,
-            lambda: self.view,
+            lambda stage: {holder.peer: holder.step_of(stage) for holder in self.view.replicas(stage)},
             self.world,
             self.world.report_offence,
             spare_bytes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,19 +23,13 @@ ME, *OTHERS = (Identity(bytes([n]) * 32).peer for n in range(1, 6))
 MANIFEST = small_manifest(checkpoint={"every": 10})
 
 
-class Holder(SimpleNamespace):
-    """A peer that serves stage 0 and claims to be at `step`."""
-
-    def step_of(self, stage: int) -> int:
-        return int(self.step)
-
-
 def keeper_of(stages: Any, folder: Path, claims: dict[PeerId, int], world: World | None = None) -> StateKeeper:
-    holders = [Holder(peer=peer, step=step) for peer, step in claims.items()]
-    view = SimpleNamespace(replicas=lambda stage: holders, claimants=lambda stage: holders)
+    """A keeper of stage 0 where the peers in `claims` serve it and claim to be at these steps."""
     slices = {0: Slices(stages.layout(0).numel, MANIFEST.averaging.fraction, MANIFEST.seed)}
     world = world or World()
-    return StateKeeper(ME, MANIFEST, folder, stages, slices, lambda: view, world, Events(), world.report_offence)
+    return StateKeeper(
+        ME, MANIFEST, folder, stages, slices, lambda _: claims, lambda _: claims, world, Events(), world.report_offence
+    )
 
 
 async def given_state(keeper: StateKeeper) -> StateIndex:

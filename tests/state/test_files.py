@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import DiskError, InputError
 
-from agora.state.result_folder import check_export_place, fresh_folder, write_file_list, write_public_file
+from agora.state.files import PUBLIC, check_export_place, fresh_folder, write_file, write_file_list
 
 
 def export(out: Path, text: bytes = b"new", *, replace: bool = False) -> Path:
     place = check_export_place(out, replace=replace)
     with fresh_folder(place, 0) as folder:
-        write_file_list(folder, {"schema": 1}, {"a.txt": write_public_file(folder / "a.txt", text)})
+        write_file_list(folder, {"schema": 1}, {"a.txt": write_file(folder / "a.txt", [text], PUBLIC)})
     return place
 
 
@@ -74,7 +74,7 @@ def test_the_folder_one_is_in_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_trouble_half_way_leaves_what_was_there(tmp_path: Path, trouble: BaseException) -> None:
     place = export(tmp_path / "out", b"old")
     with pytest.raises((DiskError, KeyboardInterrupt)) as raised, fresh_folder(place, 0) as folder:
-        write_public_file(folder / "a.txt", b"half")
+        write_file(folder / "a.txt", [b"half"])
         raise trouble
     assert isinstance(raised.value, KeyboardInterrupt) or "No space left on device" in str(raised.value)
     assert (place / "a.txt").read_bytes() == b"old" and names(tmp_path) == ["out"]
