@@ -9,7 +9,6 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 from agora_protocol.errors import AgoraError, NotMyStage
@@ -38,13 +37,6 @@ class _StageGossip:
     sent_at: float = -1e9
 
 
-Counts = Callable[[], Mapping[int, tuple[int, int]]]
-"""Returns, for each stage held, the optimizer steps taken and the tokens counted here since. Cheap, never blocks."""
-
-Listed = Callable[[int], Collection[PeerId]]
-"""Returns the replicas of a stage that this peer's view lists; with or without this peer itself."""
-
-
 class StepGossip:
     """Exchanges progress with the other replicas of each stage of the span, and keeps what it hears as `known`.
 
@@ -56,14 +48,18 @@ class StepGossip:
         me: PeerId,
         span: Span,
         caller: Caller,
-        listed: Listed,
-        counts: Counts,
+        listed: Callable[[int], Collection[PeerId]],
+        counts: Callable[[], Mapping[int, tuple[int, int]]],
         changed: Callable[[int], None],
         *,
         interval_s: float = INTERVAL_S,
         rng: random.Random | None = None,
     ) -> None:
-        """changed: is called with a stage, on the loop, at every tick and whenever something was heard."""
+        """listed: returns the replicas of a stage that the view lists, with or without this peer.
+
+        counts: returns for each stage the optimizer steps taken and the tokens counted here since; never blocks.
+        changed: is called with a stage, on the loop, at every tick and whenever something was heard.
+        """
         self._me = me
         self._span = span
         self._caller = caller
@@ -101,7 +97,11 @@ class StepGossip:
             state.known = agreement.record_view(state.known, self.others(stage), now)
             if state.sent != counts[stage] or now - state.sent_at > HEARTBEAT_S:
                 targets = agreement.choose_targets(self.others(stage), self._me, self._rng)
-                if targets and self._send(stage, targets, counts[stage]):
+                free = [peer for peer in targets if (stage, peer) not in self._calls]
+                request = GossipSteps(stage, self._compose(stage, counts[stage]))
+                for peer in free:
+                    self._calls[stage, peer] = asyncio.create_task(self._exchange(stage, peer, request))
+                if targets and len(free) == len(targets):
                     state.sent, state.sent_at = counts[stage], now
             self._changed(stage)
 
@@ -117,30 +117,17 @@ class StepGossip:
         """Returns the entries to send about a stage, `own` being this peer's step and tokens."""
         return agreement.compose_gossip(self.known(stage), (self._me, *own), self.others(stage), loop_time())
 
-    def _send(self, stage: int, targets: Collection[PeerId], own: tuple[int, int]) -> bool:
-        """Calls those `targets` that have no such call open; returns whether that were all of them."""
-        request = GossipSteps(stage, self._compose(stage, own))
-        free = [peer for peer in targets if (stage, peer) not in self._calls]
-        for peer in free:
-            task = asyncio.get_running_loop().create_task(self._exchange(stage, peer, request))
-            self._calls[stage, peer] = task
-            task.add_done_callback(partial(self._forget_call, stage, peer))
-        return len(free) == len(targets)
-
-    def _forget_call(self, stage: int, peer: PeerId, _: object) -> None:
-        """Removes a call that has ended."""
-        self._calls.pop((stage, peer), None)
-
     async def _exchange(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
         """Sends one request and takes in the answer; a call that fails makes the peer unreachable."""
+        state = self._stages[stage]
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
+            if isinstance(reply.message, GossipedSteps):
+                self._take_in(stage, reply.message.replicas, peer)
         except AgoraError:
-            state = self._stages[stage]
             state.known = agreement.record_failure(state.known, peer, loop_time())
-            return
-        if isinstance(reply.message, GossipedSteps):
-            self._take_in(stage, reply.message.replicas, peer)
+        finally:
+            del self._calls[stage, peer]
 
     def _take_in(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> None:
         """Merges what `sender` reported of itself, and, if it is listed, what it reported of other listed replicas."""

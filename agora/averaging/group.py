@@ -27,7 +27,7 @@ from agora.averaging.next_action import ActionConfig, OtherReplicas, OwnStage
 from agora.averaging.owner import Owner
 from agora.averaging.partition import Slices, cut_into_parts
 from agora.averaging.plausibility import Newcomer
-from agora.averaging.rounds import RoundResult, Rounds
+from agora.averaging.rounds import Round, RoundResult
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import events
@@ -92,7 +92,6 @@ class ReplicaGroup:
         self._report_offence = report_offence
         self._leaving = False
         self.owner = Owner(RoundConfig.of(signed, me), caller, self)
-        self._rounds = Rounds(self.owner, report)
         interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
         self.gossip = StepGossip(
             me, stages.span, caller, listing.listed, self._counts, self._look, interval_s=interval_s
@@ -302,7 +301,8 @@ class ReplicaGroup:
     async def _run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
         """Takes part in one round with its members of now."""
         deadline = loop_time() + self._averaging.round_s
-        return await self._rounds.run(stage, what, number, values, weight, self.members(stage, what), deadline)
+        members = self.members(stage, what)
+        return await Round(self.owner, self._report, stage, what, number, weight, members, deadline).run(values)
 
     async def _fetch_step(self, stage: int, at_least: int) -> bool:
         """Fetches the state of a replica that has taken `at_least` steps; returns whether that succeeded.

@@ -22,12 +22,11 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.averaging.kinds import Part, RoundKind
+from agora.averaging.kinds import Part
 from agora.averaging.owner import Owner
 from agora.averaging.partition import choose_owners, cut_into_parts
 from agora.clock import loop_time
 from agora.observe import events
-from agora.observe.events import Report
 
 FIRST_PATIENCE: Final = 0.6
 """Share of the round's remaining time for which a member waits for the first owner, before it asks the second."""
@@ -75,125 +74,109 @@ class _PartAnswer:
 
 
 @dataclass(slots=True)
-class _Round:
-    """What all parts of a round share. number: the round's. deadline: of the whole round, time of the event loop."""
+class Round:
+    """One round in which this peer takes part as a member; `run` once.
 
+    owner: averages the parts that this peer owns itself. what: "weights" or "gradient". weight: tokens behind the
+    values; with 0 they are in no average. members: this peer included, with their bandwidths. deadline: time of the
+    event loop.
+    """
+
+    owner: Owner
+    report: events.Report
     stage: int
-    kind: RoundKind
     what: str
     number: int
     weight: float
     members: Mapping[PeerId, float]
     deadline: float
-    bytes_out: int = 0
-    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
+    _bytes_out: int = 0
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
 
+    async def run(self, values: Tensor) -> RoundResult:
+        """Has `values` averaged with those of the others, and returns by the deadline, whoever is missing.
 
-class Rounds:
-    """Takes part in averaging rounds as a member: sends each part to its owner and puts the answers together."""
-
-    def __init__(self, owner: Owner, report: Report) -> None:
-        """owner: averages the parts that this peer owns itself."""
-        self._config = owner.config
-        self._owner = owner
-        self._report = report
-
-    async def run(
-        self,
-        stage: int,
-        what: str,
-        number: int,
-        values: Tensor,
-        weight: float,
-        members: Mapping[PeerId, float],
-        deadline: float,
-    ) -> RoundResult:
-        """Takes part in one round, and returns by `deadline` (time of the event loop), whoever is missing.
-
-        what: "weights" or "gradient". values: float32 [n], finite, on the CPU; not to be changed afterwards. weight:
-        tokens behind them; with 0 they are in no average. members: this peer included, with their bandwidths.
+        values: float32 [n], finite, on the CPU; not to be changed afterwards, because they may be asked for again.
         """
-        began, kind = loop_time(), self._owner.kinds[what]
-        round_ = _Round(stage, kind, what, number, weight, members, deadline)
+        began, kind = loop_time(), self.owner.kinds[self.what]
         pieces = [values[cut] for cut in cut_into_parts(len(values))]
-        answers = await asyncio.gather(*(self._average_part(round_, *piece) for piece in enumerate(pieces)))
-        kind.end_round(stage)
-        result = _put_together(kind, answers, pieces)
-        self._report(
+        answers = await asyncio.gather(*(self._average_part(*piece) for piece in enumerate(pieces)))
+        kind.end_round(self.stage)
+        flats = [
+            kind.answer_of_failed(piece) if found is None else found.answer
+            for found, piece in zip(answers, pieces, strict=True)
+        ]
+        result = RoundResult(torch.cat(flats), [found is not None for found in answers])
+        _add_means(result, [found for found in answers if found is not None])
+        self.report(
             events.RoundDone(
-                stage=stage,
-                what=what,
-                round=number,
+                stage=self.stage,
+                what=self.what,
+                round=self.number,
                 parts=len(pieces),
                 failed_parts=result.failed_parts,
                 members=result.present,
-                expected=len(members),
-                weight=weight,
+                expected=len(self.members),
+                weight=self.weight,
                 seconds=loop_time() - began,
-                bytes_out=round_.bytes_out,
+                bytes_out=self._bytes_out,
                 distance=result.distance,
                 distance_others=result.distance_others,
             )
         )
         return result
 
-    async def _average_part(self, round_: _Round, index: int, values: Tensor) -> _PartAnswer | None:
+    async def _average_part(self, index: int, values: Tensor) -> _PartAnswer | None:
         """Returns one part's answer from its first or second owner; None when neither gave a usable one."""
-        part = Part(round_.stage, round_.what, round_.number, index)
-        async with round_.slots:
-            sent = self._config.encode(part, values)
+        part = Part(self.stage, self.what, self.number, index)
+        kind, config = self.owner.kinds[self.what], self.owner.config
+        async with self._slots:
+            sent = config.encode(part, values)
             reasons: list[str] = []
-            for second, owner in enumerate(choose_owners(self._config.run, *part, round_.members)):
-                if owner is None or self._owner.is_lost(owner, part):
+            for second, owner in enumerate(choose_owners(config.run, *part, self.members)):
+                if owner is None or self.owner.is_lost(owner, part):
                     continue
                 try:
-                    answer, message = await self._ask(round_, part, owner, bool(second), sent, len(values))
-                    if message.present < 2 and len(round_.members) > 1:
+                    answer, message = await self._ask(part, owner, bool(second), sent, len(values))
+                    if message.present < 2 and len(self.members) > 1:
                         reasons.append(f"{owner}: nobody else contributed in time")
                         break
-                    distance = round_.kind.judge(part, values, answer, message)
+                    distance = kind.judge(part, values, answer, message)
                 except (AgoraError, TimeoutError) as error:
-                    if owner != self._config.me and getattr(error, "code", "") in NO_ANSWER:
-                        self._owner.lost(owner, part)
+                    if owner != config.me and getattr(error, "code", "") in NO_ANSWER:
+                        self.owner.lost(owner, part)
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
-                self._owner.keep(part, partial(round_.kind.recalled, part, sent, answer, message))
+                self.owner.keep(part, partial(kind.recalled, part, sent, answer, message))
                 return _PartAnswer(answer, message, distance)
-        self._report(events.PartFailed(*part, "; ".join(reasons)[:500]))
+        self.report(events.PartFailed(*part, "; ".join(reasons)[:500]))
         return None
 
     async def _ask(
-        self, round_: _Round, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], numel: int
+        self, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], numel: int
     ) -> tuple[Tensor, Averaged]:
         """Sends a part to an owner and returns its answer. Raises an AgoraError, or TimeoutError, without one."""
         now = loop_time()
-        left = round_.deadline - now
+        left = self.deadline - now
         if left < LEAST_S:
             raise PeerFailed("the round's time is over")
-        deadline = round_.deadline if second else now + FIRST_PATIENCE * left
-        request = Contribute(*part, round_.weight, second, max(1, int(1000 * (deadline - now))))
-        await self._owner.reach("averaging.sending")
-        if owner == self._config.me:
-            return await self._owner.contribute_own(request, sent, deadline)
-        round_.bytes_out += sum(tensor.nbytes for tensor in sent)
-        reply = await self._owner.caller.call(owner, request, sent, deadline=deadline)
+        deadline = self.deadline if second else now + FIRST_PATIENCE * left
+        request = Contribute(*part, self.weight, second, max(1, int(1000 * (deadline - now))))
+        await self.owner.reach("averaging.sending")
+        if owner == self.owner.config.me:
+            return await self.owner.contribute_own(request, sent, deadline)
+        self._bytes_out += sum(tensor.nbytes for tensor in sent)
+        reply = await self.owner.caller.call(owner, request, sent, deadline=deadline)
         if not isinstance(reply.message, Averaged):
             raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
-        return round_.kind.decode_answer(part, reply.tensors, numel), reply.message
+        return self.owner.kinds[self.what].decode_answer(part, reply.tensors, numel), reply.message
 
 
-def _put_together(kind: RoundKind, answers: Sequence[_PartAnswer | None], pieces: Sequence[Tensor]) -> RoundResult:
-    """Returns a round's result. pieces: the values of each part."""
-    flats = [
-        kind.answer_of_failed(values) if found is None else found.answer
-        for found, values in zip(answers, pieces, strict=True)
-    ]
-    result = RoundResult(torch.cat(flats), [found is not None for found in answers])
-    averaged = [found for found in answers if found is not None]
+def _add_means(result: RoundResult, averaged: Sequence[_PartAnswer]) -> None:
+    """Sets the means of a round's result from the answers to its averaged parts."""
     if averaged:
-        result.present = sum(found.message.present for found in averaged) / len(answers)
+        result.present = sum(found.message.present for found in averaged) / len(result.done)
         result.members = statistics.fmean(found.message.members for found in averaged)
         result.weight = statistics.fmean(found.message.weight for found in averaged)
         result.distance = statistics.fmean(found.distance for found in averaged)
         result.distance_others = statistics.fmean(found.message.distance for found in averaged)
-    return result

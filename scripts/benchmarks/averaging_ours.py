@@ -21,7 +21,7 @@ from agora_protocol.messages import Contribute, Message, Recall
 from agora.averaging.kinds import Part, RoundConfig
 from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
-from agora.averaging.rounds import Rounds
+from agora.averaging.rounds import Round
 from agora.calls import Reply
 from agora.net.incoming import IncomingCall
 from agora.net.network import Network
@@ -52,7 +52,7 @@ class Member:
         """{"meet": [[peer, addresses], ...]} connects the members, {"round": r} takes part in round r."""
         key = Path(self._spec["folder"]) / f"member-{self._spec['name']}.key"
         host, network = await join(key, self._answer)
-        rounds = self._rounds(host.peer, network)
+        self._owner = self._make_owner(host.peer, network)
         channel.say({"peer": host.peer, "addresses": list(await host.addresses())})
         orders = channel.orders()
         while (order := await asyncio.to_thread(next, orders, None)) is not None:
@@ -60,17 +60,16 @@ class Member:
                 await self._meet(host.peer, network, order["meet"])
                 channel.say({"met": len(self._members)})
             else:
-                channel.say(await self._round(rounds, int(order["round"])))
+                channel.say(await self._round(self._owner, int(order["round"])))
         await network.close()
         await host.close()
 
-    def _rounds(self, me: PeerId, network: Network) -> Rounds:
+    def _make_owner(self, me: PeerId, network: Network) -> Owner:
         defaults = AveragingSection()
         wire = self._spec["wire"] or defaults.wire
         config = RoundConfig(me, RUN, defaults.aggregation, wire, defaults.round_s, max_weight=WEIGHT)
         self._round_s = defaults.round_s
-        self._owner = Owner(config, network, self)
-        return Rounds(self._owner, lambda event: None)
+        return Owner(config, network, self)
 
     def members(self, stage: int, what: str) -> dict[PeerId, float]:
         """See RoundView."""
@@ -111,11 +110,12 @@ class Member:
                 nothing = Recall(stage=0, what="weights", round=0, part=0)
                 await network.call(peer, nothing, deadline=deadline)
 
-    async def _round(self, rounds: Rounds, number: int) -> dict[str, Any]:
+    async def _round(self, owner: Owner, number: int) -> dict[str, Any]:
         """One round: when it began and ended here, on the machine's monotonic clock, and what it left."""
         begin = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._round_s
-        result = await rounds.run(0, "weights", number, self._values, WEIGHT, self._members, deadline)
+        round_ = Round(owner, lambda event: None, 0, "weights", number, WEIGHT, self._members, deadline)
+        result = await round_.run(self._values)
         held = result.answer.add_(self._values)
         end = time.monotonic()
         found = self._holding.found(held)

@@ -42,7 +42,7 @@ async def one_round(
     values = values or [values_of(i) for i in range(len(members))]
     deadline = asyncio.get_running_loop().time() + world.round_s
     works = [
-        m.rounds.run(0, what, number, v, w, m.view, deadline) for m, v, w in zip(members, values, weights, strict=True)
+        m.take_part(0, what, number, v, w, m.view, deadline) for m, v, w in zip(members, values, weights, strict=True)
     ]
     results = await asyncio.gather(*works)
     assert asyncio.get_running_loop().time() <= deadline + 0.1, "a round ends by its deadline"
@@ -165,7 +165,7 @@ def test_an_owner_that_dies_after_some_answers_leaves_one_average_for_all(nth: i
         victim.dies_at = ("averaging.answered", nth)
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
-        works = [m.rounds.run(0, "weights", 0, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)]
+        works = [m.take_part(0, "weights", 0, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)]
         results = await asyncio.gather(*works)
         assert asyncio.get_running_loop().time() <= deadline
         living = [i for i, m in enumerate(members) if m is not victim]
@@ -187,7 +187,7 @@ def test_a_hanging_owner_and_a_hanging_member_hold_nobody_beyond_the_deadline() 
         world.network.silent.add(victim.peer)
         living = [i for i, m in enumerate(members) if m is not victim]
         deadline = asyncio.get_running_loop().time() + world.round_s
-        works = [members[i].rounds.run(0, "weights", 0, values_of(i), 1.0, members[i].view, deadline) for i in living]
+        works = [members[i].take_part(0, "weights", 0, values_of(i), 1.0, members[i].view, deadline) for i in living]
         results = await asyncio.gather(*works)
         assert asyncio.get_running_loop().time() <= deadline
         for index, result in zip(living, results, strict=True):
@@ -228,7 +228,7 @@ def test_one_that_is_gone_is_waited_for_once_and_not_at_every_part(hangs: bool) 
         values = [torch.full((world.size,), float(i)) for i in (5, 6, 7)]
         began = asyncio.get_running_loop().time()
         works = [
-            m.rounds.run(0, "weights", 0, v, 1.0, m.view, began + world.round_s)
+            m.take_part(0, "weights", 0, v, 1.0, m.view, began + world.round_s)
             for m, v in zip(members, values, strict=False)
         ]
         results = await asyncio.gather(*works)
@@ -282,7 +282,7 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
             await liar.port.call(first.peer, asking(0, second=True), sent, deadline=deadline)
 
         async def others() -> list[RoundResult]:
-            works = [members[i].rounds.run(0, "weights", 0, chosen[i], 1.0, members[i].view, deadline) for i in honest]
+            works = [members[i].take_part(0, "weights", 0, chosen[i], 1.0, members[i].view, deadline) for i in honest]
             return await asyncio.gather(*works)
 
         results, _ = await asyncio.gather(others(), lies())

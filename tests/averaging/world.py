@@ -9,11 +9,12 @@ from agora_protocol.errors import AgoraError, PeerFailed, ProtocolError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import Contribute, Recall
+from torch import Tensor
 
 from agora.averaging.kinds import Part, RoundConfig
 from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
-from agora.averaging.rounds import Rounds
+from agora.averaging.rounds import Round, RoundResult
 from agora.calls import Reply
 from agora.observe.events import Event
 from tests.memory_network import Faults, MemoryCall, MemoryNetwork
@@ -61,7 +62,19 @@ class Member:
         config = RoundConfig(peer, RUN, world.rule, world.wire, world.round_s, max_weight=1e9, exact=world.exact)  # type: ignore[arg-type]
         self.port = world.network.join(peer, self._answer)
         self.owner = Owner(config, self.port, self, self._fault)
-        self.rounds = Rounds(self.owner, self.events.append)
+
+    async def take_part(
+        self,
+        stage: int,
+        what: str,
+        number: int,
+        values: Tensor,
+        weight: float,
+        members: dict[PeerId, float],
+        deadline: float,
+    ) -> RoundResult:
+        round_ = Round(self.owner, self.events.append, stage, what, number, weight, members, deadline)
+        return await round_.run(values)
 
     @property
     def view(self) -> dict[PeerId, float]:
