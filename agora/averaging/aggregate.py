@@ -49,7 +49,8 @@ def aggregate(
         return None
     values = [value for value, _ in counted]
     plain = [weight for _, weight in counted]
-    shares = _shares(capped(plain) if cap else plain)
+    used = capped(plain) if cap else plain
+    shares = [weight / sum(used) for weight in used]
     average = _mean(values, shares) if rule == "mean" else _clip(values, shares, center)
     if not all_finite(average):
         return None
@@ -83,12 +84,6 @@ def _norm(values: Tensor) -> float:
     """Returns the Euclidean norm: in float32, three times as fast, where the squares fit; else in float64."""
     norm = float(torch.linalg.vector_norm(values))
     return norm if LEAST_NORM < norm < MOST_NORM else float(torch.linalg.vector_norm(values, dtype=torch.float64))
-
-
-def _shares(weights: Sequence[float]) -> list[float]:
-    """Returns the weights divided by their sum."""
-    total = sum(weights)
-    return [weight / total for weight in weights]
 
 
 def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

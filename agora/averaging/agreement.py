@@ -59,6 +59,14 @@ class ReplicaProgress:
         """Returns whether it has reported lately, and no call to it has failed since."""
         return not self.is_silent(now) and self.heard_at > self.failed_at
 
+    def advanced(self, step: int, tokens: int, heard_at: float) -> ReplicaProgress:
+        """Returns this with newer numbers; after exactly one more step the old tokens become `previous_tokens`."""
+        if step == self.step:
+            previous = self.previous_tokens if tokens >= self.tokens else 0
+        else:
+            previous = self.tokens if step == self.step + 1 else 0
+        return replace(self, step=step, tokens=tokens, previous_tokens=previous, heard_at=heard_at)
+
 
 KnownReplicas = Mapping[PeerId, ReplicaProgress]
 """What is known of the other replicas of one stage."""
@@ -82,30 +90,15 @@ def merge_gossip(
         heard_at = now if peer == sender else now - age_ms / 1000
         if peer == me or now - heard_at > SILENT_S:
             continue
-        last = merged.get(peer)
-        if last is None:
-            merged[peer] = ReplicaProgress(step, tokens, 0, heard_at)
-        elif peer == sender or (step, tokens) >= (last.step, last.tokens) or not last.is_live(now):
-            merged[peer] = _advanced(last, step, tokens, max(heard_at, last.heard_at))
-        if peer == sender:
-            merged[peer] = replace(merged[peer], reported_step=step)
+        last = merged.get(peer) or ReplicaProgress(step, tokens, 0, heard_at)
+        if peer == sender or (step, tokens) >= (last.step, last.tokens) or not last.is_live(now):
+            last = last.advanced(step, tokens, max(heard_at, last.heard_at))
+        merged[peer] = replace(last, reported_step=step) if peer == sender else last
     return merged
 
 
-def _advanced(last: ReplicaProgress, step: int, tokens: int, heard_at: float) -> ReplicaProgress:
-    """Returns `last` with newer numbers; after exactly one more step the old tokens become `previous_tokens`."""
-    if step == last.step:
-        previous = last.previous_tokens if tokens >= last.tokens else 0
-    else:
-        previous = last.tokens if step == last.step + 1 else 0
-    return replace(last, step=step, tokens=tokens, previous_tokens=previous, heard_at=heard_at)
-
-
 def record_failure(known: KnownReplicas, peer: PeerId, now: float) -> dict[PeerId, ReplicaProgress]:
-    """Returns what is known after a call to `peer` failed: it is unreachable until it reports again.
-
-    A replica that was never heard counts as heard now: it, too, gets SILENT_S before it counts as gone.
-    """
+    """Returns what is known after a call to `peer` failed. One that was never heard counts as heard now."""
     return dict(known) | {peer: replace(known.get(peer) or ReplicaProgress(0, 0, 0, now), failed_at=now)}
 
 
@@ -129,17 +122,9 @@ def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 
 
 def exact_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
-    """Returns the other replicas whose gradients belong to an exact step.
+    """Returns the other replicas whose gradients belong to an exact step: all that may be alive, see docs/averaging.md.
 
-    | the view | its last report | it belongs |
-    |---|---|---|
-    | lists it | none yet, or not older than SILENT_S, also when a call to it has failed since | yes |
-    | lists it | older than SILENT_S | no, it is gone |
-    | has never listed it | from itself, not older than SILENT_S | yes, the view lags by some seconds |
-    | does not list it any more | any | no, it has left |
-
-    A single failed call proves nothing, and the view is late: a step without a replica that is alive would make the
-    replicas differ for good.
+    Those are the listed ones that are not silent, even if a call to them failed, and live ones not listed yet.
     """
     silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
     unlisted = {p for p, last in known.items() if last.reported_step >= 0 and not last.listed and last.is_live(now)}
@@ -162,8 +147,8 @@ def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
 def step_to_follow(others: KnownReplicas, present: int, step: int, own_tokens: int, target: int) -> int:
     """Returns the number of steps that the stage has reached; `step` when this replica is not behind.
 
-    others: the live ones. present: how many other replicas are listed and not unreachable, those included that were
-    never heard: so the first one that is heard is no majority. Only what a replica reported of itself counts.
+    others: the live ones. present: how many other replicas are listed and not unreachable, also those never heard.
+    Only what a replica reported of itself counts.
 
     | reported | result |
     |---|---|
@@ -196,9 +181,8 @@ def compose_gossip(
 
 
 def leading_step(steps: Collection[Collection[int]]) -> int:
-    """Returns the step of the most advanced stage of the run.
+    """Returns the step of the most advanced stage of the run: the largest of the stages' lower medians.
 
-    steps: for each stage, the steps of its replicas. The lower median stands for the stage, so that a single replica
-    cannot raise it.
+    steps: for each stage, the steps of its replicas.
     """
     return max((statistics.median_low(of_stage) for of_stage in steps if of_stage), default=0)

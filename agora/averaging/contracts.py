@@ -15,29 +15,11 @@ from torch import Tensor
 from agora.stepping import StepPolicy
 
 
-class GradientShare(Protocol):
-    """A replica's mean gradient: of which step, over how many tokens, and the values, float32 [numel] on the CPU."""
-
-    @property
-    def step(self) -> int:
-        """The step's number."""
-
-    @property
-    def tokens(self) -> int:
-        """The tokens that the mean is over; 0 when nothing was counted."""
-
-    @property
-    def values(self) -> Tensor:
-        """The mean gradient; zeros when nothing was counted."""
-
-
 class ReplicatedStages(Protocol):
     """The stages of this peer's span (train.Compute). Each method raises NotMyStage for a stage that is not held."""
 
     @property
-    def span(self) -> Span:
-        """The stages held."""
-
+    def span(self) -> Span: ...
     def layout(self, stage: int) -> Any:
         """Returns a description of the stage's flat weights; `numel` is their number of elements."""
 
@@ -59,8 +41,8 @@ class ReplicatedStages(Protocol):
     async def catch_up(self, stage: int, step: int) -> None:
         """Sets the stage to the number of steps that other replicas have taken, and takes an own step that is due."""
 
-    async def take_mean_gradient(self, stage: int) -> GradientShare:
-        """Returns this replica's share of the next step, and keeps the stage from taking that step by itself."""
+    async def take_mean_gradient(self, stage: int) -> Any:
+        """Returns this replica's share of the next step (train.MeanGradient), and keeps the stage from taking it."""
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
         """Takes step `number` along the mean over `tokens` tokens of all replicas."""

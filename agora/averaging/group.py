@@ -201,20 +201,20 @@ class ReplicaGroup:
         behind_since = state.behind[1] if state.behind and state.behind[0] == step < self._leading else None
         own = OwnStage(step, tokens, self._leaving, _is_running(state.work), state.slice_due, behind_since)
         action, state.reason = next_action.next_action(now, own, others, self._config)
-        match action:
-            case next_action.BeginSliceRound(number):
+        match action.what:
+            case "slice round":
                 state.slice_due = None
-                state.slice_task = self._start(self._slice_rounds(stage, number))
+                state.slice_task = self._start(self._slice_rounds(stage, action.number))
                 self._look(stage)
-            case next_action.Follow(reached):
-                state.work = self._start(self._held.catch_up(stage, reached))
-            case next_action.TakeStep():  # the device looks for due steps after each of its jobs
+            case "follow":
+                state.work = self._start(self._held.catch_up(stage, action.number))
+            case "step":  # the device looks for due steps after each of its jobs
                 state.work = self._start(self._held.catch_up(stage, step))
-            case next_action.StepTogether(number):
-                state.work = self._start(self._step_together(stage, number))
-            case next_action.Recover(at_least, reached):
-                self._report(events.StateLost(stage, step, reached))
-                state.work = self._start(self._recover(stage, at_least, reached))
+            case "step together":
+                state.work = self._start(self._step_together(stage, action.number))
+            case "recover":
+                self._report(events.StateLost(stage, step, action.number))
+                state.work = self._start(self._recover(stage, action.at_least, action.number))
 
     def _counting(self, step: int, others: OtherReplicas) -> tuple[set[PeerId], agreement.KnownReplicas]:
         """Returns the replicas that count for step number `step`, and what is known of those of them that are live."""

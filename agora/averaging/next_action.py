@@ -9,19 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 
-from agora.averaging.agreement import (
-    KnownReplicas,
-    count_tokens,
-    exact_members,
-    live_replicas,
-    step_to_follow,
-    unreachable_replicas,
-)
+from agora.averaging import agreement
+from agora.averaging.agreement import live_replicas, unreachable_replicas
 
 LOST_COVERS: Final = 0.5
 """A stage that is so many covers of the slice rounds behind, and LEAST_LOST steps, fetches the others' state."""
@@ -31,48 +25,22 @@ RESUME_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """An action: the stage does nothing now."""
+class Action:
+    """What a stage does next.
 
-
-@dataclass(frozen=True, slots=True)
-class BeginSliceRound:
-    """An action: the stage averages slice `number` of its weights with the other replicas, in the background."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Follow:
-    """An action: the stage takes over the number of steps that its other replicas have taken.
-
-    One step behind, it takes that step along its own gradient; further behind, its gradient is dropped.
+    | what | the stage |
+    |---|---|
+    | wait | does nothing now |
+    | slice round | averages slice `number` of its weights with the other replicas, in the background |
+    | follow | takes over step number `number` of the others; one step behind, it steps along its own gradient first |
+    | step | takes its step, whose tokens are all counted, along this replica's own gradient |
+    | step together | takes step `number` along the mean gradient of all replicas, in a gradient round |
+    | recover | fetches another replica's state of at least `at_least` steps; the others are at `number` |
     """
 
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class TakeStep:
-    """An action: the stage takes its step, whose tokens are all counted, along this replica's own gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTogether:
-    """An action: the stage takes step number `step` along the mean gradient of all replicas, in a gradient round."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Recover:
-    """An action: fetches the state of a replica with at least `at_least` steps; the other replicas are at `reached`."""
-
-    at_least: int
-    reached: int
-
-
-Action = Wait | BeginSliceRound | Follow | TakeStep | StepTogether | Recover
+    what: Literal["wait", "slice round", "follow", "step", "step together", "recover"]
+    number: int = 0
+    at_least: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,42 +91,43 @@ class OwnStage:
 class OtherReplicas:
     """The other replicas of a stage. listed: those in the view. leading_step: steps of the run's furthest stage."""
 
-    known: KnownReplicas
+    known: agreement.KnownReplicas
     listed: Collection[PeerId]
     leading_step: int = 0
 
 
 def next_action(now: float, own: OwnStage, others: OtherReplicas, config: ActionConfig) -> tuple[Action, str]:
-    """Returns what the stage does next, and why: the first rule that applies. now: on the clock of `others.known`."""
+    """Returns what the stage does next, by the first rule that applies, and why. now: on the clock of `others.known`."""
     if own.leaving:
-        return Wait(), "this peer is leaving"
+        return Action("wait"), "this peer is leaving"
     if own.slice_due is not None and set(others.listed) - unreachable_replicas(others.known, others.listed, now):
-        return BeginSliceRound(own.slice_due), f"step {own.step} is a multiple of {config.slice_every}"
+        return Action("slice round", own.slice_due), f"step {own.step} is a multiple of {config.slice_every}"
     if own.busy:
-        return Wait(), "a step or a fetch is running"
+        return Action("wait"), "a step or a fetch is running"
     replicas = counting_replicas(now, own.step, others, config)
     live, unreachable = live_replicas(others.known, replicas, now), unreachable_replicas(others.known, replicas, now)
     present = len(replicas) - len(unreachable)
-    reached = step_to_follow(live, present, own.step, own.tokens, config.target_tokens)
+    reached = agreement.step_to_follow(live, present, own.step, own.tokens, config.target_tokens)
     behind = reached - own.step
     if behind > config.most_behind:
-        return Recover(reached if config.synchronous else own.step + 1, reached), f"{behind} steps behind the others"
+        at_least = reached if config.synchronous else own.step + 1
+        return Action("recover", reached, at_least), f"{behind} steps behind the others"
     if behind > 1 or (behind == 1 and not config.is_exact(own.step)):
-        return Follow(reached), f"the others have taken step {reached}"
+        return Action("follow", reached), f"the others have taken step {reached}"
     if own.behind_since is not None and now - own.behind_since >= RESUME_S:
-        return Follow(others.leading_step), f"another stage of the run is at step {others.leading_step}"
-    missing = config.target_tokens - own.tokens - count_tokens(live, own.step)
+        return Action("follow", others.leading_step), f"another stage of the run is at step {others.leading_step}"
+    missing = config.target_tokens - own.tokens - agreement.count_tokens(live, own.step)
     if behind == 0 and missing > 0:
-        return Wait(), f"{missing} tokens are missing"
+        return Action("wait"), f"{missing} tokens are missing"
     if not config.is_exact(own.step) or not replicas:
         if own.tokens == 0:
-            return Wait(), "nothing was counted here; the others take the step"
-        return TakeStep(), "all tokens are counted"
+            return Action("wait"), "nothing was counted here; the others take the step"
+        return Action("step"), "all tokens are counted"
     if present == 0:
-        return Wait(), f"{', '.join(sorted(replicas))} did not answer, and may still be alive"
-    return StepTogether(own.step), f"all tokens of step {own.step} are counted"
+        return Action("wait"), f"{', '.join(sorted(replicas))} did not answer, and may still be alive"
+    return Action("step together", own.step), f"all tokens of step {own.step} are counted"
 
 
 def counting_replicas(now: float, step: int, others: OtherReplicas, config: ActionConfig) -> set[PeerId]:
     """Returns the replicas whose tokens count for step number `step`: of an exact step its members, else the listed."""
-    return exact_members(others.known, others.listed, now) if config.is_exact(step) else set(others.listed)
+    return agreement.exact_members(others.known, others.listed, now) if config.is_exact(step) else set(others.listed)

@@ -31,7 +31,9 @@ class Slices:
         self._blocks = numel // SLICE_BLOCK
         self.count = min(self._blocks, math.ceil(round(1.0 / fraction, 9)))
         digest = hashlib.sha256(f"agora slices 1\0{seed}\0{numel}".encode()).digest()
-        self._factor = _next_coprime(int.from_bytes(digest[:8], "big"), self._blocks)
+        self._factor = int.from_bytes(digest[:8], "big") % self._blocks
+        while math.gcd(self._factor, self._blocks) != 1:
+            self._factor = (self._factor + 1) % self._blocks
         self._offset = int.from_bytes(digest[8:16], "big") % self._blocks
 
     def blocks(self, number: int) -> NDArray[np.int64]:
@@ -57,11 +59,8 @@ def choose_owners(
 
     members: bandwidths in bytes per second; 0 means unknown and counts as the median of the known ones. The member
     with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, number, part, peer):
-    a peer wins parts in proportion to its bandwidth, and another member more or less changes only the parts that it
-    wins. The second owner is None with a single member. Raises ValueError without members.
+    a peer wins parts in proportion to its bandwidth. The second owner is None with a single member.
     """
-    if not members:
-        raise ValueError("a part has no owner without members")
     known = [bandwidth for bandwidth in members.values() if bandwidth > 0]
     usual = statistics.median(known) if known else 1.0
     label = f"agora owner 1\0{run}\0{stage}\0{what}\0{number}\0{part}\0"
@@ -73,11 +72,3 @@ def _exponential(text: str) -> float:
     """Returns -ln(u) for the u in (0, 1) that the text hashes to: exponentially distributed."""
     whole = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return -math.log((whole + 0.5) / 2.0**64)
-
-
-def _next_coprime(start: int, modulus: int) -> int:
-    """Returns the first of start, start + 1, ... (mod modulus) that has no factor in common with `modulus`."""
-    candidate = start % modulus
-    while math.gcd(candidate, modulus) != 1:
-        candidate = (candidate + 1) % modulus
-    return candidate

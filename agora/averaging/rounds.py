@@ -90,7 +90,7 @@ class Round:
     weight: float
     members: Mapping[PeerId, float]
     deadline: float
-    _bytes_out: int = 0
+    _bytes_out: int = field(default=0, init=False)
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
 
     async def run(self, values: Tensor) -> RoundResult:
