@@ -97,7 +97,7 @@ class OtherReplicas:
 
 
 def next_action(now: float, own: OwnStage, others: OtherReplicas, config: ActionConfig) -> tuple[Action, str]:
-    """Returns what the stage does next, by the first rule that applies, and why. now: on the clock of `others.known`."""
+    """Returns what the stage does next, by the first rule that applies, and why. now: on the clock of `others`."""
     if own.leaving:
         return Action("wait"), "this peer is leaving"
     if own.slice_due is not None and set(others.listed) - unreachable_replicas(others.known, others.listed, now):
