@@ -8,32 +8,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """What `work` returns or raises. When the awaiting task is cancelled, the thread goes on and nobody hears of it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    """Returns or raises what `work` does. If the awaiting task is cancelled, the thread goes on, and nobody hears."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from now on the waiting task's cancellation does not reach the future
 
     def run() -> None:
-        result, caught = None, None
+        """Runs the work and settles the future."""
         try:
-            result = work()
+            future.set_result(work())
         except Exception as error:
-            caught = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, caught)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="in thread", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)

@@ -152,7 +152,7 @@ class LoadedSpan:
         return SpanReport(
             self.span,
             tuple(stages),
-            self.compute.statistics().busy_fraction,
+            self.compute.busy_fraction(),
             self.in_hand,
             self.hop.queue,
             self.hop.path_s(),

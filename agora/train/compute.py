@@ -22,10 +22,10 @@ from agora.codec import BoundaryCodec, all_finite, decode_tokens, gradient_dithe
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Flat, Layout, StageState
 from agora.stepping import SpanResult, StageStepped, StepEvents, StepPolicy
-from agora.train.device import DeviceQueue, DeviceStatistics, Priority, choose_device, has_native_bf16
+from agora.train.device import DeviceQueue, Priority, choose_device, has_native_bf16
 from agora.train.memory import keep_freed_memory
 from agora.train.span_trainer import SpanTrainer
-from agora.train.stage_replica import Blocks, SliceRule, StageReplica
+from agora.train.stage_replica import Blocks, SliceRule
 from agora.train.trained_stage import MeanGradient, StageProgress
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward
 
@@ -55,28 +55,18 @@ class Compute:
     the queue is full, and NotMyStage for a stage that is not held here. In each case nothing was added to any gradient.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        span: Span,
-        device: torch.device,
-        trainer: SpanTrainer,
-        queue: DeviceQueue,
-        events: StepEvents,
-    ) -> None:
+    def __init__(self, manifest: Manifest, trainer: SpanTrainer, queue: DeviceQueue, events: StepEvents) -> None:
         """trainer: its `on_step` puts into `events`; used on the thread of `queue` only."""
-        self.span = span
-        self.device = str(device)
+        self.span = trainer.span
+        self.device = trainer.device
         self.trainer = trainer
-        self._device = device
         self._queue = queue
         self._events = events
-        self._replicas = {n: StageReplica(trainer.stage(n), manifest.optimizer) for n in span.stages}
         self._codec = BoundaryCodec(manifest.boundary.codec, manifest.seed)
         self._boundary_shape = manifest.boundary_shape()
         self._tokens_shape = (self._boundary_shape[0], self._boundary_shape[1] + 1)
         self._vocabulary = manifest.model.vocabulary
-        self._holds_last_stage = span.last == manifest.stage_count - 1
+        self._holds_last_stage = self.span.last == manifest.stage_count - 1
 
     @classmethod
     async def create(
@@ -87,13 +77,12 @@ class Compute:
         report: Report,
         device: str = "auto",
         in_flight: int = 32,
-        fault: Callable[[str], None] | None = None,
+        fault: Callable[[str], None] = lambda point: None,
     ) -> Compute:
         """Builds the span's stages with their initial weights on the device.
 
         Matrix products are in bf16 when the device has it in hardware. in_flight: most microbatches between forward and
-        backward here. fault: is called with "device.job" at the start of each job. Raises DeviceError, MemoryError_,
-        ManifestError.
+        backward here. fault: see DeviceQueue. Raises DeviceError, MemoryError_, ManifestError.
         """
         chosen = choose_device(device)
         if chosen.type == "cpu":
@@ -111,7 +100,7 @@ class Compute:
 
         async with AsyncExitStack() as undo:
             undo.push_async_callback(queue.close)
-            compute = cls(manifest, span, chosen, await queue.run(Priority.FORWARD, build_stages), queue, events)
+            compute = cls(manifest, await queue.run(Priority.FORWARD, build_stages), queue, events)
             undo.pop_all()
         return compute
 
@@ -130,24 +119,37 @@ class Compute:
         train: stashes what the backward needs, until `backward`, `forget`, or another forward of the same microbatch.
         """
 
+        @_device_errors()
+        def job() -> tuple[WireTensor, StashedForward | None]:
+            if first not in self.span or self._holds_last_stage:
+                raise NotMyStage(f"stages {first} to {self.span.last} cannot run forward here, only {self.span}")
+            entry, ids = self._decode(microbatch, first, boundary, tokens)
+            output, forward = self.trainer.forward(microbatch, first, entry, ids, train)
+            return self._codec.encode(output, "forward"), forward
+
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
             if unused[1] is not None:
-                self.trainer.stashed.forget_exactly(microbatch, unused[1])
+                self.trainer.stashed.forget(microbatch, first, only=unused[1])
 
         priority = Priority.FORWARD if train else Priority.EVALUATE
-        output, _ = await self._queue.run(
-            priority, self._forward, microbatch, first, boundary, tokens, train, abandoned=free_unused
-        )
+        output, _ = await self._queue.run(priority, job, abandoned=free_unused)
         return output
 
     async def finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
     ) -> SpanResult:
         """Runs stages `first` to the model's last, the loss, and with `train` the backward, as one job."""
-        priority = Priority.FORWARD if train else Priority.EVALUATE
-        return await self._queue.run(
-            priority, self._finish, microbatch, first, boundary, tokens, train, then=self.trainer.take_due_steps
-        )
+
+        def job() -> SpanResult:
+            if first not in self.span or not self._holds_last_stage:
+                raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
+            begun = time.perf_counter()
+            entry, ids = self._decode(microbatch, first, boundary, tokens)
+            loss_sum, supervised, gradient = self.trainer.finish(microbatch, first, entry, ids, train)
+            encoded = self._encode_gradient(microbatch, first, gradient, entry)
+            return SpanResult(encoded, time.perf_counter() - begun, loss_sum, supervised)
+
+        return await self._run_and_step(job, priority=Priority.FORWARD if train else Priority.EVALUATE)
 
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
         """Adds a microbatch's gradients to the sums and counts its tokens in every stage that it went through.
@@ -156,33 +158,41 @@ class Compute:
         `forward` returned. After a ProtocolError the forward is still stashed, so that a gradient from another peer can
         follow; after any other error it is gone.
         """
-        return await self._queue.run(
-            Priority.BACKWARD, self._backward, microbatch, first, gradient, then=self.trainer.take_due_steps
-        )
+
+        def job() -> SpanResult:
+            begun = time.perf_counter()
+            key = gradient_dither_key(microbatch, self.span.last + 1)
+            decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
+            self._require_finite(decoded, microbatch, self.span.last, "gradient")
+            result, forward = self.trainer.backward(microbatch, first, decoded)
+            encoded = self._encode_gradient(microbatch, first, result, forward.entry)
+            return SpanResult(encoded, forward.device_s + time.perf_counter() - begun)
+
+        return await self._run_and_step(job)
 
     def forget(self, microbatch: MicrobatchId, first: int) -> None:
         """Frees the forward of a microbatch that entered at `first` and gets no backward, if there is one."""
         self.trainer.stashed.forget(microbatch, first)
 
-    # --- for everybody: how far the stages are
+    # --- how far the stages are, from any thread
 
     def progress(self) -> list[StageProgress]:
-        """How far each stage of the span is, in order. From any thread."""
-        return self.trainer.progress()
+        """How far each stage of the span is, in order."""
+        return [stage.progress for stage in self.trainer.stages.values()]
 
     def step_of(self, stage: int) -> int:
-        """Number of optimizer steps that a stage has taken. From any thread."""
+        """Number of optimizer steps that a stage has taken."""
         return self.trainer.stage(stage).progress.step
 
     def step_events(self) -> AsyncIterator[StageStepped]:
         """Yields every optimizer step of the span's stages, in order, to one reader; ends only when it is cancelled."""
         return aiter(self._events)
 
-    def statistics(self) -> DeviceStatistics:
-        """How busy the device thread is."""
-        return self._queue.statistics()
+    def busy_fraction(self) -> float:
+        """Share of the time that the device thread was working, 0 to 1."""
+        return self._queue.busy_fraction()
 
-    # --- for the replicas, the checkpoints and the export of a stage
+    # --- for the replicas, the checkpoints and the export of a stage; all between two microbatches, see StageReplica
 
     def publish_policy(self, stage: int, policy: StepPolicy) -> None:
         """Replaces what decides when `stage` takes a step by itself. From any thread.
@@ -198,93 +208,52 @@ class Compute:
 
     async def copy_weights(self, stage: int) -> dict[str, np.ndarray]:
         """Returns a copy of the stage's trainable tensors by full name. Every step due before the call is in it."""
-        tensors = await self._queue.run(Priority.BACKWARD, self.trainer.stage(stage).weights.copy_tensors)
+        tensors = await self._run_and_step(self.trainer.stage(stage).weights.copy_tensors)
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     async def snapshot_blocks(self, stage: int, blocks: Blocks) -> tuple[Tensor, int]:
         """Returns a copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and their step."""
-        return await self._between_microbatches(self._replica(stage).snapshot_blocks, blocks)
+        return await self._run_and_step(self.trainer.stage(stage).snapshot_blocks, blocks)
 
     async def apply_average(self, stage: int, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
-        """Changes the weights in `blocks` by an average that lies `delta` from `snapshot`. See StageReplica."""
-        await self._between_microbatches(self._replica(stage).apply_average, blocks, delta, snapshot, rule)
+        """Changes the weights in `blocks` by an average that lies `delta` from `snapshot`."""
+        await self._run_and_step(self.trainer.stage(stage).apply_average, blocks, delta, snapshot, rule)
 
     async def replace_blocks(self, stage: int, blocks: Blocks, values: Flat) -> None:
         """Replaces the weights in `blocks` by another replica's, float32 [blocks * SLICE_BLOCK]."""
-        await self._between_microbatches(self._replica(stage).replace_blocks, blocks, values)
+        await self._run_and_step(self.trainer.stage(stage).replace_blocks, blocks, values)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Follows the other replicas of a stage, which have taken `step` steps. See TrainedStage.catch_up."""
-        await self._between_microbatches(self.trainer.stage(stage).catch_up, step)
+        """Follows the other replicas of a stage, which have taken `step` steps."""
+        await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
     async def take_mean_gradient(self, stage: int) -> MeanGradient:
-        """Takes this replica's share of the stage's next step out of its gradient sum and returns it.
-
-        From now on only `step_with_gradient` takes that step. Returns the same share again until then.
-        """
-        return await self._between_microbatches(self.trainer.stage(stage).take_mean_gradient)
+        """Takes this replica's share of the stage's next step, which only `step_with_gradient` takes from now on."""
+        return await self._run_and_step(self.trainer.stage(stage).take_mean_gradient)
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
         """Takes step `number`, whose share was taken out, along the mean gradient [numel] over all replicas' `tokens`.
 
         Raises LocalError when the stage does not wait for that step; after a ProtocolError it still does.
         """
-        await self._between_microbatches(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)
+        await self._run_and_step(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)
 
     async def export_state(self, stage: int) -> StageState:
         """Returns a consistent copy of weights and moments after the last step."""
-        return await self._between_microbatches(self._replica(stage).export_state)
+        return await self._run_and_step(self.trainer.stage(stage).export_state)
 
     async def load_state(self, state: StageState) -> None:
         """Replaces a stage's weights, moments and step and drops its sum; after a ProtocolError nothing has changed."""
-        await self._between_microbatches(self._replica(state.stage).load_state, state)
+        await self._run_and_step(self.trainer.stage(state.stage).load_state, state)
 
-    def _replica(self, stage: int) -> StageReplica:
-        """Returns the side of a stage that its replicas use. Raises NotMyStage."""
-        self.trainer.stage(stage)
-        return self._replicas[stage]
-
-    async def _between_microbatches(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Returns `function(*args)`, run on the device thread before the next microbatch; then takes all due steps."""
+    async def _run_and_step(
+        self, function: Callable[[*Ts], T], *args: *Ts, priority: Priority = Priority.BACKWARD
+    ) -> T:
+        """Returns `function(*args)`, run as one job on the device thread, which then takes all due steps."""
         guarded = _device_errors()(function)
-        return await self._queue.run(Priority.BACKWARD, guarded, *args, then=self.trainer.take_due_steps)
+        return await self._queue.run(priority, guarded, *args, then=self.trainer.take_due_steps)
 
     # --- on the device thread
-
-    @_device_errors()
-    def _forward(
-        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
-    ) -> tuple[WireTensor, StashedForward | None]:
-        """Decodes, runs the forward, encodes. See `forward`."""
-        if first not in self.span or self._holds_last_stage:
-            raise NotMyStage(f"stages {first} to {self.span.last} cannot run forward here; this peer holds {self.span}")
-        entry, ids = self._decode(microbatch, first, boundary, tokens)
-        output, forward = self.trainer.forward(microbatch, first, entry, ids, train)
-        return self._codec.encode(output, "forward"), forward
-
-    @_device_errors()
-    def _finish(
-        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
-    ) -> SpanResult:
-        """Decodes, runs forward, loss and backward, encodes. See `finish`."""
-        if first not in self.span or not self._holds_last_stage:
-            raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
-        begun = time.perf_counter()
-        entry, ids = self._decode(microbatch, first, boundary, tokens)
-        loss_sum, supervised, gradient = self.trainer.finish(microbatch, first, entry, ids, train)
-        encoded = self._encode_gradient(microbatch, first, gradient, entry)
-        return SpanResult(encoded, time.perf_counter() - begun, loss_sum, supervised)
-
-    @_device_errors()
-    def _backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
-        """Decodes, runs the backward, encodes. See `backward`."""
-        begun = time.perf_counter()
-        key = gradient_dither_key(microbatch, self.span.last + 1)
-        decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self._device)
-        self._require_finite(decoded, microbatch, self.span.last, "gradient")
-        result, forward = self.trainer.backward(microbatch, first, decoded)
-        encoded = self._encode_gradient(microbatch, first, result, forward.entry)
-        return SpanResult(encoded, forward.device_s + time.perf_counter() - begun)
 
     def _decode(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor
@@ -292,10 +261,10 @@ class Compute:
         """Returns what enters stage `first` (token ids [b, s] at stage 0), and the token ids [b, s + 1]."""
         if (boundary is None) != (first == 0):
             raise ProtocolError("bad-tensor", f"stage {first} takes {'token ids only' if first == 0 else 'a boundary'}")
-        ids = decode_tokens(tokens, self._vocabulary, self._device, shape=self._tokens_shape)
+        ids = decode_tokens(tokens, self._vocabulary, self.device, shape=self._tokens_shape)
         if boundary is None:
             return ids[:, :-1], ids
-        entry = self._codec.decode(boundary, self._boundary_shape, "forward", device=self._device)
+        entry = self._codec.decode(boundary, self._boundary_shape, "forward", device=self.device)
         self._require_finite(entry, microbatch, first, "boundary")
         return entry, ids
 
@@ -310,5 +279,5 @@ class Compute:
     def _require_finite(self, tensor: Tensor, microbatch: MicrobatchId, stage: int, what: str) -> None:
         """Raises ProtocolError, and counts the microbatch as refused, when a received tensor is not finite."""
         if not all_finite(tensor):
-            self.trainer.refuse(stage, microbatch, f"the {what} received is not finite")
+            self.trainer.stage(stage).count_refused(microbatch.hex(), f"the {what} received is not finite")
             raise ProtocolError("bad-tensor", f"the {what} holds values that are not finite; send it again")

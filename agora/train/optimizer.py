@@ -66,7 +66,7 @@ class StageOptimizer:
         self.mean = torch.zeros(layout.numel, device=device)
         self.square = torch.zeros(layout.numel, device=device)
         self.updates = 0
-        self._section = section
+        self.section = section
         self._clip = section.clip / math.sqrt(stage_count)
         end = layout.matrices_end
         parts = ((slice(0, end), section.weight_decay), (slice(end, layout.numel), 0.0))
@@ -87,10 +87,10 @@ class StageOptimizer:
             return None
         scale = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
         gradient.mul_(scale / tokens)
-        rate = learning_rate(number, self._section)
+        rate = learning_rate(number, self.section)
         with torch.no_grad():
             for part in self._parts:
-                UPDATES[self._section.name](part, weights[part.elements], gradient[part.elements], rate)
+                UPDATES[self.section.name](part, weights[part.elements], gradient[part.elements], rate)
         self.updates += 1
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
         torch.autograd.graph.increment_version(weights)
@@ -104,7 +104,7 @@ class StageOptimizer:
         self.square.copy_(square)
         for part in self._parts:
             part.step.fill_(updates)
-            part.momentum.fill_(momentum_product(self._section.beta1, updates))
+            part.momentum.fill_(momentum_product(self.section.beta1, updates))
 
 
 def momentum_product(beta1: float, updates: int) -> float:

@@ -19,9 +19,8 @@ from torch.nn.utils import get_total_norm
 from agora.model import family_of, stage_loss
 from agora.observe.events import MicrobatchCounted, Report
 from agora.stepping import StageStepped
-from agora.train.device import autocast
 from agora.train.memory import AvailableMemory, graphs_fit, measure_saved_bytes
-from agora.train.trained_stage import StageProgress, TrainedStage
+from agora.train.stage_replica import StageReplica
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward, StashedForwards, WeightVersion
 
 
@@ -60,11 +59,11 @@ class SpanTrainer:
     ) -> None:
         """Builds the span's stages with their initial weights.
 
-        in_flight: most microbatches between forward and backward here; four times that many are refused.
+        in_flight: most microbatches between forward and backward here; LIMIT_PER_SEAT times that many are refused.
         on_step: is called after each step of a stage.
         """
-        self._span = span
-        self._device = device
+        self.span = span
+        self.device = device
         self._report = report
         self._bf16 = bf16
         self._activations = manifest.schedule.activations
@@ -73,10 +72,21 @@ class SpanTrainer:
         self.activation_bytes: dict[int, int] = {}
         """Bytes of one microbatch's graph, by the stage that it entered, as measured on the first one ("auto" only)."""
         self.stashed = StashedForwards(LIMIT_PER_SEAT * in_flight)
-        self._stages: dict[int, TrainedStage] = {}
+        self.stages: dict[int, StageReplica] = {}
         for number in span.stages:
             module = family_of(manifest.model).build_stage(manifest.layers_of(number), manifest.seed)
-            self._stages[number] = TrainedStage(number, module, device, manifest, self.stashed, report, on_step)
+            self.stages[number] = StageReplica(number, module, device, manifest, self.stashed, report, on_step)
+
+    def stage(self, number: int) -> StageReplica:
+        """Returns a stage of this span. Raises NotMyStage."""
+        if number not in self.stages:
+            raise NotMyStage(f"stage {number} is not held here; this peer holds {self.span}")
+        return self.stages[number]
+
+    def take_due_steps(self) -> None:
+        """Takes the optimizer step of every stage whose policy allows it by now."""
+        for stage in self.stages.values():
+            stage.step_if_due()
 
     # --- a microbatch's way through the span
 
@@ -98,8 +108,8 @@ class SpanTrainer:
         output, versions = self._run_for_training(first, entry, inputs)
         boundary = output.detach()
         self._require_finite(float(torch.linalg.vector_norm(boundary)), first, microbatch, "the boundary it computed")
-        steps = tuple(stage.step for stage in self._stages_from(first))
-        forward = StashedForward(first, entry, inputs, _supervised(tokens), steps, time.perf_counter() - begun)
+        seconds, steps = time.perf_counter() - begun, self._steps_from(first)
+        forward = StashedForward(first, entry, inputs, _supervised(tokens), steps, seconds)
         if versions:
             forward.output, forward.versions = output, versions
         self.stashed.add(microbatch, forward)
@@ -113,19 +123,15 @@ class SpanTrainer:
         Returns the loss summed over the supervised tokens, their number, and the gradient of that sum with respect to
         `entry` (None at stage 0 and when not `train`). Raises NonFinite; then nothing was added.
         """
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
         supervised = _supervised(tokens)
         with torch.set_grad_enabled(train):
-            if train and first > 0:
-                entry.requires_grad_()
-            loss = stage_loss(self._run(first, entry, inputs), targets)
+            loss = stage_loss(self._run(first, entry, tokens[:, :-1]), tokens[:, 1:])
         loss_sum = float(loss.detach())
         self._require_finite(loss_sum, first, microbatch, "the loss")
         if not train:
             return loss_sum, supervised, None
-        steps = tuple(stage.step for stage in self._stages_from(first))
         gradient = self._add_gradients(microbatch, first, entry, self._versions_from(first), loss, None)
-        self._count(microbatch, first, supervised, steps, loss_sum)
+        self._count(microbatch, first, supervised, self._steps_from(first), loss_sum)
         return loss_sum, supervised, gradient
 
     def backward(self, microbatch: MicrobatchId, first: int, gradient: Tensor) -> tuple[Tensor | None, StashedForward]:
@@ -139,82 +145,58 @@ class SpanTrainer:
         output, versions = forward.output, forward.versions
         if output is None:
             with torch.enable_grad():
-                output, versions = self._run_with_graph(first, forward.entry, forward.inputs)
+                output, versions = self._run(first, forward.entry, forward.inputs), self._versions_from(first)
         result = self._add_gradients(microbatch, first, forward.entry, versions, output, gradient.to(output.dtype))
         self._count(microbatch, first, forward.supervised, forward.steps)
         return result, forward
 
-    def take_due_steps(self) -> None:
-        """Takes the optimizer step of every stage whose policy allows it by now."""
-        for stage in self._stages.values():
-            stage.step_if_due()
+    def _stages_from(self, first: int) -> list[StageReplica]:
+        return [self.stages[number] for number in range(first, self.span.last + 1)]
 
-    def refuse(self, stage: int, microbatch: MicrobatchId, reason: str) -> None:
-        """Counts and reports a microbatch whose numbers are not finite."""
-        self._stages[stage].count_refused(microbatch.hex(), reason)
-
-    # --- what others may ask
-
-    def progress(self) -> list[StageProgress]:
-        """How far each stage is, in order. From any thread."""
-        return [stage.progress for stage in self._stages.values()]
-
-    def stage(self, number: int) -> TrainedStage:
-        """Returns a stage of this span. Raises NotMyStage."""
-        if number not in self._stages:
-            raise NotMyStage(f"stage {number} is not held here; this peer holds {self._span}")
-        return self._stages[number]
-
-    # --- forward
-
-    def _stages_from(self, first: int) -> list[TrainedStage]:
-        """The stages of the span from `first` on."""
-        return [self._stages[number] for number in range(first, self._span.last + 1)]
+    def _steps_from(self, first: int) -> tuple[int, ...]:
+        """The steps that the stages from `first` on have taken."""
+        return tuple(stage.step for stage in self._stages_from(first))
 
     def _versions_from(self, first: int) -> tuple[WeightVersion, ...]:
         """The current weights of the stages from `first` on."""
         return tuple(stage.weights.current for stage in self._stages_from(first))
 
-    def _run(self, first: int, hidden: Tensor, inputs: Tensor) -> Tensor:
-        """Runs stages `first` to the span's last on their current weights. Returns their output, or the logits."""
-        with autocast(self._device, self._bf16):
+    def _run(self, first: int, entry: Tensor, inputs: Tensor) -> Tensor:
+        """Runs stages `first` to the span's last on their current weights. Returns their output, or the logits.
+
+        When gradients are on, the output is differentiable with respect to `entry` as well, except at stage 0.
+        """
+        if first > 0 and torch.is_grad_enabled():
+            entry.requires_grad_()
+        hidden = entry
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             for version in self._versions_from(first):
                 hidden = version.module(hidden, inputs)
         return hidden
 
-    def _run_with_graph(self, first: int, entry: Tensor, inputs: Tensor) -> tuple[Tensor, tuple[WeightVersion, ...]]:
-        """Returns the output, differentiable also with respect to `entry`, and the weights that its graph needs."""
-        if first > 0:
-            entry.requires_grad_()
-        return self._run(first, entry, inputs), self._versions_from(first)
-
     def _run_for_training(self, first: int, entry: Tensor, inputs: Tensor) -> tuple[Tensor, tuple[WeightVersion, ...]]:
-        """Returns the output, and the weights that its graph needs; none when no graph is kept."""
+        """Returns the output, and the weights that its graph needs; none when no graph is kept.
+
+        With "auto", the graph of the first microbatch that enters at `first` is measured and dropped.
+        """
+        versions = self._versions_from(first)
         if self._activations == "auto" and first not in self.activation_bytes:
-            return self._measure_graph(first, entry, inputs), ()
-        if self._keeps_graph(first):
-            with torch.enable_grad():
-                return self._run_with_graph(first, entry, inputs)
-        with torch.no_grad():
-            return self._run(first, entry, inputs), ()
+            weights = {version.flat.untyped_storage().data_ptr() for version in versions}
+            output, size = measure_saved_bytes(lambda: self._run(first, entry, inputs), weights)
+            self.activation_bytes[first] = size
+            return output.detach(), ()
+        keeps_graph = self._keeps_graph(first)
+        with torch.set_grad_enabled(keeps_graph):
+            return self._run(first, entry, inputs), versions if keeps_graph else ()
 
     def _keeps_graph(self, first: int) -> bool:
         """Returns whether the graph of a microbatch that enters at `first` is kept for its backward."""
         if self._activations != "auto":
             return self._activations == "keep"
         graphs_to_come = max(self._in_flight - self.stashed.graph_count(), 1)
-        second_version = sum(s.weights.nbytes for s in self._stages.values() if s.weights.previous is None)
+        weights = [stage.weights for stage in self.stages.values()]
+        second_version = sum(w.current.flat.nbytes for w in weights if w.previous is None)
         return graphs_fit(self.activation_bytes[first], graphs_to_come, second_version, self._available())
-
-    def _measure_graph(self, first: int, entry: Tensor, inputs: Tensor) -> Tensor:
-        """Runs the first forward that enters at `first`, and records the bytes of its graph, which is dropped."""
-        weights = {version.flat.untyped_storage().data_ptr() for version in self._versions_from(first)}
-        output, self.activation_bytes[first] = measure_saved_bytes(
-            lambda: self._run_with_graph(first, entry, inputs)[0], weights
-        )
-        return output.detach()
-
-    # --- backward
 
     def _add_gradients(
         self,
@@ -238,7 +220,7 @@ class SpanTrainer:
     def _require_finite(self, value: float, first: int, microbatch: MicrobatchId, what: str) -> None:
         """Raises NonFinite, and counts the microbatch as refused, when `value` is not finite."""
         if not math.isfinite(value):
-            self.refuse(first, microbatch, f"{what} is not finite")
+            self.stages[first].count_refused(microbatch.hex(), f"{what} is not finite")
             raise NonFinite(f"{what} from stage {first} on is not finite; a lower optimizer.learning_rate may help")
 
     def _count(

@@ -59,21 +59,18 @@ class DriftAverage:
         self._visited[blocks] = True
 
 
-class StageReplica:
-    """One stage from the point of view of its replicas. Used on the device thread, between two microbatches.
+class StageReplica(TrainedStage):
+    """A trained stage that exchanges weights with its replicas. Used on the device thread, between two microbatches.
 
     Every change of weights spares live graphs, as a step does, and leaves all weights finite or unchanged. A method
     that takes values raises ProtocolError ("bad-tensor") when their shape, dtype or values are not allowed.
     """
 
-    def __init__(self, stage: TrainedStage, optimizer: OptimizerSection) -> None:
-        self._stage = stage
-        self._optimizer = optimizer
-        self._drift: DriftAverage | None = None
+    _drift: DriftAverage | None = None
 
     def snapshot_blocks(self, blocks: Blocks) -> tuple[Tensor, int]:
         """Returns a copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and their step."""
-        return self._read(self._block_numbers(blocks)).flatten().cpu(), self._stage.step
+        return self._read(self._block_numbers(blocks)).flatten().cpu(), self.step
 
     def apply_average(self, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
         """Changes the weights in `blocks` by an average. `delta` is average - `snapshot`, both [blocks * SLICE_BLOCK].
@@ -90,8 +87,8 @@ class StageReplica:
             self._write(numbers, weights + change)
             return
         start = self._checked(snapshot, len(numbers))
-        drift = self._drift = self._drift or DriftAverage(self._stage.weights.current.flat)
-        mean = drift.preview(numbers, weights - start, drift_share(self._stage.step, self._optimizer))
+        drift = self._drift = self._drift or DriftAverage(self.weights.current.flat)
+        mean = drift.preview(numbers, weights - start, drift_share(self.step, self.optimizer.section))
         self._write(numbers, start + change + mean)
         drift.keep(numbers, mean)
 
@@ -102,58 +99,46 @@ class StageReplica:
 
     def export_state(self) -> StageState:
         """Returns a copy of weights and moments after the last step. The gradient sum is not part of it."""
-        stage, optimizer = self._stage, self._stage.optimizer
-        weights, mean, square = (
-            flat.cpu().numpy().copy() for flat in (stage.weights.current.flat, optimizer.mean, optimizer.square)
-        )
-        return StageState(
-            stage.number, stage.step, optimizer.updates, stage.tokens_stepped, weights=weights, mean=mean, square=square
-        )
+        flats = (self.weights.current.flat, self.optimizer.mean, self.optimizer.square)
+        copies = [flat.cpu().numpy().copy() for flat in flats]
+        return StageState(self.number, self.step, self.optimizer.updates, self.tokens_stepped, *copies)
 
     def load_state(self, state: StageState) -> None:
         """Replaces weights, moments and step by those of `state`, and drops the gradient sum."""
-        stage = self._stage
         flats = []
         for name, array in (("weights", state.weights), ("mean", state.mean), ("square", state.square)):
-            if array.dtype != np.float32 or array.shape != (stage.weights.numel,) or not np.isfinite(array).all():
-                raise ProtocolError(
-                    "bad-tensor",
-                    f"the {name} of stage {stage.number} have another size than this run's, or are not finite",
-                )
-            flats.append(torch.tensor(array, device=self._device))
+            if array.dtype != np.float32 or array.shape != self.sum.flat.shape or not np.isfinite(array).all():
+                problem = "have another size than this run's, or are not finite"
+                raise ProtocolError("bad-tensor", f"the {name} of stage {self.number} {problem}")
+            flats.append(torch.tensor(array, device=self.sum.flat.device))
         weights, mean, square = flats
         if bool((square < 0).any()):
-            raise ProtocolError("bad-tensor", f"a squared moment of stage {stage.number} is negative")
+            raise ProtocolError("bad-tensor", f"a squared moment of stage {self.number} is negative")
         for flat in flats:
-            stage.weights.clear_padding(flat)
-        stage.writable_weights().copy_(weights)
-        stage.optimizer.load(state.updates, mean, square)
-        stage.restart_at(state.step, state.tokens_total)
+            self.weights.clear_padding(flat)
+        self.writable_weights().copy_(weights)
+        self.optimizer.load(state.updates, mean, square)
+        self.restart_at(state.step, state.tokens_total)
         self._drift = None
-
-    @property
-    def _device(self) -> torch.device:
-        """The device on which the stage computes."""
-        return self._stage.sum.flat.device
 
     def _read(self, blocks: Tensor) -> Tensor:
         """Returns a copy of the current weights in `blocks`, [blocks, SLICE_BLOCK]."""
-        return self._stage.weights.current.flat.view(-1, SLICE_BLOCK).index_select(0, blocks)
+        return self.weights.current.flat.view(-1, SLICE_BLOCK).index_select(0, blocks)
 
     def _write(self, blocks: Tensor, values: Tensor) -> None:
         """Replaces the weights in `blocks` by `values` [blocks, SLICE_BLOCK]; padding among them becomes zero."""
         if not bool(values.isfinite().all()):
             raise ProtocolError("bad-tensor", "a slice holds values that are not finite")
-        flat = self._stage.writable_weights()
+        flat = self.writable_weights()
         flat.view(-1, SLICE_BLOCK).index_copy_(0, blocks, values)
-        self._stage.weights.clear_padding(flat)
+        self.weights.clear_padding(flat)
 
     def _block_numbers(self, blocks: Blocks) -> Tensor:
         """Returns `blocks` as an int64 tensor on the device."""
-        return torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        return torch.tensor(blocks, dtype=torch.int64, device=self.sum.flat.device)
 
     def _checked(self, values: Tensor, blocks: int) -> Tensor:
         """Returns `values` as float32 [blocks, SLICE_BLOCK] on the device. Raises ProtocolError for another shape."""
         if values.shape != (blocks * SLICE_BLOCK,) or values.dtype != torch.float32:
             raise ProtocolError("bad-tensor", f"{values.dtype} {tuple(values.shape)} is no slice of {blocks} blocks")
-        return values.to(self._device).view(blocks, SLICE_BLOCK)
+        return values.to(self.sum.flat.device).view(blocks, SLICE_BLOCK)

@@ -69,19 +69,9 @@ class StageWeights:
         self.current = WeightVersion(flat, self.layout, module)
         self.previous: WeightVersion | None = None
 
-    @property
-    def numel(self) -> int:
-        """Number of elements in one version, padding included; a multiple of SLICE_BLOCK."""
-        return self.layout.numel
-
-    @property
-    def nbytes(self) -> int:
-        """Size of one version in bytes."""
-        return self.current.flat.nbytes
-
     def clear_padding(self, flat: Tensor) -> None:
         """Sets the elements of `flat` [numel] that belong to no tensor to zero. Values from peers may fill them."""
-        for slot, following in pairwise([*self.layout.slots, Slot("", self.numel, ())]):
+        for slot, following in pairwise([*self.layout.slots, Slot("", self.layout.numel, ())]):
             flat[slot.elements.stop : following.offset].zero_()
 
     def make_writable(self, stashed: StashedForwards) -> Tensor:
@@ -164,16 +154,11 @@ class StashedForwards:
             raise LocalError(f"no forward of microbatch {microbatch.hex()} is kept here; it has to be sent again")
         return forward
 
-    def forget(self, microbatch: MicrobatchId, first: int) -> None:
-        """Frees the forward of a microbatch that entered at `first`, if there is one."""
+    def forget(self, microbatch: MicrobatchId, first: int, only: StashedForward | None = None) -> None:
+        """Frees the forward of a microbatch that entered at `first`, if it is there; `only`: if it is this one."""
         with self._lock:
-            self._forwards.pop((microbatch, first), None)
-
-    def forget_exactly(self, microbatch: MicrobatchId, forward: StashedForward) -> None:
-        """Frees this forward, but not one that has replaced it."""
-        with self._lock:
-            if self._forwards.get((microbatch, forward.first)) is forward:
-                del self._forwards[microbatch, forward.first]
+            if only is None or self._forwards.get((microbatch, first)) is only:
+                self._forwards.pop((microbatch, first), None)
 
     def graph_count(self) -> int:
         """Number of forwards whose graph is kept."""

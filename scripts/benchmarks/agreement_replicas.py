@@ -29,7 +29,7 @@ from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
 from agora.stepping import EVERY_STEP, StepPolicy
 from agora.train.span_trainer import SpanTrainer
-from agora.train.stage_replica import Blocks, StageReplica
+from agora.train.stage_replica import Blocks
 from benchmarks.agreement_settings import REPLICAS, Setting
 from benchmarks.worker import Channel
 
@@ -45,7 +45,6 @@ class Replica:
             manifest, WHOLE, torch.device("cpu"), report=lambda event: None, bf16=False, in_flight=1
         )
         self.stage = self.trainer.stage(0)
-        self.shared = StageReplica(self.stage, manifest.optimizer)
         self.tokens = manifest.tokens_per_microbatch
         self.step_alone()
         self._sequences = manifest.schedule.microbatch
@@ -184,7 +183,7 @@ class Averaging:
     def _take_off(self, step: int) -> Flight:
         number = step // self._setting.every
         blocks = self._slices.blocks(number)
-        snapshots = [replica.shared.snapshot_blocks(blocks)[0] for replica in self._replicas]
+        snapshots = [replica.stage.snapshot_blocks(blocks)[0] for replica in self._replicas]
         weights = [float(replica.tokens) for replica in self._replicas]
         deltas, sent = exchange(snapshots, weights, self._terms, number, "weights")
         self.bytes_each += sent
@@ -196,7 +195,7 @@ class Averaging:
         if flight is None or step < flight.lands:
             return
         for replica, snapshot, delta in zip(self._replicas, flight.snapshots, flight.deltas, strict=True):
-            replica.shared.apply_average(flight.blocks, delta, snapshot, self._setting.rule)
+            replica.stage.apply_average(flight.blocks, delta, snapshot, self._setting.rule)
         self._flight = None
 
 

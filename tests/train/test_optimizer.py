@@ -103,7 +103,10 @@ def test_a_sum_that_is_not_finite_changes_neither_weights_nor_moments() -> None:
     values = []
     for poisoned in (False, True):
         weights = StageWeights(Small(), CPU)
-        optimizer, gradient = StageOptimizer(section(), 1, weights.layout, CPU), torch.full((weights.numel,), 0.5)
+        optimizer, gradient = (
+            StageOptimizer(section(), 1, weights.layout, CPU),
+            torch.full((weights.layout.numel,), 0.5),
+        )
         if poisoned:
             bad = gradient.clone()
             bad[3] = float("nan")

@@ -321,18 +321,18 @@ def test_updates_and_steps_are_two_numbers_and_both_travel() -> None:
 
 def test_a_loaded_state_drops_what_was_summed_and_spares_live_graphs() -> None:
     bench = SliceBench("keep")
-    state = bench.replica.export_state()
+    state = bench.stage.export_state()
     bench.step_with(0)
     old = bench.weights()
     bench.forward(1)
     bench.forward(2)
     bench.backward(2)
-    bench.replica.load_state(state)
-    assert bench.trainer.progress()[0].tokens_in_step == 0
+    bench.stage.load_state(state)
+    assert bench.progress()[0].tokens_in_step == 0
     assert all(not total.any() for total in bench.sums().values())
     bench.backward(1)
     assert same(bench.sums(), bench.by_hand(1, old))
-    assert bench.trainer.progress()[0].staleness[0] == 3  # the weights of now are older; that is not negative
+    assert bench.progress()[0].staleness[0] == 3  # the weights of now are older; that is not negative
 
 
 def test_a_state_is_a_copy_and_its_names_are_the_models() -> None:

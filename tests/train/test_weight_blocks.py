@@ -12,7 +12,7 @@ from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import OptimizerSection
 from torch import Tensor
 
-from agora.train.stage_replica import SliceRule, StageReplica, drift_share
+from agora.train.stage_replica import SliceRule, drift_share
 from tests.train.test_weight_versions import Bench, same
 
 
@@ -22,7 +22,6 @@ class SliceBench(Bench):
     def __init__(self, activations: str = "keep", blocks: Sequence[int] = (3, 0, 5)) -> None:
         super().__init__(activations)
         self.stage = self.trainer.stage(0)
-        self.replica = StageReplica(self.stage, self.manifest.optimizer)
         self.blocks = np.array(blocks, np.int64)
         self.generator = torch.Generator().manual_seed(3)
 
@@ -30,11 +29,11 @@ class SliceBench(Bench):
         return scale * torch.randn(len(self.blocks) * SLICE_BLOCK, generator=self.generator)
 
     def slice(self) -> Tensor:
-        return self.replica.snapshot_blocks(self.blocks)[0]
+        return self.stage.snapshot_blocks(self.blocks)[0]
 
     def without_gaps(self, values: Tensor) -> Tensor:
         """The slice of a stage whose weights would be `values` there: what lies between tensors is zero."""
-        flat = torch.zeros(self.stage.weights.numel)
+        flat = torch.zeros(self.stage.weights.layout.numel)
         flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)] = values.view(-1, SLICE_BLOCK)
         self.stage.weights.clear_padding(flat)
         return flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)].flatten()
@@ -43,7 +42,7 @@ class SliceBench(Bench):
 def test_the_blocks_of_a_slice_come_in_the_order_asked_and_cover_padding() -> None:
     bench = SliceBench(blocks=[5, 0])
     flat = bench.stage.weights.current.flat
-    assert flat.numel() == bench.stage.weights.numel == bench.stage.weights.numel // SLICE_BLOCK * SLICE_BLOCK
+    assert flat.numel() == bench.stage.weights.layout.numel and flat.numel() % SLICE_BLOCK == 0
     expected = torch.cat([flat[5 * SLICE_BLOCK : 6 * SLICE_BLOCK], flat[:SLICE_BLOCK]])
     values = bench.slice()
     assert torch.equal(values, expected)
@@ -57,9 +56,9 @@ def test_a_delta_keeps_what_was_learnt_since_the_snapshot() -> None:
     bench.step_with(0)
     moved, rest = bench.slice(), bench.stage.weights.current.flat.clone()
     assert not torch.equal(moved, snapshot)
-    bench.replica.apply_average(bench.blocks, delta, snapshot, "delta")
+    bench.stage.apply_average(bench.blocks, delta, snapshot, "delta")
     assert torch.equal(bench.slice(), bench.without_gaps(moved + delta))
-    others = np.setdiff1d(np.arange(bench.stage.weights.numel // SLICE_BLOCK), bench.blocks)
+    others = np.setdiff1d(np.arange(bench.stage.weights.layout.numel // SLICE_BLOCK), bench.blocks)
     now = bench.stage.weights.current.flat
     assert torch.equal(now.view(-1, SLICE_BLOCK)[others], rest.view(-1, SLICE_BLOCK)[others])
 
@@ -80,7 +79,7 @@ def test_the_ema_rule_is_asyncmeshs_equations() -> None:
             drift = w_c - s_c
             m[block] = (1 - share) * m[block] + share * drift if block in m else drift
             expected.append(a_c + m[block])
-        bench.replica.apply_average(blocks, a - s, s, "ema")
+        bench.stage.apply_average(blocks, a - s, s, "ema")
         torch.testing.assert_close(bench.slice(), bench.without_gaps(torch.cat(expected)), rtol=1e-5, atol=1e-7)
 
 
@@ -95,7 +94,7 @@ def test_a_slice_added_under_live_graphs_leaves_them_the_weights_they_saw(rule: 
     bench = SliceBench("keep")
     old = bench.weights()
     bench.forward(0)
-    bench.replica.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), rule)
+    bench.stage.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), rule)
     new = bench.weights()
     assert bench.alive() == 2
     bench.backward(0)
@@ -110,7 +109,7 @@ def test_a_slice_between_steps_makes_no_third_version() -> None:
     bench.step_with(1)
     bench.forward(2)
     second = bench.weights()
-    bench.replica.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
+    bench.stage.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
     assert (bench.alive(), bench.trainer.stashed.graph_count()) == (2, 1)
     bench.backward(2)
     before = bench.sums()
@@ -124,7 +123,7 @@ def test_with_recompute_the_backward_sees_the_slice() -> None:
     bench = SliceBench("recompute")
     old = bench.weights()
     bench.forward(0)
-    bench.replica.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
+    bench.stage.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
     bench.backward(0)
     assert same(bench.sums(), bench.by_hand(0, bench.weights()))
     assert not same(bench.sums(), bench.by_hand(0, old))
@@ -143,20 +142,20 @@ def test_a_slice_that_would_not_be_finite_changes_nothing(rule: SliceRule, value
             value
         )
     with pytest.raises(ProtocolError, match="not finite"):
-        bench.replica.apply_average(bench.blocks, delta, snapshot, rule)
+        bench.stage.apply_average(bench.blocks, delta, snapshot, rule)
     assert torch.equal(bench.stage.weights.current.flat, before)
     for bad in (delta[:-1], delta.double()):
         with pytest.raises(ProtocolError, match="no slice"):
-            bench.replica.apply_average(bench.blocks, bad, snapshot, rule)
+            bench.stage.apply_average(bench.blocks, bad, snapshot, rule)
 
 
 def test_a_slice_put_in_place_replaces_what_was_there() -> None:
     bench = SliceBench()
     bench.forward(0)
     old, values = bench.weights(), bench.noise()
-    bench.replica.replace_blocks(bench.blocks, values.numpy())
+    bench.stage.replace_blocks(bench.blocks, values.numpy())
     assert torch.equal(bench.slice(), bench.without_gaps(values))
     bench.backward(0)
     assert same(bench.sums(), bench.by_hand(0, old))
     with pytest.raises(ProtocolError):
-        bench.replica.replace_blocks(bench.blocks, values.numpy()[1:])
+        bench.stage.replace_blocks(bench.blocks, values.numpy()[1:])

@@ -22,6 +22,7 @@ from agora.stepping import StepPolicy
 from agora.train import memory
 from agora.train.memory import graphs_fit
 from agora.train.span_trainer import SpanTrainer
+from agora.train.trained_stage import StageProgress
 from tests.train.support import Events, batches_for, microbatch_id, small_manifest
 
 NEVER = 1 << 40
@@ -55,6 +56,9 @@ class Bench:
         self.step_after(1)
         self.trainer.take_due_steps()
         self.step_after(NEVER)
+
+    def progress(self) -> list[StageProgress]:
+        return [stage.progress for stage in self.trainer.stages.values()]
 
     def step_after(self, tokens: int) -> None:
         for stage in self.span.stages:
@@ -156,7 +160,7 @@ def test_an_old_graph_lives_on_while_steps_find_no_graph_on_the_current_weights(
         assert bench.alive() == 2
     bench.backward(0)
     assert same(bench.sums(), bench.by_hand(0, old))
-    assert bench.trainer.progress()[0].staleness[:7] == (5, 0, 0, 0, 0, 1, 0)
+    assert bench.progress()[0].staleness[:7] == (5, 0, 0, 0, 0, 1, 0)
 
 
 def test_a_step_without_live_graphs_changes_the_weights_in_place() -> None:
@@ -191,7 +195,7 @@ def test_any_order_of_forwards_backwards_and_steps_adds_gradients_of_whole_weigh
             assert activations != "keep" or on_old or steps - at > 1
             assert activations != "recompute" or on_new
         elif action == "step":
-            steps += bool(bench.trainer.progress()[0].tokens_in_step)
+            steps += bool(bench.progress()[0].tokens_in_step)
             bench.step()
         elif action == "forget" and seen and choices.random() < 0.3:
             number = choices.choice(list(seen))
@@ -199,7 +203,7 @@ def test_any_order_of_forwards_backwards_and_steps_adds_gradients_of_whole_weigh
             bench.trainer.stashed.forget(microbatch_id(number), 0)
         assert bench.alive() <= 2
         assert len(bench.trainer.stashed) == len(seen)
-        assert bench.trainer.progress()[0].step == steps
+        assert bench.progress()[0].step == steps
 
 
 def test_autograd_itself_raises_should_weights_ever_change_under_a_live_graph() -> None:
@@ -222,7 +226,7 @@ def test_a_failure_in_the_middle_of_a_backward_adds_nothing_at_all() -> None:
     bench.forward(0)
     bench.forward(1)
     bench.backward(1)
-    before, progress = bench.sums(), bench.trainer.progress()
+    before, progress = bench.sums(), bench.progress()
 
     def fail(gradient: Tensor) -> Tensor:
         raise RuntimeError("the device broke")
@@ -232,7 +236,7 @@ def test_a_failure_in_the_middle_of_a_backward_adds_nothing_at_all() -> None:
         bench.backward(0)
     handle.remove()
     assert all(torch.equal(before[name], total) for name, total in bench.sums().items())
-    assert bench.trainer.progress() == progress
+    assert bench.progress() == progress
 
 
 def test_forgetting_frees_the_graph_and_the_former_weights() -> None:
