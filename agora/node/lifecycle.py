@@ -349,7 +349,7 @@ class Node:
                 await asyncio.gather(self._announce_leaving(peer), span.finish_own(origin_s - 1.0))
         except TimeoutError:
             self.report(events.TaskFailed("leave", "what was in hand could not be ended in time"))
-        await span.hop.leave(max(0.1, until - loop_time()), reason)
+        await peer.ledger.finish(max(0.1, until - loop_time()), reason)
 
     async def _announce_leaving(self, peer: Peer) -> None:
         """Says in the directory that this peer leaves its stages."""

@@ -186,13 +186,13 @@ class LoadedSpan:
 
     def pause(self) -> None:
         """Takes and opens no more microbatches; those in hand are finished."""
-        self.hop.pause()
+        self._peer.ledger.refuse_new("paused by its owner")
         if self.origin is not None:
             self.origin.pause()
 
     def resume(self) -> None:
         """Takes and opens microbatches again."""
-        self.hop.resume()
+        self._peer.ledger.accept_new()
         if self.origin is not None:
             self.origin.resume()
 

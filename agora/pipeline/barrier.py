@@ -6,6 +6,7 @@ Knows: one event loop, steps by number. Must not know: what changes, who takes s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from agora_protocol.errors import Busy
@@ -25,39 +26,18 @@ class ChangeNotifier:
     """A condition without a lock: `notify` wakes every waiter, in the order in which they came, to look for itself."""
 
     def __init__(self) -> None:
-        self._waiters: dict[asyncio.Future[None], None] = {}
-
-    @property
-    def waiting(self) -> int:
-        """Number of waiters."""
-        return len(self._waiters)
+        self._event = asyncio.Event()
 
     def notify(self) -> None:
         """Wakes every waiter. Call it on the loop."""
-        waiters, self._waiters = self._waiters, {}
-        for waiter in waiters:
-            _wake(waiter)
+        self._event.set()
+        self._event = asyncio.Event()
 
     async def wait(self, until: float | None = None) -> None:
         """Returns at the next `notify`, or at `until` on the loop's clock; None: no time limit."""
-        if until is not None and until <= loop_time():
-            return
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._waiters[waiter] = None
-        timer = None if until is None else loop.call_at(until, _wake, waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.pop(waiter, None)
-            if timer is not None:
-                timer.cancel()
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    """Completes the future unless it is done already."""
-    if not waiter.done():
-        waiter.set_result(None)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._event.wait()
 
 
 class StepBarrier:
@@ -71,11 +51,6 @@ class StepBarrier:
         self._span = span
         self._step_of = step_of
         self._changed = ChangeNotifier()
-
-    @property
-    def waiting(self) -> int:
-        """Number of microbatches that wait here."""
-        return self._changed.waiting
 
     def stepped(self) -> None:
         """Wakes the waiting microbatches; call it after each step of a stage of the span."""

@@ -1,15 +1,7 @@
 """The work ledger: a microbatch that enters this peer is started once; a repeat joins it or gets the kept answer.
 
-Knows: seats, running tasks, who waits for them, the answers given. Must not know: what the work computes. The ledger
-lives as long as the peer, not as its span: after a move to other stages it still answers repeats of earlier work.
-
-| a request finds                                         | and gets                                     |
-|---------------------------------------------------------|----------------------------------------------|
-| the answer to the same work                             | that answer                                  |
-| the same work running                                   | the answer of that work (it joins)           |
-| the microbatch at one of its stages, by another entry   | Busy: it would be counted twice              |
-| a free seat                                             | the answer of new work, in a task of its own |
-| no free seat, or a ledger that takes nothing new        | Busy, before any work                        |
+Knows: seats, running tasks, who waits for them, the answers given; docs/routing.md has the table. Must not know: what
+the work computes. The ledger lives as long as the peer, not as its span: after a move it still answers repeats.
 
 When the last caller of a piece of work leaves, the work is cancelled, unless it is committed: from the moment at which
 its gradient may be counted it runs to its end, so that a repeat finds the answer and nothing is counted twice.
@@ -31,7 +23,6 @@ from agora.clock import loop_time
 from agora.moving_average import MovingAverage
 from agora.observe import events
 from agora.observe.events import Report
-from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.interfaces import HopAnswer
 
 MAX_CACHE_BYTES = 256 << 20
@@ -42,6 +33,7 @@ ENTRY_BYTES = 512
 CLOSED_RETRY_MS = 2000
 MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000
 OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000
+MAX_ENDING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -116,7 +108,10 @@ class AnswerCache:
 
 
 class Work:
-    """One piece of running work, and the callers that wait for it."""
+    """One piece of running work, and the callers that wait for it; `newest` is the newest progress of each stage.
+
+    Set `committed` when the gradient may be counted from now on: then the work runs to its end even without callers.
+    """
 
     task: asyncio.Task[HopAnswer]
 
@@ -128,14 +123,10 @@ class Work:
         self.newest: dict[int, Advance] = {}
 
     def publish(self, news: Advance) -> None:
-        """Passes progress to every caller, and keeps the newest of each stage for callers that join later."""
+        """Passes progress to every caller, and keeps it for callers that join later."""
         self.newest[news.stage] = news
         for on_progress in list(self.callers):
             on_progress(news)
-
-    def commit(self) -> None:
-        """Marks that the gradient may be counted from now on: the work runs to its end even without callers."""
-        self.committed = True
 
     def uncommit(self) -> None:
         """Marks that the gradient was not counted after all; cancels work without callers."""
@@ -149,9 +140,6 @@ class Work:
         self.task.cancel()
 
 
-StartWork = Callable[[Work], Awaitable[HopAnswer]]
-
-
 class WorkLedger:
     """All work of this peer: what runs, on at most `max_seats` seats, and what was answered."""
 
@@ -163,7 +151,6 @@ class WorkLedger:
         self._works: dict[WorkKey, Work] = {}
         self._refusal = ""
         self._seat_s = MovingAverage(0.1)
-        self._freed = ChangeNotifier()
 
     @property
     def taken(self) -> int:
@@ -194,13 +181,13 @@ class WorkLedger:
             if entry != key.stage and entry <= last and key.stage <= end:
                 raise Busy(f"this microbatch entered this peer at stage {entry} before", OVERLAP_RETRY_MS)
 
-    def is_running(self, key: WorkKey) -> bool:
-        """Whether this work runs, so that a repeat joins it."""
-        work = self._works.get(key)
-        return work is not None and not work.cancelled
-
     async def run(
-        self, key: WorkKey, last: int, deadline: float, on_progress: OnProgress, start: StartWork
+        self,
+        key: WorkKey,
+        last: int,
+        deadline: float,
+        on_progress: OnProgress,
+        start: Callable[[Work], Awaitable[HopAnswer]],
     ) -> HopAnswer:
         """Joins the work `key`, or starts it with `start` on a free seat, and returns its answer.
 
@@ -211,7 +198,9 @@ class WorkLedger:
         while True:
             work = self._works.get(key)
             if work is not None and work.cancelled:
-                await self._wait_for_end(work, deadline)
+                await asyncio.wait([work.task], timeout=max(0.0, deadline - loop_time()))
+                if not work.task.done():
+                    raise Busy("an earlier attempt of this microbatch is still ending here", ENDING_RETRY_MS)
                 continue
             if work is None:
                 return await self._wait(self._start(key, last, start), on_progress)
@@ -232,19 +221,20 @@ class WorkLedger:
         """Takes new work again."""
         self._refusal = ""
 
-    async def wait_until_idle(self, until: float) -> bool:
-        """Waits until no work runs, at most until `until` on the loop's clock; whether that was reached."""
-        while self.taken and loop_time() < until:
-            await self._freed.wait(until)
-        return not self.taken
+    async def finish(self, within_s: float, reason: str) -> bool:
+        """Refuses new work, waits at most `within_s` for what runs, then cancels the rest; whether there was none.
 
-    async def cancel_all(self, timeout_s: float = 5.0) -> None:
-        """Cancels all running work and waits at most `timeout_s` for it to end."""
-        tasks = [work.task for work in self._works.values()]
-        for work in self._works.values():
+        The ledger refuses until `accept_new`; `reason` completes "this peer is ...".
+        """
+        self.refuse_new(reason)
+        if self._works:
+            await asyncio.wait([work.task for work in self._works.values()], timeout=within_s)
+        late = list(self._works.values())
+        for work in late:
             work.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
+        if late:
+            await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
+        return not late
 
     def _take_seat(self) -> None:
         """Raises Busy when no new work may start."""
@@ -256,13 +246,12 @@ class WorkLedger:
             retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
             raise Busy(f"all {self.max_seats} seats are taken", retry_ms)
 
-    def _start(self, key: WorkKey, last: int, start: StartWork) -> Work:
+    def _start(self, key: WorkKey, last: int, start: Callable[[Work], Awaitable[HopAnswer]]) -> Work:
         """Starts the work in a task of its own and keeps its answer when it ends."""
         self._take_seat()
         work = self._works[key] = Work(key, last)
 
         async def perform() -> HopAnswer:
-            """Runs the work, keeps its answer and frees its seat."""
             started = loop_time()
             try:
                 answer = await start(work)
@@ -286,13 +275,6 @@ class WorkLedger:
             if not work.callers and not work.committed:
                 work.cancel()
 
-    async def _wait_for_end(self, work: Work, deadline: float) -> None:
-        """Waits until cancelled work has ended. Raises Busy when it has not by `deadline`."""
-        await asyncio.wait([work.task], timeout=max(0.0, deadline - loop_time()))
-        if not work.task.done():
-            raise Busy("an earlier attempt of this microbatch is still ending here", ENDING_RETRY_MS)
-        self._free(work)
-
     def _end(self, work: Work) -> None:
         """Frees the seat of work that was cancelled before it began, and reads an outcome that nobody may await."""
         self._free(work)
@@ -303,4 +285,3 @@ class WorkLedger:
         """Frees the seat of work that has ended; does nothing the second time."""
         if self._works.get(work.key) is work:
             del self._works[work.key]
-            self._freed.notify()

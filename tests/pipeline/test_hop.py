@@ -408,13 +408,13 @@ def test_a_paused_peer_refuses_newcomers_and_finishes_what_it_has() -> None:
         node, last = world.add("first", "0"), world.add("last", "1", service_s=5.0)
         task = asyncio.create_task(enter(node))
         await asyncio.sleep(1.0)
-        last.hop.pause()
+        last.ledger.refuse_new("paused by its owner")
         with pytest.raises(Busy):
             await enter(last, 1, microbatch=microbatch_id(b"session0", 9))
         await task
-        last.hop.resume()
+        last.ledger.accept_new()
         await enter(last, 1, microbatch=microbatch_id(b"session0", 9))
-        assert await last.hop.leave(1.0)
+        assert await last.ledger.finish(1.0, "leaving")
 
     run(work())
 
@@ -426,7 +426,7 @@ def test_leaving_waits_for_what_is_seated_but_not_for_ever() -> None:
         task = asyncio.create_task(enter(node, within_s=100.0))
         await asyncio.sleep(1.0)
         started = asyncio.get_running_loop().time()
-        assert not await node.hop.leave(5.0)
+        assert not await node.ledger.finish(5.0, "leaving")
         assert asyncio.get_running_loop().time() - started == pytest.approx(5.0)
         with pytest.raises((AgoraError, asyncio.CancelledError)):
             await task

@@ -76,7 +76,7 @@ def test_running_work_takes_a_seat_until_it_has_ended_also_when_it_was_cancelled
         assert entries.ledger.taken == 1
         entries.finish.set()
         await entries.enter(1, 3)
-        assert await entries.ledger.wait_until_idle(asyncio.get_running_loop().time() + 5.0)
+        assert await entries.ledger.finish(5.0, "leaving")
 
     run(work())
 
@@ -120,7 +120,7 @@ def test_a_repeat_of_a_former_span_is_answered_without_a_span_and_by_the_hop_of_
         mover = world.add("mover", "1-2")
         deadline = asyncio.get_running_loop().time() + 60.0
         first = await mover.hop.process(process(1), [boundary_of(MB, 1), tokens_of(1)], deadline, lambda news: None)
-        assert await mover.hop.leave(5.0, "moving to other stages")
+        assert await mover.ledger.finish(5.0, "moving to other stages")
         heard: list[Advance] = []
         assert mover.ledger.answer_repeat(process(1), heard.append) is first, "no span is held"
         assert [(news.stage, news.event) for news in heard] == [(1, "finished")]
