@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -126,7 +126,9 @@ def chunk_bytes(chunk: int, numel: int) -> int:
 
 def pack_chunk(state: StageState, chunk: int) -> bytearray:
     """Returns the bytes of a chunk of `state`."""
-    return bytearray(b"".join(_chunk_pieces(state, chunk)))
+    elements = chunk_range(chunk, state.numel)
+    arrays = (state.weights, state.mean, state.square)
+    return bytearray().join(np.ascontiguousarray(array[elements], "<f4").data.cast("B") for array in arrays)
 
 
 def unpack_chunk(data: memoryview) -> tuple[Flat, Flat, Flat]:
@@ -137,22 +139,9 @@ def unpack_chunk(data: memoryview) -> tuple[Flat, Flat, Flat]:
 
 def chunk_hashes(state: StageState) -> list[bytes]:
     """Returns the SHA-256 of each chunk of `state`. Blocks for about a second per gigabyte."""
-    hashes = []
-    for chunk in range(chunk_count(state.numel)):
-        digest = hashlib.sha256()
-        for piece in _chunk_pieces(state, chunk):
-            digest.update(piece)
-        hashes.append(digest.digest())
-    return hashes
+    return [hashlib.sha256(pack_chunk(state, chunk)).digest() for chunk in range(chunk_count(state.numel))]
 
 
 def snapshot_hash(hashes: Sequence[bytes]) -> bytes:
     """Returns the name of a snapshot: the SHA-256 over its chunks' hashes."""
     return hashlib.sha256(b"".join(hashes)).digest()
-
-
-def _chunk_pieces(state: StageState, chunk: int) -> Iterator[memoryview]:
-    """Yields the bytes of a chunk's weights, means and squares, in the little-endian order of the wire."""
-    elements = chunk_range(chunk, state.numel)
-    for array in (state.weights, state.mean, state.square):
-        yield np.ascontiguousarray(array[elements], "<f4").data.cast("B")

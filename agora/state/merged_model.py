@@ -64,58 +64,34 @@ class ExportedTensor:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStage:
-    """The open file of one stage, and the tensors that are exported from it. reader: as safe_open gives it."""
-
-    path: Path
-    reader: Any
-    tensors: Sequence[ExportedTensor]
-
-    def check(self, tensor: ExportedTensor) -> None:
-        """Reads the tensor's source. Raises ExportError for another type or shape, and for NaN or infinity."""
-        header = self.reader.get_slice(tensor.source)
-        format_in_file = header.get_dtype(), tuple(header.get_shape())
-        expected = tensor.shape if tensor.source_shape is None else tensor.source_shape
-        place = f"{self.path}: {tensor.source}"
-        if format_in_file != ("F32", expected):
-            raise ExportError(f"{place} is {format_in_file[0]} {format_in_file[1]}; the manifest says F32 {expected}.")
-        if not np.isfinite(self.reader.get_tensor(tensor.source)).all():
-            raise ExportError(f"{place} has values that are not finite.")
-
-    def read(self, tensor: ExportedTensor) -> NDArray[np.float32]:
-        """Returns the exported tensor's values, flat, float32 little-endian."""
-        values = self.reader.get_tensor(tensor.source)
-        return np.ascontiguousarray(values if tensor.convert is None else tensor.convert(values), "<f4").reshape(-1)
-
-
 class MergedModel:
     """A whole model, read from the open files of its stages (see open_stages)."""
 
-    def __init__(self, stages: Sequence[OpenStage]) -> None:
-        self._stages = stages
-        self._tensors = [tensor for stage in stages for tensor in stage.tensors]
-        self._stage_of = {tensor.source: stage for stage in stages for tensor in stage.tensors}
+    def __init__(self, sources: Mapping[ExportedTensor, tuple[Path, Any]]) -> None:
+        """sources: the file of each exported tensor, and its reader as safe_open gives it."""
+        self._sources = sources
 
     @property
     def numel(self) -> int:
         """Returns how many elements the whole model has."""
-        return sum(tensor.numel for tensor in self._tensors)
+        return sum(tensor.numel for tensor in self._sources)
 
     def check(self, report: ReportBytes) -> None:
-        """Reads every tensor. Raises ExportError for the first that is not as the manifest says."""
-        for stage in self._stages:
-            sources = {tensor.source for tensor in stage.tensors}
-            if strange := sorted(sources ^ set(stage.reader.keys())):
-                problem = "is missing" if strange[0] in sources else "is no tensor of this stage"
-                raise ExportError(f"{stage.path}: {strange[0]} {problem}.")
-        for tensor in self._tensors:
-            self._stage_of[tensor.source].check(tensor)
+        """Reads every tensor. Raises ExportError for one of another type or shape, and for NaN and infinity."""
+        for tensor, (path, reader) in self._sources.items():
+            header = reader.get_slice(tensor.source)
+            dtype, shape = header.get_dtype(), tuple(header.get_shape())
+            expected = tensor.shape if tensor.source_shape is None else tensor.source_shape
+            place = f"{path}: {tensor.source}"
+            if (dtype, shape) != ("F32", expected):
+                raise ExportError(f"{place} is {dtype} {shape}; the manifest says F32 {expected}.")
+            if not np.isfinite(reader.get_tensor(tensor.source)).all():
+                raise ExportError(f"{place} has values that are not finite.")
             report(SOURCE_BYTES * tensor.numel)
 
     def write(self, folder: Path, dtype: Dtype, shard_bytes: int, report: ReportBytes) -> dict[str, FileDigest]:
         """Writes the shards and their index into `folder`. Returns their sizes and hashes by name. Raises OSError."""
-        shards = cut_shards(self._tensors, ITEM_BYTES[dtype], shard_bytes)
+        shards = cut_shards(list(self._sources), ITEM_BYTES[dtype], shard_bytes)
         written: dict[str, FileDigest] = {}
         file_of: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
@@ -133,7 +109,9 @@ class MergedModel:
         specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in shard}
         yield safetensors_header(specs, {"format": "pt"})
         for tensor in shard:
-            values = self._stage_of[tensor.source].read(tensor)
+            values = self._sources[tensor][1].get_tensor(tensor.source)
+            values = values if tensor.convert is None else tensor.convert(values)
+            values = np.ascontiguousarray(values, "<f4").reshape(-1)
             yield (to_bf16(values) if dtype == "bf16" else values).data.cast("B")
             report(SOURCE_BYTES * tensor.numel)
 
@@ -144,9 +122,10 @@ def open_stages(
 ) -> Iterator[MergedModel]:
     """Opens the files of all stages for the time of the `with`. tensors: what is exported from each stage.
 
-    Raises ExportError for a file that cannot be read, or is of another run, stage or step.
+    Raises ExportError for a file that cannot be read, is of another run, stage or step, or has not exactly the sources
+    of the exported tensors.
     """
-    stages = []
+    sources: dict[ExportedTensor, tuple[Path, Any]] = {}
     with contextlib.ExitStack() as stack:
         for file in files:
             try:
@@ -157,8 +136,12 @@ def open_stages(
             for key, value in {"run": run, "stage": str(file.stage), "step": str(file.step)}.items():
                 if metadata.get(key) != value:
                     raise ExportError(f"{file.path} is of {key} {metadata.get(key, 'none')[:64]}, not {value}.")
-            stages.append(OpenStage(file.path, reader, tensors[file.stage]))
-        yield MergedModel(stages)
+            expected = {tensor.source for tensor in tensors[file.stage]}
+            if strange := sorted(expected ^ set(reader.keys())):
+                problem = "is missing" if strange[0] in expected else "is no tensor of this stage"
+                raise ExportError(f"{file.path}: {strange[0]} {problem}.")
+            sources |= dict.fromkeys(tensors[file.stage], (file.path, reader))
+        yield MergedModel(sources)
 
 
 def cut_shards(tensors: Sequence[ExportedTensor], item_bytes: int, shard_bytes: int) -> list[list[ExportedTensor]]:

@@ -17,7 +17,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.clock import loop_time
-from agora.state.layout import ELEMENT_BYTES, StageState, chunk_count, chunk_hashes, pack_chunk, snapshot_hash
+from agora.state.layout import ELEMENT_BYTES, StageState, chunk_hashes, pack_chunk, snapshot_hash
 
 RETRY_MS: Final = 1000
 FRESH_S: Final = 30.0  # up to this age a snapshot is given to new joiners
@@ -85,7 +85,7 @@ class Snapshots:
         snapshot = self._kept.get(request.snapshot)
         if snapshot is None:
             raise Refused("this snapshot is not kept any more; ask for the state again")
-        if request.chunk >= chunk_count(snapshot.state.numel):
+        if request.chunk >= len(snapshot.hashes):
             raise ProtocolError("bad-message", f"The snapshot has {len(snapshot.hashes)} chunks; ask for one of them.")
         snapshot.last_used = self._now()
         data = await asyncio.to_thread(pack_chunk, snapshot.state, request.chunk)

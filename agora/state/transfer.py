@@ -306,9 +306,7 @@ def check_offer(reply: Reply, numel: int) -> Offer:
     if index.size == 0:
         raise Refused("has no snapshot of this stage to give")
     if index.size != ELEMENT_BYTES * numel:
-        raise FalseStateError(
-            "bad-tensor", f"The snapshot has {index.size} bytes; the stage has {ELEMENT_BYTES * numel}."
-        )
+        raise FalseStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {ELEMENT_BYTES * numel}.")
     tensor = reply.tensors[0] if reply.tensors else None
     if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (chunk_count(numel), HASH_BYTES)):
         raise FalseStateError("bad-tensor", f"The snapshot's index is not {chunk_count(numel)} hashes.")
