@@ -36,7 +36,7 @@ Answer = dict[str, Any]
 class Question:
     """One question that can be asked: its arguments with their JSON types, and how long the answer may take."""
 
-    handler: Callable[[Mapping[str, Any]], Awaitable[Answer]]
+    handler: Callable[..., Awaitable[Answer]]
     arguments: Mapping[str, type]
     deadline_s: float = 5.0
 
@@ -122,13 +122,11 @@ class ControlSocket:
         """Returns the line that answers `line`: an answer, or an error as data."""
         try:
             question, arguments = self._parse(line)
-            answer = await asyncio.wait_for(question.handler(arguments), question.deadline_s)
-        except _BadQuestion as error:
+            answer = await asyncio.wait_for(question.handler(**arguments), question.deadline_s)
+        except (_BadQuestion, AgoraError) as error:
             return _error(error.code, str(error))
         except TimeoutError:
             return _error("deadline", "the daemon could not answer in time; ask again, or look at its log")
-        except AgoraError as error:
-            return _error(error.code, str(error))
         return json.dumps({"answer": answer}).encode() + b"\n"
 
     def _parse(self, line: bytes) -> tuple[Question, dict[str, Any]]:

@@ -10,12 +10,13 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from agora_protocol import __version__
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import AgoraError, LocalError, ManifestError, NotAdmitted
-from agora_protocol.ids import PeerId, RunId
+from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_ADDRESSES, PROTOCOL_VERSION
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import GetManifest, Hello, ManifestAnswer
@@ -39,39 +40,25 @@ class RunUnreachable(LocalError):
     exit_code = 4
 
 
-# --- the manifest
-
-
 async def read_manifest(startup: Startup) -> SignedManifest:
-    """Returns the signed manifest of a file or of a run that this machine has joined.
+    """Returns the signed manifest of a file or of a run that this machine has joined, and adopts the run.
 
     An unsigned manifest is the run that a running daemon of this machine signed; if there is none, this daemon signs
     it and founds the run.
     """
+    reference, adopt = startup.run, partial(_adopt_run, startup)
     with startup.steps.step("manifest") as note:
-        signed, note.text = await _signed_manifest(startup)
+        found, note.text = reference.signed, "signed"
+        for entry in paths.daemons():
+            if found is None and reference.is_of(entry):
+                file = paths.Home(Path(entry.root)).manifest(entry.run)
+                found, note.text = runs.from_file(file, startup.home).signed, f"founded by the daemon {entry.pid}"
+        if found is None:
+            signed, note.text = await asyncio.to_thread(runs.sign, reference, startup.identity, adopt)
+        else:
+            adopt(signed := found)
         note.text += f", run {signed.run_id[:12]} ({signed.manifest.name})"
     return signed
-
-
-async def _signed_manifest(startup: Startup) -> tuple[SignedManifest, str]:
-    """Returns the manifest and, in a few words, where it came from."""
-
-    def adopt(signed: SignedManifest) -> None:
-        """Adopts the run as soon as its manifest is known."""
-        adopt_run(startup, signed)
-
-    reference, home = startup.run, startup.home
-    if reference.signed is not None:
-        adopt(reference.signed)
-        return reference.signed, "signed"
-    for entry in paths.daemons():
-        if reference.is_of(entry):
-            running = runs.from_file(paths.Home(Path(entry.root)).manifest(entry.run), home)
-            if running.signed is not None:
-                adopt(running.signed)
-                return running.signed, f"founded by the daemon with pid {entry.pid}"
-    return await asyncio.to_thread(runs.sign, reference, startup.identity, adopt)
 
 
 async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
@@ -82,7 +69,7 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
     run = RunId(startup.run.run)
     with startup.steps.step("manifest") as note:
         signed = await _ask_every_peer(host, run, addresses)
-        adopt_run(startup, signed)
+        _adopt_run(startup, signed)
         note.text = f"fetched, hash and signature checked, run {run[:12]} ({signed.manifest.name})"
     return signed
 
@@ -95,7 +82,10 @@ async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> S
         for peer in dict.fromkeys(peer_of_address(address) for address in addresses):
             network.learn(peer, addresses)
             try:
-                return await _ask_manifest(network, peer, run)
+                reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_SECONDS)
+                if not isinstance(reply.message, ManifestAnswer):
+                    raise ManifestError("the peer answered with something else; ask for another invite")
+                return SignedManifest.from_bytes(reply.message.manifest, run)
             except ManifestError:
                 raise
             except AgoraError as error:
@@ -108,20 +98,11 @@ async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> S
     )
 
 
-async def _ask_manifest(network: Network, peer: PeerId, run: RunId) -> SignedManifest:
-    """Returns the manifest that one peer gives, checked. Raises what the call or the check raises."""
-    reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_SECONDS)
-    if not isinstance(reply.message, ManifestAnswer):
-        raise ManifestError("the peer answered with something else; ask for another invite")
-    return SignedManifest.from_bytes(reply.message.manifest, run)
-
-
-async def _refuse_while_joining(call: IncomingCall) -> Reply:
-    """Refuses every request that comes before the run is known."""
+async def _refuse_while_joining(_: IncomingCall) -> Reply:
     raise LocalError("this peer is still joining")
 
 
-def adopt_run(startup: Startup, signed: SignedManifest) -> None:
+def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
     """Stores the manifest in the data directory, and registers this daemon under the run for commands of this machine.
 
     Raises NotAdmitted when the manifest lists the peers that may join and this one is not among them.
@@ -136,9 +117,6 @@ def adopt_run(startup: Startup, signed: SignedManifest) -> None:
     paths.register(paths.Entry(signed.run_id, name, founder, startup.peer, os.getpid(), root, socket))
 
 
-# --- the network
-
-
 @asynccontextmanager
 async def open_host(startup: Startup) -> AsyncIterator[tuple[Host, tuple[str, ...]]]:
     """Runs the network process p2pd; yields the host and the addresses at which other machines can dial it."""
@@ -150,18 +128,14 @@ async def open_host(startup: Startup) -> AsyncIterator[tuple[Host, tuple[str, ..
             announce=settings.announce,
             link=settings.link_spec,
         )
-        addresses = _dialable_first(await host.addresses())
+        loopback_last = sorted(await host.addresses(), key=lambda text: "/127." in text or "/ip6/::1/" in text)
+        addresses = tuple(loopback_last[:MAX_ADDRESSES])
         note.text = addresses[0] if addresses else "listens nowhere"
         note.text += f", behind a link of {settings.link}" if settings.link else ""
     try:
         yield host, addresses
     finally:
         await host.close()
-
-
-def _dialable_first(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Returns at most as many addresses as a record may hold; loopback addresses come last."""
-    return tuple(sorted(addresses, key=lambda address: "/127." in address or "/ip6/::1/" in address))[:MAX_ADDRESSES]
 
 
 async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
@@ -189,8 +163,7 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
 
 async def _addresses_of_neighbours(run: str) -> tuple[str, ...]:
     """Asks this machine's other daemons of the run for addresses; waits for those that are just starting."""
-    deadline = loop_time() + NEIGHBOUR_SECONDS
-    addresses: list[str] = []
+    deadline, addresses = loop_time() + NEIGHBOUR_SECONDS, list[str]()
     for entry in paths.daemons():
         while entry.run == run and entry.pid != os.getpid() and entry.alive:
             try:

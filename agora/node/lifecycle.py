@@ -21,13 +21,11 @@ from agora_protocol.manifest import SignedManifest
 
 from agora.clock import loop_time
 from agora.node import joining, paths
-from agora.node.background import BackgroundTasks
 from agora.node.control import ControlSocket
-from agora.node.loaded_span import LoadedSpan
+from agora.node.loaded_span import LoadedSpan, load_span
 from agora.node.node_report import NO_TRAFFIC, NodeReport, WindowedRate
 from agora.node.peer import Peer, open_peer
 from agora.node.questions import questions_of
-from agora.node.span_loading import load_span
 from agora.node.startup import Startup
 from agora.node.systemd import Notifier
 from agora.node.watchdog import Watchdog
@@ -128,11 +126,9 @@ class Node:
         """Returns where this peer can be dialled, then where some others can. Raises LocalError while it has none."""
         if not self._addresses:
             raise LocalError("this daemon has no address yet; ask again in a moment")
-        others: list[str] = []
-        if self.peer is not None:
-            for seen in self.peer.membership.view.peers.values():
-                if seen.peer != self.startup.peer and seen.state == "serving":
-                    others += seen.addresses[:1]
+        peers = self.peer.membership.view.peers.values() if self.peer is not None else ()
+        serving = (seen for seen in peers if seen.peer != self.startup.peer and seen.state == "serving")
+        others = [address for seen in serving for address in seen.addresses[:1]]
         return (*self._addresses[:MORE_ADDRESSES], *others[:MORE_ADDRESSES])
 
     def invite(self) -> Invite:
@@ -178,17 +174,20 @@ class Node:
     # --- start and serve
 
     async def _start_and_serve(self) -> Ending:
-        """Opens the peer, then holds one span after another until something ends the daemon."""
+        """Opens the peer, then holds one span after another until something ends the daemon; prints the invite."""
         peer = await self._unless_stopped(self._open_peer())
         await self._serve_span(peer, self.startup.settings.span)
-        self._report_started(peer)
-        tasks = await self._peer_closing.enter_async_context(BackgroundTasks())
-        tasks.start("watchdog", self._watchdog.run())
-        while True:
-            ending = await self._until_move_or_end(peer, tasks)
-            if ending is not None:
-                return ending
+        span, incarnation = self.serving_span().span, self.startup.incarnation
+        self.report(
+            events.PeerStarted(
+                self.startup.peer, peer.signed.run_id, span.first, span.last, incarnation, os.getpid(), self._addresses
+            )
+        )
+        print(f"invite {self.invite()}", flush=True)
+        peer.tasks.start("watchdog", self._watchdog.run())
+        while (ending := await self._until_move_or_end(peer)) is None:
             await self._carry_out_move(peer)
+        return ending
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns what `work` returns. When the daemon is asked to leave meanwhile, cancels it and raises _Stopped."""
@@ -229,20 +228,10 @@ class Node:
         if span.origin is not None:
             span.tasks.start("origin", span.origin.run())
 
-    def _report_started(self, peer: Peer) -> None:
-        """Reports that the first span is served, and prints the invite."""
-        span = self.serving_span().span
-        run, incarnation = peer.signed.run_id, self.startup.incarnation
-        self.report(
-            events.PeerStarted(self.startup.peer, run, span.first, span.last, incarnation, os.getpid(), peer.addresses)
-        )
-        print(f"invite {self.invite()}", flush=True)
-
-    async def _until_move_or_end(self, peer: Peer, own: BackgroundTasks) -> Ending | None:
-        """Waits until the daemon is asked to leave or something that must not end has ended; None: asked to move."""
-        groups = (own, peer.tasks, self.serving_span().tasks)
-        events_ = (self.stop, peer.host.died, self._move_wanted)
-        waits = [asyncio.create_task(event.wait()) for event in events_]
+    async def _until_move_or_end(self, peer: Peer) -> Ending | None:
+        """Waits until the daemon is asked to leave or a task that must not end has ended; None: asked to move."""
+        groups = (peer.tasks, self.serving_span().tasks)
+        waits = [asyncio.create_task(event.wait()) for event in (self.stop, peer.host.died, self._move_wanted)]
         try:
             running = [task for group in groups for task in group.running]
             await asyncio.wait((*waits, *running), return_when=asyncio.FIRST_COMPLETED)
@@ -253,15 +242,12 @@ class Node:
             return Ending(0, self.reason)
         if peer.host.died.is_set():
             return Ending(1, "the network process p2pd ended by itself; start the daemon again, and look at its memory")
-        failed = next((ended for group in groups if (ended := group.first_ended()) is not None), None)
-        return self._end_by_task(*failed) if failed is not None else None
-
-    def _end_by_task(self, task: str, error: BaseException | None) -> Ending:
-        """Reports that a task has ended that must not end, and returns the ending of the daemon."""
-        text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
-        self.report(events.TaskFailed(task, text))
-        is_known = isinstance(error, AgoraError)
-        return Ending(1, str(error) if is_known else f"its task {task} failed ({text}); please report this")
+        for task, error in (ended for group in groups if (ended := group.first_ended()) is not None):
+            text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
+            self.report(events.TaskFailed(task, text))
+            is_known = isinstance(error, AgoraError)
+            return Ending(1, str(error) if is_known else f"its task {task} failed ({text}); please report this")
+        return None
 
     # --- move
 
@@ -289,25 +275,23 @@ class Node:
         assert move is not None
         self._move_wanted.clear()
         self.report(events.StateChanged("moving", f"from stages {former.span} to stages {move.span}"))
-        failure: AgoraError | None = None
+        failure: AgoraError | None = LocalError("this daemon is leaving, and has not moved")
         try:
             await self._unless_stopped(self._give_up(peer, former))
             try:
                 await self._serve_span(peer, move.span)
+                failure = None
             except AgoraError as error:
-                failure = error
                 self.report(events.TaskFailed("move", f"{error.code}: {error}"))
                 await self._serve_span(peer, former.span)
-        except BaseException:
-            move.done.set_exception(LocalError("this daemon is leaving, and has not moved"))
-            move.done.exception()
-            raise
-        self._move = None
-        if failure is not None:
-            move.done.set_exception(failure)
-            move.done.exception()
-        else:
-            move.done.set_result(None)
+                failure = error
+            self._move = None
+        finally:
+            if failure is None:
+                move.done.set_result(None)
+            else:
+                move.done.set_exception(failure)
+                move.done.exception()  # nobody may be waiting any more
 
     async def _give_up(self, peer: Peer, span: LoadedSpan) -> None:
         """Finishes what the span has in hand, writes its checkpoints, and ends it.
@@ -326,12 +310,10 @@ class Node:
         """Announces the leaving, finishes what is in hand, and hands back what cannot be finished in time."""
         self._notifier.send(STOPPING=1, STATUS=f"leaving: {ending.reason}")
         self.report(events.StateChanged("leaving", ending.reason))
-        peer, span = self.peer, self.span
-        if peer is None:
-            return
-        until = loop_time() + LEAVE_SECONDS - 3.0
-        if span is None:
+        peer, span, until = self.peer, self.span, loop_time() + LEAVE_SECONDS - 3.0
+        if peer is not None and span is None:
             await self._announce_leaving(peer)
+        if peer is None or span is None:
             return
         span.collector.close()
         if not peer.host.died.is_set():

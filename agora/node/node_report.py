@@ -14,9 +14,9 @@ Knows: names, types, the JSON of the commands' contract. Must not know: where a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Progress
@@ -27,35 +27,26 @@ from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity, status
 from agora.swarm.view import View
 
+if TYPE_CHECKING:
+    from agora.train.trained_stage import StageProgress
+
 RATE_WINDOW_S = 15.0
 NO_TRAFFIC = Traffic(0, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class StageReport:
-    """One stage held here. staleness: microbatches by how many steps passed between their forward and backward.
-
-    waits_for: why it does what it does, or what it waits for, in words.
-    """
-
-    stage: int
-    step: int
-    staleness: tuple[int, ...]
-    refused_nonfinite: int
-    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
     """The span held here.
 
-    busy_fraction: share of the device thread's time that is spent on jobs. queue: microbatches that wait for the device
-    or are on it. path_s: seconds that a microbatch needs from here to the end and back, None until measured. loss and
-    credit (microbatches that may be in flight, in words) are the origin's: None and "" without stage 0.
+    waits_for: by stage, what it waits for, in words. busy_fraction: share of the device thread's time that is spent on
+    jobs. queue: microbatches that wait for the device or are on it. path_s: seconds that a microbatch needs from here
+    to the end and back, None until measured. loss and credit (microbatches that may be in flight, in words) are the
+    origin's: None and "" without stage 0.
     """
 
     span: Span
-    stages: tuple[StageReport, ...]
+    stages: Sequence[StageProgress]
+    waits_for: Mapping[int, str]
     busy_fraction: float
     in_hand: int
     queue: int
@@ -131,33 +122,22 @@ def service_status(report: NodeReport, sentence: str) -> str:
 
 def report_json(report: NodeReport) -> dict[str, Any]:
     """Returns all that is counted, as JSON values."""
-    answer = report.counters.summary() | {
-        "peer": report.peer,
-        "paused": report.is_paused,
-        "link": report.link or None,
-        "state": report.state,
-    }
-    span, traffic = report.span, report.traffic
+    own = {"peer": report.peer, "paused": report.is_paused, "link": report.link or None, "state": report.state}
+    answer, span = report.counters.summary() | own, report.span
     if span is None:
         return answer
     return answer | {
         "span": [span.span.first, span.span.last],
         "steps": {str(stage.stage): stage.step for stage in span.stages},
         "staleness": {str(stage.stage): list(stage.staleness) for stage in span.stages},
-        "waits_for": {str(stage.stage): stage.waits_for for stage in span.stages},
+        "waits_for": {str(stage): reason for stage, reason in span.waits_for.items()},
         "refused_nonfinite": sum(stage.refused_nonfinite for stage in span.stages),
         "busy_fraction": round(span.busy_fraction, 4),
         "tokens_per_second": round(report.tokens_per_second, 1),
         "in_hand": span.in_hand,
         "loss": span.loss,
         "credit": span.credit,
-        "bytes": {
-            "boundary": traffic.boundary_bytes,
-            "averaging": traffic.averaging_bytes,
-            "state": traffic.state_bytes,
-            "sent": traffic.sent_bytes,
-            "received": traffic.received_bytes,
-        },
+        "bytes": {name.removesuffix("_bytes"): count for name, count in asdict(report.traffic).items()},
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import Span
@@ -50,28 +50,28 @@ def questions_of(node: Node) -> Mapping[str, Question]:
 
 
 class ControlAnswers:
-    """Answers each question about one node. Every method takes the question's arguments and raises AgoraErrors."""
+    """Answers each question about one node. Every method raises AgoraErrors."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    async def status(self, _: Mapping[str, Any]) -> Answer:
+    async def status(self) -> Answer:
         """Returns what `swarm status --json` prints."""
         return status_json(self._node.take_report())
 
-    async def report(self, _: Mapping[str, Any]) -> Answer:
+    async def report(self) -> Answer:
         """Returns everything that is counted."""
         return report_json(self._node.take_report())
 
-    async def invite(self, _: Mapping[str, Any]) -> Answer:
+    async def invite(self) -> Answer:
         """Returns the invite of the run, with this peer's addresses in it."""
         return {"invite": str(self._node.invite())}
 
-    async def addresses(self, _: Mapping[str, Any]) -> Answer:
+    async def addresses(self) -> Answer:
         """Returns addresses of this peer and of some others."""
         return {"addresses": list(self._node.addresses())}
 
-    async def pause(self, _: Mapping[str, Any]) -> Answer:
+    async def pause(self) -> Answer:
         """Stops taking and opening microbatches."""
         node, span = self._node, self._node.serving_span()
         node.is_paused = True
@@ -79,7 +79,7 @@ class ControlAnswers:
         node.report(events.StateChanged("paused", "by its owner"))
         return {"text": f"paused; {span.in_hand} microbatches in hand are finished. Go on with `agora-node resume`."}
 
-    async def resume(self, _: Mapping[str, Any]) -> Answer:
+    async def resume(self) -> Answer:
         """Goes on after a pause."""
         node, span = self._node, self._node.serving_span()
         node.is_paused = False
@@ -87,25 +87,22 @@ class ControlAnswers:
         node.report(events.StateChanged("serving", "resumed by its owner"))
         return {"text": "resumed."}
 
-    async def leave(self, _: Mapping[str, Any]) -> Answer:
+    async def leave(self) -> Answer:
         """Makes the daemon leave, in the background."""
         self._node.reason = "asked to leave by its owner"
         self._node.stop.set()
         return {"text": "leaving: it finishes what it holds and is gone within 10 s."}
 
-    async def move(self, arguments: Mapping[str, Any]) -> Answer:
+    async def move(self, stages: str = "") -> Answer:
         """Changes the stages that the daemon holds, and returns when the new ones are served."""
-        stages, began = Span.parse(arguments.get("stages", "")), loop_time()
+        wanted, began = Span.parse(stages), loop_time()
         former = self._node.serving_span().span
-        await self._node.move(stages)
+        await self._node.move(wanted)
         seconds = loop_time() - began
-        return {
-            "span": [stages.first, stages.last],
-            "seconds": round(seconds, 3),
-            "text": f"moved from stages {former} to stages {stages} in {seconds:.1f} s; it serves them.",
-        }
+        text = f"moved from stages {former} to stages {wanted} in {seconds:.1f} s; it serves them."
+        return {"span": [wanted.first, wanted.last], "seconds": round(seconds, 3), "text": text}
 
-    async def drain(self, _: Mapping[str, Any]) -> Answer:
+    async def drain(self) -> Answer:
         """Opens no more microbatches and waits until those in flight are back; others' work is served meanwhile."""
         origin = self._node.serving_span().origin
         deadline = loop_time() + DRAIN_SECONDS
@@ -115,12 +112,11 @@ class ControlAnswers:
                 await asyncio.sleep(0.05)
         return {"in_flight": origin.open_microbatches if origin else 0}
 
-    async def evaluate(self, arguments: Mapping[str, Any]) -> Answer:
+    async def evaluate(self, batches: int = EVALUATE_BATCHES) -> Answer:
         """Returns the held-out loss through the swarm, with this peer as origin."""
         origin = self._node.serving_span().origin
         if origin is None:
             raise LocalError("this peer does not hold stage 0, so it has no text; ask one that does")
-        batches = arguments.get("batches", EVALUATE_BATCHES)
         if not 1 <= batches <= MAX_EVALUATE_BATCHES:
             raise LocalError(f"batches must be from 1 to {MAX_EVALUATE_BATCHES}")
         began = loop_time()
@@ -128,11 +124,11 @@ class ControlAnswers:
         seconds = round(loop_time() - began, 3)
         return {"loss": evaluation.loss, "tokens": evaluation.tokens, "seconds": seconds}
 
-    async def weights(self, _: Mapping[str, Any]) -> Answer:
+    async def weights(self) -> Answer:
         """Writes the present weights of every stage held into the data directory, and returns the files' paths."""
         compute, files = self._node.serving_span().compute, {}
         run = self._node.invite().run
-        folder = self._node.startup.home.manifest(run).parent / "weights"
+        folder = self._node.startup.home.runs / run / "weights"
         for progress in compute.progress():
             tensors = await compute.copy_weights(progress.stage)
             path = folder / f"stage-{progress.stage}.safetensors"
@@ -141,7 +137,7 @@ class ControlAnswers:
             files[str(progress.stage)] = str(path)
         return {"files": files}
 
-    async def collect(self, _: Mapping[str, Any]) -> Answer:
+    async def collect(self) -> Answer:
         """Returns files with the weights of every stage of the run, fetched from the swarm where not held here."""
         collected = await self._node.serving_span().collector.collect()
         files = {str(file.stage): str(file.path) for file in collected}

@@ -18,7 +18,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from agora_protocol.errors import Busy, NotAdmitted, ProtocolError, Unsupported, WrongRun
 from agora_protocol.limits import MAX_STATUS_BYTES
@@ -51,8 +51,10 @@ JOINING_RETRY_MS = 1000
 Answerer = Callable[[IncomingCall], Awaitable[Reply]]
 """Answers a request; raises an AgoraError to refuse it."""
 
-_BY_MEMBERS: tuple[type[Message], ...] = (Process, GossipSteps, Contribute, Recall)
-_BY_PEERS: tuple[type[Message], ...] = (GetState, GetChunk, GetSlice)
+WORK_REQUESTS: Final = (Process, GossipSteps, Contribute, Recall)
+"""Requests that the span answers to members of the run."""
+STATE_REQUESTS: Final = (GetState, GetChunk, GetSlice)
+"""Requests that the span answers to peers of the run."""
 
 
 @dataclass
@@ -108,28 +110,30 @@ class RequestHandler:
 
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers one request (the network's handler). An AgoraError becomes a typed refusal."""
+        self._check_caller(call)
         match call.message:
             case GetStatus():
-                self._check_run(call, may_observe=True)
                 return Reply(StatusAnswer(fitting(self._status())))
             case GetManifest():
-                self._check_run(call, may_observe=True)
                 return Reply(ManifestAnswer(self._manifest_bytes))
             case Ping():
                 return Reply(Pong())
-            case request if isinstance(request, _BY_MEMBERS + _BY_PEERS):
-                self._check_run(call, may_observe=False)
-                if isinstance(request, _BY_MEMBERS):
-                    self._check_member(call)
+            case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS):
                 return await self._answer_by_span(call, request)
             case other:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
 
     async def _answer_by_span(self, call: IncomingCall, request: Message) -> Reply:
-        """Answers a request by the span, if one is held; a malformed one is an offence of the caller."""
+        """Answers a request by the span; without one, by what a former span answered to the same microbatch.
+
+        A malformed request is an offence of the caller. Raises Busy when there is no answer.
+        """
         answerer = self._answerers.get(type(request))
         if answerer is None:
-            return self._answer_without_span(call, request)
+            repeat = self._ledger.answer_repeat(request, call.progress) if isinstance(request, Process) else None
+            if repeat is None:
+                raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
+            return repeat
         try:
             return await answerer(call)
         except ProtocolError as error:
@@ -138,26 +142,15 @@ class RequestHandler:
                 self._report_offence(call.peer, Offence.BAD_REQUEST, f"{error.code}: {error}")
             raise
 
-    def _answer_without_span(self, call: IncomingCall, request: Message) -> Reply:
-        """Answers a repeat of a microbatch that a former span has finished; everything else is refused Busy."""
-        if isinstance(request, Process):
-            answer = self._ledger.answer_repeat(request, call.progress)
-            if answer is not None:
-                return answer
-        raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
-
-    def _check_member(self, call: IncomingCall) -> None:
-        """Raises NotAdmitted when the run admits only listed peers and the caller is not among them."""
-        if not self._signed.manifest.admits(call.peer):
-            raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
-
-    def _check_run(self, call: IncomingCall, *, may_observe: bool) -> None:
-        """Raises WrongRun for a caller of another run; NotAdmitted for an observer that may not ask this."""
-        if call.run:
-            if call.run != self._run:
-                raise WrongRun(f"this peer takes part in run {self._signed.run_id}; use an invite of that run")
-        elif not may_observe:
+    def _check_caller(self, call: IncomingCall) -> None:
+        """Raises WrongRun for a caller of another run, NotAdmitted when the caller may not ask this."""
+        request = call.message
+        if call.run and call.run != self._run and not isinstance(request, Ping):
+            raise WrongRun(f"this peer takes part in run {self._signed.run_id}; use an invite of that run")
+        if not call.run and isinstance(request, WORK_REQUESTS + STATE_REQUESTS):
             raise NotAdmitted("an observer may ask but not train; say the run in HELLO")
+        if isinstance(request, WORK_REQUESTS) and not self._signed.manifest.admits(call.peer):
+            raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
 
 
 def fitting(status: dict[str, Any]) -> bytes:

@@ -44,8 +44,7 @@ class StartSteps:
     @contextmanager
     def step(self, name: str) -> Iterator[StepNote]:
         """Times the block and reports it when it ends without an error."""
-        note, began = StepNote(), time.perf_counter()
-        self.current = name
+        note, began, self.current = StepNote(), time.perf_counter(), name
         self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=300_000_000)
         yield note
         self._report(StartStep(name, time.perf_counter() - began, note.text))

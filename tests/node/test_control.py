@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,17 @@ from agora.node import control, control_client, paths
 from agora.node.control import ControlSocket, Question
 
 
-async def status(arguments: Mapping[str, Any]) -> dict[str, Any]:
+async def status() -> dict[str, Any]:
     return {"state": "serving"}
 
 
-async def evaluate(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    if arguments.get("batches", 1) > 9:
+async def evaluate(batches: int = 1) -> dict[str, Any]:
+    if batches > 9:
         raise LocalError("too many batches; ask for fewer")
-    return {"batches": arguments.get("batches", 1)}
+    return {"batches": batches}
 
 
-async def never(arguments: Mapping[str, Any]) -> dict[str, Any]:
+async def never() -> dict[str, Any]:
     await asyncio.Event().wait()
     return {}
 
@@ -176,7 +176,7 @@ def test_work_ends_when_the_asker_goes_away_and_not_when_it_only_stops_writing(
 ) -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def long(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def long() -> dict[str, Any]:
         begun.set()
         try:
             await asyncio.sleep(30)
@@ -184,7 +184,7 @@ def test_work_ends_when_the_asker_goes_away_and_not_when_it_only_stops_writing(
             ended.set()
         return {}
 
-    async def short(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def short() -> dict[str, Any]:
         await asyncio.sleep(3 * control.POLL_SECONDS)
         return {"patient": True}
 

@@ -12,7 +12,6 @@ from agora_protocol.records import Claim
 from agora.node.node_report import (
     NodeReport,
     SpanReport,
-    StageReport,
     WindowedRate,
     progress_record,
     report_json,
@@ -26,11 +25,13 @@ from agora.observe.reporter import Counters
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
 from agora.swarm.view import View, merge
+from agora.train.trained_stage import StageProgress
 
 ME = Identity(bytes([1]) * 32).peer
 SPAN = SpanReport(
     Span(0, 1),
-    (StageReport(0, 7, (3, 1), 0, "96 tokens are missing"), StageReport(1, 8, (0, 2), 1)),
+    (StageProgress(0, 7, 0, 0, (3, 1), 0), StageProgress(1, 8, 0, 0, (0, 2), 1)),
+    {0: "96 tokens are missing", 1: ""},
     busy_fraction=0.51239,
     in_hand=2,
     queue=1,
