@@ -260,10 +260,7 @@ async def load_span(peer: Peer, wanted: Span | None) -> AsyncIterator[LoadedSpan
 
 
 async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) -> StateKeeper:
-    """Fills the stages with the newest state there is: this machine's, the other replicas', or the seed's.
-
-    Until `closing` ends, peers that join get the state that is there.
-    """
+    """Fills the stages with the newest state there is; until `closing` ends, gives copies of it to peers that join."""
     startup, membership, manifest = peer.startup, peer.membership, peer.signed.manifest
     slices = {
         stage: Slices(compute.layout(stage).numel, manifest.averaging.fraction, manifest.seed)

@@ -254,9 +254,7 @@ def test_a_manifest_that_nobody_signed_was_never_trained(tmp_path: Path) -> None
 
 
 @contextmanager
-def daemon(
-    home: paths.Home, signed: SignedManifest, collect: Callable[[], Awaitable[Answer]]
-) -> Iterator[None]:
+def daemon(home: paths.Home, signed: SignedManifest, collect: Callable[[], Awaitable[Answer]]) -> Iterator[None]:
     """A control socket of a daemon that does nothing but `collect`, in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
