@@ -20,6 +20,7 @@ from torch import Tensor
 
 WORD_BYTES: Final = 8
 EACH_BYTE: Final = 0x0101010101010101
+"""Times a byte, it is a word in which every byte is that byte."""
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
@@ -30,9 +31,8 @@ def pack(levels: Tensor, bits: int) -> Tensor:
     for lowest_bit, width, place in _level_parts(len(levels), bits):
         target = packed[place]
         rows = _as_words(_pad_columns(levels, len(target) * 8 // width).view(-1, len(target)))
-        parts = (
-            (rows >> lowest_bit).bitwise_and_(_byte_mask(width)).bitwise_left_shift_(_part_shifts(width, levels.device))
-        )
+        parts = (rows >> lowest_bit).bitwise_and_(EACH_BYTE * ((1 << width) - 1))
+        parts.bitwise_left_shift_(_part_shifts(width, levels.device))
         target.copy_(parts.sum(dim=0).view(torch.uint8)[: len(target)])
     return packed
 
@@ -44,8 +44,8 @@ def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
     levels = torch.zeros((), dtype=torch.uint8, device=packed.device)
     for lowest_bit, width, place in _level_parts(count, bits):
         source = packed[place]
-        parts = (_as_words(source.clone()) >> _part_shifts(width, packed.device)).bitwise_and_(_byte_mask(width))
-        rows = parts.bitwise_left_shift_(lowest_bit).view(torch.uint8)
+        parts = _as_words(source.clone()) >> _part_shifts(width, packed.device)
+        rows = parts.bitwise_and_(EACH_BYTE * ((1 << width) - 1)).bitwise_left_shift_(lowest_bit).view(torch.uint8)
         levels = levels | rows[:, : len(source)].reshape(-1)[:count]
     return levels
 
@@ -68,11 +68,6 @@ def _pad_columns(rows: Tensor, size: int) -> Tensor:
     """Returns the rows padded with zeros to `size` columns."""
     missing = size - rows.shape[-1]
     return F.pad(rows, (0, missing)) if missing else rows
-
-
-def _byte_mask(width: int) -> int:
-    """Returns a word with the lowest `width` bits of each byte set."""
-    return EACH_BYTE * ((1 << width) - 1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,12 +13,11 @@ import torch
 from agora_protocol.codec_names import COLUMN_BYTES, Direction, DirectionCodec, Shape, parse_codec
 from agora_protocol.errors import ProtocolError
 from agora_protocol.tensors import WireTensor
-from numpy.typing import NDArray
 from torch import Tensor
 
 from agora.codec.quantisation import check_scales, dequantise, quantise
 from agora.codec.rotation import rotate_blocks
-from agora.codec.seeded_random import random_bytes
+from agora.codec.seeded_random import random_words
 from agora.codec.uncompressed import CPU, decode_uncompressed, encode_uncompressed
 
 COLUMN: np.dtype[np.uint16] = np.dtype("<u2")
@@ -56,7 +55,9 @@ class BoundaryCodec:
         if not self._spec.columns:
             return self._encode_values(codec, tensor, key)
         columns = strongest_columns(tensor if boundary is None else boundary, self._spec.columns)
-        packed = pack_columns(columns, self._encode_values(codec, tensor[..., columns], key).data)
+        numbers = columns.to(CPU).numpy().astype(COLUMN).view(np.uint8)
+        values = np.frombuffer(self._encode_values(codec, tensor[..., columns], key).data, np.uint8)
+        packed = np.concatenate((numbers, values))
         return WireTensor("uint8", packed.shape, packed.data)
 
     def decode(
@@ -85,7 +86,7 @@ class BoundaryCodec:
         return tensor
 
     def _encode_values(self, codec: DirectionCodec, tensor: Tensor, key: str | None) -> WireTensor:
-        """Encodes all columns of `tensor` [b, s, columns]."""
+        """Encodes a tensor [b, s, columns], all of whose columns are sent."""
         if not codec.bits:
             return encode_uncompressed(tensor, codec.name)
         b, s, k = tensor.shape
@@ -113,7 +114,8 @@ class BoundaryCodec:
         """Returns int8 [rows, k], in 1/256 of a level, that the seed and `key` decide. None without a key."""
         if key is None:
             return None
-        return torch.from_numpy(random_bytes(key, self._seed, rows * k)).view(rows, k).to(device)
+        drawn = random_words(key, self._seed, -(-rows * k // 8)).view(np.int8)[: rows * k]
+        return torch.from_numpy(drawn).view(rows, k).to(device)
 
     def _check_format(self, wire: WireTensor, shape: Shape, direction: Direction) -> None:
         """Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape`."""
@@ -136,16 +138,11 @@ def strongest_columns(tensor: Tensor, count: int) -> Tensor:
     return energies.topk(count).indices.sort().values
 
 
-def pack_columns(columns: Tensor, values: memoryview) -> NDArray[np.uint8]:
-    """Returns the columns' numbers, COLUMN_BYTES each, followed by the bytes of their values."""
-    numbers = columns.to("cpu").numpy().astype(COLUMN).view(np.uint8)
-    return np.concatenate((numbers, np.frombuffer(values, np.uint8)))
-
-
 def unpack_columns(data: memoryview, count: int, k: int) -> tuple[Tensor, memoryview]:
-    """Returns what `pack_columns` was given: the columns, int64 [count], and the bytes of their values.
+    """Returns the numbers of the columns that were sent, int64 [count], and the bytes of their values.
 
-    Raises ProtocolError "bad-tensor" for numbers that do not ascend, or are not below `k`.
+    data: COLUMN_BYTES for each number, then the values. Raises ProtocolError "bad-tensor" for numbers that do not
+    ascend, or are not below `k`.
     """
     split = COLUMN_BYTES * count
     columns = np.frombuffer(data[:split], COLUMN).astype(np.int64)

@@ -75,18 +75,15 @@ def _quantise_chunk(
     """Fills `scales`, bf16 [rows, blocks], and `levels`, uint8 [rows, k]; overwrites `workspace`, [>= rows, k]."""
     workspace, half = workspace[: len(rows)], 2.0 ** (bits - 1)
     scale_per_peak = SLACK / (half if dither is None else half - 0.5)
-    scales.copy_(_valid_scales(_block_peaks(torch.abs(rows, out=workspace)).mul_(scale_per_peak)))
+    wanted = _block_peaks(torch.abs(rows, out=workspace)).mul_(scale_per_peak)
+    # What is not finite becomes NaN, the only scale here that a receiver refuses.
+    scales.copy_(F.threshold(wanted.clamp(max=MOST_SCALE), LEAST_SCALE, 0.0).add_(wanted - wanted))
     _multiply_blocks(rows, scales.to(torch.float32).clamp_(min=LEAST_SCALE).reciprocal_(), workspace)
     if dither is not None:
         workspace.add_(dither, alpha=1 / 256)
     # torch converts to int8 six times as fast as to uint8.
     levels.view(torch.int8).copy_(workspace.floor_().clamp_(-half, half - 1))
     levels.add_(int(half))
-
-
-def _valid_scales(scales: Tensor) -> Tensor:
-    """Returns scales that a receiver accepts: at most 2^100, zero below 2^-100; NaN where a scale is not finite."""
-    return F.threshold(scales.clamp(max=MOST_SCALE), LEAST_SCALE, 0.0).add_(scales - scales)
 
 
 def _read_scales(wire: Tensor, count: int, k: int) -> Tensor:

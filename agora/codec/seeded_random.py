@@ -16,8 +16,3 @@ def random_words(purpose: str, seed: int, count: int) -> NDArray[np.uint64]:
     digest = hashlib.sha256(f"agora {purpose} 1\0{seed}".encode()).digest()
     key = np.frombuffer(digest[:16], "<u8").astype(np.uint64)
     return np.random.Philox(key=key).random_raw(count).astype("<u8", copy=False)
-
-
-def random_bytes(purpose: str, seed: int, count: int) -> NDArray[np.int8]:
-    """Returns the first `count` bytes, signed, of the purpose's random words."""
-    return random_words(purpose, seed, -(-count // 8)).view(np.int8)[:count]

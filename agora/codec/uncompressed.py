@@ -52,18 +52,13 @@ def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
     """Returns token ids [b, s + 1], integers from -1 to 2^31 - 1, as a wire tensor of the narrowest of TOKEN_DTYPES."""
     ids = torch.as_tensor(tokens)
     low, high = (int(bound) for bound in torch.aminmax(ids))
-    fitting = (
-        name for name in TOKEN_DTYPES if torch.iinfo(DTYPES[name]).min <= low and high <= torch.iinfo(DTYPES[name]).max
-    )
+    limits = {name: torch.iinfo(DTYPES[name]) for name in TOKEN_DTYPES}
+    fitting = (name for name, limit in limits.items() if limit.min <= low and high <= limit.max)
     return encode_uncompressed(ids, next(fitting, "int32"))
 
 
 def decode_tokens(
-    wire: WireTensor,
-    vocabulary: int,
-    device: torch.device | str = CPU,
-    *,
-    shape: Sequence[int] | None = None,
+    wire: WireTensor, vocabulary: int, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
 ) -> Tensor:
     """Returns token ids as int32 on `device`; the id -1 marks a target that is not supervised.
 
@@ -92,20 +87,18 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tensor:
-    """Returns a CPU tensor of the wire dtype `name`, sharing the bytes where torch can. Raises ProtocolError."""
+    """Returns a CPU tensor of the wire dtype `name`. Raises ProtocolError.
+
+    It shares the bytes, unless they are read-only or unaligned, which torch does not support.
+    """
     if wire.dtype != name:
         raise ProtocolError("bad-tensor", f"The tensor is {wire.dtype}; this run sends {name}.")
     if shape is not None and wire.shape != tuple(shape):
         raise ProtocolError("bad-tensor", f"The tensor has shape {wire.shape}; the manifest implies {tuple(shape)}.")
-    return _shared_or_copied(wire.data, DTYPES[name]).view(wire.shape)
-
-
-def _shared_or_copied(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """Returns the bytes as a flat tensor; copies what is read-only or unaligned, which torch does not support."""
-    if not data.readonly:
-        shared = torch.frombuffer(data, dtype=dtype)
-        if shared.data_ptr() % dtype.itemsize == 0:
-            return shared
-    copy = torch.empty(len(data) // dtype.itemsize, dtype=dtype)
-    copy.view(torch.uint8).numpy().data[:] = data
+    if not wire.data.readonly:
+        shared = torch.frombuffer(wire.data, dtype=DTYPES[name])
+        if shared.data_ptr() % shared.itemsize == 0:
+            return shared.view(wire.shape)
+    copy = torch.empty(wire.shape, dtype=DTYPES[name])
+    copy.view(-1).view(torch.uint8).numpy().data[:] = wire.data
     return copy
