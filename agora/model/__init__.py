@@ -1,7 +1,26 @@
-"""Stages as torch modules. Knows families, layers and initial weights; must not know peers, streams or optimizers."""
+"""Stages as torch modules, and which families there are.
 
-from agora.model.family import Family
-from agora.model.registry import family_of
-from agora.model.stage_module import Stage, stage_loss
+Knows: families, layers, initial weights. Must not know: peers, streams, optimizers.
+"""
 
-__all__ = ["Family", "Stage", "family_of", "stage_loss"]
+from collections.abc import Callable
+from typing import Any, Final
+
+from agora_protocol.errors import ManifestError
+from agora_protocol.manifest import ModelSection
+from agora_protocol.manifest_rules import suggest
+
+from agora.model.family import Family, Stage, stage_loss
+from agora.model.subspace_family import SubspaceFamily
+
+__all__ = ["FAMILIES", "Family", "Stage", "family_of", "stage_loss"]
+
+FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamily}
+"""What makes the family of a model section, by its `family`."""
+
+
+def family_of(model: ModelSection) -> Family:
+    """Returns the family that `model` names, with its values. Raises ManifestError for one that is not in FAMILIES."""
+    if model.family not in FAMILIES:
+        raise ManifestError(f"[model] family {model.family!r} is unknown; {suggest(model.family, FAMILIES)}")
+    return FAMILIES[model.family](model)

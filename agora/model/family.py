@@ -1,6 +1,7 @@
-"""What the product asks of a model family. Layers are numbered over the whole model; a stage is a range of them.
+"""What the product asks of a model family and of its stages, and the loss after the last stage.
 
-Knows: stages, tensors' names and shapes. Must not know: how a family computes, peers, files.
+Knows: what enters and leaves a stage, tensors' names and shapes. Must not know: how a family computes, peers, files.
+Layers are numbered over the whole model; a stage is a range of them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,46 @@ import math
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from agora.model.initial_weights import fill_initial_weights
-from agora.model.stage_module import Stage
+from agora.model.initial_weights import generator_for, normal_like
 from agora.state.merged_model import ExportedTensor
 from agora.state.model_card import ModelDescription
 
+IGNORED: Final = -1
+"""The target of a token that is not supervised."""
 TRAINING_BYTES: Final = 16
 """Bytes of a trained parameter: weight, gradient and two moments, float32."""
+
+
+class Stage(nn.Module, abc.ABC):
+    """Consecutive layers of a model; the first stage holds the embedding, the last the final norm and the head.
+
+    Parameters carry their full names in the model ("layers.7.attention.query.weight"), so that a cut changes no name.
+    A family makes its stages on the meta device: a constructor computes no values.
+    """
+
+    def __init__(self, layer_range: range, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.layer_range = layer_range
+        self.is_first = is_first
+        self.is_last = is_last
+
+    @abc.abstractmethod
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Returns the boundary [b, s, k] that leaves the stage, from the boundary [b, s, k] that enters it.
+
+        tokens: the microbatch's input ids [b, s], any integer type; a negative one, which marks an ignored target, is
+        read as 0. The first stage takes them for `hidden`; the last stage returns logits [b, s, vocabulary].
+        """
+
+    def fill_buffers(self, seed: int) -> None:
+        """Fills the buffers, if the family has any, with what sizes and the run's seed decide; they never change."""
+
+    @abc.abstractmethod
+    def initial_std(self, name: str) -> float | None:
+        """Returns the standard deviation of the initial values of the named parameter; None: all values are one."""
 
 
 class Family(abc.ABC):
@@ -49,6 +82,7 @@ class Family(abc.ABC):
     def describe(self) -> ModelDescription:
         """Returns the words of a model card that only the family knows."""
 
+    @torch.no_grad()
     def build_stage(self, layers: range, seed: int) -> Stage:
         """Returns the stage that holds `layers` with its initial weights, float32 on the CPU.
 
@@ -59,7 +93,11 @@ class Family(abc.ABC):
             stage = self.make_stage(layers)
         stage.to_empty(device="cpu")
         stage.fill_buffers(seed)
-        fill_initial_weights(stage, seed)
+        for name, parameter in stage.named_parameters():
+            if (std := stage.initial_std(name)) is None:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(normal_like(parameter.shape, std, generator_for(seed, name)))
         return stage
 
     def parameter_shapes(self, layers: range) -> dict[str, tuple[int, ...]]:
@@ -70,3 +108,13 @@ class Family(abc.ABC):
     def parameter_count(self, layers: range) -> int:
         """Returns how many parameters the stage that holds `layers` has."""
         return sum(math.prod(shape) for shape in self.parameter_shapes(layers).values())
+
+
+def stage_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the sum of the tokens' cross entropies, a float32 scalar.
+
+    logits: [b, s, vocabulary], any float type; targets: [b, s], any integer type, -1 where nothing is supervised.
+    """
+    with torch.autocast(logits.device.type, enabled=False):
+        flat = logits.flatten(0, -2).float()
+        return F.cross_entropy(flat, targets.flatten().long(), ignore_index=IGNORED, reduction="sum")

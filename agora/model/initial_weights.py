@@ -1,4 +1,4 @@
-"""Fills a stage with initial weights: each tensor is a pure function of seed, full name, shape, standard deviation.
+"""Draws initial weights: each tensor is a pure function of seed, full name, shape and standard deviation.
 
 Knows: how random bits become a normal distribution. Must not know: which tensors a model has.
 """
@@ -12,22 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from agora.model.stage_module import Stage
-
 PIECES = 8
 PIECE_BITS = 15
 CHUNK = 1 << 22
-
-
-@torch.no_grad()
-def fill_initial_weights(stage: Stage, seed: int) -> None:
-    """Gives every parameter of the stage its initial values, as the stage's `initial_std` says."""
-    for name, parameter in stage.named_parameters():
-        std = stage.initial_std(name)
-        if std is None:
-            parameter.fill_(1.0)
-        else:
-            parameter.copy_(normal_like(parameter.shape, std, generator_for(seed, name)))
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
@@ -45,18 +32,11 @@ def normal_like(shape: Sequence[int], std: float, generator: torch.Generator) ->
     flat = torch.empty(math.prod(shape))
     centre = PIECES * (2**PIECE_BITS - 1) / 2
     scale = std / math.sqrt(PIECES * (4**PIECE_BITS - 1) / 12)
-    for start in range(0, flat.numel(), CHUNK):
-        chunk = flat[start : start + CHUNK]
-        sums = _sums_of_pieces(chunk.numel(), generator)
+    for chunk in torch.split(flat, CHUNK):
+        sums = torch.zeros(len(chunk), dtype=torch.int64)
+        for _ in range(PIECES // 4):  # four integers from each 63-bit draw
+            bits = torch.empty(len(chunk), dtype=torch.int64).random_(generator=generator)
+            for shift in range(0, 4 * PIECE_BITS, PIECE_BITS):
+                sums += (bits >> shift) & (2**PIECE_BITS - 1)
         chunk.copy_((sums.double() - centre) * scale)
     return flat.view(tuple(shape))
-
-
-def _sums_of_pieces(count: int, generator: torch.Generator) -> Tensor:
-    """Returns [count] sums of PIECES uniform integers below 2 ** PIECE_BITS, four from each 63-bit draw."""
-    sums = torch.zeros(count, dtype=torch.int64)
-    for _ in range(PIECES // 4):
-        bits = torch.empty(count, dtype=torch.int64).random_(generator=generator)
-        for shift in range(0, 4 * PIECE_BITS, PIECE_BITS):
-            sums += (bits >> shift) & (2**PIECE_BITS - 1)
-    return sums

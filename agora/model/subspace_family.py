@@ -15,8 +15,7 @@ from agora_protocol.manifest import SubspaceSection
 from numpy.typing import NDArray
 
 from agora.model import fixed_tensors
-from agora.model.family import TRAINING_BYTES, Family
-from agora.model.stage_module import Stage
+from agora.model.family import TRAINING_BYTES, Family, Stage
 from agora.model.subspace_stage import FIXED_SCALE, STREAM_PROJECTIONS, SubspaceStage, stream_width
 from agora.state.merged_model import ExportedTensor
 from agora.state.model_card import ModelDescription
@@ -87,13 +86,11 @@ class SubspaceFamily(Family):
         """Returns the parameter `name` of this shape as LlamaForCausalLM has it."""
         model, llama = self._model, llama_name(name)
         if name == EMBEDDING and model.embedding_is_fixed:
-            return ExportedTensor(
-                name, llama, (shape[0], model.width), shape, lambda rows: self._expand_embedding(rows, seed)
-            )
+            full = (shape[0], model.width)
+            return ExportedTensor(name, llama, full, shape, lambda rows: self._expand_embedding(rows, seed))
         if name.endswith(STREAM_PROJECTIONS) and stream_width(model, int(name.split(".")[1])) < model.width:
-            return ExportedTensor(
-                name, llama, (model.width, *shape[1:]), shape, lambda matrix: self._basis(seed) @ matrix
-            )
+            expanded = (model.width, *shape[1:])
+            return ExportedTensor(name, llama, expanded, shape, lambda matrix: self._basis(seed) @ matrix)
         return ExportedTensor(name, llama, shape)
 
     def _expand_embedding(self, learnt: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
@@ -105,7 +102,6 @@ class SubspaceFamily(Family):
         return table
 
     def _basis(self, seed: int) -> NDArray[np.float32]:
-        """Returns U, [d, k], from a cache of one."""
         return _cached_basis(seed, self._model.width, self._model.subspace)
 
 
@@ -114,13 +110,10 @@ _cached_basis = functools.lru_cache(maxsize=1)(fixed_tensors.derive_basis)
 
 def llama_name(name: str) -> str:
     """Returns the name in LlamaForCausalLM of the parameter with this full name. Raises KeyError for any other name."""
-    if name in LLAMA_NAMES:
+    if not name.startswith("layers."):
         return LLAMA_NAMES[name]
-    layers, _, rest = name.partition(".")
-    index, _, inside = rest.partition(".")
-    if layers != "layers":
-        raise KeyError(name)
-    return f"model.layers.{int(index)}.{LLAMA_LAYER_NAMES[inside]}"
+    _, index, inside = name.split(".", 2)
+    return f"model.layers.{index}.{LLAMA_LAYER_NAMES[inside]}"
 
 
 def _llama_config(model: SubspaceSection, dtype: str, end_of_text: int | None) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """The layers of the `subspace` family: a Llama decoder whose residual stream is k numbers of each token, and its id.
 
-Pre-norm RMSNorm with gains, rotary positions in the rotate-half form, grouped-query attention, SwiGLU, untied head.
 A sublayer reads x = U c + T[token]: c are the k coordinates, U [d, k] is the run's basis, T its fixed embedding. The
 sublayer adds its output to c (its output projection has k rows), so a boundary that carries c loses nothing. The last
 layer is free: it turns c into x once and goes on in all of d. Where k = d and no embedding is fixed, x is c and the
-model a plain Llama.
-Source: Subspace Networks, arXiv 2506.01260, with the constraint built into the weights. Weights lie as in Hugging
-Face's Llama. Knows: layers. Must not know: how a seed becomes values, peers.
-Tensor shapes: b sequences, s positions, d width, k subspace, h query heads, e head width.
+model a plain Llama: pre-norm RMSNorm, rotate-half positions, grouped-query attention, SwiGLU, untied head.
+Source: Subspace Networks, arXiv 2506.01260, with the constraint built into the weights. Knows: layers. Must not know:
+how a seed becomes values, peers. Shapes: b sequences, s positions, d width, k subspace, h query heads, e head width.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from agora_protocol.manifest import SubspaceSection
 from torch import Tensor, nn
 
 from agora.model import fixed_tensors
-from agora.model.stage_module import Stage
+from agora.model.family import Stage
 
 WEIGHT_STD = 0.02
 EMBEDDING_STD = 0.05
@@ -33,6 +31,8 @@ STREAM_PROJECTIONS = ("attention.output.weight", "feed_forward.down.weight")
 
 Expand = Callable[[Tensor], Tensor]
 """Turns the residual stream [b, s, k] into the input of a sublayer [b, s, d]."""
+EXPAND_NOTHING: Expand = nn.Identity()
+"""The Expand where the residual stream has the whole width."""
 
 
 def rotary_table(context: int, head_width: int, theta: float) -> Tensor:
@@ -150,11 +150,6 @@ class Subspace(nn.Module):
         return torch.where(signs.bool(), FIXED_SCALE, -FIXED_SCALE)
 
 
-def expand_nothing(hidden: Tensor) -> Tensor:
-    """Returns `hidden` itself: the Expand where the residual stream has the whole width."""
-    return hidden
-
-
 class SubspaceStage(Stage):
     """A stage of the subspace family, without values until they are filled in."""
 
@@ -179,7 +174,7 @@ class SubspaceStage(Stage):
 
     def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Returns the boundary that leaves the stage, or logits; see Stage.forward."""
-        expand: Expand = expand_nothing
+        expand = EXPAND_NOTHING
         tokens = hidden if self.is_first else tokens
         if self.space is not None:
             if tokens is None:
@@ -189,7 +184,7 @@ class SubspaceStage(Stage):
             hidden = self.embedding(hidden.clamp(min=0))
         for name, layer in self.layers.items():
             if name == self._free_layer:
-                hidden, expand = expand(hidden), expand_nothing
+                hidden, expand = expand(hidden), EXPAND_NOTHING
             hidden = layer(hidden, self.table, expand)
         if self.is_last:
             hidden = self.head(self.norm(hidden))

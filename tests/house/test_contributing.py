@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from agora_protocol.manifest_model import MODEL_SECTIONS
 
-from agora.model.registry import FAMILIES
+from agora.model import FAMILIES
 from agora.observe.faults import POINTS
 from agora.train.optimizer import UPDATES
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agora.cli import export
-from agora.model import Family, Stage, family_of, registry
+from agora.model import FAMILIES, Family, Stage, family_of
 from agora.node import doctor, paths, runs
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
@@ -116,7 +116,7 @@ class LinearFamily(Family):
 @pytest.fixture(autouse=True)
 def second_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODEL_SECTIONS, "linear", LinearSection)
-    monkeypatch.setitem(registry.FAMILIES, "linear", LinearFamily)
+    monkeypatch.setitem(FAMILIES, "linear", LinearFamily)
 
 
 @pytest.fixture
