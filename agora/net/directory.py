@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -65,8 +66,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
         """Returns the record in a DHT entry, decoded and verified. Raises ProtocolError when it is not valid.
 
-        A record that has just expired is accepted: hivemind drops it anyway, and an answer of many records must not be
-        refused because one of them expires on its way.
+        One that has just expired is accepted: an answer of many records must not be refused because of it.
         """
         key = self._keys.get(key_hash)
         if key is None:
@@ -93,8 +93,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     """hivemind's storage, with a bound on the peers under one key.
 
-    It also refuses a record that expires before the one it has. hivemind's own refuses it too, but then drops the newer
-    one when the older would have expired.
+    It also refuses a record that expires before the one it has: hivemind's own then drops the newer one too early.
     """
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
@@ -108,12 +107,11 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """Stores one peer's record under a key. Returns whether it was stored."""
         present = self.get(key)
-        if present is not None:
-            known = present.value.get(subkey)
-            if known is not None and known.expiration_time >= expiration_time:
-                return False
-            if known is None and len(present.value) >= MAX_PEERS_OF_STAGE:
-                return False
+        known = present.value.get(subkey) if present is not None else None
+        if known is not None and known.expiration_time >= expiration_time:
+            return False
+        if present is not None and known is None and len(present.value) >= MAX_PEERS_OF_STAGE:
+            return False
         return bool(super().store_subkey(key, subkey, value, expiration_time))
 
 
@@ -121,7 +119,8 @@ class Directory:
     """This peer's node of the run's DHT. It works alone, and joins other nodes whenever it meets them."""
 
     def __init__(self, host: Host, run: RunId, node: Any, validator: SignedRecords) -> None:
-        self.run = run
+        self.refused = validator.refused  # how many records this node refused, by the code of their error
+        self._run = run
         self._host = host
         self._node = node
         self._validator = validator
@@ -140,8 +139,7 @@ class Directory:
         validator = SignedRecords(run, stages)
         node = await DHTNode.create(
             p2p=host.p2p,
-            # Nothing is cached: a claim must be seen within a second or two, and a cached stage hides newcomers. No
-            # search reuses another one: it would wait for the slower of both.
+            # Nothing is cached: a cached stage hides newcomers. No search reuses another one: it would wait for it.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
@@ -154,14 +152,9 @@ class Directory:
         )
         node.protocol.storage = _BoundedStorage()
         node.protocol.cache = _BoundedStorage(maxsize=1)
-        self = cls(host, run, node, validator)
-        await self.bootstrap(bootstrap)
-        return self
-
-    @property
-    def refused(self) -> Counter[str]:
-        """How many records this node refused, by the code of their error."""
-        return Counter(self._validator.refused)
+        directory = cls(host, run, node, validator)
+        await directory.bootstrap(bootstrap)
+        return directory
 
     @property
     def neighbours(self) -> int:
@@ -188,15 +181,14 @@ class Directory:
     async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> bool:
         """Signs `record` and stores it under each stage of its span. Returns whether every stage has it somewhere.
 
-        A record replaces the peer's older ones of its kind. One that should expire before its predecessor expires just
-        after it, since the DHT keeps the later expiry. Takes at most PUBLISH_S. Raises ProtocolError for a record that
-        is too large or of another peer.
+        It replaces the peer's older records of its kind; one that should expire before these expires just after them,
+        since the DHT keeps the later expiry. Raises ProtocolError for a record that is too large or of another peer.
         """
         fields: Any = record
-        keys = [record_key(self.run, type(record), stage) for stage in fields.span.stages]
+        keys = [record_key(self._run, type(record), stage) for stage in fields.span.stages]
         latest = max(self._last_expiry.get(key, 0.0) for key in keys)
         expires_unix = max(time.time() + lifetime_s, latest + 0.001)
-        sealed = seal_record(record, self.run, identity, expires_unix)
+        sealed = seal_record(record, self._run, identity, expires_unix)
         self._last_expiry.update(dict.fromkeys(keys, expires_unix))
         storing = self._node.store_many(
             keys, [sealed] * len(keys), [expires_unix] * len(keys), subkeys=[str(fields.peer)] * len(keys)
@@ -207,16 +199,11 @@ class Directory:
     async def read_many(
         self, kind: type[Record] | str, stages: Sequence[int], timeout_s: float = READ_S
     ) -> dict[int, list[Record]]:
-        """Returns the valid records of each stage, one for each peer; none where none came within the time.
-
-        In a small swarm several stages cost as much as one.
-        """
-        keys = {stage: DHTID.generate(record_key(self.run, kind, stage)) for stage in stages}
+        """Returns the valid records of each stage, one for each peer, as far as they came within the time."""
+        keys = {stage: DHTID.generate(record_key(self._run, kind, stage)) for stage in stages}
         async with self._reads:
-            if self.neighbours <= SMALL_SWARM:
-                found = await self._ask_everyone(list(keys.values()), timeout_s)
-            else:
-                found = await self._search(list(keys.values()), timeout_s)
+            ask = self._ask_everyone if self.neighbours <= SMALL_SWARM else self._search
+            found = await ask(list(keys.values()), timeout_s)
         return {stage: self._open_all(key, found.get(key, {})) for stage, key in keys.items()}
 
     async def _ask_everyone(self, keys: list[Any], timeout_s: float) -> dict[Any, _Entries]:
@@ -246,8 +233,7 @@ class Directory:
     async def _search(self, keys: list[Any], timeout_s: float) -> dict[Any, _Entries]:
         """Does Kademlia's search, for swarms in which a node knows only part of the others."""
         # A search may end early on a "sufficient" expiry, which any node can claim. No expiry is >= NaN.
-        searching = self._node.get_many_by_id(keys, sufficient_expiration_time=float("nan"), return_futures=True)
-        futures = await searching
+        futures = await self._node.get_many_by_id(keys, sufficient_expiration_time=math.nan, return_futures=True)
         await asyncio.wait(futures.values(), timeout=timeout_s)
         found: dict[Any, _Entries] = {}
         for key, future in futures.items():

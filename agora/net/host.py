@@ -277,13 +277,12 @@ class Host:
         After a request to open a stream, the socket is that stream. Raises ConnectionBroken.
         """
         body = request.SerializeToString()
-        stream = FrameStream(limits)
-        loop = asyncio.get_running_loop()
+        control, loop = self.p2p._daemon_listen_maddr["unix"], asyncio.get_running_loop()
         with contextlib.ExitStack() as undo:
-            undo.callback(stream.abort)
             try:
                 async with asyncio.timeout(timeout_s):
-                    await loop.create_unix_connection(lambda: stream, self.p2p._daemon_listen_maddr["unix"])
+                    _, stream = await loop.create_unix_connection(lambda: FrameStream(limits), control)
+                    undo.callback(stream.abort)
                     stream.write_preamble(_varint(len(body)) + body)
                     answer = await stream.preamble
             except TimeoutError:

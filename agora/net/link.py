@@ -23,16 +23,8 @@ SLOWEST: Final = 1_000  # bytes per second
 LONGEST_S: Final = 10.0
 MOST_LOSS: Final = 0.5
 
-_UNITS: Final = {  # to bytes per second, seconds, or a fraction
-    "": 1 / 8,
-    "k": 125.0,
-    "m": 125e3,
-    "g": 125e6,
-    "us": 1e-6,
-    "ms": 1e-3,
-    "s": 1.0,
-    "%": 0.01,
-}
+# to bytes per second, seconds, or a fraction
+_UNITS: Final = {"": 0.125, "k": 125.0, "m": 125e3, "g": 125e6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "%": 0.01}
 _RATE: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>[kmg]?)bit(?:/s)?")
 _TIME: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>us|ms|s)")
 _LOSS: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>%)")

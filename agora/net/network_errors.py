@@ -1,11 +1,4 @@
-"""The errors of the network: how a call ends without an answer. Knows: their texts. Must not know: streams, peers.
-
-AgoraError
-|-- ConnectionBroken   the stream to the peer broke, or could not be opened; raised at once
-|   `-- DialsCrossed   it could not be opened because both peers dialled in the same instant; worth another try
-|-- DeadlinePassed     the caller's own deadline came first
-`-- Unreachable        none of several peers answered
-"""
+"""The errors of the network: how a call ends without an answer. Knows: their texts. Must not know: streams, peers."""
 
 from __future__ import annotations
 
@@ -23,8 +16,7 @@ class ConnectionBroken(AgoraError):
 class DialsCrossed(ConnectionBroken):
     """Both peers dialled in the same instant, and TCP made one connection of the two dials (RFC 9293, 3.5).
 
-    Each side takes itself for the dialler, so the security handshake fails at both, and neither p2pd dials again for
-    some seconds.
+    The security handshake fails at both, and neither p2pd dials again for some seconds; then it is worth another try.
     """
 
 

@@ -128,12 +128,11 @@ class _ShapedUpload:
         return self._queued + self._on_its_way + self._real.get_write_buffer_size()
 
     def pause_writing(self) -> None:
-        """Called by asyncio: the real transport has enough. Nothing more goes onto the link, or is handed on."""
+        """Lets nothing more onto the link, and hands nothing on, since the real transport has enough."""
         self._blocked = True
         self._step_alarm.stop()
 
     def resume_writing(self) -> None:
-        """Called by asyncio: the real transport takes more."""
         self._blocked = False
         self._ready = max(self._ready, self._link.clock())
         self._schedule()
@@ -210,12 +209,10 @@ class _ShapedDownload:
         self._late_s = 0.0  # by how much a held chunk was delivered too late, until later ones have caught up
 
     def pause_reading(self) -> None:
-        """Stops reading."""
         self._wanted = False
         self._read()
 
     def resume_reading(self) -> None:
-        """Starts reading."""
         self._wanted = True
         self._read()
 
@@ -268,7 +265,6 @@ class ShapedTransport(_ShapedUpload, _ShapedDownload, asyncio.Transport, asyncio
         _ShapedDownload.__init__(self, real, stream, link)
 
     def is_closing(self) -> bool:
-        """Whether the real transport is closing or closed."""
         return self._real.is_closing()
 
     def abort(self) -> None:
@@ -278,11 +274,9 @@ class ShapedTransport(_ShapedUpload, _ShapedDownload, asyncio.Transport, asyncio
         self._real.abort()
 
     def eof_received(self) -> bool | None:
-        """Called by asyncio: the peer sends nothing more."""
         return self._stream.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio: the real transport is gone."""
         self._end_upload()
         self._end_download()
         self._stream.connection_lost(exc)

@@ -80,7 +80,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def __init__(self, limits: FrameLimits) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits = limits
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport  # set by connection_made, before anything else happens
         self._sink: FrameSink | None = None
         self.preamble: asyncio.Future[bytes] = self._loop.create_future()
         self.last_heard = self._loop.time()
@@ -105,13 +105,12 @@ class FrameStream(asyncio.BufferedProtocol):
     # --- asyncio's side: connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio: the stream can be used."""
         self._transport = transport  # type: ignore[assignment]
         transport.set_write_buffer_limits(high=262_144, low=65_536)  # type: ignore[attr-defined]
 
     def interpose(self, put_between: Callable[[asyncio.Transport, FrameStream], asyncio.Transport]) -> None:
         """Puts another transport between this stream and its own from now on; only before `attach`."""
-        if self._transport is not None and not self.is_lost:
+        if not self.is_lost:
             self._transport = put_between(self._transport, self)
 
     def attach(self, sink: FrameSink) -> None:
@@ -119,16 +118,15 @@ class FrameStream(asyncio.BufferedProtocol):
         self._sink = sink
         if self.is_lost:
             self._loop.call_soon(sink.on_lost, "the stream ended before it began")
-        elif self._transport is not None:
+        else:
             self._transport.resume_reading()
             self._advance()
 
     def eof_received(self) -> None:
-        """Called by asyncio: the peer sends nothing more."""
-        self.abort()  # a peer that has stopped talking has gone; what is still queued for it has no reader
+        """Aborts: a peer that has stopped talking has gone, and what is still queued for it has no reader."""
+        self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Called by asyncio: the stream is gone."""
         self.is_lost = self._is_deaf = True
         self.ended.set()
         self._queue.drop_bulk()
@@ -142,10 +140,9 @@ class FrameStream(asyncio.BufferedProtocol):
     def close(self) -> None:
         """Writes the small frames that are queued, and leaves it to the peer to end the stream; aborts after FLUSH_S.
 
-        p2pd resets a stream that its user closes, which would take the last frames with it. What still arrives is
-        thrown away.
+        p2pd resets a stream that its user closes, which would lose the last frames. What still arrives is thrown away.
         """
-        if self._is_closing or self.is_lost or self._transport is None:
+        if self._is_closing or self.is_lost:
             return
         self._is_closing = self._is_deaf = True
         self._queue.drop_bulk()
@@ -157,8 +154,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def abort(self) -> None:
         """Closes the stream now; what is queued is lost."""
         self._is_deaf = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     # --- asyncio's side: reading
 
@@ -173,7 +169,6 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._view[self._end : self._end + HEAD_BYTES]
 
     def buffer_updated(self, count: int) -> None:
-        """Called by asyncio: `count` bytes were put there."""
         self.bytes_in += count
         self.last_heard = self._loop.time()
         if self._is_deaf:
@@ -195,7 +190,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def proceed(self, intake: Intake) -> None:
         """Reads on after the sink said WAIT: the payload that waits is read (TAKE) or thrown away (DROP)."""
         frame, prefix = self._frame, self._prefix
-        if not self.is_waiting or frame is None or prefix is None or self._transport is None or self._is_deaf:
+        if not self.is_waiting or frame is None or prefix is None or self._is_deaf:
             return
         self.is_waiting = False
         self._guarded(partial(self._begin_payload, frame, prefix, intake))
@@ -263,8 +258,7 @@ class FrameStream(asyncio.BufferedProtocol):
                     self.abort()
                 elif available > at + size:
                     self._start += at + 1
-                    if self._transport is not None:
-                        self._transport.pause_reading()
+                    self._transport.pause_reading()
                     self.preamble.set_result(bytes(self._take_scratch(size)))
                 return
 
@@ -290,8 +284,7 @@ class FrameStream(asyncio.BufferedProtocol):
         size = prefix.payload_bytes
         if intake is Intake.WAIT:
             self.is_waiting = True
-            if self._transport is not None:
-                self._transport.pause_reading()
+            self._transport.pause_reading()
         elif intake is Intake.DROP:
             self._frame = self._prefix = None
             self._skip = size
@@ -315,7 +308,7 @@ class FrameStream(asyncio.BufferedProtocol):
     @property
     def unsent(self) -> int:
         """Bytes of frames that were begun and that the kernel has not taken yet."""
-        return self._transport.get_write_buffer_size() if self._transport is not None and not self.is_lost else 0
+        return self._transport.get_write_buffer_size() if not self.is_lost else 0
 
     @property
     def backlog(self) -> int:
@@ -329,8 +322,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def write_preamble(self, data: bytes) -> None:
         """Writes raw bytes before any frame."""
-        if self._transport is not None:
-            self._transport.write(data)
+        self._transport.write(data)
 
     def send_small(self, buffers: Buffers, call: int = 0) -> None:
         """Queues a frame ahead of all bulk, and never waits. Aborts the stream when MAX_SMALL_BYTES of these wait."""
@@ -351,38 +343,34 @@ class FrameStream(asyncio.BufferedProtocol):
 
         The buffers must stay as they are until the peer has answered. Raises ConnectionBroken.
         """
-        frame = QueuedFrame(buffers, sum(map(len, buffers)), call)
-        is_small = frame.size <= SMALL_BYTES
-        if not is_small:
-            await self._queue.wait_for_room(frame.size)
+        size = sum(map(len, buffers))
+        if size > SMALL_BYTES:
+            await self._queue.wait_for_room(size)
         if self.is_lost or self._is_closing:
             raise ConnectionBroken("the stream is closed")
-        if is_small:
-            self.send_small(buffers, call)
-        else:
-            self._queue.add_bulk(frame)
+        if size > SMALL_BYTES:
+            self._queue.add_bulk(QueuedFrame(buffers, size, call))
             self._pump()
+        else:
+            self.send_small(buffers, call)
 
     def withdraw(self, call: int) -> bool:
         """Takes back a frame of `call` that has not begun to be written. Returns False when there is none."""
         return self._queue.withdraw(call)
 
     def pause_writing(self) -> None:
-        """Called by asyncio: the transport has enough for now."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """Called by asyncio: the transport takes more."""
         self._is_paused = False
         self._pump()
 
     def _pump(self) -> None:
         """Hands frames to the transport until it has enough."""
-        transport = self._transport
-        while transport is not None and not self.is_lost and not self._is_paused:
+        while not self.is_lost and not self._is_paused:
             frame = self._queue.pop()
             if frame is None:
                 return
             self.bytes_out += frame.size
             self.last_sent = self._loop.time()
-            transport.writelines(frame.buffers)
+            self._transport.writelines(frame.buffers)
