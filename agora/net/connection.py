@@ -13,21 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from agora_protocol import messages
 from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError, Refused, WrongRun
 from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES, PROTOCOL_VERSION
-from agora_protocol.messages import (
-    ANSWER_OF,
-    GetManifest,
-    GetStatus,
-    Hello,
-    Message,
-    Ping,
-    Refusal,
-    refusal_from_wire,
-    refusal_to_wire,
-)
+from agora_protocol.messages import ANSWER_OF, GetManifest, GetStatus, Hello, Message, Ping, Refusal
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
@@ -55,8 +46,8 @@ class ConnectionOwner(CallServices, Protocol):
     report_violation: Callable[[PeerId, ProtocolError], None]
     shut_out_s: Callable[[PeerId], float]
 
-    def on_ready(self, connection: Connection) -> None:
-        """Takes a connection on which both sides have said HELLO."""
+    def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
+        """Takes a connection on which both sides have said HELLO, and where the peer says that it can be dialled."""
 
     def on_gone(self, connection: Connection) -> None:
         """Takes a connection that broke or ended; called once."""
@@ -86,7 +77,7 @@ class Connection:
         self._hello: Hello | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer_leaves = False
-        self._round_trip = MovingAverage(ROUND_TRIP_WEIGHT)
+        self.round_trip = MovingAverage(ROUND_TRIP_WEIGHT)  # in seconds
         self._liveness = LivenessCheck(self._limits.silence_s, self._limits.answer_s, loop_time())
         self._next_call = 1 if opened else 2
         self._open: dict[int, _OpenCall] = {}
@@ -119,19 +110,9 @@ class Connection:
         """Whether the peer takes part in no run, as far as it has said."""
         return self._hello is None or not self._hello.run
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where the peer says that it can be dialled."""
-        return self._hello.addresses if self._hello is not None else ()
-
-    @property
-    def round_trip_s(self) -> float | None:
-        """The mean of the last round trips in seconds; None before the first."""
-        return self._round_trip.value
-
     def end(self, error: AgoraError, reason: str) -> None:
         """Tells the peer why in a GOODBYE, fails every call, and closes the stream when that is written."""
-        self.stream.send_small(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
+        self.stream.send_small(encode_frame(FrameType.GOODBYE, 0, messages.refusal_to_wire(error)))
         self.stream.close()
         self.on_lost(reason)
 
@@ -171,11 +152,7 @@ class Connection:
     # --- calls of this side, and whether the peer is still there
 
     async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Sends a request when fewer than `max_calls` are open, and returns the reply.
-
-        The tensors must not change until this returns. Raises what the peer refused with, or ConnectionBroken.
-        Cancelling it tells the peer to stop.
-        """
+        """Sends a request when fewer than `max_calls` are open, and returns the reply. Cancelling tells the peer."""
         self._owner.count_sent(request, tensors)
         async with self._slots:
             self._awaited += 1
@@ -207,8 +184,6 @@ class Connection:
             raise
         finally:
             del self._open[number]
-            if call.reply.done() and not call.reply.cancelled():
-                call.reply.exception()  # its caller may have left without asking for it
 
     async def ping(self) -> None:
         """Measures the round trip. A peer that does not answer is found out by `tick`."""
@@ -218,7 +193,7 @@ class Connection:
                 await self._ask(Ping())
         except (AgoraError, TimeoutError):
             return
-        self._round_trip = self._round_trip.updated(time.perf_counter() - started)
+        self.round_trip = self.round_trip.updated(time.perf_counter() - started)
 
     def tick(self, now: float) -> None:
         """Pings a peer that owes an answer or sends for long; breaks off when it is gone. Called twice a second."""
@@ -279,7 +254,7 @@ class Connection:
                 if call is not None and call.on_progress is not None:
                     asyncio.get_running_loop().call_soon(call.on_progress, message)  # outside the read callback
             case FrameType.REFUSAL:
-                self._settle(frame.call, refusal_from_wire(message))
+                self._settle(frame.call, messages.refusal_from_wire(message))
             case FrameType.CANCEL:
                 self.incoming.on_cancel(frame.call)
             case FrameType.HELLO:
@@ -311,6 +286,7 @@ class Connection:
             return
         if isinstance(result, AgoraError):
             call.reply.set_exception(result)
+            call.reply.exception()  # its caller may have left without asking for it
         else:
             call.reply.set_result(result)
 
@@ -334,7 +310,7 @@ class Connection:
             self._reject(WrongRun(f"The peer trains run {own.run.hex()[:12]}, not {hello.run.hex()[:12]}."))
         else:
             self._hello = hello
-            self._owner.on_ready(self)
+            self._owner.on_ready(self, hello.addresses)
             if not self._ready.done():
                 self._ready.set_result(None)
 
@@ -349,7 +325,7 @@ class Connection:
             self._peer_leaves = True
             self._end_when_idle()
             return
-        error = refusal_from_wire(refusal)
+        error = messages.refusal_from_wire(refusal)
         is_unwanted = isinstance(error, Refused) or error.code == "wrong-version"
         self._fail_handshake(error)
         ended = ConnectionBroken(f"the peer ended the connection ({error.code}): {error}")

@@ -64,10 +64,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return True
 
     def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
-        """Returns the record in a DHT entry, decoded and verified. Raises ProtocolError when it is not valid.
-
-        One that has just expired is accepted: an answer of many records must not be refused because of it.
-        """
+        """Returns the record in a DHT entry, decoded and verified. Raises ProtocolError when it is not valid."""
         key = self._keys.get(key_hash)
         if key is None:
             raise ProtocolError("wrong-run", "The key is not that of any record of this run.")
@@ -82,6 +79,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             raise ProtocolError("wrong-key", "The subkey is not a peer id.")
         if expires_unix != read_expiry(data):
             raise ProtocolError("bad-record", "The DHT's expiry is not the signed one.")
+        # One that has just expired is accepted: an answer of many records must not be refused because of it.
         grace = min(now_unix, max(expires_unix - 1e-3, now_unix - CLOCK_TOLERANCE_S))
         record = open_record(data, run=self.run, key=key, subkey_peer=PeerId(peer), now_unix=grace)
         self._verified[key_hash, packed_peer, packed, expires_unix] = record
@@ -91,10 +89,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage, with a bound on the peers under one key.
-
-    It also refuses a record that expires before the one it has: hivemind's own then drops the newer one too early.
-    """
+    """hivemind's storage, with a bound on the peers under one key. An older record shortens no newer one's life."""
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         """Stores one record, or a whole dictionary of them. Returns whether it was stored."""
@@ -132,9 +127,9 @@ class Directory:
     async def create(
         cls, host: Host, run: RunId, bootstrap: Sequence[str] = (), *, stages: int = MAX_STAGES
     ) -> Directory:
-        """Starts a node on `host`, and joins the DHT through the peers of `bootstrap` that answer, if any.
+        """Starts a node on `host`, and joins the DHT through the peers at `bootstrap` (multiaddrs) that answer, if any.
 
-        bootstrap: multiaddrs with /p2p/PEER. stages: how many the run has; records of other stages are refused.
+        stages: how many the run has; records of other stages are refused.
         """
         validator = SignedRecords(run, stages)
         node = await DHTNode.create(
@@ -162,10 +157,7 @@ class Directory:
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def bootstrap(self, addresses: Iterable[str], timeout_s: float = 10.0) -> int:
-        """Joins the DHT through the peers at `addresses`. Returns how many answered. May be called at any time.
-
-        Raises InputError for a malformed address.
-        """
+        """Joins the DHT through the peers at `addresses`, and returns how many answered. Raises InputError."""
         addresses = list(addresses)
         try:
             await self._host.connect(addresses, timeout_s)

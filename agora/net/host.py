@@ -105,11 +105,11 @@ def _remove_abandoned(base: Path) -> None:
 class Host:
     """A running libp2p host. peer: its id. p2p: hivemind's handle. died: set when p2pd ends by itself."""
 
-    def __init__(self, p2p: Any, sockets: SocketDirectory) -> None:
+    def __init__(self, p2p: Any, sockets: SocketDirectory, link: LinkSpec | None) -> None:
         self.p2p = p2p
         self.peer = PeerId(str(p2p.peer_id))
         self.died = asyncio.Event()
-        self._link: AccessLink | None = None
+        self._link = AccessLink(link, random.Random(self.peer)) if link is not None else None
         self._sockets = sockets
         self._closing = False
         self._servers: list[asyncio.Server] = []
@@ -121,12 +121,10 @@ class Host:
         *,
         identity_path: Path,
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
-        bootstrap: Sequence[str] = (),
         announce: Sequence[str] = (),
         link: LinkSpec | None = None,
-        startup_s: float = STARTUP_S,
     ) -> Host:
-        """Starts p2pd with the key in `identity_path`, listens, and connects to the peers of `bootstrap` that answer.
+        """Starts p2pd with the key in `identity_path`, and listens.
 
         listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: addresses to announce instead of
         those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not. Raises
@@ -139,21 +137,12 @@ class Host:
         async with contextlib.AsyncExitStack() as undo:
             sockets = SocketDirectory()
             undo.callback(sockets.remove)
-            host = cls(await _start(identity_path, listen, announce, startup_s, sockets.path), sockets)
+            host = cls(await _start(identity_path, listen, announce, sockets.path), sockets, link)
             undo.push_async_callback(host.close)
             if host.peer != identity.peer:
                 raise LocalError(f"p2pd runs as {host.peer} with the key of {identity.peer}; install hivemind again.")
-            if link is not None:
-                host._link = AccessLink(link, random.Random(host.peer))
-            with contextlib.suppress(ConnectionBroken):
-                await host.connect(bootstrap)
             undo.pop_all()
         return host
-
-    @property
-    def daemon_pid(self) -> int:
-        """The process id of p2pd."""
-        return int(self.p2p._child.pid)
 
     async def addresses(self) -> tuple[str, ...]:
         """Returns where others can dial this host, each with /p2p/PEER. Raises ConnectionBroken when p2pd is gone."""
@@ -162,7 +151,7 @@ class Host:
         return tuple(address for address in found if address_problem(address) is None)
 
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
-        """Connects to the peers of these multiaddrs, this host's own passed over. Returns how many peers answered.
+        """Connects to the peers at these addresses, this one passed over, and returns how many answered.
 
         Raises InputError for a malformed address, and ConnectionBroken when there were peers and none answered.
         """
@@ -185,11 +174,8 @@ class Host:
             raise ConnectionBroken(f"none of {len(by_peer)} peers could be reached: {failed}")
         return reached
 
-    async def reach(self, peer: PeerId, addresses: Iterable[str], timeout_s: float = 10.0) -> None:
-        """Connects to `peer`, dialling these addresses unless there is a connection. Raises ConnectionBroken.
-
-        Without addresses p2pd uses what other peers told it, which is nothing for a peer that none of them has met.
-        """
+    async def reach(self, peer: PeerId, addresses: Iterable[str], timeout_s: float) -> None:
+        """Connects to `peer`, dialling these addresses unless there is a connection. Raises ConnectionBroken."""
         raw = [encoded for address in addresses if (encoded := _address_bytes(address.removesuffix(f"/p2p/{peer}")))]
         request = p2pd_pb2.ConnectRequest(
             peer=PeerID.from_base58(peer).to_bytes(), addrs=raw, timeout=max(1, int(timeout_s))
@@ -272,18 +258,18 @@ class Host:
         return response
 
     async def _request(self, request: Any, limits: FrameLimits, timeout_s: float) -> tuple[FrameStream, Any]:
-        """Sends a request to p2pd on a socket of its own. Returns that as a stream, and p2pd's answer.
+        """Sends a request to p2pd. Returns the socket, which is the stream that it may open, and p2pd's answer.
 
-        After a request to open a stream, the socket is that stream. Raises ConnectionBroken.
+        Raises ConnectionBroken.
         """
         body = request.SerializeToString()
         control, loop = self.p2p._daemon_listen_maddr["unix"], asyncio.get_running_loop()
         with contextlib.ExitStack() as undo:
             try:
                 async with asyncio.timeout(timeout_s):
-                    _, stream = await loop.create_unix_connection(lambda: FrameStream(limits), control)
+                    transport, stream = await loop.create_unix_connection(lambda: FrameStream(limits), control)
                     undo.callback(stream.abort)
-                    stream.write_preamble(_varint(len(body)) + body)
+                    transport.write(_varint(len(body)) + body)
                     answer = await stream.preamble
             except TimeoutError:
                 raise ConnectionBroken(f"no answer from the network within {timeout_s:.0f} s") from None
@@ -296,9 +282,7 @@ class Host:
         return stream, response
 
 
-async def _start(
-    identity_path: Path, listen: Sequence[str], announce: Sequence[str], startup_s: float, sockets: Path
-) -> Any:
+async def _start(identity_path: Path, listen: Sequence[str], announce: Sequence[str], sockets: Path) -> Any:
     """Returns hivemind's handle of a p2pd that listens on these addresses. Raises LocalError when it cannot."""
     is_loopback = all("/127." in address or "/::1/" in address for address in listen)
     kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
@@ -307,7 +291,7 @@ async def _start(
             host_maddrs=tuple(listen),
             announce_maddrs=tuple(announce) or None,
             identity_path=str(identity_path),
-            startup_timeout=startup_s,
+            startup_timeout=STARTUP_S,
             check_if_identity_free=False,
             auto_nat=not is_loopback,
             nat_port_map=not is_loopback,
@@ -375,9 +359,5 @@ def _one_line(text: str) -> str:
 
 def _varint(number: int) -> bytes:
     """Returns a number as protobuf's variable-length integer."""
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
+    low = number & 0x7F
+    return bytes([low]) if number == low else bytes([low | 0x80]) + _varint(number >> 7)

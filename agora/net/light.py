@@ -56,10 +56,7 @@ def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOU
 
 
 def fetch_manifest(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S) -> bytes:
-    """Returns a run's signed manifest as bytes, its hash and signature checked. Raises as `fetch_status` does.
-
-    A peer that sends another manifest is passed over like one that does not answer.
-    """
+    """Returns a run's signed manifest as bytes, its hash and signature checked. Raises as `fetch_status` does."""
     from agora_protocol.manifest import SignedManifest  # it needs pydantic, which a status does not
 
     def verify(answer: Message) -> bytes:

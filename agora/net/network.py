@@ -109,11 +109,11 @@ class Network:
     @property
     def carried_bytes(self) -> tuple[int, int]:
         """The bytes that all streams together have read, and have written, since the start."""
-        streams = [connection.stream for connection in self._all()]
         bytes_in, bytes_out = self._past_bytes
-        return bytes_in + sum(stream.bytes_in for stream in streams), bytes_out + sum(
-            stream.bytes_out for stream in streams
-        )
+        for connection in self._all():
+            bytes_in += connection.stream.bytes_in
+            bytes_out += connection.stream.bytes_out
+        return bytes_in, bytes_out
 
     @property
     def paths(self) -> dict[PeerId, str]:
@@ -122,7 +122,7 @@ class Network:
 
     def round_trip_s(self, peer: PeerId) -> float | None:
         """Returns the mean round trip to a connected peer in seconds; None where none was measured."""
-        measured = [connection.round_trip_s for connection in self._connections.get(peer, ())]
+        measured = [connection.round_trip.value for connection in self._connections.get(peer, ())]
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
     async def call(
@@ -136,9 +136,8 @@ class Network:
     ) -> Reply:
         """Calls `peer`; see `agora.calls.Caller`. Dials it first when there is no connection.
 
-        The tensors must not change until this returns. Raises what the peer refused with (Refused, ProtocolError,
-        Unavailable, PeerFailed), NotAdmitted for a peer that is shut out, ConnectionBroken as soon as the stream breaks
-        or cannot be opened, DeadlinePassed.
+        The tensors must not change until this returns. Raises what the peer refused with, NotAdmitted for a peer that
+        is shut out, ConnectionBroken as soon as the stream breaks or cannot be opened, DeadlinePassed.
         """
         try:
             async with asyncio.timeout_at(deadline):
@@ -258,10 +257,7 @@ class Network:
         self.spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
 
     def _make_room(self) -> bool:
-        """Breaks off one observer's connection when there are too many. Returns False when no room can be made.
-
-        A peer that has not said HELLO yet counts as an observer.
-        """
+        """Breaks off an observer's or a silent peer's connection when there are too many. Returns False without any."""
         connections = self._all()
         if len(connections) < self.limits.max_connections:
             return True
@@ -289,9 +285,9 @@ class Network:
 
     # --- what connections need of the network
 
-    def on_ready(self, connection: Connection) -> None:
+    def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
         """Learns the peer's addresses, wakes a dial that waits for the peer, and measures the round trip."""
-        self._book.learn(connection.peer, connection.addresses)
+        self._book.learn(connection.peer, addresses)
         if connection.peer in self._awaited:
             self._awaited[connection.peer].set()
         self.spawn(connection.ping())
@@ -300,11 +296,9 @@ class Network:
         """Forgets a connection that broke or ended. Its bytes stay counted."""
         self._past_bytes[0] += connection.stream.bytes_in
         self._past_bytes[1] += connection.stream.bytes_out
-        left = self._connections.get(connection.peer, [])
-        if connection in left:
-            left.remove(connection)
-        if not left:
-            self._connections.pop(connection.peer, None)
+        self._connections[connection.peer].remove(connection)
+        if not self._connections[connection.peer]:
+            del self._connections[connection.peer]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` until it ends or the network closes."""
@@ -332,5 +326,4 @@ def _with_deadline(request: Message, left_s: float) -> Message:
     fields: Any = request
     if left_ms + DEADLINE_SLACK_MS >= fields.deadline_ms:
         return request
-    shortened: Message = dataclasses.replace(fields, deadline_ms=left_ms)
-    return shortened
+    return dataclasses.replace(fields, deadline_ms=left_ms)  # type: ignore[no-any-return]

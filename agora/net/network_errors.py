@@ -14,10 +14,7 @@ class ConnectionBroken(AgoraError):
 
 
 class DialsCrossed(ConnectionBroken):
-    """Both peers dialled in the same instant, and TCP made one connection of the two dials (RFC 9293, 3.5).
-
-    The security handshake fails at both, and neither p2pd dials again for some seconds; then it is worth another try.
-    """
+    """Both peers dialled in the same instant (RFC 9293, 3.5); neither p2pd dials again for some seconds."""
 
 
 class DeadlinePassed(AgoraError):

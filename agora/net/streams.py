@@ -66,16 +66,8 @@ class FrameSink(Protocol):
         """Takes the end of the stream; called once, also after `close`."""
 
 
-def new_buffer(size: int) -> memoryview:
-    """Returns a writable buffer that is not zeroed: zeroing would cost a tenth of a core at a gigabyte a second."""
-    return memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]  # arrays are buffers from Python 3.12 on
-
-
 class FrameStream(asyncio.BufferedProtocol):
-    """One stream to a peer. It reads one length-delimited preamble, in which p2pd names the peer, and then frames.
-
-    Nothing is read between the preamble and `attach`.
-    """
+    """One stream to a peer: a length-delimited preamble, in which p2pd names the peer, and after `attach` frames."""
 
     def __init__(self, limits: FrameLimits) -> None:
         self._loop = asyncio.get_running_loop()
@@ -290,7 +282,8 @@ class FrameStream(asyncio.BufferedProtocol):
             self._skip = size
         else:
             if size:
-                frame.payload = new_buffer(size)
+                # Not zeroed: that would cost a tenth of a core at a gigabyte a second.
+                frame.payload = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]  # a buffer for mypy from 3.12
                 self._filled = min(size, self._end - self._start)
                 frame.payload[: self._filled] = self._take_scratch(self._filled)
             if self._filled == size:
@@ -319,10 +312,6 @@ class FrameStream(asyncio.BufferedProtocol):
     def has_room(self) -> bool:
         """Whether `send` would not wait now, whatever the size of the frame."""
         return not self._queue.bulk_bytes
-
-    def write_preamble(self, data: bytes) -> None:
-        """Writes raw bytes before any frame."""
-        self._transport.write(data)
 
     def send_small(self, buffers: Buffers, call: int = 0) -> None:
         """Queues a frame ahead of all bulk, and never waits. Aborts the stream when MAX_SMALL_BYTES of these wait."""

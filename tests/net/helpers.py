@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -131,6 +132,10 @@ async def peers(*handlers: Handler, limits: NetLimits | None = None, **options: 
             made.append(peer)
         introduce(*made)
         yield made
+
+
+def kill_p2pd(host: Host) -> None:
+    os.kill(host.p2p._child.pid, signal.SIGKILL)
 
 
 def introduce(*made: Peer) -> None:

@@ -20,7 +20,7 @@ async def hang(call: IncomingCall) -> Reply:
 async def main() -> None:
     peer = await make_peer(Path(sys.argv[1]), "lone", hang)
     try:
-        print(json.dumps([peer.id, peer.addresses, peer.host.daemon_pid]), flush=True)
+        print(json.dumps([peer.id, peer.addresses, peer.host.p2p._child.pid]), flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     finally:
         await peer.close()

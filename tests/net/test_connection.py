@@ -63,7 +63,7 @@ class Owner:
     def shut_out_s(self, peer: PeerId) -> float:
         return 0.0
 
-    def on_ready(self, connection: Connection) -> None:
+    def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
         pass
 
     def on_gone(self, connection: Connection) -> None:

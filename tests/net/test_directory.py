@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +22,7 @@ from hivemind.dht.routing import DHTID
 from agora.net import directory
 from agora.net.directory import Directory, SignedRecords
 from agora.net.host import Host
-from tests.net.helpers import RUN, make_host, run, until
+from tests.net.helpers import RUN, kill_p2pd, make_host, run, until
 
 RUN_ID = RunId(RUN)
 
@@ -113,7 +111,7 @@ def test_a_node_alone_works_and_hands_what_it_has_to_those_who_come() -> None:
                 second = Node(host, identity, await Directory.create(host, RUN_ID, entrance, stages=4))
                 try:
                     await until(lambda: bool(second.directory._node.protocol.storage.data))
-                    os.kill(first.host.daemon_pid, signal.SIGKILL)
+                    kill_p2pd(first.host)
                     await first.host.died.wait()
                     assert names(await read(second.directory, Claim, 1)) == {first.identity.peer}
                 finally:
@@ -128,7 +126,7 @@ def test_the_swarm_goes_on_when_the_first_peer_is_killed_and_newcomers_enter_thr
             for node in (first, second, third):
                 assert await node.publish()
             dead = await first.host.addresses()
-            os.kill(first.host.daemon_pid, signal.SIGKILL)
+            kill_p2pd(first.host)
             await first.host.died.wait()
 
             began = time.monotonic()

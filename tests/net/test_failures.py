@@ -21,7 +21,7 @@ from agora.calls import Reply
 from agora.net.incoming import IncomingCall
 from agora.net.net_limits import NetLimits
 from agora.net.network_errors import ConnectionBroken
-from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, peers, process, run, until
+from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, kill_p2pd, peers, process, run, until
 
 ROOT = Path(__file__).parents[2]
 LIMITS = NetLimits(silence_s=0.5, answer_s=1.0)
@@ -72,7 +72,7 @@ def test_when_a_p2pd_is_killed_both_sides_know_at_once_and_the_callees_work_goes
             call = asyncio.create_task(a.network.call(b.id, process(a.id), boundary(64), deadline=after(20)))
             await entered.wait()
             began = time.monotonic()
-            os.kill(b.host.daemon_pid, signal.SIGKILL)
+            kill_p2pd(b.host)
             with pytest.raises(ConnectionBroken):
                 await call
             await b.host.died.wait()
@@ -94,7 +94,7 @@ def test_when_our_own_p2pd_is_killed_our_calls_fail_at_once() -> None:
             call = asyncio.create_task(a.network.call(b.id, process(a.id), boundary(64), deadline=after(20)))
             await started(call, a, b.id)
             began = time.monotonic()
-            os.kill(a.host.daemon_pid, signal.SIGKILL)
+            kill_p2pd(a.host)
             with pytest.raises(ConnectionBroken):
                 await call
             await a.host.died.wait()
