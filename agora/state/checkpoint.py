@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from agora.state.files import FileDigest, hash_file, remove_folder, sync_folder, write_file, write_tensors
+from agora.state.files import FileDigest, remove_folder, sync_folder, write_file, write_tensors
 from agora.state.layout import Layout, StageState
 
 WEIGHTS: Final = "weights.safetensors"
@@ -118,7 +117,9 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
     for name, expected in index.files.items():
         file = path / name
         try:
-            actual = hash_file(file)
+            with file.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+                actual = FileDigest(opened.tell(), digest)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read ({error.strerror}).") from error
         if actual != expected:
@@ -175,8 +176,8 @@ def _write_files(place: Path, run: str, state: StageState, layout: Layout) -> Pa
             MOMENTS: write_tensors(fresh / MOMENTS, moments, metadata),
         },
     )
-    text = json.dumps(index.model_dump(), indent=2).encode() + b"\n"
-    path = place / f"step-{state.step}-{write_file(fresh / INDEX, [text]).sha256[:NAME_DIGITS]}"
+    written = write_file(fresh / INDEX, [index.model_dump_json(indent=2).encode() + b"\n"])
+    path = place / f"step-{state.step}-{written.sha256[:NAME_DIGITS]}"
     sync_folder(fresh)
     if path.exists():
         with contextlib.suppress(CheckpointError):

@@ -42,11 +42,14 @@ class ChunkSchedule:
     def take(self, peer: PeerId, now: float) -> int | None:
         """Returns the chunk to ask `peer` for and records the call. None when `peer` can do nothing useful now."""
         if self._missing:
-            chunk: int | None = heapq.heappop(self._missing)
-        elif (chunk := self._overdue_chunk(peer, now)) is not None:
+            chunk = heapq.heappop(self._missing)
+        else:
+            open_calls = ((max(asked.values()), chunk) for chunk, asked in self._open.items() if peer not in asked)
+            began, chunk = min(open_calls, default=(now, -1))
+            if now - began <= max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * self.usual_s()):
+                return None
             self.duplicated += 1
-        if chunk is not None:
-            self._open.setdefault(chunk, {})[peer] = now
+        self._open.setdefault(chunk, {})[peer] = now
         return chunk
 
     def record_arrival(self, chunk: int, peer: PeerId, now: float) -> list[PeerId]:
@@ -73,10 +76,3 @@ class ChunkSchedule:
     def usual_s(self) -> float:
         """Returns the median time of the last chunks, in seconds."""
         return statistics.median(self._durations) if self._durations else ASSUMED_CHUNK_S
-
-    def _overdue_chunk(self, peer: PeerId, now: float) -> int | None:
-        """Returns the chunk whose newest call is oldest, if it is overdue and not asked of `peer`; else None."""
-        patience = max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * self.usual_s())
-        open_calls = ((max(asked.values()), chunk) for chunk, asked in self._open.items() if peer not in asked)
-        began, chunk = min(open_calls, default=(now, -1))
-        return chunk if now - began > patience else None

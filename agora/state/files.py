@@ -100,13 +100,6 @@ def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], me
     return len(text).to_bytes(8, "little") + text
 
 
-def hash_file(path: Path) -> FileDigest:
-    """Returns the digest of what `path` holds now. Raises OSError."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileDigest(file.tell(), digest)
-
-
 def sync_folder(folder: Path) -> None:
     """Waits until the disk has the names in `folder`. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -118,12 +118,6 @@ def chunk_range(chunk: int, numel: int) -> slice:
     return slice(chunk * CHUNK_ELEMENTS, min((chunk + 1) * CHUNK_ELEMENTS, numel))
 
 
-def chunk_bytes(chunk: int, numel: int) -> int:
-    """Returns the size of a chunk in bytes."""
-    elements = chunk_range(chunk, numel)
-    return ELEMENT_BYTES * int(elements.stop - elements.start)
-
-
 def pack_chunk(state: StageState, chunk: int) -> bytearray:
     """Returns the bytes of a chunk of `state`."""
     elements = chunk_range(chunk, state.numel)

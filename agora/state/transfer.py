@@ -21,7 +21,7 @@ from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 from agora.calls import Caller, Reply
 from agora.clock import loop_time
 from agora.state.chunk_schedule import ChunkSchedule
-from agora.state.layout import ELEMENT_BYTES, Flat, StageState, chunk_bytes, chunk_count, chunk_range, unpack_chunk
+from agora.state.layout import ELEMENT_BYTES, Flat, StageState, chunk_count, chunk_range, unpack_chunk
 from agora.swarm.conduct import Offence, ReportOffence
 
 HASH_BYTES: Final = 32
@@ -91,9 +91,7 @@ class StateFetch:
         plausible_step: Callable[[], float] = lambda: math.inf,
         report_offence: ReportOffence,
     ) -> None:
-        """lag_limit: a source that is more steps behind the newest offer is not used; nor is one whose step is above
-        what plausible_step returns.
-        """
+        """lag_limit: steps behind the newest offer. plausible_step: a source that offers a later step is not used."""
         self.schedule = ChunkSchedule(chunk_count(numel))
         self._caller = caller
         self._stage = stage
@@ -234,16 +232,16 @@ class StateFetch:
         began = loop_time()
         ends = min(self._deadline, began + CHUNK_S)
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(ends))
-        size = chunk_bytes(chunk, self._numel)
+        elements = chunk_range(chunk, self._numel)
+        nbytes = ELEMENT_BYTES * self._weights[elements].size
         try:
             reply = await self._caller.call(source.peer, request, deadline=ends)
-            values = await asyncio.to_thread(check_chunk, reply, offer.hashes[chunk], size)
+            values = await asyncio.to_thread(check_chunk, reply, offer.hashes[chunk], nbytes)
         except AgoraError as error:
             self._handle_failure(source, error, offer)
             return
         source.failures, source.last_chunk_s = 0, loop_time() - began
         self._versions[chunk] = (offer.index.step, offer.index.updates)
-        elements = chunk_range(chunk, self._numel)
         self._weights[elements], self._mean[elements], self._square[elements] = values
         needless = self.schedule.record_arrival(chunk, source.peer, loop_time())
         for other in [other for other in self._sources if other.peer in needless]:

@@ -11,9 +11,9 @@ from hypothesis.extra.numpy import array_shapes
 
 from agora.state import layout
 from agora.state.layout import (
+    ELEMENT_BYTES,
     Layout,
     Slot,
-    chunk_bytes,
     chunk_count,
     chunk_hashes,
     chunk_range,
@@ -72,7 +72,8 @@ def test_chunks_cover_every_element_once_and_carry_its_moments(blocks) -> None:
         patch.setattr(layout, "CHUNK_ELEMENTS", 5000)
         given_state = state(numel)
         parts = [pack_chunk(given_state, chunk) for chunk in range(chunk_count(numel))]
-        assert [len(part) for part in parts] == [chunk_bytes(chunk, numel) for chunk in range(len(parts))]
+        sizes = [given_state.mean[chunk_range(chunk, numel)].size for chunk in range(len(parts))]
+        assert [len(part) for part in parts] == [ELEMENT_BYTES * size for size in sizes]
         arrays = [unpack_chunk(memoryview(part)) for part in parts]
         for number, name in enumerate(("weights", "mean", "square")):
             np.testing.assert_array_equal(np.concatenate([a[number] for a in arrays]), getattr(given_state, name))
@@ -81,4 +82,5 @@ def test_chunks_cover_every_element_once_and_carry_its_moments(blocks) -> None:
 
 
 def test_a_chunk_is_never_larger_than_the_protocol_says() -> None:
-    assert chunk_bytes(0, 10**7) <= STATE_CHUNK_BYTES < chunk_bytes(0, 10**7) + 12
+    nbytes = ELEMENT_BYTES * chunk_range(0, 10**7).stop
+    assert nbytes <= STATE_CHUNK_BYTES < nbytes + 12
