@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
+from agora_protocol.messages import Averaged
 from torch import Tensor
 
 from agora.codec import all_finite
@@ -24,25 +25,20 @@ MOST_DISTANCE: Final = 1e30  # the protocol's limit for a distance; absurd value
 
 
 @dataclass(frozen=True, slots=True)
-class Aggregate:
-    """An average, float32 [n], of `members` contributions of weight above 0. weight: the sum of their weights.
+class Average:
+    """The average of a part, float32 [n], and what an owner says of it; its distance is at most MOST_DISTANCE."""
 
-    distance: the median over them of the root mean square of (values - average), at most MOST_DISTANCE.
-    """
-
-    average: Tensor
-    members: int
-    weight: float
-    distance: float
+    values: Tensor
+    message: Averaged
 
 
 def aggregate(
     contributions: Sequence[Tensor], weights: Sequence[float], rule: Rule, *, center: Tensor | None, cap: bool
-) -> Aggregate | None:
-    """Returns the average of `contributions`, float32 [n] each, finite; None when every weight is 0.
+) -> Average | None:
+    """Returns the average of `contributions`, float32 [n] each, finite.
 
     cap: whether no weight counts for more than 2/n of all. center: where a centered clip begins; None for the median of
-    each coordinate. Values so absurd that their average is not finite give None as well.
+    each coordinate. None when every weight is 0, and for values so absurd that their average is not finite.
     """
     counted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
     if not counted:
@@ -55,7 +51,8 @@ def aggregate(
     if not all_finite(average):
         return None
     distance = statistics.median(root_mean_square(value, average) for value in values)
-    return Aggregate(average, len(values), sum(plain), min(distance, MOST_DISTANCE))
+    message = Averaged(len(values), len(contributions), sum(plain), min(distance, MOST_DISTANCE))
+    return Average(average, message)
 
 
 def capped(weights: Sequence[float]) -> list[float]:

@@ -2,9 +2,6 @@
 
 Knows: what each replica last reported. Must not know: calls, threads, weights, any clock or source of randomness.
 
-A stage takes a step when its replicas together have counted the step's tokens. Each replica judges that for itself,
-from the reports that it has: whoever finds the step complete takes it, and the others follow when they hear of that.
-
 | a replica is | when | what follows |
 |---|---|---|
 | listed | the directory's view names it as a replica of the stage | it is gossiped to |
@@ -36,11 +33,9 @@ GOSSIP_FANOUT: Final = 4
 class ReplicaProgress:
     """What is known of one other replica of a stage.
 
-    step: optimizer steps it has taken. tokens: tokens it has counted since that step. previous_tokens: tokens it had
-    counted when it took its last step, 0 when unknown. heard_at: when it last reported to anybody, as far as is known.
-    failed_at: when a call to it last failed. reported_step: the step in the last report that came from itself and not
-    through others, -1 before the first. listed: whether this peer's view has named it since it was first heard of.
-    Times are in seconds.
+    tokens: counted since `step`. previous_tokens: counted when it took its last step, 0 when unknown. heard_at: when it
+    last reported to anybody. failed_at: when a call to it last failed. reported_step: the step that it last reported
+    itself, -1 before the first. listed: whether the view has named it since it was first heard of. Times in seconds.
     """
 
     step: int

@@ -7,20 +7,20 @@ docs/averaging.md tells what the rounds are for, and what follows when one fails
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
-from agora_protocol.ids import PeerId
+from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute
 from agora_protocol.tensors import WireTensor
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agora.averaging import agreement, next_action
-from agora.averaging.contracts import ReplicaListing, ReplicatedStages, StateFetcher
 from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
 from agora.averaging.kinds import Part, RoundConfig
 from agora.averaging.next_action import ActionConfig, OtherReplicas, OwnStage
@@ -31,7 +31,6 @@ from agora.averaging.rounds import Round, RoundResult
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import events
-from agora.observe.events import Report
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence, ReportOffence
 
@@ -44,12 +43,58 @@ LOOK_S: Final = 5.0
 """Seconds between two looks at how far the other stages of a synchronous run are."""
 
 
+class ReplicatedStages(Protocol):
+    """The stages of this peer's span (train.Compute). Each method raises NotMyStage for a stage that is not held."""
+
+    @property
+    def span(self) -> Span: ...
+    def layout(self, stage: int) -> Any:
+        """Returns a description of the stage's flat weights; `numel` is their number of elements."""
+
+    def progress(self) -> Sequence[Any]:
+        """Returns for each stage its number `stage`, `step`, and `tokens_in_step`."""
+
+    def step_of(self, stage: int) -> int: ...
+    def publish_policy(self, stage: int, policy: StepPolicy) -> None: ...
+    async def snapshot_blocks(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, int]:
+        """Returns a copy of the weights in `blocks`, and the step they are of."""
+
+    async def apply_average(self, stage: int, blocks: NDArray[Any], delta: Tensor, snapshot: Tensor, rule: Any) -> None:
+        """Takes in an average that differs from `snapshot` by `delta`."""
+
+    async def catch_up(self, stage: int, step: int) -> None:
+        """Sets the stage to the number of steps that other replicas have taken, and takes an own step that is due."""
+
+    async def take_mean_gradient(self, stage: int) -> Any:
+        """Returns this replica's share of the next step (train.MeanGradient), and keeps the stage from taking it."""
+
+    async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
+        """Takes step `number` along the mean over `tokens` tokens of all replicas."""
+
+
+class StateFetcher(Protocol):
+    """Fetches states from other replicas (state.StateKeeper). fetched: the stages whose state came from others."""
+
+    fetched: set[int]
+
+    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
+        """Replaces the stage's state by one of at least `at_least` steps. Raises Unavailable when no source has one."""
+
+
+class ReplicaListing(Protocol):
+    """What this peer's view says. listed: a stage's replicas, with bandwidths in bytes per second, 0 when unknown."""
+
+    def listed(self, stage: int) -> Mapping[PeerId, float]: ...
+    def steps_of_run(self) -> Collection[Collection[int]]:
+        """Returns, for each stage of the run, the steps that its replicas have taken."""
+
+
 @dataclass(slots=True)
 class _StageTasks:
-    """What a stage is doing. tokens: those counted since the last slice round, its weight in the next one.
+    """What a stage is doing. tokens: counted since the last slice round, its weight in the next one.
 
-    last_slice_round: the newest one that this peer took part in. slice_task: the running slice round. work: a running
-    step, fetch or catch-up. behind: the step at which the stage fell behind the run's leading stage, and when.
+    slice_task: the running slice round. work: a running step, fetch or catch-up. behind: the step at which the stage
+    fell behind the run's leading stage, and when.
     """
 
     slices: Slices
@@ -77,7 +122,7 @@ class ReplicaGroup:
         caller: Caller,
         state: StateFetcher,
         listing: ReplicaListing,
-        report: Report,
+        report: events.Report,
         report_offence: ReportOffence,
     ) -> None:
         """report_offence: is called for a replica that contributes what none may."""
@@ -243,15 +288,15 @@ class ReplicaGroup:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a task whose failure is reported as an event."""
-        task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(self._report_failure)
-        return task
 
-    def _report_failure(self, task: asyncio.Task[None]) -> None:
-        """Reports the error that a task has ended with, if any."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            code = error.code if isinstance(error, AgoraError) else type(error).__name__
-            self._report(events.TaskFailed("averaging", f"{code}: {error}"))
+        def report_failure(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                code = error.code if isinstance(error, AgoraError) else type(error).__name__
+                self._report(events.TaskFailed("averaging", f"{code}: {error}"))
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(report_failure)
+        return task
 
     # --- acting
 

@@ -1,15 +1,7 @@
 """What a round of weights and a round of gradients have in common, and what each does in its own way.
 
 Knows: the run's averaging configuration, parts and their values. Must not know: owners, calls, deadlines.
-
-| | WeightRound | GradientRound |
-|---|---|---|
-| averages | a slice of the weights, float32 [n] | the mean gradient of a step, float32 [n] |
-| an owner answers | average - values: the member keeps its own rounding | the average: the same bits for everyone |
-| a part that failed | is not changed (0) | is the member's own |
-| contributions that all have weight 0 | count equally: newcomers among themselves | make no average |
-| a member rejects an average | that lies too far from its own values (Drift) | that is too large (GradientSize) |
-| in a synchronous run | as ever | an exact weighted mean: no cap, no clip, nothing is rejected |
+docs/averaging.md has the differences as a table.
 """
 
 from __future__ import annotations
@@ -27,7 +19,7 @@ from agora_protocol.messages import Averaged
 from agora_protocol.tensors import WireTensor
 from torch import Tensor, zeros_like
 
-from agora.averaging.aggregate import Aggregate, Rule, aggregate, magnitude, root_mean_square
+from agora.averaging.aggregate import Average, Rule, aggregate, magnitude, root_mean_square
 from agora.averaging.plausibility import Drift, GradientSize
 from agora.averaging.wire import PartCodec, WireName
 
@@ -47,14 +39,6 @@ class Part(NamedTuple):
     def round(self) -> tuple[int, str, int]:
         """The round that the part belongs to."""
         return self[:3]
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """The average of a part, float32 [n], and what is said of it."""
-
-    values: Tensor
-    message: Averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +78,6 @@ class RoundConfig:
         return PartCodec(self.wire).decode(list(tensors), numel, self.dither(part))
 
 
-class Implausible(PeerFailed):
-    """An average was rejected because of its size."""
-
-
 class WeightRound:
     """Rounds that average a slice of the weights: how an owner answers, and what a member makes of the answer."""
 
@@ -106,14 +86,14 @@ class WeightRound:
         self._drifts: defaultdict[int, Drift] = defaultdict(Drift)  # by stage
         self._recorded: defaultdict[int, dict[int, float]] = defaultdict(dict)  # of the running round: stage, part
 
-    def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Aggregate | None:
+    def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Average | None:
         """Returns the owner's average; newcomers among themselves count equally. center: where a clip begins."""
         if len(weights) > 1 and not any(weights):
             weights = [1.0] * len(weights)
         return aggregate(values, weights, self._config.rule, center=center, cap=True)
 
     def encode_answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
-        """Encodes the difference between the average and a member's values as they were decoded; without dither."""
+        """Encodes average - values for a member that sent `values`, without dither: it keeps its own rounding."""
         return PartCodec(self._config.wire).encode(average - values)
 
     def own_answer(self, part: Part, average: Tensor, values: Tensor) -> Tensor:
@@ -133,7 +113,7 @@ class WeightRound:
         return Average(self._config.decode(part, sent, len(answer)) + answer, message)
 
     def judge(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
-        """Returns the root mean square of (values - average). Raises Implausible for an average too far away.
+        """Returns the root mean square of (values - average). Raises PeerFailed for an average too far away.
 
         Either way it moves the usual distance, unless a single member made the average: that says nothing.
         """
@@ -142,7 +122,7 @@ class WeightRound:
         if why := drift.why_implausible(distance, size):
             if message.members > 1 and (counted := drift.after_rejection(size)) is not None:
                 recorded.setdefault(part.part, counted)
-            raise Implausible(why)
+            raise PeerFailed(why)
         recorded.pop(part.part, None)
         if message.members > 1:
             recorded[part.part] = Drift.after_acceptance(distance, message.distance)
@@ -161,7 +141,7 @@ class GradientRound:
         self._config = config
         self._sizes: defaultdict[tuple[int, int], GradientSize] = defaultdict(GradientSize)  # by stage and part
 
-    def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Aggregate | None:
+    def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Average | None:
         """Returns the owner's average; in a synchronous run the plain mean by tokens."""
         if self._config.exact:
             return aggregate(values, weights, "mean", center=None, cap=False)
@@ -188,11 +168,11 @@ class GradientRound:
         return Average(answer, message)
 
     def judge(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
-        """Returns the root mean square of (values - average), sampled. Raises Implausible for a far too large mean."""
+        """Returns the root mean square of (values - average), sampled. Raises PeerFailed for a far too large mean."""
         if not self._config.exact:
             own, mean, usual = magnitude(values), magnitude(answer), self._sizes[part.stage, part.part]
             if why := usual.why_implausible(mean, own):
-                raise Implausible(why)
+                raise PeerFailed(why)
             self._sizes[part.stage, part.part] = usual.updated(mean, own)
         return root_mean_square(answer, values)
 

@@ -47,14 +47,13 @@ class Action:
 class ActionConfig:
     """What the manifest says about stepping.
 
-    exact_steps: number of first steps that are taken along the mean gradient of all replicas. slice_every: steps
-    between two slice rounds. most_behind: steps behind the others beyond which only their state helps.
+    exact_steps: number of first steps that are taken along the mean gradient of all replicas. most_behind: steps behind
+    the others beyond which only their state helps.
     """
 
     target_tokens: int
     synchronous: bool
     exact_steps: int
-    slice_every: int
     most_behind: int
 
     @classmethod
@@ -62,9 +61,9 @@ class ActionConfig:
         """Returns what the manifest says; in a synchronous run every step is exact, and two steps behind is too far."""
         averaging, target = manifest.averaging, manifest.optimizer.target_tokens
         if manifest.schedule.kind == "synchronous":
-            return cls(target, True, sys.maxsize, averaging.every, most_behind=1)
+            return cls(target, True, sys.maxsize, most_behind=1)
         most_behind = max(LEAST_LOST, round(LOST_COVERS * averaging.every / averaging.fraction))
-        return cls(target, False, averaging.exact_steps, averaging.every, most_behind)
+        return cls(target, False, averaging.exact_steps, most_behind)
 
     def is_exact(self, step: int) -> bool:
         """Returns whether step number `step` is taken along the mean gradient of all replicas."""
@@ -101,7 +100,7 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     if own.leaving:
         return Action("wait"), "this peer is leaving"
     if own.slice_due is not None and set(others.listed) - unreachable_replicas(others.known, others.listed, now):
-        return Action("slice round", own.slice_due), f"step {own.step} is a multiple of {config.slice_every}"
+        return Action("slice round", own.slice_due), f"slice round {own.slice_due} is due"
     if own.busy:
         return Action("wait"), "a step or a fetch is running"
     replicas = counting_replicas(now, own.step, others, config)

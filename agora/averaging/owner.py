@@ -8,11 +8,8 @@ Knows: contributions, who is expected, when to stop waiting. Must not know: how 
 | whose window, which its first contribution opened, is over | with what is there |
 | of which this peer is the second owner | unless a member has the first owner's average (Recall), then for all |
 
-| a contribution | is answered by |
-|---|---|
-| in time, of a member | the average that it is in |
-| late | the same average, without being in it; the others make a new one where one peer alone had come in time |
-| of a peer that is no member | the average, without being in it |
+A contribution that is late, or of a peer that is no member, is answered by the average without being in it. Where one
+peer alone had come in time, the others make a new one.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused
 from agora_protocol.ids import PeerId
@@ -29,7 +26,8 @@ from agora_protocol.messages import Averaged, Contribute, Recall, Recalled
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
-from agora.averaging.kinds import Average, Part, RoundConfig, round_kinds
+from agora.averaging.aggregate import Average
+from agora.averaging.kinds import Part, RoundConfig, round_kinds
 from agora.averaging.partition import choose_owners
 from agora.averaging.wire import PartCodec
 from agora.calls import Caller
@@ -44,22 +42,17 @@ RECALL_SHARE: Final = 0.1
 MAX_OPEN: Final = 4096
 """Parts that may be gathered at once."""
 KEPT_ROUNDS: Final = 2.0
-"""Times round_s for which what is known of a round is kept, for contributions that come late and for Recall."""
+"""Times round_s for which a round is remembered after it began here, for late contributions and for Recall."""
 KEPT_NUMBERS: Final = 4
 """Rounds of a kind whose averages are kept; exact steps follow one another fast, and nobody asks for older ones."""
 
 
 class RoundView(Protocol):
-    """What an owner asks of the group of replicas that it belongs to."""
+    """What an owner asks of its group of replicas; ReplicaGroup describes the methods."""
 
-    def members(self, stage: int, what: str) -> Mapping[PeerId, float]:
-        """Returns a round's members now, this peer included, with their bandwidths."""
-
-    def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
-        """Returns those of `peers` that did not answer lately."""
-
-    def numel_of(self, part: Part) -> int:
-        """Returns a part's number of elements. Raises Refused when its round is too far away, else ProtocolError."""
+    def members(self, stage: int, what: str) -> Mapping[PeerId, float]: ...
+    def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]: ...
+    def numel_of(self, part: Part) -> int: ...
 
 
 @dataclass(slots=True)
@@ -82,11 +75,12 @@ class _Gathering:
 
 @dataclass(slots=True)
 class _RoundRecord:
-    """What is known of a round. members: with their bandwidths. lost: those nobody waits for. contributed: by part."""
+    """What is known of a round. members: with bandwidths. lost: nobody waits for them. The others are by part index."""
 
     members: dict[PeerId, float] = field(default_factory=dict)
     lost: set[PeerId] = field(default_factory=set)
     contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
+    averages: dict[int, Callable[[], Average]] = field(default_factory=dict)
 
 
 class Owner:
@@ -101,7 +95,6 @@ class Owner:
         self.kinds = round_kinds(config)
         self._view = view
         self._open: dict[Part, _Gathering] = {}
-        self._kept: dict[Part, Callable[[], Average]] = {}
         self._rounds: dict[tuple[int, str, int], _RoundRecord] = {}
 
     def newest(self, stage: int, what: str) -> int:
@@ -159,14 +152,14 @@ class Owner:
         values = self.config.decode(part, tensors, numel)
         self._note_contribution(peer, part)
         await self.reach("averaging.received")
-        kept = self._kept.get(part)
+        kept = self._kept(part)
         average = kept() if kept else await self._gather(peer, message, part, values, deadline)
         await self.reach("averaging.gathered")
         return part, values, average
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
         """Returns the average of a part if this peer has it, else a message without a tensor."""
-        kept = self._kept.get(Part(message.stage, message.what, message.round, message.part))
+        kept = self._kept(Part(message.stage, message.what, message.round, message.part))
         if kept is None:
             return Recalled(0, 0, 0.0, 0.0), []
         average = kept()
@@ -176,10 +169,13 @@ class Owner:
 
     def keep(self, part: Part, average: Callable[[], Average]) -> None:
         """Keeps for a while a function that returns a part's average, for late contributions and for Recall."""
-        if part not in self._kept:
-            self._kept[part] = average
-            self._kept.pop(part._replace(number=part.number - KEPT_NUMBERS), None)
-            self._forget_later(self._kept, part)
+        self._round(part).averages.setdefault(part.part, average)
+        if old := self._rounds.get((part.stage, part.what, part.number - KEPT_NUMBERS)):
+            old.averages.clear()
+
+    def _kept(self, part: Part) -> Callable[[], Average] | None:
+        """Returns what `keep` was given for the part, None for nothing."""
+        return self._rounds[part.round].averages.get(part.part) if part.round in self._rounds else None
 
     # --- gathering
 
@@ -187,7 +183,8 @@ class Owner:
         """Returns what is known of the part's round."""
         if part.round not in self._rounds:
             self._rounds[part.round] = _RoundRecord()
-            self._forget_later(self._rounds, part.round)
+            keep_s = KEPT_ROUNDS * self.config.round_s
+            asyncio.get_running_loop().call_later(keep_s, self._rounds.pop, part.round)
         return self._rounds[part.round]
 
     def _members(self, part: Part) -> Mapping[PeerId, float]:
@@ -195,10 +192,6 @@ class Owner:
         record = self._round(part)
         record.members = {**self._view.members(part.stage, part.what), **record.members}
         return record.members
-
-    def _forget_later(self, records: dict[Any, Any], key: object) -> None:
-        """Removes an entry after KEPT_ROUNDS."""
-        asyncio.get_running_loop().call_later(KEPT_ROUNDS * self.config.round_s, records.pop, key, None)
 
     def _note_contribution(self, peer: PeerId, part: Part) -> None:
         """Stops waiting for the peer in earlier rounds. Raises ProtocolError for a part that it contributed before."""
@@ -268,17 +261,11 @@ class Owner:
 
     def _average(self, part: Part, gathering: _Gathering) -> None:
         """Averages what is there, and answers everyone who waits."""
-        peers, me = list(gathering.values), self.config.me
-        weights = [gathering.weights[peer] for peer in peers]
+        me, weights = self.config.me, list(gathering.weights.values())
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
-        found = self.kinds[part.what].combine(list(gathering.values.values()), weights, center)
-        if found is None:
-            self._end(part, gathering, Refused("nobody has anything to average yet"))
-        else:
-            message = Averaged(found.members, len(peers), found.weight, found.distance)
-            self._end(part, gathering, Average(found.average, message))
+        self._end(part, gathering, self.kinds[part.what].combine(list(gathering.values.values()), weights, center))
 
-    def _end(self, part: Part, gathering: _Gathering, outcome: Average | AgoraError) -> None:
+    def _end(self, part: Part, gathering: _Gathering, average: Average | None) -> None:
         """Ends a gathering; an average to which one peer alone contributed is not kept for those who come later."""
         if self._open.get(part) is not gathering:
             return
@@ -286,12 +273,12 @@ class Owner:
         gathering.timer.cancel()
         if gathering.recall is not None:  # also where that is the running task, which then returns
             gathering.recall.cancel()
-        if isinstance(outcome, AgoraError):
-            gathering.result.set_exception(outcome)
+        if average is None:
+            gathering.result.set_exception(Refused("nobody has anything to average yet"))
         else:
-            if outcome.message.present > 1:
-                self.keep(part, lambda: outcome)
-            gathering.result.set_result(outcome)
+            if average.message.present > 1:
+                self.keep(part, lambda: average)
+            gathering.result.set_result(average)
         gathering.values.clear()
 
     # --- as second owner

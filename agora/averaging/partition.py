@@ -64,11 +64,10 @@ def choose_owners(
     known = [bandwidth for bandwidth in members.values() if bandwidth > 0]
     usual = statistics.median(known) if known else 1.0
     label = f"agora owner 1\0{run}\0{stage}\0{what}\0{number}\0{part}\0"
-    order = sorted(members, key=lambda peer: (_exponential(label + peer) / (members[peer] or usual), peer))
+
+    def place(peer: PeerId) -> tuple[float, PeerId]:
+        whole = int.from_bytes(hashlib.sha256((label + peer).encode()).digest()[:8], "big")
+        return -math.log((whole + 0.5) / 2.0**64) / (members[peer] or usual), peer
+
+    order = sorted(members, key=place)
     return order[0], order[1] if len(order) > 1 else None
-
-
-def _exponential(text: str) -> float:
-    """Returns -ln(u) for the u in (0, 1) that the text hashes to: exponentially distributed."""
-    whole = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-    return -math.log((whole + 0.5) / 2.0**64)

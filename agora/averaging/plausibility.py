@@ -30,10 +30,7 @@ class Drift:
     usual: float | None = None
 
     def limit(self, size: float) -> float:
-        """Returns how far an average may lie from own values of root mean square `size`.
-
-        `size` before the first round, then max(MOST_TIMES_USUAL * usual, LEAST_LIMIT * size).
-        """
+        """Returns how far an average may lie from own values of root mean square `size`; `size` in the first round."""
         return size if self.usual is None else max(MOST_TIMES_USUAL * self.usual, LEAST_LIMIT * size)
 
     def why_implausible(self, distance: float, size: float) -> str:
@@ -55,8 +52,7 @@ class Drift:
     def after_acceptance(distance: float, median: float) -> float:
         """Returns the distance to record when an average was accepted: max(distance, min(median, 8 * distance)).
 
-        median: of the members' distances, as the owner says. A member with most of the weight lies near the average
-        for that reason alone, and would reject the next one, in which all weigh the same.
+        median: of the members' distances, as the owner says. A member with most of the weight lies near by itself.
         """
         return max(distance, min(median, MOST_TIMES_USUAL * distance))
 
@@ -103,10 +99,9 @@ class Newcomer:
     def after_round(self, own: float, others: float, members: float, cover: int) -> Newcomer:
         """Returns the state after a slice round in which every part was averaged.
 
-        own: this replica's distance to the average. others: the median of the members' distances; `members` of them.
-        cover: rounds that average every weight once; after so many this replica counts in any case.
-        Of replicas that lie equally far, s, from their true mean, n have the distance s sqrt(1 - 1/n) to their average,
-        and another one s sqrt(1 + 1/n). With a single other there is nothing to compare: then one round is enough.
+        own: this replica's distance to the average. others: the median distance of the `members`; after `cover` rounds
+        it counts in any case. Of replicas at distance s from their true mean, n are s sqrt(1 - 1/n) from their average,
+        and another one s sqrt(1 + 1/n). With a single other there is nothing to compare.
         """
         near = members < 2 or own <= NEAR * others * math.sqrt((members + 1) / (members - 1))
         return Newcomer(self.counts or near or self.rounds + 1 >= cover, self.rounds + 1)

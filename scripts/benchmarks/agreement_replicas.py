@@ -148,7 +148,7 @@ def exchange(
         found = aggregate(came, weights, "mean", center=None, cap=True)
         assert found is not None
         for answer, value in zip(answers, came, strict=True):
-            answer[cut] = kind.decode_answer(part, kind.encode_answer(part, found.average, value), len(value))
+            answer[cut] = kind.decode_answer(part, kind.encode_answer(part, found.values, value), len(value))
         sent += sum(tensor.nbytes for tensor in wired[0])
     return answers, sent
 

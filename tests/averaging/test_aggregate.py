@@ -62,17 +62,17 @@ def test_what_the_cap_makes_of_weights(weights: list[float], expected: list[floa
 def test_a_liar_about_its_weight_moves_ten_members_by_two_tenths() -> None:
     values = [torch.zeros(SIZE)] * 9 + [torch.ones(SIZE)]
     weights = [1.0] * 9 + [1e9]
-    assert torch.allclose(averaged(values, weights).average, torch.full((SIZE,), 0.2))
-    exact = averaged(values, weights, cap=False).average
+    assert torch.allclose(averaged(values, weights).values, torch.full((SIZE,), 0.2))
+    exact = averaged(values, weights, cap=False).values
     assert float(exact[0]) > 0.99, "gradients are not capped: their weights are how many tokens there are"
 
 
 def test_shares_sum_to_one() -> None:
     for weights in ([1.0], [3.0, 1.0], [100.0, 2.0, 3.0], [0.0, 5.0, 1.0], [1e18, 1e-3, 7.0]):
         found = averaged([torch.full((SIZE,), 2.5)] * len(weights), weights)
-        assert torch.equal(found.average, torch.full((SIZE,), 2.5)), "equal values are their own mean, to the bit"
+        assert torch.equal(found.values, torch.full((SIZE,), 2.5)), "equal values are their own mean, to the bit"
     a, b = honest(1), honest(2)
-    assert torch.allclose(averaged([a, b], [3.0, 1.0]).average, 0.75 * a + 0.25 * b, atol=1e-6)
+    assert torch.allclose(averaged([a, b], [3.0, 1.0]).values, 0.75 * a + 0.25 * b, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["mean", "clip"])
@@ -80,8 +80,12 @@ def test_a_newcomer_is_not_in_the_average_nor_in_its_count(rule: Rule) -> None:
     values = [honest(1), honest(2), torch.full((SIZE,), 1e6)]
     with_it = averaged(values, [2.0, 1.0, 0.0], rule)
     without = averaged(values[:2], [2.0, 1.0], rule)
-    assert torch.equal(with_it.average, without.average)
-    assert (with_it.members, with_it.weight, with_it.distance) == (2, 3.0, without.distance)
+    assert torch.equal(with_it.values, without.values)
+    assert (with_it.message.members, with_it.message.weight, with_it.message.distance) == (
+        2,
+        3.0,
+        without.message.distance,
+    )
 
 
 def test_nobody_with_a_weight_makes_no_average() -> None:
@@ -108,8 +112,8 @@ def test_what_is_said_of_an_absurd_average_can_be_said(size: float, rule: Rule) 
     for attackers in (1, 2):
         values = [honest(1), honest(2)] + [torch.full((SIZE,), size)] * attackers
         found = averaged(values, rule=rule, center=values[0])
-        assert bool(found.average.isfinite().all())
-        Averaged(found.members, found.members, found.weight, found.distance)
+        assert bool(found.values.isfinite().all())
+        Averaged(found.message.members, found.message.members, found.message.weight, found.message.distance)
 
 
 def test_values_whose_average_no_float_can_hold_make_none() -> None:
@@ -129,7 +133,7 @@ def test_distances_are_root_mean_squares() -> None:
     assert root_mean_square(torch.full((100,), -3.0)) == pytest.approx(3.0)
     assert root_mean_square(torch.full((100_000,), 1e25), torch.zeros(100_000)) == pytest.approx(1e25, rel=1e-6)
     values = [torch.full((SIZE,), it) for it in (0.0, 1.0, 5.0)]
-    assert averaged(values).distance == pytest.approx(2.0), "the median of 2, 1 and 3"
+    assert averaged(values).message.distance == pytest.approx(2.0), "the median of 2, 1 and 3"
 
 
 # --- the clip
@@ -137,15 +141,15 @@ def test_distances_are_root_mean_squares() -> None:
 
 def test_a_clip_of_members_that_agree_is_their_mean() -> None:
     same = honest(3)
-    assert torch.equal(averaged([same] * 5, rule="clip").average, same)
-    assert torch.equal(averaged([same] * 5, rule="clip", center=same).average, same)
+    assert torch.equal(averaged([same] * 5, rule="clip").values, same)
+    assert torch.equal(averaged([same] * 5, rule="clip", center=same).values, same)
     around = [same + shift for shift in (torch.tensor(0.1), torch.tensor(-0.1))] * 2
-    assert torch.allclose(averaged(around, rule="clip", center=same).average, same, atol=1e-6)
+    assert torch.allclose(averaged(around, rule="clip", center=same).values, same, atol=1e-6)
 
 
 def test_a_clip_of_honest_members_is_near_their_mean() -> None:
     values = [honest(n) for n in range(8)]
-    wrong = averaged(values, rule="clip", center=values[0]).average - sum(values) / 8
+    wrong = averaged(values, rule="clip", center=values[0]).values - sum(values) / 8
     assert root_mean_square(wrong) < 0.25 * 0.1
 
 
@@ -171,17 +175,17 @@ def test_attackers_that_are_fewer_than_half_move_a_clip_no_farther_than_members_
     for weights in (None, *lies):
         for center in (good[0], good[-1]):
             found = averaged([*good, *bad], weights, "clip", center=center)
-            assert root_mean_square(found.average, center) < 3.0 * apart, "three rounds, each at most the radius"
+            assert root_mean_square(found.values, center) < 3.0 * apart, "three rounds, each at most the radius"
 
 
 def test_one_attacker_moves_a_clip_by_its_share_of_the_radius_in_each_round() -> None:
     """All others agree to within `spread`: the attacker's pull is 1/n of that, three times."""
     spread = 0.01
     good = [honest(n, spread) for n in range(7)]
-    without = averaged(good, rule="clip", center=good[0]).average
+    without = averaged(good, rule="clip", center=good[0]).values
     for attack in ATTACKS.values():
         found = averaged([*good, attack(honest(100))], rule="clip", center=good[0])
-        assert root_mean_square(found.average, without) < 3 * (2 * spread) / 8
+        assert root_mean_square(found.values, without) < 3 * (2 * spread) / 8
 
 
 # --- what a member accepts
@@ -276,8 +280,8 @@ def test_a_replica_as_good_as_the_others_is_near_enough() -> None:
     for members in (2, 3, 8):
         values = [honest(n) for n in range(members + 1)]
         found = averaged(values, [1.0] * members + [0.0])
-        own = root_mean_square(values[-1], found.average)
-        assert Newcomer(counts=False).after_round(own, found.distance, found.members, cover=20).counts
+        own = root_mean_square(values[-1], found.values)
+        assert Newcomer(counts=False).after_round(own, found.message.distance, found.message.members, cover=20).counts
 
 
 def test_a_single_other_is_nothing_to_compare_with() -> None:

@@ -84,7 +84,7 @@ class Replica:
         return tokens_to_go(live, self.step, self.world.target)
 
     def decide(self, stage: int) -> None:
-        config = ActionConfig(self.world.target, False, 0, 10**9, most_behind=10**30)
+        config = ActionConfig(self.world.target, False, 0, most_behind=10**30)
         action, _ = next_action(now(), OwnStage(self.step, self.tokens), self.others, config)
         self.actions.append(action)
         if self.tasks:

@@ -14,7 +14,8 @@ from agora_protocol.limits import PART_ELEMENTS
 from agora_protocol.messages import Averaged, Contribute, Recall
 from agora_protocol.tensors import WireTensor
 
-from agora.averaging.kinds import Average, Part
+from agora.averaging.aggregate import Average
+from agora.averaging.kinds import Part
 from agora.averaging.owner import KEPT_NUMBERS
 from agora.averaging.partition import choose_owners
 from agora.averaging.rounds import RoundResult
