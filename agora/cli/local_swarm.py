@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -37,24 +37,17 @@ class SwarmFailed(LocalError):
 
 
 class DaemonProcess(Protocol):
-    """The part of subprocess.Popen that a swarm needs."""
+    """The part of subprocess.Popen that a swarm needs. The process leads a process group with its own id."""
 
     @property
-    def pid(self) -> int:
-        """The process id, which is also the id of its process group."""
-
-    def poll(self) -> int | None:
-        """Returns the exit code, or minus the signal that ended it; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end and returns the exit code. Raises subprocess.TimeoutExpired."""
-
-    def send_signal(self, sig: int) -> None:
-        """Sends a signal to this process alone, unless it has ended."""
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], DaemonProcess]
-"""Starts `agora-node ARGUMENTS` with this environment, in a process group of its own, its output going to this file."""
+"""Starts `agora-node ARGUMENTS` with this environment, its output going to this file."""
 
 
 @dataclass
@@ -66,14 +59,13 @@ class LocalDaemon:
     process: DaemonProcess
     end_is_intended: bool = False
     """Whether the daemon was told to end, so that its end is no failure of the swarm."""
-    _history: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._journal = Follower(self.root)
+        self._history: list[dict[str, Any]] = []
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self.process.poll() is None
 
     def new_events(self) -> list[dict[str, Any]]:
@@ -105,10 +97,9 @@ class LocalDaemon:
 
     def try_ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any] | None:
         """Returns the answer on its control socket; None while it cannot answer."""
-        try:
+        with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
             return self.ask(question, timeout_s, **arguments)
-        except (control_client.DaemonUnreachable, control_client.DaemonRefused):
-            return None
+        return None
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to the daemon's own process alone: its p2p daemon must notice by itself."""
@@ -127,10 +118,10 @@ class LocalDaemon:
             self.process.wait(5.0)
         paths.unregister(self._socket)
 
-    def log(self, most_characters: int = 3000) -> str:
-        """Returns the end of what it has printed."""
+    def log(self) -> str:
+        """Returns the last 3000 characters that it has printed."""
         with contextlib.suppress(OSError):
-            return (self.root / "log.txt").read_text(errors="replace")[-most_characters:]
+            return (self.root / "log.txt").read_text(errors="replace")[-3000:]
         return ""
 
     def last_words(self) -> str:
@@ -157,11 +148,10 @@ class LocalSwarm:
         flags: Sequence[str] = (),
         launch: Launch | None = None,
     ) -> None:
-        """Writes the manifest to DIR/run.toml; each daemon has its data directory in DIR.
+        """Writes the manifest, TOML, to DIR/run.toml; each daemon has its data directory in DIR.
 
-        manifest: its text, TOML. threads: compute threads of each daemon. corpus: where tokenised texts are kept,
-        default DIR/corpus. flags: further arguments of every `agora-node join`. launch: how a process is started,
-        default a new interpreter.
+        threads: compute threads of each daemon. corpus: where tokenised texts are kept, default DIR/corpus. flags:
+        further arguments of every `agora-node join`. launch: how a process is started, default a new interpreter.
         """
         self.directory = directory
         self.corpus = corpus or directory / "corpus"
@@ -218,20 +208,12 @@ class LocalSwarm:
 
         One may have ended because another is about to: the others get CAUSE_SECONDS to end, too.
         """
-        if not self._failed():
-            return
         deadline = time.monotonic() + CAUSE_SECONDS
-        while time.monotonic() < deadline and any(daemon.is_alive for daemon in self.daemons.values()):
+        while failed := [d for d in self.daemons.values() if not d.end_is_intended and not d.is_alive]:
+            if time.monotonic() > deadline or not any(daemon.is_alive for daemon in self.daemons.values()):
+                ended = "ended by itself with exit code"
+                raise SwarmFailed("; ".join(f"{d.name} {ended} {d.process.poll()}: {d.last_words()}" for d in failed))
             time.sleep(POLL_SECONDS)
-        ends = [
-            f"{daemon.name} ended by itself with exit code {daemon.process.poll()}: {daemon.last_words()}"
-            for daemon in self._failed()
-        ]
-        raise SwarmFailed("; ".join(ends))
-
-    def _failed(self) -> list[LocalDaemon]:
-        """Returns the daemons that have ended by themselves."""
-        return [daemon for daemon in self.daemons.values() if not daemon.end_is_intended and not daemon.is_alive]
 
     def terminate(self) -> None:
         """Sends SIGTERM to all daemons that run, without waiting for their end."""
@@ -258,6 +240,10 @@ class LocalSwarm:
 
 def start_interpreter(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> DaemonProcess:
     """Starts `agora-node ARGUMENTS` in a new interpreter, as users do; it gets SIGTERM when this process dies."""
+
+    def terminate_with_parent() -> None:
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "agora.cli.main_node", *arguments],
@@ -266,10 +252,5 @@ def start_interpreter(arguments: Sequence[str], environment: Mapping[str, str], 
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            preexec_fn=_terminate_with_parent,
+            preexec_fn=terminate_with_parent,
         )
-
-
-def _terminate_with_parent() -> None:
-    """Lets the kernel send this process SIGTERM when its parent dies; runs in the child before it becomes a daemon."""
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)

@@ -30,14 +30,22 @@ class ProgressDisplay:
         self._task: TaskID | None = None
 
     def __enter__(self) -> ProgressDisplay:
-        if sys.stderr.isatty():
-            self._start_bar()
-        else:
+        if not sys.stderr.isatty():
             print_line(self._what)
+            return self
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task(self._what, total=self._total)
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def advance(self, nbytes: int) -> None:
         """Shows that so many bytes more are done."""
@@ -60,19 +68,3 @@ class ProgressDisplay:
             self._bar.console.print(text, highlight=False)
         else:
             print_line(text)
-
-    def close(self) -> None:
-        """Removes the bar; later notes are plain lines."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _start_bar(self) -> None:
-        """Shows the bar on the terminal."""
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True))
-        self._task = self._bar.add_task(self._what, total=self._total)
-        self._bar.start()
