@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,15 @@ FAILED = 1
 USAGE = 2
 DEGRADED = 3
 STALLED = 4
+
+RUN = Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")]
+LINK = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE,RTT[,JITTER[,LOSS]]",
+        help="Put each daemon behind a link such as 200Mbit,50ms; see docs/links.md. Default the network as it is.",
+    ),
+]
 
 
 class Failure(Exception):
@@ -58,18 +67,14 @@ def run(app: typer.Typer) -> None:
     """Runs a command line and ends the process with its exit code; no error shows a traceback."""
     try:
         app()
+        return
     except KeyboardInterrupt:
-        _exit_with("stopped", 130)
+        text, code = "stopped", 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     except Exception as error:
         text, code = explain(error)
-        _exit_with(text, code)
-
-
-def _exit_with(text: str, code: int) -> None:
-    """Prints an error and ends the process."""
     print_line(f"error: {text}")
     sys.exit(code)
 

@@ -11,8 +11,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,10 @@ from agora.cli.console import USAGE, Failure
 from agora.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from agora_protocol.manifest import Manifest
-
     from agora.cli.export_sources import Sources
     from agora.model import Family
     from agora.state.files import FileDigest
-    from agora.state.merged_model import Dtype, ExportedTensor
+    from agora.state.merged_model import Dtype
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 DTYPES: dict[Dtype, str] = {"float32": "float32", "bf16": "bfloat16"}
@@ -35,39 +32,36 @@ SPARE_BYTES = 64 * 2**20
 SOURCES = {"daemon": "the swarm, through a daemon of it", "checkpoints": "checkpoints of its peers"}
 
 
-@dataclass(frozen=True, slots=True)
-class ExportRequest:
-    """The arguments of `swarm export`."""
+def run(
+    wanted: str,
+    out: Path,
+    directories: Sequence[Path] = (),
+    *,
+    dtype: str = "float32",
+    shard_size: str = "5GB",
+    force: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Finds, checks and writes the model of the run `wanted`; the other arguments are the flags of `swarm export`.
 
-    run: str
-    out: Path
-    directories: tuple[Path, ...]
-    dtype: str
-    shard_size: str
-    force: bool
-
-
-def run(request: ExportRequest, *, as_json: bool) -> int:
-    """Finds, checks and writes the model. Returns the exit code. Raises Failure or AgoraError with what to do."""
+    Returns the exit code. Raises Failure or AgoraError with what to do.
+    """
     from agora.cli.export_sources import find_stages
     from agora.state.files import check_export_place
 
     started = time.monotonic()
-    shard_bytes = parse_size(request.shard_size)
-    dtype = next((name for name in DTYPES if name == request.dtype), None)
-    if dtype is None:
-        raise Failure(f"--dtype {request.dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
-    place = check_export_place(request.out, replace=request.force)
+    shard_bytes = parse_size(shard_size)
+    known_dtype = next((name for name in DTYPES if name == dtype), None)
+    if known_dtype is None:
+        raise Failure(f"--dtype {dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
+    place = check_export_place(out, replace=force)
     with _sigterm_as_interrupt():
-        sources = find_stages(request.run, request.directories)
-        written, parameters = _export(sources, place, dtype, shard_bytes)
+        sources = find_stages(wanted, directories)
+        written, parameters = _export(sources, place, known_dtype, shard_bytes)
     sizes = {name: file.size for name, file in sorted(written.items())}
-    result = _summary(sources, dtype) | {"out": str(place), "parameters": parameters}
+    result = _summary(sources, known_dtype) | {"out": str(place), "parameters": parameters}
     result |= {"bytes": sum(sizes.values()), "files": sizes, "seconds": round(time.monotonic() - started, 3)}
-    if as_json:
-        console.print_json(result)
-    else:
-        _print_result(result)
+    (console.print_json if as_json else _print_result)(result)
     return console.DONE
 
 
@@ -97,7 +91,11 @@ def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tu
 
     manifest = sources.signed.manifest
     family = family_of(manifest.model)
-    with open_stages(sources.signed.run_id, sources.files, _tensors_by_stage(family, manifest)) as model:
+    tensors = {
+        stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed)
+        for stage in range(manifest.stage_count)
+    }
+    with open_stages(sources.signed.run_id, sources.files, tensors) as model:
         texts = _other_files(sources, family, model.numel, DTYPES[dtype])
         size = SOURCE_BYTES * model.numel
         with ProgressDisplay("checking", size) as bar:
@@ -110,23 +108,14 @@ def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tu
     return written, model.numel
 
 
-def _tensors_by_stage(family: Family, manifest: Manifest) -> dict[int, list[ExportedTensor]]:
-    """Returns the exported tensors of each stage."""
-    return {
-        stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed)
-        for stage in range(manifest.stage_count)
-    }
-
-
 def _other_files(sources: Sources, family: Family, parameters: int, dtype: str) -> dict[str, bytes]:
     """Returns the content of every file that is no shard, by name. dtype: as transformers calls it."""
     from agora.data.tokenizer_files import tokenizer_files
     from agora.state.model_card import model_card
 
     manifest = sources.signed.manifest
-    tokenizer = tokenizer_files(
-        manifest.data.tokenizer, manifest.model.vocabulary, manifest.model.context, sources.base
-    )
+    model = manifest.model
+    tokenizer = tokenizer_files(manifest.data.tokenizer, model.vocabulary, model.context, sources.base)
     steps = {file.stage: file.step for file in sources.files}
     card = model_card(manifest, family.describe(), steps, parameters, dtype, SOURCES[sources.kind])
     configs = family.config_files(dtype, tokenizer.end_of_text)
@@ -150,7 +139,7 @@ def _summary(sources: Sources, dtype: str) -> dict[str, Any]:
     }
 
 
-def _print_result(result: dict[str, Any]) -> None:
+def _print_result(result: Mapping[str, Any]) -> None:
     """Prints the result for people, in four lines."""
     shards = sum(name.endswith(".safetensors") for name in result["files"])
     stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])

@@ -5,10 +5,10 @@ Knows: data directories, the registry of daemons, their control sockets. Must no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agora_protocol.errors import InputError
 from agora_protocol.manifest import SignedManifest
@@ -97,23 +97,23 @@ def _collect_stages(entry: paths.Entry, count: int) -> tuple[StageFile, ...]:
     """Asks a daemon to fetch every stage from the swarm. Raises DaemonUnreachable or DaemonRefused."""
     with ProgressDisplay(f"the daemon in {entry.root} collects {count} stages from the swarm"):
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS)
-    return tuple(_collected_file(stage, answer) for stage in range(count))
-
-
-def _collected_file(stage: int, answer: Mapping[str, Any]) -> StageFile:
-    """Returns the file of one stage that a daemon's answer names. Raises DaemonRefused if it names none."""
     try:
-        return StageFile(stage, int(answer["steps"][str(stage)]), Path(answer["files"][str(stage)]))
+        steps, files = answer["steps"], answer["files"]
+        return tuple(StageFile(stage, int(steps[str(stage)]), Path(files[str(stage)])) for stage in range(count))
     except (KeyError, TypeError, ValueError):
-        raise control_client.DaemonRefused("bad-answer", f"its answer says nothing of stage {stage}") from None
+        raise control_client.DaemonRefused("bad-answer", "its answer does not name a file for every stage") from None
 
 
 def _newest_checkpoints(
     signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str]
 ) -> tuple[StageFile, ...]:
     """Returns the newest whole checkpoint of every stage. Raises Failure, with `reasons`, when a stage has none."""
-    files = [_newest_checkpoint(signed.run_id, stage, homes) for stage in range(signed.manifest.stage_count)]
-    missing = [str(stage) for stage, file in enumerate(files) if file is None]
+    run, count, files = signed.run_id, signed.manifest.stage_count, dict[int, StageFile]()
+    for stage, home in itertools.product(range(count), homes):
+        newest = newest_checkpoint(home.checkpoints(run), run, stage, lambda error: print_line(f"passed over: {error}"))
+        if newest is not None and (stage not in files or newest.step > files[stage].step):
+            files[stage] = StageFile(stage, newest.step, newest.path / WEIGHTS)
+    missing = [str(stage) for stage in range(count) if stage not in files]
     if missing:
         stages, places = ", ".join(missing), ", ".join(str(home.root) for home in homes)
         raise Failure(
@@ -121,16 +121,4 @@ def _newest_checkpoints(
             "`agora-node join RUN` runs here, or name the data directories of those who held it with --dir DIR",
             STALLED,
         )
-    return tuple(file for file in files if file is not None)
-
-
-def _newest_checkpoint(run: str, stage: int, homes: Sequence[paths.Home]) -> StageFile | None:
-    """Returns the newest whole checkpoint of a stage in all data directories; None when there is none."""
-    found = [
-        newest_checkpoint(home.checkpoints(run), run, stage, lambda error: print_line(f"passed over: {error}"))
-        for home in homes
-    ]
-    newest = max(
-        (checkpoint for checkpoint in found if checkpoint), key=lambda checkpoint: checkpoint.step, default=None
-    )
-    return StageFile(stage, newest.step, newest.path / WEIGHTS) if newest is not None else None
+    return tuple(files[stage] for stage in range(count))

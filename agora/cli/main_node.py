@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from agora.cli import console
+from agora.cli import console, node_commands
 
 app = console.new_app("Contribute this machine to a training run: one daemon, started and stopped by you.")
 
@@ -26,41 +26,24 @@ RUN_OR_NONE = Annotated[
 ]
 
 
-STAGES = Annotated[
-    str | None,
-    typer.Option(metavar="auto|A-B", help="The stages to hold; auto (default) takes those with the fewest peers."),
-]
-LISTEN = Annotated[
-    list[str] | None,
-    typer.Option(metavar="ADDR", help="Where to listen, /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330; may be repeated."),
-]
-LINK = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATE,RTT[,JITTER[,LOSS]]",
-        help="Imitate a link such as 200Mbit,50ms; see docs/links.md. Default the network as it is.",
-    ),
-]
-CORPUS_CACHE = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where tokenised texts are kept; default in the data directory.")
-]
-
-
-@app.callback()
-def _root() -> None:
-    """Contribute this machine to a training run: one daemon, started and stopped by you."""
-
-
 @app.command()
 def join(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")],
+    run: console.RUN,
     device: Annotated[str | None, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1. Default auto.")] = None,
-    stages: STAGES = None,
+    stages: Annotated[
+        str | None,
+        typer.Option(metavar="auto|A-B", help="The stages to hold; auto (default) takes those with the fewest peers."),
+    ] = None,
     directory: DIRECTORY = None,
-    listen: LISTEN = None,
-    link: LINK = None,
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDR", help="Where to listen, /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330; may be repeated."),
+    ] = None,
+    link: console.LINK = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Compute threads; default all cores.")] = None,
-    corpus_cache: CORPUS_CACHE = None,
+    corpus_cache: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where tokenised texts are kept; default in the data directory.")
+    ] = None,
     allow_files: Annotated[
         bool, typer.Option("--allow-files", help="Let an invited run read the files that its manifest names.")
     ] = False,
@@ -78,7 +61,7 @@ def join(
       agora-node join run.toml
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
     """
-    from agora.cli import node_commands
+    from agora.node import daemon, paths
 
     flags = {
         "device": device,
@@ -90,9 +73,8 @@ def join(
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
         "log_level": log_level,
     }
-    raise typer.Exit(
-        node_commands.join(run, directory, {key: value for key, value in flags.items() if value is not None})
-    )
+    given = {key: value for key, value in flags.items() if value is not None}
+    raise typer.Exit(daemon.run(run, paths.home_at(directory), given))
 
 
 @app.command()
@@ -105,8 +87,6 @@ def leave(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
     Example:
       agora-node leave
     """
-    from agora.cli import node_commands
-
     node_commands.leave(run, directory)
 
 
@@ -120,8 +100,6 @@ def pause(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
     Example:
       agora-node pause
     """
-    from agora.cli import node_commands
-
     node_commands.ask_and_print("pause", run, directory)
 
 
@@ -135,8 +113,6 @@ def resume(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
     Example:
       agora-node resume
     """
-    from agora.cli import node_commands
-
     node_commands.ask_and_print("resume", run, directory)
 
 
@@ -156,8 +132,6 @@ def move(
       agora-node move --stages 2-3
       agora-node move --stages 0 --dir /data/agora
     """
-    from agora.cli import node_commands
-
     node_commands.ask_and_print("move", run, directory, node_commands.MOVE_SECONDS, stages=stages)
 
 

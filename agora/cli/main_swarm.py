@@ -1,10 +1,11 @@
 """`swarm`: for everyone who starts, watches or measures a run.
 
-Knows: the commands and their flags. Must not know: how they do it (one module per command).
+Knows: the commands and their flags. Must not know: how they do it (a module per command, but for `new`).
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -17,32 +18,9 @@ app = console.new_app("Start, watch and measure training runs that belong to nob
 JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
 
 
-DATA = Annotated[
-    list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on, one or more. Default stdlib.")
-]
-CODEC = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="A codec for all of the width, such as bf16; default the preset's boundary."),
-]
-LINK = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATE,RTT[,JITTER[,LOSS]]", help="Put every daemon behind a link of its own, such as 200Mbit,50ms."
-    ),
-]
-KILL_EVERY = Annotated[
-    float | None, typer.Option(min=0.5, metavar="SECONDS", help="SIGKILL a random peer at this interval.")
-]
-
-
-@app.callback()
-def _root() -> None:
-    """Start, watch and measure training runs that belong to nobody in particular."""
-
-
 @app.command()
 def new(
-    manifest: Annotated[Path, typer.Argument(metavar="run.toml", help="The file to write.")],
+    path: Annotated[Path, typer.Argument(metavar="run.toml", help="The file to write.")],
     preset: Annotated[str, typer.Option(help="What to start from; see the list below.")] = "tiny",
     name: Annotated[str | None, typer.Option(help="The run's name; default the file's.")] = None,
 ) -> None:
@@ -58,14 +36,26 @@ def new(
       swarm new run.toml
       swarm new poems.toml --preset small --name poems
     """
-    from agora.cli import new_manifest
+    from agora_protocol import manifest
+    from agora_protocol.errors import ManifestError
 
-    new_manifest.write(manifest, preset, name)
+    valid_stem = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", path.stem)[:64]
+    try:
+        text = manifest.preset(preset).replaced(name=name or valid_stem or "run").to_toml()
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except ManifestError as error:
+        raise console.Failure(str(error), console.USAGE) from None
+    except FileExistsError:
+        raise console.Failure(f"{path} exists; choose another name, or remove it first") from None
+    except OSError as error:
+        raise console.Failure(f"cannot write {path} ({error.strerror}); choose another place") from None
+    console.print_line(f"wrote {path}: edit it, then start the run with `agora-node join {path}`")
 
 
 @app.command()
 def status(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")],
+    run: console.RUN,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 seconds until Ctrl-C.")] = False,
     as_json: JSON = False,
     directory: Annotated[
@@ -92,12 +82,19 @@ def demo(
     peers: Annotated[int, typer.Option(min=1, max=256, help="How many daemons.")] = 4,
     stages: Annotated[int, typer.Option(min=1, max=64, help="How many stages the model is cut into.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of stage 0 to train.")] = 40,
-    data: DATA = None,
+    data: Annotated[
+        list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on, one or more. Default stdlib.")
+    ] = None,
     more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")] = None,
     preset: Annotated[str, typer.Option(help="The model: tiny or small.")] = "tiny",
-    codec: CODEC = None,
-    link: LINK = None,
-    kill_every: KILL_EVERY = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A codec for all of the width, such as bf16; default the preset's boundary."),
+    ] = None,
+    link: console.LINK = None,
+    kill_every: Annotated[
+        float | None, typer.Option(min=0.5, metavar="SECONDS", help="SIGKILL a random peer at this interval.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seeds weights, data order and which peer is killed.")] = 0,
     directory: Annotated[
         Path | None, typer.Option("--dir", metavar="DIR", help="Keep everything here; default a temporary directory.")
@@ -136,7 +133,7 @@ def demo(
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")],
+    run: console.RUN,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write; it appears when it is complete.")],
     dtype: Annotated[str, typer.Option(metavar="float32|bf16", help="What the weights are written as.")] = "float32",
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The most that a weights file holds.")] = "5GB",
@@ -160,8 +157,9 @@ def export(
     """
     from agora.cli import export as command
 
-    request = command.ExportRequest(run, out, tuple(directories or ()), dtype, shard_size, force)
-    raise typer.Exit(command.run(request, as_json=as_json))
+    raise typer.Exit(
+        command.run(run, out, directories or (), dtype=dtype, shard_size=shard_size, force=force, as_json=as_json)
+    )
 
 
 def main() -> None:

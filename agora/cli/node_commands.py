@@ -1,4 +1,4 @@
-"""What the commands of `agora-node` do: run the daemon in this process, or ask a running one for something.
+"""What the commands of `agora-node` do: ask a running daemon for something.
 
 Knows: how to find the daemon that is meant. Must not know: how the daemon works.
 """
@@ -6,7 +6,6 @@ Knows: how to find the daemon that is meant. Must not know: how the daemon works
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,6 @@ from agora.node import control_client, paths
 LEAVE_SECONDS = 12.0
 MOVE_SECONDS = 3600.0
 """A move fetches the state of the new stages, which takes as long as the link needs."""
-
-
-def join(run: str, directory: Path | None, flags: Mapping[str, Any]) -> int:
-    """Runs the daemon until it leaves, and returns its exit code."""
-    from agora.node import daemon
-
-    return daemon.run(run, paths.home_at(directory), flags)
 
 
 def leave(run: str | None, directory: Path | None) -> None:

@@ -91,8 +91,7 @@ def checkpoint(home: paths.Home, signed: SignedManifest, stages: list[Stage], st
 
 
 def run(wanted: str, out: Path, *directories: Path, dtype: str = "float32", size: str = "5GB", force: bool = False):
-    request = export.ExportRequest(wanted, out, directories, dtype, size, force)
-    return export.run(request, as_json=True)
+    return export.run(wanted, out, directories, dtype=dtype, shard_size=size, force=force, as_json=True)
 
 
 def logits_of(stages: list[Stage], tokens: torch.Tensor) -> torch.Tensor:
@@ -378,7 +377,7 @@ def test_sigterm_ends_the_wait_for_a_daemon(checkpoints: paths.Home, signed: Sig
 
 
 def test_people_get_four_lines(checkpoints: paths.Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    export.run(export.ExportRequest("poems", tmp_path / "out", (), "bf16", "5GB", False), as_json=False)
+    export.run("poems", tmp_path / "out", dtype="bf16")
     output = capsys.readouterr()
     assert [line.split()[0] for line in output.out.splitlines()] == ["exported", "weights", "stages", "load"]
     assert "0 at step 41, 1 at step 40, 2 at step 42, from checkpoints of its peers" in output.out

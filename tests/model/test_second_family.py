@@ -185,7 +185,7 @@ def test_its_export_has_its_own_tensors_config_and_card(
         state = StageState(stage, 5, 5, 0, weights.layout.flat(named), moments, moments)
         write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, weights.layout, keep=1)
     out = tmp_path / "out"
-    export.run(export.ExportRequest("second", out, (), "float32", "5GB", False), as_json=True)
+    export.run("second", out, as_json=True)
     exported = load_file(out / "model-00001-of-00001.safetensors")
     assert exported.keys() == exact.keys() and all(torch.equal(exported[name], exact[name].t()) for name in exact)
     assert json.loads((out / "config.json").read_text()) == {"model_type": "linear", "dtype": "float32", "eos": 0}
