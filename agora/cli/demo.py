@@ -17,11 +17,10 @@ from pathlib import Path
 from types import FrameType
 
 from agora.cli import console, demo_plan
-from agora.cli.console import Failure, print_line
+from agora.cli.console import Failure, ProgressDisplay, print_line
 from agora.cli.demo_plan import DemoPlan
 from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of, summary_of
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
-from agora.cli.progress import ProgressDisplay
 
 POLL_SECONDS = 0.2
 STALL_SECONDS = 180.0
@@ -163,7 +162,6 @@ class Demo:
         self._read_journals()
         self.swarm.check_alive()
         if self._not_started and len(self._living(serving=False)) < demo_plan.cores():
-            self._take_a_serving_peers_invite()
             self._start_one()
         tokens, seconds = self.totals.trained()
         rate = tokens / seconds if seconds else 0.0
@@ -181,16 +179,11 @@ class Demo:
         ]
 
     def _start_one(self) -> None:
-        """Starts the next daemon."""
+        """Starts the next daemon, with the invite of a peer that serves now: who gave the last one may be dead."""
+        answers = (daemon.try_ask("invite") for _, daemon in self._living(serving=True))
+        self.swarm.invite = next((str(answer["invite"]) for answer in answers if answer), self.swarm.invite)
         self.swarm.start(f"peer-{len(self.swarm.daemons)}")
         self._not_started -= 1
-
-    def _take_a_serving_peers_invite(self) -> None:
-        """Takes an invite from a peer that serves now: the one that gave the last invite may be dead."""
-        for _, daemon in self._living(serving=True):
-            if answer := daemon.try_ask("invite"):
-                self.swarm.invite = str(answer["invite"])
-                return
 
     def _read_journals(self) -> None:
         """Adds what all journals have gained to the totals."""

@@ -15,7 +15,6 @@ from agora.cli.console import USAGE, Failure
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
-
 LEAST_WARMUP_STEPS = 8
 """With fewer, Adam's first steps at the full learning rate make the loss rise before it falls."""
 
@@ -53,9 +52,9 @@ def manifest_of(plan: DemoPlan) -> Manifest:
     from agora.net.link import LinkError, LinkSpec
 
     if plan.peers < plan.stages:
-        raise Failure(
-            f"--peers {plan.peers} cannot hold {plan.stages} stages; give --peers {plan.stages} or more", USAGE
-        )
+        why = f"--peers {plan.peers} cannot hold {plan.stages} stages; give --peers {plan.stages} or more"
+        raise Failure(why, USAGE)
+    corpus = tuple(text if text == "stdlib" else str(Path(text).expanduser().absolute()) for text in plan.data)
     try:
         if plan.link is not None:
             LinkSpec.parse(plan.link)
@@ -71,9 +70,7 @@ def manifest_of(plan: DemoPlan) -> Manifest:
                 "warmup_steps": min(base.optimizer.warmup_steps, max(LEAST_WARMUP_STEPS, plan.steps // 4)),
                 "total_steps": max(plan.steps, 2 * LEAST_WARMUP_STEPS),
             },
-            data={
-                "corpus": tuple(s if s == "stdlib" else str(Path(s).expanduser().absolute()) for s in plan.data),
-            },
+            data={"corpus": corpus},
         )
     except LinkError as error:
         raise Failure(f"--link: {error}", USAGE) from None

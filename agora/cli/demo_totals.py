@@ -47,13 +47,13 @@ class DemoTotals:
     recent_loss: float | None = None
     losses: list[float] = field(default_factory=list)
     """Mean loss per token of each `target_tokens` tokens, in the order in which they were completed."""
-    refused_gradients: int = 0
     finished_rounds: set[tuple[int, int]] = field(default_factory=set)
     failed_parts: int = 0
     stepped_tokens: dict[int, Counter[int]] = field(default_factory=dict)
     """For each stage, the tokens of its replicas in each optimizer step, by the step's number."""
-    _members: float = 0.0
-    _expected_members: int = 0
+    members: float = 0.0
+    """The sum of the members of all rounds; `expected_members`: of the replicas that could have been members."""
+    expected_members: int = 0
     _times_counted: dict[str, Counter[int]] = field(default_factory=dict)
     _loss_sum: float = 0.0  # of the completed microbatches that are in no entry of `losses` yet, as is the next
     _loss_tokens: int = 0
@@ -98,10 +98,8 @@ class DemoTotals:
             case events.RoundDone():
                 self.finished_rounds.add((event.stage, event.round))
                 self.failed_parts += event.failed_parts
-                self._members += event.members
-                self._expected_members += event.expected
-            case events.GradientRefused():
-                self.refused_gradients += 1
+                self.members += event.members
+                self.expected_members += event.expected
             case events.StartStep(name, seconds, _):
                 peer.start_steps.append({"name": name, "seconds": round(seconds, 3)})
 
@@ -124,9 +122,9 @@ class DemoTotals:
         return len(self.stepped_tokens.get(0, ()))
 
     def achieved(self, peers: int) -> tuple[int, int, int]:
-        """Returns numbers of which one grows as long as training goes on: microbatches completed, step, peers joined.
+        """Returns microbatches completed, steps, peers joined; one grows while training goes on.
 
-        peers: how many the demo has at a time. Further ones replace others, which alone is no training.
+        peers: how many the demo has at a time; further ones replace others, which alone is no training.
         """
         return self.completed, self.step, min(peers, sum(peer.has_joined for peer in self.peers.values()))
 
@@ -152,11 +150,6 @@ class DemoTotals:
             "counted_twice": sum(max(stages.values()) > 1 for stages in self._times_counted.values()),
             "abandoned_by_killed_origin": unfinished[True],
         }
-
-    @property
-    def participation(self) -> float | None:
-        """Members of all rounds / replicas that could have been members; None before the first round."""
-        return self._members / self._expected_members if self._expected_members else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +189,7 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
         "microbatches": totals.microbatches(),
         "averaging": {
             "rounds": len(totals.finished_rounds),
-            "participation": _rounded(totals.participation),
+            "participation": _rounded(totals.members / totals.expected_members if totals.expected_members else None),
             "failed_parts": totals.failed_parts,
         },
         "peers_killed": sum(peer.is_killed for _, peer in peers),
@@ -210,7 +203,6 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
         "steps_taken": min(len(step_tokens) for step_tokens in stepped),
         "total_seconds": _rounded(measured.total_seconds),
         "first_microbatch_seconds": _rounded(first_unix - measured.began_unix if first_unix else None),
-        "refused_gradients": totals.refused_gradients,
         "start_steps": {str(index): peer.start_steps for index, peer in peers},
         "spans": {str(index): [peer.stages[0], peer.stages[-1]] if peer.stages else None for index, peer in peers},
         "losses": [_rounded(loss) for loss in losses],

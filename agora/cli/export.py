@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agora.cli import console
-from agora.cli.console import USAGE, Failure
-from agora.cli.progress import ProgressDisplay
+from agora.cli.console import USAGE, Failure, ProgressDisplay
 
 if TYPE_CHECKING:
     from agora.cli.export_sources import Sources
@@ -143,11 +142,10 @@ def _print_result(result: Mapping[str, Any]) -> None:
     """Prints the result for people, in four lines."""
     shards = sum(name.endswith(".safetensors") for name in result["files"])
     stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])
-    for line in [
-        f"exported  {result['name']} ({result['run_id'][:12]}) to {result['out']}",
+    print(f"exported  {result['name']} ({result['run_id'][:12]}) to {result['out']}")
+    print(
         f"weights   {result['parameters']:,} parameters, {result['dtype']}, {result['bytes'] / 1e6:,.1f} MB in "
-        f"{len(result['files'])} files, {shards} of them shards",
-        f"stages    {stages}, from {SOURCES[result['from']]}",
-        f"load      AutoModelForCausalLM.from_pretrained({result['out']!r})",
-    ]:
-        print(line)
+        f"{len(result['files'])} files, {shards} of them shards"
+    )
+    print(f"stages    {stages}, from {SOURCES[result['from']]}")
+    print(f"load      AutoModelForCausalLM.from_pretrained({result['out']!r})")

@@ -5,6 +5,7 @@ Knows: data directories, the registry of daemons, their control sockets. Must no
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from pathlib import Path
 from agora_protocol.errors import InputError
 from agora_protocol.manifest import SignedManifest
 
-from agora.cli.console import STALLED, Failure, print_line
-from agora.cli.progress import ProgressDisplay
+from agora.cli.console import STALLED, Failure, ProgressDisplay, print_line
 from agora.node import control_client, paths, runs
 from agora.node.runs import RunReference
 from agora.state.checkpoint import WEIGHTS, newest_checkpoint
@@ -67,10 +67,8 @@ def _homes_in(directory: Path) -> list[paths.Home]:
 def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
     """Returns the run that RUN means in the first data directory that knows it. Raises InputError when none does."""
     for home in homes[:-1]:
-        try:
+        with contextlib.suppress(InputError):
             return runs.resolve(run, home)
-        except InputError:
-            continue
     return runs.resolve(run, homes[-1])
 
 

@@ -62,6 +62,7 @@ class LocalDaemon:
 
     def __post_init__(self) -> None:
         self._journal = Follower(self.root)
+        self._socket = paths.socket_of(paths.Home(self.root))
         self._history: list[dict[str, Any]] = []
 
     @property
@@ -129,10 +130,6 @@ class LocalDaemon:
         lines = self.log().strip().splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return (errors or lines or ["its log is empty"])[-1]
-
-    @property
-    def _socket(self) -> Path:
-        return paths.socket_of(paths.Home(self.root))
 
 
 class LocalSwarm:

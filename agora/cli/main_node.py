@@ -1,25 +1,23 @@
 """`agora-node`: what a contributor runs.
 
-Knows: the commands and their flags. Must not know: how a daemon works (agora.node).
+Knows: the commands, their flags, how to find the daemon that is meant. Must not know: how a daemon works (agora.node).
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from agora.cli import console, node_commands
+from agora.cli import console
+from agora.node import control_client, paths
 
 app = console.new_app("Contribute this machine to a training run: one daemon, started and stopped by you.")
 
-DIRECTORY = Annotated[
-    Path | None,
-    typer.Option(
-        "--dir", metavar="DIR", help="The daemon's data directory; default $AGORA_HOME or ~/.local/share/agora."
-    ),
-]
+ANSWER_SECONDS = 12.0
+MOVE_SECONDS = 3600.0  # it fetches the state of the new stages, which takes as long as the link needs
 RUN_OR_NONE = Annotated[
     str | None,
     typer.Argument(metavar="[RUN]", help="Which run's daemon, where several run; a manifest, invite or name."),
@@ -30,11 +28,8 @@ RUN_OR_NONE = Annotated[
 def join(
     run: console.RUN,
     device: Annotated[str | None, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1. Default auto.")] = None,
-    stages: Annotated[
-        str | None,
-        typer.Option(metavar="auto|A-B", help="The stages to hold; auto (default) takes those with the fewest peers."),
-    ] = None,
-    directory: DIRECTORY = None,
+    stages: Annotated[str | None, typer.Option(metavar="auto|A-B", help="The stages to hold. Default auto.")] = None,
+    directory: console.DIRECTORY = None,
     listen: Annotated[
         list[str] | None,
         typer.Option(metavar="ADDR", help="Where to listen, /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330; may be repeated."),
@@ -61,7 +56,7 @@ def join(
       agora-node join run.toml
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
     """
-    from agora.node import daemon, paths
+    from agora.node import daemon
 
     flags = {
         "device": device,
@@ -78,7 +73,7 @@ def join(
 
 
 @app.command()
-def leave(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
+def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
     """Make the daemon on this machine leave its run, as SIGTERM would.
 
     It tells the other peers first, finishes what it holds and exits. Nothing is lost, and it can join again later.
@@ -87,11 +82,17 @@ def leave(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
     Example:
       agora-node leave
     """
-    node_commands.leave(run, directory)
+    entry = _ask_and_print("leave", run, directory)
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while entry.alive:
+        if time.monotonic() > deadline:
+            raise console.Failure(f"the daemon (pid {entry.pid}) is still there; stop it with `kill -9 {entry.pid}`")
+        time.sleep(0.1)
+    console.print_line("it has left.")
 
 
 @app.command()
-def pause(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
+def pause(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
     """Use the machine for something else for a while: the daemon stays connected but computes nothing.
 
     It finishes the microbatches that it holds and refuses new ones at once, so the other peers route around it.
@@ -100,11 +101,11 @@ def pause(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
     Example:
       agora-node pause
     """
-    node_commands.ask_and_print("pause", run, directory)
+    _ask_and_print("pause", run, directory)
 
 
 @app.command()
-def resume(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
+def resume(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
     """Let a paused daemon compute again.
 
     It offers its stages again, and work arrives within seconds.
@@ -113,14 +114,14 @@ def resume(run: RUN_OR_NONE = None, directory: DIRECTORY = None) -> None:
     Example:
       agora-node resume
     """
-    node_commands.ask_and_print("resume", run, directory)
+    _ask_and_print("resume", run, directory)
 
 
 @app.command()
 def move(
     stages: Annotated[str, typer.Option(metavar="A-B", help="The stages to hold from now on; one stage is A.")],
     run: RUN_OR_NONE = None,
-    directory: DIRECTORY = None,
+    directory: console.DIRECTORY = None,
 ) -> None:
     """Let the running daemon hold other stages, without leaving the run.
 
@@ -132,7 +133,44 @@ def move(
       agora-node move --stages 2-3
       agora-node move --stages 0 --dir /data/agora
     """
-    node_commands.ask_and_print("move", run, directory, node_commands.MOVE_SECONDS, stages=stages)
+    _ask_and_print("move", run, directory, MOVE_SECONDS, stages=stages)
+
+
+def _ask_and_print(
+    question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_SECONDS, **arguments: Any
+) -> paths.Entry:
+    """Asks the daemon that RUN and --dir mean, prints its answer's text, and returns which daemon it is.
+
+    Raises Failure with what it refused, or with what to do when it does not answer.
+    """
+    entry = _the_daemon(run, directory)
+    try:
+        answer = control_client.ask(Path(entry.socket), question, timeout_s=timeout_s, **arguments)
+    except control_client.DaemonRefused as error:
+        raise console.Failure(str(error)) from None
+    except control_client.DaemonUnreachable as error:
+        text = f"the daemon with pid {entry.pid} does not answer ({error}); stop it with `kill {entry.pid}`"
+        raise console.Failure(text) from None
+    console.print_line(str(answer.get("text", "done")))
+    return entry
+
+
+def _the_daemon(run: str | None, directory: Path | None) -> paths.Entry:
+    """Returns the one daemon that RUN and --dir mean. Raises Failure when there is none or more than one."""
+    entries = paths.daemons()
+    if directory is not None:
+        root = str(paths.home_at(directory).root.resolve())
+        entries = [entry for entry in entries if str(Path(entry.root).resolve()) == root]
+    if run is not None:
+        from agora.node import runs
+
+        entries = runs.entries_of(run, paths.home_at(directory), entries)
+    if not entries:
+        raise console.Failure("no such daemon runs on this machine for this user; start one with `agora-node join RUN`")
+    if len(entries) > 1:
+        listed = "; ".join(f"{entry.name} in {entry.root} (pid {entry.pid})" for entry in entries)
+        raise console.Failure(f"several daemons run here, say which with RUN or --dir: {listed}")
+    return entries[0]
 
 
 def main() -> None:

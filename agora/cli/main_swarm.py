@@ -58,9 +58,7 @@ def status(
     run: console.RUN,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 seconds until Ctrl-C.")] = False,
     as_json: JSON = False,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", metavar="DIR", help="The data directory to look for the run in.")
-    ] = None,
+    directory: console.DIRECTORY = None,
 ) -> None:
     """Show stages, peers, step, loss, throughput, and whether the run is healthy and why.
 
@@ -116,18 +114,8 @@ def demo(
 
     if more_data and not data:
         raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.USAGE)
-    plan = DemoPlan(
-        peers=peers,
-        stages=stages,
-        steps=steps,
-        data=(*(data or ("stdlib",)), *(more_data or ())),
-        preset=preset,
-        codec=codec,
-        link=link,
-        kill_every=kill_every,
-        seed=seed,
-        directory=directory,
-    )
+    texts = (*(data or ("stdlib",)), *(more_data or ()))
+    plan = DemoPlan(peers, stages, steps, texts, preset, codec, link, kill_every, seed, directory)
     raise typer.Exit(demo_command.run(plan, as_json=as_json))
 
 

@@ -1,7 +1,6 @@
 """`swarm status`: what a run looks like, from a daemon on this machine or from a peer of the invite.
 
-Knows: where to ask and how to show the answer. Must not know: how the answer is made (agora.swarm.status); imports
-neither torch nor hivemind, the light client speaks py-libp2p in this process.
+Knows: where to ask and how to show the answer. Must not know: how it is made (agora.swarm.status), torch, hivemind.
 """
 
 from __future__ import annotations

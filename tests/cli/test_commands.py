@@ -49,7 +49,7 @@ def one_sentence(done: Completed, code: int, *expected: str) -> None:
 
 def test_importing_the_commands_imports_nothing_heavy() -> None:
     code = (
-        "import sys, agora.cli.main_node, agora.cli.main_swarm, agora.cli.node_commands, "
+        "import sys, agora.cli.main_node, agora.cli.main_swarm, "
         "agora.cli.status_command, agora.cli.local_swarm, "
         "agora.cli.demo, agora.cli.export\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'safetensors', 'hivemind', 'numpy', "
