@@ -90,10 +90,8 @@ def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tu
 
     manifest = sources.signed.manifest
     family = family_of(manifest.model)
-    tensors = {
-        stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed)
-        for stage in range(manifest.stage_count)
-    }
+    stages = range(manifest.stage_count)
+    tensors = {stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed) for stage in stages}
     with open_stages(sources.signed.run_id, sources.files, tensors) as model:
         texts = _other_files(sources, family, model.numel, DTYPES[dtype])
         size = SOURCE_BYTES * model.numel

@@ -52,8 +52,8 @@ def find_stages(run: str, directories: Sequence[Path]) -> Sources:
             print_line(f"{reasons[-1]}; looking for checkpoints")
             continue
         return Sources(signed, "daemon", files, reference.base)
-    files = _newest_checkpoints(signed, homes, reasons or ["no daemon of this run answers on this machine"])
-    return Sources(signed, "checkpoints", files, reference.base)
+    reasons = reasons or ["no daemon of this run answers on this machine"]
+    return Sources(signed, "checkpoints", _newest_checkpoints(signed, homes, reasons), reference.base)
 
 
 def _homes_in(directory: Path) -> list[paths.Home]:

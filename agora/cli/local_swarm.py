@@ -29,7 +29,6 @@ START_SECONDS: Final = 120.0
 STOP_SECONDS: Final = 10.0
 POLL_SECONDS: Final = 0.05
 CAUSE_SECONDS: Final = 3.0
-_SET_PARENT_DEATH_SIGNAL: Final = 1
 
 
 class SwarmFailed(LocalError):
@@ -239,7 +238,7 @@ def start_interpreter(arguments: Sequence[str], environment: Mapping[str, str], 
     """Starts `agora-node ARGUMENTS` in a new interpreter, as users do; it gets SIGTERM when this process dies."""
 
     def terminate_with_parent() -> None:
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
     with log.open("wb") as output:
         return subprocess.Popen(
