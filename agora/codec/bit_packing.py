@@ -2,9 +2,7 @@
 
 A level of 6 bits is cut into its lowest 4 bits and the next 2 (part_widths); the parts of one width lie together, as
 many to a byte as fit. Parts that share a byte come from levels that are far apart, so that a few shifts of whole
-vectors make all bytes. Eight bytes are shifted as one int64 word: no part is wider than its byte, so none reaches into
-the next.
-Knows: bits. Must not know: what a level means.
+vectors, as int64 words of eight bytes, make all bytes. Knows: bits. Must not know: what a level means.
 """
 
 from __future__ import annotations

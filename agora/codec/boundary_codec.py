@@ -20,8 +20,7 @@ from agora.codec.rotation import rotate_blocks
 from agora.codec.seeded_random import random_words
 from agora.codec.uncompressed import CPU, decode_uncompressed, encode_uncompressed
 
-COLUMN: np.dtype[np.uint16] = np.dtype("<u2")
-"""The dtype of a column's number on the wire."""
+COLUMN_DTYPE: np.dtype[np.uint16] = np.dtype("<u2")
 
 
 def gradient_dither_key(microbatch: bytes, stage: int) -> str:
@@ -55,7 +54,7 @@ class BoundaryCodec:
         if not self._spec.columns:
             return self._encode_values(codec, tensor, key)
         columns = strongest_columns(tensor if boundary is None else boundary, self._spec.columns)
-        numbers = columns.to(CPU).numpy().astype(COLUMN).view(np.uint8)
+        numbers = columns.to(CPU).numpy().astype(COLUMN_DTYPE).view(np.uint8)
         values = np.frombuffer(self._encode_values(codec, tensor[..., columns], key).data, np.uint8)
         packed = np.concatenate((numbers, values))
         return WireTensor("uint8", packed.shape, packed.data)
@@ -71,8 +70,8 @@ class BoundaryCodec:
         """Returns the boundary as float32 [b, s, k] = `shape` on `device`; columns that were not sent are zeros.
 
         Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape`, before anything is
-        allocated; for a scale that is negative, NaN or above 2^100; and for column numbers that a boundary does not
-        have. Quantised values are always finite; for float32 and bf16 use all_finite.
+        allocated, for a false scale, and for false column numbers. Quantised values are always finite; for float32 and
+        bf16 use all_finite.
         """
         self._check_format(wire, shape, direction)
         codec = self._spec.of_direction(direction)
@@ -99,7 +98,7 @@ class BoundaryCodec:
     def _decode_values(
         self, codec: DirectionCodec, wire: WireTensor, shape: Shape, key: str | None, device: torch.device | str
     ) -> Tensor:
-        """Decodes what `_encode_values` made of a tensor of this shape."""
+        """Decodes a tensor of this shape, all of whose columns were sent."""
         if not codec.bits:
             return decode_uncompressed(wire, codec.name, device, shape=shape)
         b, s, k = shape
@@ -145,7 +144,7 @@ def unpack_columns(data: memoryview, count: int, k: int) -> tuple[Tensor, memory
     ascend, or are not below `k`.
     """
     split = COLUMN_BYTES * count
-    columns = np.frombuffer(data[:split], COLUMN).astype(np.int64)
+    columns = np.frombuffer(data[:split], COLUMN_DTYPE).astype(np.int64)
     if columns[-1] >= k or (np.diff(columns) <= 0).any():
         raise ProtocolError("bad-tensor", f"The column numbers do not ascend, or reach {k}, the boundary's width.")
     return torch.from_numpy(columns), data[split:]

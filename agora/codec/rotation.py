@@ -1,7 +1,6 @@
-"""Rotates each block of a token's values before quantisation: random signs, then a Hadamard matrix.
+"""Rotates each block of a token's values before quantisation, which spreads an outlier over its block.
 
-The rotation spreads an outlier over its block, so that it no longer sets the block's scale alone (QuaRot, arXiv
-2404.00456). Knows: matrices and the run's seed. Must not know: levels, scales, the wire.
+Source: QuaRot, arXiv 2404.00456. Knows: matrices and the run's seed. Must not know: levels, scales, the wire.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ def rotate_blocks(rows: Tensor, seed: int, *, inverse: bool = False) -> Tensor:
     k = rows.shape[1]
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:
-        return (rows.reshape(-1, BOUNDARY_BLOCK) @ _cached_rotation(BOUNDARY_BLOCK, seed, inverse, rows.device)).view(
-            rows.shape
-        )
+        rotation = _cached_rotation(BOUNDARY_BLOCK, seed, inverse, rows.device)
+        return (rows.reshape(-1, BOUNDARY_BLOCK) @ rotation).view(rows.shape)
     rotated = torch.empty_like(rows)
     if whole:
         rotated[:, :whole] = rotate_blocks(rows[:, :whole], seed, inverse=inverse)
@@ -45,7 +43,6 @@ def rotation_matrix(size: int, seed: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _cached_rotation(size: int, seed: int, inverse: bool, device: torch.device) -> Tensor:
-    """Returns the rotation matrix or its inverse on `device`, from a cache."""
     matrix = rotation_matrix(size, seed)
     return (matrix.T if inverse else matrix).contiguous().to(device)
 

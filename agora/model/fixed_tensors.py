@@ -31,8 +31,8 @@ def derive_basis(seed: int, width: int, rank: int) -> NDArray[np.float32]:
     """Returns the basis U, [width, rank]: orthonormal columns that spread evenly over all coordinates.
 
     U is the first columns of a random orthogonal matrix, made in rounds: permute the rows, change signs, multiply
-    blocks of rows by a Hadamard matrix. A block is the largest power of two that divides the width. There are twice as
-    many rounds as every row needs to reach every other. Columns do not depend on the rank. rank = width: the identity.
+    blocks of rows (the largest power of two that divides the width) by a Hadamard matrix. There are twice as many
+    rounds as every row needs to reach every other. Columns do not depend on the rank. rank = width: the identity.
     """
     if rank == width:
         return np.eye(width, dtype=np.float32)

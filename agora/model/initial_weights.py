@@ -1,4 +1,4 @@
-"""Draws initial weights: each tensor is a pure function of seed, full name, shape and standard deviation.
+"""Draws initial weights: pure functions of the seed, and of a tensor's full name, shape and standard deviation.
 
 Knows: how random bits become a normal distribution. Must not know: which tensors a model has.
 """

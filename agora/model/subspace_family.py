@@ -61,17 +61,10 @@ class SubspaceFamily(Family):
 
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
         """Returns config.json of a Llama, and generation_config.json: sampling until a document ends."""
-        return {
-            "config.json": _llama_config(self._model, dtype, end_of_text),
-            "generation_config.json": {
-                "do_sample": True,
-                "temperature": 0.8,
-                "top_p": 0.95,
-                "bos_token_id": None,
-                "eos_token_id": end_of_text,
-                "pad_token_id": end_of_text,
-            },
-        }
+        sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+        tokens = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
+        llama = _llama_config(self._model, dtype, end_of_text)
+        return {"config.json": llama, "generation_config.json": sampling | tokens}
 
     def describe(self) -> ModelDescription:
         """Returns the kind and the sizes of the decoder in words."""
@@ -102,6 +95,7 @@ class SubspaceFamily(Family):
         return table
 
     def _basis(self, seed: int) -> NDArray[np.float32]:
+        """Returns U, [d, k], from a cache of one."""
         return _cached_basis(seed, self._model.width, self._model.subspace)
 
 

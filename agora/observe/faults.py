@@ -58,10 +58,10 @@ class Fault:
 
 def parse(text: str) -> tuple[Fault, ...]:
     """Returns the entries of "point:action[:nth][,...]". Raises FaultSpecError, which names the mistake."""
-    return tuple(_parse_one(part.strip()) for part in text.split(",") if part.strip())
+    return tuple(_parse_fault(part.strip()) for part in text.split(",") if part.strip())
 
 
-def _parse_one(text: str) -> Fault:
+def _parse_fault(text: str) -> Fault:
     point, _, rest = text.partition(":")
     action, _, nth = rest.partition(":")
     action, _, seconds = action.partition("=")

@@ -21,12 +21,11 @@ REPEAT_SECONDS = 10.0
 
 def under_systemd(stream: TextIO = sys.stderr) -> bool:
     """Whether standard error goes to journald: then JOURNAL_STREAM names the stream's device and inode."""
-    named = os.environ.get("JOURNAL_STREAM", "")
     try:
         status = os.fstat(stream.fileno())
     except (OSError, ValueError):
         return False
-    return named == f"{status.st_dev}:{status.st_ino}"
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 class HumanLog:

@@ -114,7 +114,7 @@ class Membership:
         Otherwise returns the placement to load instead, already claimed and settled.
         """
         await self.refresh()
-        claimed, judged = self.view.peers[self._me].span, self._judge()
+        claimed, judged = self.view.peers[self._me].span, self._judge_collision()
         if judged.span == claimed:
             return None
         placement = await self._settle(Settling(judged))
@@ -126,7 +126,7 @@ class Membership:
         while not settling.settled:
             await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
             await self.refresh()
-            claimed, settling = settling.placement, next_settling_step(settling, self._judge())
+            claimed, settling = settling.placement, next_settling_step(settling, self._judge_collision())
             if settling.placement is not claimed:
                 await self._publish_new_claim(settling.placement.span)
             elif not settling.settled:
@@ -135,8 +135,7 @@ class Membership:
         self._report(events.SpanChosen(span.first, span.last, reason))
         return settling.placement
 
-    def _judge(self) -> Placement:
-        """Decides from the present view which span this peer should hold."""
+    def _judge_collision(self) -> Placement:
         return judge_collision(self.view, self.view.peers[self._me], self._config.stage_count, self._config.run)
 
     async def announce(self, state: str) -> None:
@@ -145,10 +144,7 @@ class Membership:
             await self._publish_changed(replace(self.claim, state=state))
 
     async def _publish_new_claim(self, span: Span) -> None:
-        """Claims a span as joining: the first incarnation, or the next one.
-
-        A former claim stays in the directory until it expires, but readers prefer the newer incarnation.
-        """
+        """Claims a span as joining, as the next incarnation: readers prefer it to a claim that has not expired yet."""
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
         await self._publish_changed(Claim(self._me, span, incarnation, self._config.addresses, "joining", 0.0))
 
@@ -246,10 +242,7 @@ class Membership:
 
 
 def read_interval_s(is_calm: bool, took_s: float) -> float:
-    """Returns how long to rest between two reads: 1 s while things change, 4 s when calm, longer where reading is slow.
-
-    took_s: how long the last read took.
-    """
+    """Returns how long to rest after a read that took `took_s`: 1 s while things change, 4 s when calm, or longer."""
     return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
 
 

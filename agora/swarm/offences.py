@@ -32,9 +32,5 @@ class OffenceLog:
         self.report_offence(peer, Offence.BAD_FRAME, f"{error.code}: {error}")
 
     def shut_out_s(self, peer: PeerId) -> float:
-        """Returns for how many more seconds the peer is shut out; 0.0 when it is not."""
+        """Returns for how many more seconds the peer must be neither called nor answered; 0.0 when it may be."""
         return self._conduct.shut_out_s(peer, loop_time())
-
-    def is_shut_out(self, peer: PeerId) -> bool:
-        """Whether the peer must be neither called nor answered."""
-        return self.shut_out_s(peer) > 0.0

@@ -19,9 +19,7 @@ from agora.swarm.view import PeerView, View
 
 MAX_SETTLING_ROUNDS = 12
 ROUNDS_TO_KEEP = 3
-"""A span that was kept in so many rounds in a row is settled, although others still have to choose again: their owners
-may have pinned their spans.
-"""
+"""A span that was kept in so many rounds in a row is settled; others that still have to choose again may be pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +33,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """The progress of settling a claim: the placement claimed, the rounds done, and the last ones that kept it.
-
-    settled: the placement stands, and the peer loads it.
-    """
+    """The progress of settling a claim: the placement claimed, the rounds done, the last that kept it, and the end."""
 
     placement: Placement
     rounds: int = 0
@@ -141,6 +136,4 @@ def _reason(holders: Sequence[int], span: Span) -> str:
     thinnest = min(span.stages, key=lambda stage: holders[stage])
     count = holders[thinnest]
     peers = "nobody" if count == 0 else "1 peer" if count == 1 else f"{count} peers"
-    if count == min(holders):
-        return f"stage {thinnest} is the thinnest, held by {peers}"
-    return f"stage {thinnest} is held by {peers}"
+    return f"stage {thinnest} is {'the thinnest, ' if count == min(holders) else ''}held by {peers}"

@@ -56,23 +56,25 @@ class View:
 
     def replicas(self, stage: int) -> tuple[PeerView, ...]:
         """The peers that serve `stage` now, by id; only these are sent microbatches."""
-        return self._serving.get(stage, ())
+        return self._serving_by_stage.get(stage, ())
 
     def claimants(self, stage: int) -> tuple[PeerView, ...]:
         """The peers that serve `stage` or are about to, by id; what placement counts."""
-        return self._claiming.get(stage, ())
+        return self._claiming_by_stage.get(stage, ())
 
     def without(self, peer: PeerId) -> View:
         """The view as it would be if `peer` were gone."""
         return View({other: seen for other, seen in self.peers.items() if other != peer})
 
     @cached_property
-    def _serving(self) -> Mapping[int, tuple[PeerView, ...]]:
-        """The serving peers of each stage."""
-        return {stage: tuple(p for p in held_by if p.state == "serving") for stage, held_by in self._claiming.items()}
+    def _serving_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
+        return {
+            stage: tuple(p for p in held_by if p.state == "serving")
+            for stage, held_by in self._claiming_by_stage.items()
+        }
 
     @cached_property
-    def _claiming(self) -> Mapping[int, tuple[PeerView, ...]]:
+    def _claiming_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
         """The serving and joining peers of each stage, sorted by id."""
         holders: dict[int, list[PeerView]] = defaultdict(list)
         for seen in sorted(self.peers.values(), key=lambda seen: seen.peer):
