@@ -37,9 +37,8 @@ class Caller(Protocol):
         deadline: float,
         on_progress: OnProgress | None = None,
     ) -> Reply:
-        """Sends `request` with `tensors` to `peer` and returns its reply. deadline: time of the event loop's clock.
+        """Sends `request` with `tensors` to `peer` and returns its reply. deadline: see loop_time.
 
-        Raises the peer's refusal as the error that it names. Raises an AgoraError at once when the connection breaks or
-        cannot be opened, and at the deadline. A caller that stops waiting (deadline, cancellation) cancels the work at
-        the peer.
+        Raises the peer's refusal as the error that it names, and an AgoraError when the connection breaks or cannot be
+        opened, or at the deadline. To stop waiting (deadline, cancellation) cancels the work at the peer.
         """

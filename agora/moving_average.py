@@ -21,7 +21,5 @@ class MovingAverage:
 
     def updated(self, sample: float) -> MovingAverage:
         """The average after one more sample."""
-        if self.value is None:
-            return MovingAverage(self.weight, sample, 1)
-        weight = max(self.weight, 1.0 / (self.samples + 1))
-        return MovingAverage(self.weight, self.value + weight * (sample - self.value), self.samples + 1)
+        weight, value = max(self.weight, 1.0 / (self.samples + 1)), sample if self.value is None else self.value
+        return MovingAverage(self.weight, value + weight * (sample - value), self.samples + 1)

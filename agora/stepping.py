@@ -2,9 +2,8 @@
 
 Knows: tokens, step numbers, encoded gradients. Must not know: torch, gradients, replicas, how tokens are agreed on.
 
-The loop publishes a new immutable StepPolicy whenever what it knows of the other replicas changes; the device thread
-only reads the newest one. For every step the device thread puts a StageStepped on a queue, which one task of the loop
-reads. Neither calls into objects of the other.
+The loop publishes a new StepPolicy whenever what it knows of the other replicas changes; the device thread reads the
+newest one. For every step it puts a StageStepped on a queue. Neither calls into objects of the other.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ MOST_EVENTS: Final = 4096
 class StepPolicy:
     """When one stage takes an optimizer step by itself, and when it waits for its replicas.
 
-    `tokens_to_go` and `alone` hold for optimizer step number `step` only (0 is the first step), because the stage may
-    have stepped since the policy was made. Of any other step nothing is known, so the safe answer holds:
+    `tokens_to_go` and `alone` hold for optimizer step number `step` only (0 is the first), because the stage may have
+    stepped since. Of any other step nothing is known, so the safe answer holds:
 
     | question               | step `step`                                 | any other step       |
     |------------------------|---------------------------------------------|----------------------|

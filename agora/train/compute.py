@@ -22,7 +22,7 @@ from agora.codec import BoundaryCodec, all_finite, decode_tokens, gradient_dithe
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Flat, Layout, StageState
 from agora.stepping import SpanResult, StageStepped, StepEvents, StepPolicy
-from agora.train.device import DeviceQueue, Priority, choose_device, has_native_bf16
+from agora.train.device import DeviceQueue, Priority, choose_device
 from agora.train.memory import keep_freed_memory
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import Blocks, SliceRule
@@ -79,10 +79,9 @@ class Compute:
         in_flight: int = 32,
         fault: Callable[[str], None] = lambda point: None,
     ) -> Compute:
-        """Builds the span's stages with their initial weights on the device.
+        """Builds the span's stages with their initial weights. Raises DeviceError, MemoryError_, ManifestError.
 
-        Matrix products are in bf16 when the device has it in hardware. in_flight: most microbatches between forward and
-        backward here. fault: see DeviceQueue. Raises DeviceError, MemoryError_, ManifestError.
+        device: see choose_device. in_flight: see SpanTrainer. fault: see DeviceQueue.
         """
         chosen = choose_device(device)
         if chosen.type == "cpu":
@@ -93,10 +92,7 @@ class Compute:
 
         @_device_errors()
         def build_stages() -> SpanTrainer:
-            bf16 = has_native_bf16(chosen)
-            return SpanTrainer(
-                manifest, span, chosen, report=report, bf16=bf16, in_flight=in_flight, on_step=events.put
-            )
+            return SpanTrainer(manifest, span, chosen, report=report, in_flight=in_flight, on_step=events.put)
 
         async with AsyncExitStack() as undo:
             undo.push_async_callback(queue.close)

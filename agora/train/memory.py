@@ -6,7 +6,6 @@ Knows: bytes, the C library. Must not know: models, microbatches, peers.
 from __future__ import annotations
 
 import ctypes
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ KEEP_BYTES = 1 << 30
 """Freed memory up to this much stays with the process, and tensors up to this size are made in it."""
 CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 62
+LIBC = ctypes.CDLL(None)
 
 
 def graphs_fit(activation_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
@@ -56,8 +56,8 @@ def keep_freed_memory() -> bool:
     By default a graph's memory goes back to the kernel when the graph is freed, and the next graph causes page faults
     for it: 3 of 84 ms of each microbatch (12 in flight, a stage of 1.5 M parameters, AMD EPYC, 2026-11-21).
     """
-    mallopt = getattr(_libc(), "mallopt", None)
-    if mallopt is None or not hasattr(_libc(), "gnu_get_libc_version"):
+    mallopt = getattr(LIBC, "mallopt", None)
+    if mallopt is None or not hasattr(LIBC, "gnu_get_libc_version"):
         return False
     settings = {"M_TRIM_THRESHOLD": (-1, KEEP_BYTES), "M_MMAP_THRESHOLD": (-3, KEEP_BYTES), "M_ARENA_MAX": (-8, 1)}
     return all(mallopt(number, value) == 1 for number, value in settings.values())
@@ -65,7 +65,7 @@ def keep_freed_memory() -> bool:
 
 def freed_bytes() -> int:
     """Returns the bytes that this process has freed and malloc keeps for it; 0 where malloc does not tell."""
-    mallinfo2 = getattr(_libc(), "mallinfo2", None)
+    mallinfo2 = getattr(LIBC, "mallinfo2", None)
     if mallinfo2 is None:
         return 0
     mallinfo2.restype = _Mallinfo2
@@ -78,12 +78,6 @@ class _Mallinfo2(ctypes.Structure):
     _fields_: ClassVar = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("last", ctypes.c_size_t)]
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    """Returns the C library of this process."""
-    return ctypes.CDLL(None)
-
-
 class AvailableMemory:
     """Calling it returns `available_bytes` of one device, measured at most once a second."""
 
@@ -93,7 +87,6 @@ class AvailableMemory:
         self._measured_at = -REFRESH_S
 
     def __call__(self) -> int:
-        """Returns the bytes available, as of at most a second ago."""
         now = time.monotonic()
         if now - self._measured_at >= REFRESH_S:
             self._bytes, self._measured_at = available_bytes(self._device), now

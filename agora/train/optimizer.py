@@ -7,7 +7,6 @@ Another optimizer is another function of UPDATES, and its name in the manifest's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +54,9 @@ class StepResult:
 class StageOptimizer:
     """The optimizer of one stage. The moments stay in place; the weights may be another tensor at every step.
 
-    `mean` and `square` are the moments, flat like the weights. `updates` counts the steps that changed them: fewer
-    than the stage's steps when this replica had no part in some. The manifest's `clip` bounds the gradient norm of the
-    whole model, which no peer sees; a stage clips at clip / sqrt(stages), the same bound when all stages have equal
-    norms. 0 switches clipping off. Weight decay applies to matrices only.
+    mean, square: the moments, flat like the weights. updates: the steps that changed them, without those in which this
+    replica had no part. The manifest's `clip` bounds the gradient norm of the whole model, which no peer sees; a stage
+    clips at clip / sqrt(stages), or not at all when it is 0. Weight decay applies to matrices only.
     """
 
     def __init__(self, section: OptimizerSection, stage_count: int, layout: Layout, device: torch.device) -> None:
@@ -154,8 +152,5 @@ def _update_nadam(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: fl
     nadam([weights], [gradient], [part.mean], [part.square], [part.momentum], [part.step], **options)
 
 
-UPDATES: dict[str, Callable[[_WeightPart, Tensor, Tensor, float], None]] = {
-    "adamw": _update_adamw,
-    "nadam": _update_nadam,
-}
+UPDATES = {"adamw": _update_adamw, "nadam": _update_nadam}
 """The update of one part of the weights, by the manifest's `optimizer.name`."""

@@ -19,6 +19,7 @@ from torch.nn.utils import get_total_norm
 from agora.model import family_of, stage_loss
 from agora.observe.events import MicrobatchCounted, Report
 from agora.stepping import StageStepped
+from agora.train.device import has_native_bf16
 from agora.train.memory import AvailableMemory, graphs_fit, measure_saved_bytes
 from agora.train.stage_replica import StageReplica
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward, StashedForwards, WeightVersion
@@ -53,19 +54,17 @@ class SpanTrainer:
         device: torch.device,
         *,
         report: Report,
-        bf16: bool,
         in_flight: int,
         on_step: Callable[[StageStepped], None] = lambda event: None,
     ) -> None:
-        """Builds the span's stages with their initial weights.
+        """Builds the span's stages with their initial weights. Matrix products are in bf16 if the device has it.
 
         in_flight: most microbatches between forward and backward here; LIMIT_PER_SEAT times that many are refused.
-        on_step: is called after each step of a stage.
         """
         self.span = span
         self.device = device
         self._report = report
-        self._bf16 = bf16
+        self._bf16 = has_native_bf16(device)
         self._activations = manifest.schedule.activations
         self._in_flight = in_flight
         self._available = AvailableMemory(device)
@@ -109,9 +108,8 @@ class SpanTrainer:
         boundary = output.detach()
         self._require_finite(float(torch.linalg.vector_norm(boundary)), first, microbatch, "the boundary it computed")
         seconds, steps = time.perf_counter() - begun, self._steps_from(first)
-        forward = StashedForward(first, entry, inputs, _supervised(tokens), steps, seconds)
-        if versions:
-            forward.output, forward.versions = output, versions
+        graph = output if versions else None
+        forward = StashedForward(first, entry, inputs, _supervised(tokens), steps, seconds, graph, versions)
         self.stashed.add(microbatch, forward)
         return boundary, forward
 

@@ -39,26 +39,6 @@ def drift_share(step: int, optimizer: OptimizerSection) -> float:
     return DRIFT_LAST + (DRIFT_FIRST - DRIFT_LAST) * half_cosine(min(max(progress, 0.0), 1.0))
 
 
-class DriftAverage:
-    """For each weight the moving average of how far this replica moves it while a round takes place.
-
-    It is no part of a stage's state: after a restart the first drift of a weight is its average again.
-    """
-
-    def __init__(self, flat: Tensor) -> None:
-        self._mean = torch.zeros_like(flat).view(-1, SLICE_BLOCK)
-        self._visited = torch.zeros(len(self._mean), 1, dtype=torch.bool, device=flat.device)
-
-    def preview(self, blocks: Tensor, drift: Tensor, share: float) -> Tensor:
-        """Returns what the averages of `blocks` would be with `drift` [blocks, SLICE_BLOCK] added at weight `share`."""
-        return torch.where(self._visited[blocks], torch.lerp(self._mean[blocks], drift, share), drift)
-
-    def keep(self, blocks: Tensor, mean: Tensor) -> None:
-        """Replaces the averages of `blocks` by `mean`, as `preview` returned it."""
-        self._mean[blocks] = mean
-        self._visited[blocks] = True
-
-
 class StageReplica(TrainedStage):
     """A trained stage that exchanges weights with its replicas. Used on the device thread, between two microbatches.
 
@@ -66,7 +46,9 @@ class StageReplica(TrainedStage):
     that takes values raises ProtocolError ("bad-tensor") when their shape, dtype or values are not allowed.
     """
 
-    _drift: DriftAverage | None = None
+    _drift: Tensor | None = None
+    """Rule "ema": how far this replica usually moves each weight while a round takes place, [blocks, SLICE_BLOCK]; NaN
+    before the weight's first round. No part of the stage's state: a restart begins anew."""
 
     def snapshot_blocks(self, blocks: Blocks) -> tuple[Tensor, int]:
         """Returns a copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and their step."""
@@ -87,10 +69,14 @@ class StageReplica(TrainedStage):
             self._write(numbers, weights + change)
             return
         start = self._checked(snapshot, len(numbers))
-        drift = self._drift = self._drift or DriftAverage(self.weights.current.flat)
-        mean = drift.preview(numbers, weights - start, drift_share(self.step, self.optimizer.section))
+        if self._drift is None:
+            self._drift = torch.full_like(self.weights.current.flat, torch.nan).view(-1, SLICE_BLOCK)
+        drift, usual = weights - start, self._drift[numbers]
+        mean = torch.where(
+            usual.isnan(), drift, torch.lerp(usual, drift, drift_share(self.step, self.optimizer.section))
+        )
         self._write(numbers, start + change + mean)
-        drift.keep(numbers, mean)
+        self._drift[numbers] = mean
 
     def replace_blocks(self, blocks: Blocks, values: Flat) -> None:
         """Replaces the weights in `blocks` by `values`, float32 [blocks * SLICE_BLOCK]."""

@@ -26,7 +26,7 @@ STALENESS_BINS = 33
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """How far a stage of this peer is. `staleness[i]`: microbatches whose backward came i steps after their forward."""
+    """How far a stage of this peer is. staleness[i]: microbatches whose backward came i steps after their forward."""
 
     stage: int
     step: int
@@ -50,7 +50,7 @@ class MeanGradient:
 
 @dataclass(slots=True)
 class SumContents:
-    """What a gradient sum is made of: supervised tokens, the sum of their losses, microbatches, summed staleness."""
+    """What a gradient sum is made of: supervised tokens, the sum of their losses, microbatches, their staleness."""
 
     tokens: int = 0
     loss: float = 0.0
@@ -59,10 +59,7 @@ class SumContents:
 
 
 class GradientSum:
-    """The summed gradients of a stage's next step, whichever version of the weights each was computed on.
-
-    `flat` is float32 [numel], `tensors` its views in the order of the layout, `contents` says what was added.
-    """
+    """The summed gradients of a stage's next step: `flat` is float32 [numel], `tensors` its views, as `layout` says."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
@@ -79,9 +76,9 @@ class GradientSum:
 class TrainedStage:
     """One stage with its weights, its optimizer and its gradient sum. Used on the device thread only.
 
-    `step` counts the steps that the stage has taken in all its replicas. `policy` decides when it takes the next one by
-    itself; any thread may replace it. `progress` may be read by any thread. While the replicas average their gradients,
-    this one's share of the step has been taken out, and `sum` is already that of the step after.
+    step: the steps that the stage has taken in all its replicas. policy: decides when it takes the next one by itself;
+    any thread may replace it, and read `progress`. While the replicas average their gradients, this one's share of the
+    step has been taken out, and `sum` is already that of the step after.
     """
 
     def __init__(
@@ -116,21 +113,12 @@ class TrainedStage:
 
     def _update_progress(self) -> None:
         """Replaces `progress` by the present counts. A share that was taken out still counts in its step."""
-        taken = self._taken[1].tokens if self._taken else 0
-        self.progress = StageProgress(
-            self.number,
-            self.step,
-            taken if self._taken else self.sum.contents.tokens,
-            self.tokens_stepped + taken + self.sum.contents.tokens,
-            tuple(self._staleness),
-            self._refused,
-        )
+        summed, taken = self.sum.contents.tokens, self._taken[1].tokens if self._taken else 0
+        in_step, total = taken if self._taken else summed, self.tokens_stepped + taken + summed
+        self.progress = StageProgress(self.number, self.step, in_step, total, tuple(self._staleness), self._refused)
 
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
-        """Counts one more microbatch whose gradient has been added to the sum.
-
-        Reports GradientLate in a synchronous run when this replica's share of the step is already taken out.
-        """
+        """Counts a microbatch whose gradient has been added to the sum, and reports GradientLate if it is."""
         staleness = max(self.step - step_at_forward, 0)
         contents = self.sum.contents
         contents.tokens += tokens
@@ -172,14 +160,18 @@ class TrainedStage:
             return
         if step == self.step + 1 and self.sum.contents.tokens > 0:
             self._step_along_sum()
-        if self.step < step:
-            self._skip_to(step)
+        skipped = step - self.step
+        if skipped > 0:
+            dropped = self.sum.clear().tokens
+            self.step = step - 1
+            if skipped > 1 or dropped:
+                self._report(StepsSkipped(self.number, step, skipped, dropped))
+            self._count_step(SumContents(), None)
 
     def take_mean_gradient(self) -> MeanGradient:
-        """Takes this replica's share of the next step out of the sum, for the replicas to average, and returns it.
+        """Takes this replica's share of the next step out of the sum and returns it; the same until the step is taken.
 
-        Returns the same share again until the step is taken, so that a caller that failed may ask once more. Gradients
-        that arrive meanwhile go into the next step's sum.
+        Gradients that arrive meanwhile go into the sum of the step after.
         """
         if self._taken is None:
             mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
@@ -195,9 +187,8 @@ class TrainedStage:
     def step_with_gradient(self, number: int, mean: Tensor, tokens: int) -> None:
         """Takes step `number`, whose share was taken out, along the `mean` gradient [numel] over all replicas' tokens.
 
-        With `tokens` 0 the stage only counts the step. Raises LocalError when this step's share was not taken out, and
-        ProtocolError ("bad-tensor") when the gradient has another shape or a norm that is not finite; the step can then
-        still be taken along another gradient.
+        With `tokens` 0 the stage only counts the step. Raises LocalError when this step's share was not taken out;
+        ProtocolError for another shape or a norm that is not finite, and the step can then be taken along another.
         """
         if mean.shape != self.sum.flat.shape or mean.dtype != self.sum.flat.dtype:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no gradient here")
@@ -230,14 +221,6 @@ class TrainedStage:
             self._stepped_at = time.monotonic()
         else:
             self._count_step(contents, result)
-
-    def _skip_to(self, step: int) -> None:
-        """Drops the sum and counts all steps up to `step`, the last one as a step without a part of this replica."""
-        skipped, dropped = step - self.step, self.sum.clear()
-        self.step = step - 1
-        if skipped > 1 or dropped.tokens:
-            self._report(StepsSkipped(self.number, step, skipped, dropped.tokens))
-        self._count_step(SumContents(), None)
 
     def _count_step(self, contents: SumContents, result: StepResult | None) -> None:
         """Counts a step that was taken, and reports it. result: None when this replica had no part in it."""

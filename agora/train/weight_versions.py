@@ -55,8 +55,7 @@ class WeightVersion:
 class StageWeights:
     """The trainable weights of one stage, float32 [numel] in each version, with its tensors where `layout` says.
 
-    Forwards run on `current`. `previous` is the version before it, whose memory is kept for the next copy; None until
-    a change has met a live graph.
+    Forwards run on `current`. previous: the version before it, None until a change has met a live graph.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

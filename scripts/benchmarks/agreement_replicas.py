@@ -41,9 +41,7 @@ class Replica:
     """One of the replicas: the whole model as one stage, its own optimizer, its own samples."""
 
     def __init__(self, manifest: Manifest, sampler: Sampler, name: str) -> None:
-        self.trainer = SpanTrainer(
-            manifest, WHOLE, torch.device("cpu"), report=lambda event: None, bf16=False, in_flight=1
-        )
+        self.trainer = SpanTrainer(manifest, WHOLE, torch.device("cpu"), report=lambda event: None, in_flight=1)
         self.stage = self.trainer.stage(0)
         self.tokens = manifest.tokens_per_microbatch
         self.step_alone()

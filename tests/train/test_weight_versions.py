@@ -38,7 +38,7 @@ class Bench:
         )
         self.events = Events()
         self.span = Span.parse(span)
-        self.trainer = SpanTrainer(self.manifest, self.span, CPU, report=self.events, bf16=False, in_flight=in_flight)
+        self.trainer = SpanTrainer(self.manifest, self.span, CPU, report=self.events, in_flight=in_flight)
         self.step_after(NEVER)
         self.batches = [torch.from_numpy(step[0]) for step in batches_for(self.manifest, 60, 1)]
         shape = (60, *self.manifest.boundary_shape())
