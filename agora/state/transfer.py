@@ -91,7 +91,7 @@ class StateFetch:
         plausible_step: Callable[[], float] = lambda: math.inf,
         report_offence: ReportOffence,
     ) -> None:
-        """lag_limit: steps behind the newest offer. plausible_step: a source that offers a later step is not used."""
+        """Sources are used at steps from the newest offer - lag_limit up to plausible_step()."""
         self.schedule = ChunkSchedule(chunk_count(numel))
         self._caller = caller
         self._stage = stage
@@ -138,7 +138,7 @@ class StateFetch:
         return StageState(self._stage, step, updates, 0, self._weights, self._mean, self._square)
 
     async def _advance(self) -> None:
-        """Starts calls and waits for one or a tick; raises Unavailable at the deadline or without sources."""
+        """Starts calls and waits for one, at most TICK_S. Raises Unavailable at the deadline or without sources."""
         now = loop_time()
         came = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
         if now >= self._deadline:
