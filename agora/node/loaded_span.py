@@ -15,6 +15,7 @@ not know: processes, signals, or how any room does its work.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -43,7 +44,7 @@ from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
 from agora.observe import events, faults
 from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.hop import Hop
-from agora.pipeline.opening import Share, Surroundings
+from agora.pipeline.opening import Share, StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
 from agora.state.keeper import StateKeeper
@@ -121,14 +122,10 @@ class LoadedSpan:
     def _make_origin(self, batches: OriginBatches) -> Origin:
         """Returns the origin of this peer, which opens the microbatches that `batches` draws."""
         peer, manifest = self._peer, self._peer.signed.manifest
-        is_synchronous = manifest.schedule.kind == "synchronous"
         config = OriginConfig(
             me=peer.startup.peer,
             stage_count=manifest.stage_count,
-            synchronous=is_synchronous,
-            target_tokens=manifest.optimizer.target_tokens,
-            tokens_per_microbatch=manifest.tokens_per_microbatch,
-            ceiling=usual_in_flight(manifest) if is_synchronous else peer.seats,
+            ceiling=peer.seats if self._barrier is None else usual_in_flight(manifest),
             max_in_flight=manifest.schedule.max_in_flight,
         )
         return Origin(config, self.hop, batches.draw, batches.heldout, peer.startup.report, self._look_around)
@@ -142,7 +139,12 @@ class LoadedSpan:
             return Surroundings(ready, path_s=path_s)
         origins = [seen.peer for seen in view.replicas(0)]
         share = Share(origins.index(me), len(origins)) if me in origins else Share()
-        return Surroundings(ready, share, self.compute.step_of(0), self.replicas.missing_tokens(0), path_s)
+        manifest = self._peer.signed.manifest
+        whole, lacking = (
+            math.ceil(tokens / manifest.tokens_per_microbatch)
+            for tokens in (manifest.optimizer.target_tokens, self.replicas.missing_tokens(0))
+        )
+        return Surroundings(ready, StepState(self.compute.step_of(0), whole, lacking, share), path_s)
 
     @property
     def span(self) -> Span:

@@ -6,10 +6,9 @@ By Little's law a pipeline that finishes one microbatch every `period` holds x =
 nothing ever waits. Exactly x starves the slowest stage at every hiccup, so 4 * sqrt(x) are added, the square-root
 staffing rule (Halfin and Whitt, "Heavy-traffic limits for queues with many exponential servers", 1981).
 
-`round_trip_s` must be free of queueing: a sum of device and link times, not an observed round trip. More credit makes
-longer queues, and an origin that counted them would ask for still more. So each link is known by its shortest waits, as
-BBR knows a path (Cardwell et al., "BBR: Congestion-based congestion control", 2016). While the pipeline is not full the
-period is the round trip divided by the credit, so the rule raises the credit by itself.
+The round trip must be free of queueing, because more credit makes longer queues, and an origin that counted them would
+ask for still more. So each link is known by its shortest waits, as BBR knows a path (Cardwell et al., "BBR:
+Congestion-based congestion control", 2016).
 """
 
 from __future__ import annotations
@@ -88,21 +87,6 @@ class Share:
     origins: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What an origin sees around it. ready: whether enough replicas serve the run.
-
-    share, step, missing_tokens: only in a synchronous run; stage 0 has taken `step` steps, and its replicas together
-    lack so many tokens for the next one. path_s: see Hop.path_s.
-    """
-
-    ready: bool = True
-    share: Share = Share()
-    step: int = 0
-    missing_tokens: int = 0
-    path_s: float | None = None
-
-
 def step_share(microbatches: int, share: Share) -> int:
     """Returns how many of a step's microbatches this origin opens; the shares of all origins sum to the whole step."""
     base, rest = divmod(microbatches, max(1, share.origins))
@@ -117,6 +101,18 @@ class StepState:
     microbatches: int
     lacking: int
     share: Share
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an origin sees around it.
+
+    ready: enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s.
+    """
+
+    ready: bool = True
+    step: StepState | None = None
+    path_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +145,13 @@ class StepQuota:
 
 @dataclass(frozen=True, slots=True)
 class OriginState:
-    """What the decision to open a microbatch depends on.
-
-    ready: enough replicas serve the run. open_count: microbatches in flight. step: None in an asynchronous run.
-    """
+    """What the decision to open a microbatch depends on. open_count: microbatches in flight."""
 
     credit: Credit
+    seen: Surroundings = Surroundings()
     open_count: int = 0
     leaving: bool = False
     paused: bool = False
-    ready: bool = True
-    step: StepState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +176,14 @@ def next_opening(now: float, state: OriginState, quota: StepQuota) -> Opening:
     """
     if state.leaving:
         return Opening("stop", "this peer is leaving", quota)
-    if not state.ready:
+    if not state.seen.ready:
         return Opening("wait", "too few replicas serve the run", quota)
     if state.paused:
         return Opening("wait", "paused by its owner", quota)
-    if state.step is not None and not quota.left and not state.open_count:
-        quota = quota.renewed(now, state.step)
-    if state.step is not None and not quota.left:
+    step = state.seen.step
+    if step is not None and not quota.left and not state.open_count:
+        quota = quota.renewed(now, step)
+    if step is not None and not quota.left:
         return Opening("wait", f"this origin's share of step {quota.step} is opened", quota)
     if state.open_count >= state.credit.limit:
         return Opening("wait", f"{state.open_count} microbatches are open; credit {state.credit.reason}", quota)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -48,9 +47,6 @@ class OriginConfig:
 
     me: PeerId
     stage_count: int
-    synchronous: bool
-    target_tokens: int
-    tokens_per_microbatch: int
     ceiling: int
     max_in_flight: int = 0
     first_patience_s: float = 120.0
@@ -201,27 +197,20 @@ class Origin:
             decision = self._decide(seen)
             if decision.action != "wait":
                 return decision.action == "open"
-            is_event_sure = seen.ready and not self._config.synchronous
-            await self._changed.wait(None if is_event_sure else loop_time() + LOOK_AGAIN_S)
+            until = None if seen.ready and seen.step is None else loop_time() + LOOK_AGAIN_S
+            await self._changed.wait(until)
 
     def _decide(self, seen: Surroundings) -> Opening:
         """Decides whether to open a microbatch now, and records the credit and the quota that is left."""
-        config, step = self._config, None
-        credit = self._measured_credit(seen.path_s)
-        if config.synchronous:
-            credit = Credit(config.ceiling, f"{config.ceiling} seats")
-            whole, lacking = (
-                math.ceil(tokens / config.tokens_per_microbatch)
-                for tokens in (config.target_tokens, seen.missing_tokens)
-            )
-            step = opening.StepState(seen.step, whole, lacking, seen.share)
-        state = opening.OriginState(credit, len(self._open), self._leaving, self._paused, seen.ready, step)
+        ceiling, is_synchronous = self._config.ceiling, seen.step is not None
+        credit = Credit(ceiling, f"{ceiling} seats") if is_synchronous else self._measured_credit(seen.path_s)
+        state = opening.OriginState(credit, seen, len(self._open), self._leaving, self._paused)
         decision = opening.next_opening(loop_time(), state, self._quota)
-        if not config.synchronous:
+        if not is_synchronous:
             self.credit = credit
         elif decision.action == "open" and not self._open:
             left = decision.quota.left + 1
-            self.credit = Credit(min(left, config.ceiling), f"{left} microbatches to the step")
+            self.credit = Credit(min(left, ceiling), f"{left} microbatches to the step")
         self._quota = decision.quota
         return decision
 
@@ -268,8 +257,10 @@ class Origin:
 
     async def _attempt(self, microbatch: Microbatch, attempt: int) -> HopAnswer | None:
         """Sends the microbatch through the whole pipeline once; returns None when that failed."""
-        started, patience = loop_time(), self._patience_s(attempt)
-        deadline, wait = started + patience, RETRY_S * 2.0 ** min(attempt, 16)
+        started, trip_s, doubled = loop_time(), self._trip_s.value, 2.0 ** min(attempt, 16)
+        first = self._config.first_patience_s if trip_s is None else max(MIN_PATIENCE_S, PATIENCE_TRIPS * trip_s)
+        patience, wait = min(MAX_PATIENCE_S, first * doubled), RETRY_S * doubled
+        deadline = started + patience
         hint = tuple(sorted(microbatch.path.items())[:MAX_HINTS])
         deadline_ms = max(1, int(1000.0 * patience))
         message = Process(microbatch.id, self._config.me, 0, microbatch.purpose, deadline_ms, hint, microbatch.step)
@@ -286,12 +277,6 @@ class Origin:
             self._report(events.MicrobatchRerouted(microbatch.id.hex(), 0, self._config.me, reason))
         await asyncio.sleep(min(wait, MAX_RETRY_S))
         return None
-
-    def _patience_s(self, attempt: int) -> float:
-        """Returns how long an attempt may take: PATIENCE_TRIPS times the usual trip, doubled with each attempt."""
-        trip_s = self._trip_s.value
-        first = self._config.first_patience_s if trip_s is None else max(MIN_PATIENCE_S, PATIENCE_TRIPS * trip_s)
-        return min(MAX_PATIENCE_S, first * 2.0 ** min(attempt, 16))
 
     def _forget_finished(self, task: asyncio.Task[None]) -> None:
         """Removes a microbatch that is over from those in flight, and wakes whoever waits for that."""

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from agora.pipeline.opening import GRACE_S, Credit, OriginState, Share, StepQuota, StepState, next_opening
+from agora.pipeline.opening import GRACE_S, Credit, OriginState, Share, StepQuota, StepState, Surroundings, next_opening
 
 CREDIT = Credit(4, "4: measured")
 ASYNCHRONOUS = OriginState(CREDIT)
-SYNCHRONOUS = OriginState(CREDIT, step=StepState(step=7, microbatches=9, lacking=9, share=Share(0, 2)))
+SYNCHRONOUS = OriginState(CREDIT, Surroundings(step=StepState(step=7, microbatches=9, lacking=9, share=Share(0, 2))))
 NONE = StepQuota()
 
 
@@ -18,7 +18,7 @@ NONE = StepQuota()
     ("state", "action", "reason"),
     [
         (replace(ASYNCHRONOUS, leaving=True, paused=True), "stop", "this peer is leaving"),
-        (replace(ASYNCHRONOUS, ready=False, paused=True), "wait", "too few replicas serve the run"),
+        (OriginState(CREDIT, Surroundings(ready=False), paused=True), "wait", "too few replicas serve the run"),
         (replace(ASYNCHRONOUS, paused=True), "wait", "paused by its owner"),
         (replace(ASYNCHRONOUS, open_count=4), "wait", "4 microbatches are open; credit 4: measured"),
         (replace(ASYNCHRONOUS, open_count=3), "open", "4: measured"),
@@ -50,12 +50,12 @@ def test_a_share_is_not_renewed_before_everything_opened_is_back() -> None:
 
 
 def test_an_origin_with_a_share_of_nothing_waits() -> None:
-    state = replace(SYNCHRONOUS, step=StepState(7, 9, 9, Share(19, 20)))
+    state = OriginState(CREDIT, Surroundings(step=StepState(7, 9, 9, Share(19, 20))))
     assert next_opening(100.0, state, NONE).action == "wait"
 
 
 def test_what_a_step_lacks_is_opened_in_parts_after_a_grace_period() -> None:
-    state = replace(SYNCHRONOUS, step=StepState(7, 9, 3, Share(0, 2)))
+    state = OriginState(CREDIT, Surroundings(step=StepState(7, 9, 3, Share(0, 2))))
     first = next_opening(100.0, state, StepQuota(7, 0))
     assert (first.action, first.quota.idle_since) == ("wait", 100.0)
     before = next_opening(100.0 + GRACE_S - 0.01, state, first.quota)
@@ -65,7 +65,7 @@ def test_what_a_step_lacks_is_opened_in_parts_after_a_grace_period() -> None:
 
 
 def test_a_step_that_lacks_nothing_is_not_topped_up_and_the_grace_period_begins_again() -> None:
-    state = replace(SYNCHRONOUS, step=StepState(7, 9, 0, Share(0, 2)))
+    state = OriginState(CREDIT, Surroundings(step=StepState(7, 9, 0, Share(0, 2))))
     after = next_opening(100.0 + GRACE_S, state, StepQuota(7, 0, idle_since=100.0))
     assert (after.action, after.quota) == ("wait", StepQuota(7))
 

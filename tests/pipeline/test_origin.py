@@ -12,7 +12,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import EvaluationDone, MicrobatchDropped, MicrobatchRerouted
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.opening import Share, Surroundings
+from agora.pipeline.opening import Share, StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
@@ -56,20 +56,16 @@ STEP = 8
 """Microbatches that make a step."""
 
 
-def origin_of(entrance: Entrance, events: list | None = None, share=Share(), path_s=None, **settings) -> Origin:
-    values = {
-        "me": peer_id("origin"),
-        "stage_count": 2,
-        "synchronous": False,
-        "target_tokens": STEP * TOKENS,
-        "tokens_per_microbatch": TOKENS,
-        "ceiling": 16,
-    } | settings
+def origin_of(
+    entrance: Entrance, events: list | None = None, share=Share(), path_s=None, synchronous=False, **settings
+) -> Origin:
+    values = {"me": peer_id("origin"), "stage_count": 2, "ceiling": 16} | settings
     report = (lambda e: None) if events is None else events.append
 
     def look() -> Surroundings:
         step, counted = divmod(entrance.answered, STEP)
-        return Surroundings(True, share, step, (STEP - counted) * TOKENS, path_s)
+        state = StepState(step, STEP, STEP - counted, share)
+        return Surroundings(True, state if synchronous else None, path_s)
 
     return Origin(OriginConfig(**values), entrance, tokens_of, heldout, report, look, session=b"origin00")
 

@@ -10,7 +10,7 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.opening import GRACE_S, Share, Surroundings, step_share
+from agora.pipeline.opening import GRACE_S, Share, StepState, Surroundings, step_share
 from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import TOKENS, heldout, peer_id, tokens_of
@@ -34,10 +34,11 @@ class Stage:
         self.running = [asyncio.create_task(origin.run()) for origin in self.origins]
 
     def _origin(self, index: int, ceiling: int) -> Origin:
-        config = OriginConfig(peer_id(f"origin {index}"), 2, True, STEP * TOKENS, TOKENS, ceiling)
+        config = OriginConfig(peer_id(f"origin {index}"), 2, ceiling)
 
         def look() -> Surroundings:
-            return Surroundings(self.ready[index], self.shares[index], self.step, STEP * TOKENS - self.tokens)
+            lacking = STEP - self.tokens // TOKENS
+            return Surroundings(self.ready[index], StepState(self.step, STEP, lacking, self.shares[index]))
 
         entrance, session = _Entrance(self, index), bytes([index]) * 8
         return Origin(config, entrance, tokens_of, heldout, lambda event: None, look, session=session)

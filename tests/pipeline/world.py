@@ -284,13 +284,7 @@ class World:
     # --- what a test asks
 
     def origin(self, node: Node, **settings) -> Origin:
-        values = {
-            "synchronous": False,
-            "target_tokens": 8,
-            "tokens_per_microbatch": TOKENS,
-            "ceiling": 16,
-            "first_patience_s": 30.0,
-        } | settings
+        values = {"ceiling": 16, "first_patience_s": 30.0} | settings
         config = OriginConfig(me=node.peer, stage_count=self.stage_count, **values)
         session = hashlib.sha256(node.name.encode()).digest()[:8]
         look = lambda: Surroundings(path_s=node.hop.path_s())  # noqa: E731
