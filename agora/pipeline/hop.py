@@ -110,7 +110,12 @@ class Hop:
 
     async def _join_or_start(self, job: Job, on_progress: OnProgress) -> HopAnswer:
         """Refuses what may not start here now, waits for the microbatch's step, then joins or starts its work."""
-        first, step, last, key = job.message.stage, job.message.step, self._span.last, WorkKey.of(job.message)
+        first, step, last, key = (
+            job.message.stage,
+            job.message.step,
+            self._span.last,
+            WorkKey(job.message.microbatch, job.message.stage),
+        )
         if job.train:
             self._ledger.refuse_overlap(key, last)
         if self._barrier is not None and step:
@@ -151,8 +156,10 @@ class Hop:
         try:
             output = await self._in_queue(self._compute.forward(microbatch, first, job.boundary, job.tokens, job.train))
             await self._fault("hop.forwarded")
+            onward = replace(job.message, stage=self._span.last + 1)
             while True:
-                below = await self._send_on(job, output, work)
+                until = downstream_deadline(loop_time(), job.deadline, self._backward_s.value or 0.0)
+                below = await self._router.send(onward, [output, job.tokens], until, work.publish)
                 if not job.train:
                     return self._answer(job, below.message, 0.0, None, below.message.path_ms)
                 result = await self._backward(below, job, work)
@@ -162,12 +169,6 @@ class Hop:
         finally:
             if kept:
                 self._compute.forget(microbatch, first)
-
-    async def _send_on(self, job: Job, output: WireTensor, work: Work) -> HopAnswer:
-        """Sends the output to the next stage and returns its answer, in time for the backward here."""
-        message = replace(job.message, stage=self._span.last + 1)
-        until = downstream_deadline(loop_time(), job.deadline, self._backward_s.value or 0.0)
-        return await self._router.send(message, [output, job.tokens], until, work.publish)
 
     async def _backward(self, below: HopAnswer, job: Job, work: Work) -> SpanResult | None:
         """Runs the backward here; returns None, with the forward still kept, when the gradient received is unusable."""

@@ -22,8 +22,9 @@ from agora.stepping import SpanResult
 class SpanCompute(Protocol):
     """The device that computes this peer's span. Implemented by train.compute.
 
-    Every failure is an AgoraError, and a cancelled job leaves nothing behind. `finish` (when training) and `backward`
-    count the microbatch: after they returned, its gradient is in the sums; when they raise, it is not.
+    first: the stage that the microbatch enters. boundary: None at stage 0. Every failure is an AgoraError, and a
+    cancelled job leaves nothing behind. `finish` (when training) and `backward` count the microbatch: after they
+    returned, its gradient is in the sums; when they raise, it is not.
     """
 
     @property
@@ -33,10 +34,7 @@ class SpanCompute(Protocol):
     async def forward(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
     ) -> WireTensor:
-        """Runs stages `first` to the span's last and returns the boundary that leaves them.
-
-        boundary: None at stage 0. train: keeps what the backward needs, until `backward` or `forget`.
-        """
+        """Returns the boundary after the span's last stage; `train` keeps what `backward` needs, until `forget`."""
 
     async def finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
@@ -44,10 +42,7 @@ class SpanCompute(Protocol):
         """Runs stages `first` to the model's last, the loss and, when `train`, the backward, as one job."""
 
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
-        """Runs the backward of an earlier `forward` that entered at stage `first`.
-
-        After a ProtocolError (an unusable gradient) the forward is still kept; after any other error it is dropped.
-        """
+        """Runs the backward of an earlier `forward`, kept also after a ProtocolError, an unusable gradient."""
 
     def forget(self, microbatch: MicrobatchId, first: int) -> None:
         """Drops the forward that entered at `first` and gets no backward; does nothing when there is none."""

@@ -43,11 +43,6 @@ class WorkKey:
     microbatch: MicrobatchId
     stage: int
 
-    @classmethod
-    def of(cls, message: Process) -> WorkKey:
-        """Returns the key of the work that `message` asks for."""
-        return cls(message.microbatch, message.stage)
-
 
 class AnswerCache:
     """The newest answers: at most `max_bytes` of them, none older than `max_age_s`. Pure: `now` is an argument.
@@ -61,9 +56,6 @@ class AnswerCache:
         self._entries: OrderedDict[WorkKey, tuple[float, HopAnswer]] = OrderedDict()
         self._last_stages: dict[MicrobatchId, dict[int, int]] = {}
         self.nbytes = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def get(self, key: WorkKey, now: float) -> HopAnswer | None:
         """Returns the answer to this work, None when it is not kept."""
@@ -143,11 +135,11 @@ class Work:
 class WorkLedger:
     """All work of this peer: what runs, on at most `max_seats` seats, and what was answered."""
 
-    def __init__(self, me: PeerId, max_seats: int, report: Report, answers: AnswerCache | None = None) -> None:
+    def __init__(self, me: PeerId, max_seats: int, report: Report) -> None:
         self.max_seats = max(1, max_seats)
         self.me = me
         self._report = report
-        self._answers = AnswerCache() if answers is None else answers
+        self._answers = AnswerCache()
         self._works: dict[WorkKey, Work] = {}
         self._refusal = ""
         self._seat_s = MovingAverage(0.1)
@@ -163,7 +155,7 @@ class WorkLedger:
         Needs no span: the daemon calls it also while it holds no stage, or other ones. queue: length of the device's
         queue, for the caller.
         """
-        answer = self._answers.get(WorkKey.of(message), loop_time())
+        answer = self._answers.get(WorkKey(message.microbatch, message.stage), loop_time())
         if answer is not None:
             self._report(events.RepeatServed(message.microbatch.hex(), message.stage))
             on_progress(Advance(message.stage, self.me, "finished", queue))

@@ -164,16 +164,7 @@ class Opening:
 
 
 def next_opening(now: float, state: OriginState, quota: StepQuota) -> Opening:
-    """Decides whether to open a microbatch now. The first row that holds decides.
-
-    | state                                               | action |
-    |-----------------------------------------------------|--------|
-    | leaving                                             | stop   |
-    | too few replicas, or paused                         | wait   |
-    | synchronous, and the quota of the step is used up   | wait   |
-    | as many open as the credit allows                   | wait   |
-    | otherwise                                           | open   |
-    """
+    """Decides whether to open a microbatch now. The first reason not to open one that holds decides."""
     if state.leaving:
         return Opening("stop", "this peer is leaving", quota)
     if not state.seen.ready:

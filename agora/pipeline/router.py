@@ -43,28 +43,22 @@ UNAVAILABLE_FAILURES = 3
 class Trip:
     """One microbatch in `send`: its request and tensors, and what its attempts have taught.
 
-    path: the peer last seen to hold each stage, first by the caller's hint. passed_on: the peer of each stage that our
-    own callers have heard of. finished: peers that hold the result. reasons: why each peer failed.
+    hint: who has this microbatch, at first by the caller's hint. passed_on: the peer of each stage that our own callers
+    have heard of. reasons: why each peer failed.
     """
 
     process: Process
     tensors: Sequence[WireTensor]
     deadline: float
     on_progress: OnProgress
-    path: dict[int, PeerId]
+    hint: PathHint
     passed_on: dict[int, PeerId] = field(default_factory=dict)
-    finished: set[PeerId] = field(default_factory=set)
     reasons: dict[PeerId, str] = field(default_factory=dict)
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def hint(self) -> PathHint:
-        """Who already has this microbatch, for the next choice."""
-        return PathHint(self.path, frozenset(self.finished))
 
     def record_progress(self, news: Advance, callee: PeerId) -> bool:
         """Records a progress message of `callee`; returns whether our own callers have not heard the same before.
@@ -76,22 +70,22 @@ class Trip:
         if not (news.peer == callee if own else news.stage > self.process.stage):
             return False
         if own and news.event == "finished":
-            self.finished.add(callee)
+            self.hint.finished.add(callee)
         is_new = self.passed_on.get(news.stage) != news.peer
-        self.path[news.stage] = self.passed_on[news.stage] = news.peer
+        self.hint.peers[news.stage] = self.passed_on[news.stage] = news.peer
         return is_new
 
     def record_failure(self, peer: PeerId, reason: str) -> None:
         """Records why `peer` failed. A peer that holds the result is hinted at once more; any other is not again."""
-        if peer not in self.finished or peer in self.reasons:
-            self.finished.discard(peer)
-            if self.path.get(self.process.stage) == peer:
-                del self.path[self.process.stage]
+        if peer not in self.hint.finished or peer in self.reasons:
+            self.hint.finished.discard(peer)
+            if self.hint.peers.get(self.process.stage) == peer:
+                del self.hint.peers[self.process.stage]
         self.reasons[peer] = reason
 
     def request(self, deadline_ms: int) -> Process:
         """Returns the message of one attempt; its hint names the nearest stages first, as many as a message may."""
-        ahead = sorted((stage, peer) for stage, peer in self.path.items() if stage > self.process.stage)
+        ahead = sorted((stage, peer) for stage, peer in self.hint.peers.items() if stage > self.process.stage)
         return replace(self.process, deadline_ms=deadline_ms, hint=tuple(ahead[:MAX_HINTS]))
 
 
@@ -139,7 +133,7 @@ class Router:
         waits while no peer serves the stage. In the answer, `path_ms` begins here: it includes the link to that peer.
         Raises Unavailable at the deadline.
         """
-        trip = Trip(process, tensors, deadline, on_progress, dict(process.hint))
+        trip = Trip(process, tensors, deadline, on_progress, PathHint(dict(process.hint)))
         while True:
             answer = await self._try(trip, await self._next_attempt(trip))
             if answer is not None:

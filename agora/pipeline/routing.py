@@ -89,8 +89,8 @@ class PeerCost:
     def crossing_s(self, bytes_there: int, bytes_back: int, period_s: float) -> float:
         """Returns a microbatch's seconds on the link, both ways, without waiting: a round trip and two transfers.
 
-        The transfers count as at most `period_s`, the time between two microbatches on this link: it carries them in
-        that time, so anything longer in the shortest waits is a queue that never emptied.
+        The transfers count as at most `period_s`, the time between two microbatches on this link: anything longer in
+        the shortest waits is a queue that never emptied.
         """
         least = min(self.seat_waits_s, default=self.round_trip_s)
         round_trip = min(self.round_trip_s, least)
@@ -108,10 +108,10 @@ class PeerCost:
 
 @dataclass(frozen=True, slots=True)
 class PathHint:
-    """The peers that took this microbatch before, by entry stage; those in `finished` hold its result."""
+    """The peers last seen to hold a microbatch, by entry stage; those in `finished` hold its result."""
 
-    peers: Mapping[int, PeerId] = field(default_factory=dict)
-    finished: frozenset[PeerId] = frozenset()
+    peers: dict[int, PeerId] = field(default_factory=dict)
+    finished: set[PeerId] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,20 +169,15 @@ def choose_next(
         # a connection that broke just before the answer: anybody else would count the microbatch a second time
         return Choice(None, f"the peer that holds the result is {hinted.obstacle}", hinted.ready_at)
     ready = [c for c in candidates if c.ready_at <= now]
-    if not ready:
-        return _choose_nobody(now, stage, candidates)
-    best = min(ready, key=lambda c: (c.rank_s, zlib.crc32(microbatch + c.peer.encode()), c.peer))
-    return Choice(best.peer, f"expected to finish in {best.finish_s:.3f} s, least of {len(ready)} ready peers")
-
-
-def _choose_nobody(now: float, stage: int, candidates: Sequence[Candidate]) -> Choice:
-    """Returns the choice of no peer, with the reasons and when the first peer becomes ready."""
     if not candidates:
         return Choice(None, f"no live peer holds stage {stage}")
-    soonest = min(c.ready_at for c in candidates)
-    obstacles = ", ".join(sorted({c.obstacle for c in candidates if c.obstacle}))
-    when = f"; next in {soonest - now:.2f} s" if soonest < math.inf else ""
-    return Choice(None, f"all {len(candidates)} peers of stage {stage} are not ready ({obstacles}){when}", soonest)
+    if not ready:
+        soonest = min(c.ready_at for c in candidates)
+        obstacles = ", ".join(sorted({c.obstacle for c in candidates if c.obstacle}))
+        when = f"; next in {soonest - now:.2f} s" if soonest < math.inf else ""
+        return Choice(None, f"all {len(candidates)} peers of stage {stage} are not ready ({obstacles}){when}", soonest)
+    best = min(ready, key=lambda c: (c.rank_s, zlib.crc32(microbatch + c.peer.encode()), c.peer))
+    return Choice(best.peer, f"expected to finish in {best.finish_s:.3f} s, least of {len(ready)} ready peers")
 
 
 def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: int) -> list[Candidate]:

@@ -63,7 +63,9 @@ class Peer:
         async def work(_: Work) -> HopAnswer:
             return answer
 
-        await self.ledger.run(WorkKey.of(request), request.stage, loop_time() + 10.0, lambda news: None, work)
+        await self.ledger.run(
+            WorkKey(request.microbatch, request.stage), request.stage, loop_time() + 10.0, lambda news: None, work
+        )
 
 
 def process(number: int, stage: int = 1) -> Process:

@@ -196,7 +196,7 @@ def test_a_newer_incarnation_starts_with_a_clean_record() -> None:
 
 def test_a_peer_that_already_has_the_microbatch_is_preferred_however_loaded() -> None:
     costs = {A: measured(0.1, queue=99, queue_at=100.0), B: measured(0.1)}
-    assert choose(costs, hint=PathHint({1: A}, frozenset({A}))).reason == "already holds the result of this microbatch"
+    assert choose(costs, hint=PathHint({1: A}, {A})).reason == "already holds the result of this microbatch"
     assert choose(costs, hint=PathHint({1: A})).peer == A
     assert choose(costs, hint=PathHint({2: A})).peer == B
     assert choose(costs, hint=PathHint({1: C})).peer == B, "nobody outside the view is ever asked"
@@ -204,11 +204,11 @@ def test_a_peer_that_already_has_the_microbatch_is_preferred_however_loaded() ->
 
 def test_who_holds_the_result_is_worth_a_short_wait_but_not_a_long_one() -> None:
     once = replace(measured(0.1), failures=1, failed_at=100.0)
-    choice = choose({A: once, B: measured(0.1)}, 100.1, hint=PathHint({1: A}, frozenset({A})))
+    choice = choose({A: once, B: measured(0.1)}, 100.1, hint=PathHint({1: A}, {A}))
     assert choice.peer is None and choice.look_again_at == 100.25
     assert choose({A: once, B: measured(0.1)}, 100.1, hint=PathHint({1: A})).peer == B
     often = replace(once, failures=5)
-    assert choose({A: often, B: measured(0.1)}, 100.1, hint=PathHint({1: A}, frozenset({A}))).peer == B
+    assert choose({A: often, B: measured(0.1)}, 100.1, hint=PathHint({1: A}, {A})).peer == B
 
 
 def test_reasons_say_what_is_going_on() -> None:

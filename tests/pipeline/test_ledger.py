@@ -45,7 +45,7 @@ class Entries:
         return answer()
 
     def enter(self, stage: int, number: int = 1, last: int = 2) -> asyncio.Task[HopAnswer]:
-        key = WorkKey.of(process(stage, number))
+        key = WorkKey(process(stage, number).microbatch, stage)
         entry = self.ledger.run(key, last, asyncio.get_running_loop().time() + 60.0, lambda news: None, self.work)
         return asyncio.create_task(entry)
 
@@ -142,5 +142,5 @@ def test_kept_answers_are_bounded_in_bytes_and_in_age() -> None:
         cache.put(key, stage, answer(stage), now=float(stage))
     assert cache.get(keys[0], 3.0) is None and cache.get(keys[1], 3.0) is not None
     assert cache.nbytes == 2 * size and cache.stages_of(MB, 3.0) == {1: 1, 2: 2}
-    assert cache.get(keys[1], 101.5) is None and len(cache) == 1, "older than 100 s"
+    assert cache.get(keys[1], 101.5) is None and cache.nbytes == size, "older than 100 s"
     assert cache.get(keys[2], 103.0) is None and cache.nbytes == 0 and cache.stages_of(MB, 103.0) == {}
