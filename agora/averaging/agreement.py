@@ -176,8 +176,5 @@ def compose_gossip(
 
 
 def leading_step(steps: Collection[Collection[int]]) -> int:
-    """Returns the step of the most advanced stage of the run: the largest of the stages' lower medians.
-
-    steps: for each stage, the steps of its replicas.
-    """
+    """Returns the step of the run's furthest stage: the largest of the lower medians of each stage's `steps`."""
     return max((statistics.median_low(of_stage) for of_stage in steps if of_stage), default=0)

@@ -150,7 +150,7 @@ class ReplicaGroup:
 
     async def run(self) -> None:
         """Gossips, steps and averages until cancelled; then cancels everything that is running."""
-        watching = asyncio.get_running_loop().create_task(self._watch_other_stages())
+        watching = asyncio.create_task(self._watch_other_stages())
         try:
             await self.gossip.run()
         finally:
@@ -181,7 +181,8 @@ class ReplicaGroup:
     def missing_tokens(self, stage: int) -> int:
         """Returns the tokens that the stage's replicas together still lack for the step this peer is at."""
         step, tokens = self._counts()[stage]
-        _, live = self._counting(step, OtherReplicas(self.gossip.known(stage), self.gossip.others(stage)))
+        others = OtherReplicas(self.gossip.known(stage), self.gossip.others(stage))
+        _, live = next_action.counting_replicas(loop_time(), step, others, self._config)
         return max(0, self._config.target_tokens - tokens - agreement.count_tokens(live, step))
 
     def reason(self, stage: int) -> str:
@@ -239,7 +240,7 @@ class ReplicaGroup:
         now, state = loop_time(), self._stages[stage]
         step, tokens = self._counts()[stage]
         others = OtherReplicas(self.gossip.known(stage), self.gossip.others(stage), self._leading)
-        replicas, live = self._counting(step, others)
+        replicas, live = next_action.counting_replicas(now, step, others, self._config)
         target = self._config.target_tokens
         to_go, alone = agreement.tokens_to_go(live, step, target), not replicas
         self._held.publish_policy(stage, StepPolicy(target, self._config.exact_steps, step, to_go, alone))
@@ -261,16 +262,10 @@ class ReplicaGroup:
                 self._report(events.StateLost(stage, step, action.number))
                 state.work = self._start(self._recover(stage, action.at_least, action.number))
 
-    def _counting(self, step: int, others: OtherReplicas) -> tuple[set[PeerId], agreement.KnownReplicas]:
-        """Returns the replicas that count for step number `step`, and what is known of those of them that are live."""
-        replicas = next_action.counting_replicas(loop_time(), step, others, self._config)
-        return replicas, agreement.live_replicas(others.known, replicas, loop_time())
-
     async def _watch_other_stages(self) -> None:
-        """Notes, in a synchronous run, how far the run's furthest stage is.
+        """Notes, in a synchronous run, how far the run's furthest stage is, and since when each stage is behind it.
 
-        Stages that begin from checkpoints of different steps would wait for one another for ever: each origin opens the
-        microbatches of its own step, and the stages of other steps refuse them.
+        Stages that begin from checkpoints of different steps would else wait for one another for ever.
         """
         while self._config.synchronous:
             await asyncio.sleep(LOOK_S)

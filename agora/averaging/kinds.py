@@ -45,8 +45,7 @@ class Part(NamedTuple):
 class RoundConfig:
     """What all members of a run agree on about rounds, and this peer's id.
 
-    round_s: seconds until a round ends. max_weight: tokens above which a contribution is refused. exact: whether mean
-    gradients are exact weighted means, as in synchronous runs.
+    max_weight: tokens above which a contribution is refused. exact: whether mean gradients are exact weighted means.
     """
 
     me: PeerId

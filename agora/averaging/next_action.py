@@ -15,7 +15,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 
 from agora.averaging import agreement
-from agora.averaging.agreement import live_replicas, unreachable_replicas
+from agora.averaging.agreement import unreachable_replicas
 
 LOST_COVERS: Final = 0.5
 """A stage that is so many covers of the slice rounds behind, and LEAST_LOST steps, fetches the others' state."""
@@ -103,9 +103,8 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
         return Action("slice round", own.slice_due), f"slice round {own.slice_due} is due"
     if own.busy:
         return Action("wait"), "a step or a fetch is running"
-    replicas = counting_replicas(now, own.step, others, config)
-    live, unreachable = live_replicas(others.known, replicas, now), unreachable_replicas(others.known, replicas, now)
-    present = len(replicas) - len(unreachable)
+    replicas, live = counting_replicas(now, own.step, others, config)
+    present = len(replicas - unreachable_replicas(others.known, replicas, now))
     reached = agreement.step_to_follow(live, present, own.step, own.tokens, config.target_tokens)
     behind = reached - own.step
     if behind > config.most_behind:
@@ -127,6 +126,12 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     return Action("step together", own.step), f"all tokens of step {own.step} are counted"
 
 
-def counting_replicas(now: float, step: int, others: OtherReplicas, config: ActionConfig) -> set[PeerId]:
-    """Returns the replicas whose tokens count for step number `step`: of an exact step its members, else the listed."""
-    return agreement.exact_members(others.known, others.listed, now) if config.is_exact(step) else set(others.listed)
+def counting_replicas(
+    now: float, step: int, others: OtherReplicas, config: ActionConfig
+) -> tuple[set[PeerId], agreement.KnownReplicas]:
+    """Returns the replicas that count for step number `step`, and what is known of the live ones among them.
+
+    For an exact step its members count, for another step the listed replicas.
+    """
+    members = agreement.exact_members(others.known, others.listed, now) if config.is_exact(step) else others.listed
+    return set(members), agreement.live_replicas(others.known, members, now)

@@ -163,8 +163,7 @@ class Owner:
         if kept is None:
             return Recalled(0, 0, 0.0, 0.0), []
         average = kept()
-        counts = average.message
-        tensors = PartCodec("float32").encode(average.values)
+        counts, tensors = average.message, PartCodec("float32").encode(average.values)
         return Recalled(counts.members, counts.present, counts.weight, counts.distance), tensors
 
     def keep(self, part: Part, average: Callable[[], Average]) -> None:
@@ -183,8 +182,7 @@ class Owner:
         """Returns what is known of the part's round."""
         if part.round not in self._rounds:
             self._rounds[part.round] = _RoundRecord()
-            keep_s = KEPT_ROUNDS * self.config.round_s
-            asyncio.get_running_loop().call_later(keep_s, self._rounds.pop, part.round)
+            asyncio.get_running_loop().call_later(KEPT_ROUNDS * self.config.round_s, self._rounds.pop, part.round)
         return self._rounds[part.round]
 
     def _members(self, part: Part) -> Mapping[PeerId, float]:
@@ -228,9 +226,8 @@ class Owner:
         """Opens the gathering of a part. Raises Busy when too many are open."""
         if len(self._open) >= MAX_OPEN:
             raise Busy("too many parts are being averaged here; ask the second owner", 1000)
-        loop = asyncio.get_running_loop()
-        window = (SECOND_WINDOW if second else FIRST_WINDOW) * self.config.round_s
-        result, timer = loop.create_future(), loop.call_later(window, self._end_window, part)
+        loop, window_s = asyncio.get_running_loop(), (SECOND_WINDOW if second else FIRST_WINDOW) * self.config.round_s
+        result, timer = loop.create_future(), loop.call_later(window_s, self._end_window, part)
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
         gathering = self._open[part] = _Gathering(numel, self._expected(part, peer, second), result, timer)
         return gathering

@@ -36,15 +36,13 @@ class Drift:
     def why_implausible(self, distance: float, size: float) -> str:
         """Returns why an average at `distance` from own values of size `size` is rejected; "" if it is not."""
         limit = self.limit(size)
-        if distance <= limit:
-            return ""
-        return f"the average lies {distance:.3g} from the own values, {limit:.3g} would be the most"
+        why = f"the average lies {distance:.3g} from the own values, {limit:.3g} would be the most"
+        return "" if distance <= limit else why
 
     def after_rejection(self, size: float) -> float | None:
         """Returns the distance to record after a rejection: min(limit(size), size). None before the first round.
 
-        Recording the limit, not the rejected distance, lets replicas that have really drifted apart accept each other
-        again after a few rounds.
+        So replicas that have really drifted apart accept each other again after a few rounds.
         """
         return None if self.usual is None else min(self.limit(size), size)
 
@@ -75,9 +73,8 @@ class GradientSize:
     def why_implausible(self, mean: float, own: float) -> str:
         """Returns why a mean gradient of size `mean` is rejected, `own` being the own share's; "" if it is not."""
         limit = self.limit(own)
-        if math.isfinite(mean) and mean <= limit:
-            return ""
-        return f"the mean gradient is {mean:.3g} large, {limit:.3g} would be the most"
+        why = f"the mean gradient is {mean:.3g} large, {limit:.3g} would be the most"
+        return "" if math.isfinite(mean) and mean <= limit else why
 
     def updated(self, mean: float, own: float) -> GradientSize:
         """Returns the size after an accepted mean gradient; a first counts as min(mean, own), if own > 0."""

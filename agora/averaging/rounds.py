@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -60,12 +60,10 @@ class RoundResult:
 
     def averaged_blocks(self) -> NDArray[np.int64]:
         """Returns which of the slice's blocks of SLICE_BLOCK elements are in a part that was averaged; rising."""
-        done = np.repeat(self.done, PART_ELEMENTS // SLICE_BLOCK)[: len(self.answer) // SLICE_BLOCK]
-        return np.flatnonzero(done)
+        return np.flatnonzero(np.repeat(self.done, PART_ELEMENTS // SLICE_BLOCK)[: len(self.answer) // SLICE_BLOCK])
 
 
-@dataclass(frozen=True, slots=True)
-class _PartAnswer:
+class _PartAnswer(NamedTuple):
     """An owner's answer, decoded. distance: root mean square of (values - average)."""
 
     answer: Tensor
