@@ -1,4 +1,4 @@
-"""Every row of the table in agora/averaging/next_action.py."""
+"""Every row of the table "What a stage does next" in docs/averaging.md."""
 
 from __future__ import annotations
 
