@@ -31,8 +31,7 @@ def gradient_dither_key(microbatch: bytes, stage: int) -> str:
 class BoundaryCodec:
     """Encodes and decodes boundaries as the manifest's boundary.codec says. Any thread may use it.
 
-    name: such as "int8", "int6/int4h" or "top64:bf16"; seed: the run's, which decides rotation and dither. Raises
-    ManifestError, which lists the known names, for an unknown name.
+    name: such as "int8", "int6/int4h" or "top64:bf16". seed: the run's. Raises ManifestError for an unknown name.
     """
 
     def __init__(self, name: str, seed: int = 0) -> None:

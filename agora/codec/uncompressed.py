@@ -1,7 +1,7 @@
 """Converts tensors to raw bytes and back: boundaries as bf16 or float32, token ids as the narrowest integers that fit.
 
-Copies only where dtype, device or layout demand it. Values are little-endian on the wire, as in the memory of every
-machine that torch supports. Knows: dtypes, shapes and who owns the bytes. Must not know: what a tensor means.
+Values are little-endian on the wire, as in the memory of every machine that torch supports. Knows: dtypes, shapes and
+who owns the bytes. Must not know: what a tensor means.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ CPU = torch.device("cpu")
 def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
     """Returns a tensor of any dtype, layout and device as a wire tensor of `dtype`, a key of DTYPES.
 
-    bf16 rounds to nearest even. Shares the memory of a contiguous CPU tensor of the wire dtype: change such a tensor
-    only after sending.
+    Shares the memory of a contiguous CPU tensor of the wire dtype: change such a tensor only after sending.
     """
     converted = tensor.detach().to(CPU, DTYPES[dtype]).contiguous()
     return WireTensor(dtype, tuple(converted.shape), converted.reshape(-1).view(torch.uint8).numpy().data)
@@ -42,8 +41,7 @@ def decode_uncompressed(
 ) -> Tensor:
     """Returns the tensor as float32 on `device`; shares writable float32 bytes that stay on the CPU.
 
-    Raises ProtocolError "bad-tensor" for another dtype than `dtype`, and for another shape than `shape` where one is
-    given. The values may be NaN or infinite: see all_finite.
+    Raises ProtocolError "bad-tensor" for another dtype or shape. Values may be NaN or infinite: see all_finite.
     """
     return _from_wire(wire, dtype, shape).to(device, torch.float32)
 
@@ -62,8 +60,7 @@ def decode_tokens(
 ) -> Tensor:
     """Returns token ids as int32 on `device`; the id -1 marks a target that is not supervised.
 
-    Raises ProtocolError "bad-tensor" for a dtype that is none of TOKEN_DTYPES, for another shape than `shape` where one
-    is given, and for an id outside -1 .. vocabulary - 1.
+    Raises ProtocolError "bad-tensor" for another dtype or shape, and for an id outside -1 .. vocabulary - 1.
     """
     if wire.dtype not in TOKEN_DTYPES:
         raise ProtocolError("bad-tensor", f"Token ids are {wire.dtype}; they travel as {', '.join(TOKEN_DTYPES)}.")

@@ -86,8 +86,8 @@ class Family(abc.ABC):
     def build_stage(self, layers: range, seed: int) -> Stage:
         """Returns the stage that holds `layers` with its initial weights, float32 on the CPU.
 
-        A tensor's values depend on the run's seed and its full name only: every cut of the model, on every peer, starts
-        from the same weights. Raises DerivationError if this machine would give its fixed tensors other values.
+        Every cut of the model, on every peer, starts from the same weights. Raises DerivationError if this machine
+        would give its fixed tensors other values.
         """
         with torch.device("meta"):
             stage = self.make_stage(layers)
