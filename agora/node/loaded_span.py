@@ -168,7 +168,7 @@ class LoadedSpan:
             self.hop.queue,
             self.hop.path_s(),
             origin is not None,
-            origin.loss if origin else None,
+            origin.loss.value if origin else None,
             origin.credit.reason if origin else "",
         )
 

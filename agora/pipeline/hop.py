@@ -89,9 +89,8 @@ class Hop:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
         tensors: [boundary, tokens]; the boundary may be missing at stage 0. deadline: on the loop's clock. The answer
-        carries the gradient of the boundary, in its shape; none at stage 0 and when evaluating. Raises Busy, NotMyStage
-        or ProtocolError before any work is done, Unavailable when nobody downstream answered in time, and what the
-        compute raises; nothing is counted then.
+        carries the gradient of the boundary; none at stage 0 and when evaluating. Raises Busy, NotMyStage or
+        ProtocolError before any work; Unavailable or an error of the compute later, when nothing was counted either.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -110,12 +109,8 @@ class Hop:
 
     async def _join_or_start(self, job: Job, on_progress: OnProgress) -> HopAnswer:
         """Refuses what may not start here now, waits for the microbatch's step, then joins or starts its work."""
-        first, step, last, key = (
-            job.message.stage,
-            job.message.step,
-            self._span.last,
-            WorkKey(job.message.microbatch, job.message.stage),
-        )
+        first, step, last = job.message.stage, job.message.step, self._span.last
+        key = WorkKey(job.message.microbatch, first)
         if job.train:
             self._ledger.refuse_overlap(key, last)
         if self._barrier is not None and step:

@@ -152,8 +152,7 @@ class WorkLedger:
     def answer_repeat(self, message: Process, on_progress: OnProgress, queue: int = 0) -> HopAnswer | None:
         """Returns the kept answer to a microbatch that this peer has finished, None when there is none.
 
-        Needs no span: the daemon calls it also while it holds no stage, or other ones. queue: length of the device's
-        queue, for the caller.
+        Needs no span: the daemon may hold none. queue: length of the device's queue, for the caller.
         """
         answer = self._answers.get(WorkKey(message.microbatch, message.stage), loop_time())
         if answer is not None:

@@ -81,7 +81,7 @@ class Origin:
     """Opens microbatches into this peer's own hop, for as long as the peer holds stage 0. `run` until it leaves.
 
     draw(n): returns the tokens [b, s + 1] of training microbatch number n. heldout(n): yields at most n microbatches
-    that are never trained on. look: is called before each decision.
+    that are never trained on. look: is called before each decision. loss: of training, in nats per token.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Origin:
         self._pace = Pace()
         self._credit_ceiling = opening.PER_STAGE * config.stage_count  # doubles at most in a trip, as TCP starts
         self._trip_s = MovingAverage(0.1)
-        self._loss = MovingAverage(0.05)
+        self.loss = MovingAverage(0.05)
         self.completed = 0
         self.credit = Credit(1, "not measured yet")
 
@@ -120,11 +120,6 @@ class Origin:
     def open_microbatches(self) -> int:
         """Training microbatches in flight."""
         return len(self._open)
-
-    @property
-    def loss(self) -> float | None:
-        """Moving average of the training loss per token, in nats; None before the first microbatch came back."""
-        return self._loss.value
 
     async def run(self) -> None:
         """Trains until `leave` has ended, or until cancelled, which drops what is open."""
@@ -188,8 +183,6 @@ class Origin:
         self._report(events.EvaluationDone(result.loss, result.tokens, loop_time() - started))
         return result
 
-    # --- opening
-
     async def _wait_for_opening(self) -> bool:
         """Waits until the next microbatch may be opened; returns False when this origin is leaving."""
         while True:
@@ -227,14 +220,12 @@ class Origin:
         """Gives the tokens an id that is unique in the run."""
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
 
-    # --- delivering
-
     async def _train(self, microbatch: Microbatch) -> None:
         """Delivers one training microbatch, and learns the loss and the pace from it."""
         message = (await self._deliver(microbatch)).message
         self.completed += 1
         if message.tokens:
-            self._loss = self._loss.updated(message.loss_sum / message.tokens)
+            self.loss = self.loss.updated(message.loss_sum / message.tokens)
         self._pace = self._pace.completed(loop_time())
         self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
 

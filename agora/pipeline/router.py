@@ -169,21 +169,19 @@ class Router:
 
     async def _try(self, trip: Trip, attempt: Attempt) -> HopAnswer | None:
         """Makes one call. Returns None when it failed and another peer, or the same one later, should be tried."""
-        ended = False
         try:
             answer = self._checked(trip, attempt.peer, await self._call(trip, attempt))
-            ended = True
-            return self._record_answer(attempt, answer)
         except Busy as refusal:
-            ended = True
             self.table.busy(loop_time(), attempt, refusal.retry_after_ms / 1000.0)
             trip.reasons[attempt.peer] = "busy"
         except AgoraError as error:
-            ended = True
             self._record_failure(trip, attempt, error)
+        except BaseException:  # we leave the call
+            self.table.abandoned(attempt)
+            raise
+        else:
+            return self._record_answer(attempt, answer)
         finally:
-            if not ended:
-                self.table.abandoned(attempt)
             self._changed.notify()
         return None
 
@@ -244,9 +242,6 @@ class Router:
         self._report(events.MicrobatchRerouted(microbatch, attempt.stage, attempt.peer, reason))
 
     def report_useless_gradient(self, stage: int, peer: PeerId, error: ProtocolError) -> None:
-        """Records that `peer` answered with a gradient that no backward can use; its siblings are asked instead.
-
-        A peer that does so again and again is shut out by conduct, and is then no candidate at all.
-        """
+        """Records that `peer` answered with a gradient that no backward can use; its siblings are asked instead."""
         self._offences.report_offence(peer, Offence.USELESS_GRADIENT, f"{error.code}: {error}")
         self.table.rejected(loop_time(), stage, peer)

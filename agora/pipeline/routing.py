@@ -377,9 +377,8 @@ def attempt_deadline(now: float, deadline: float, expected_s: float, others: int
     """Returns when to leave a callee and ask a sibling, as a time on the clock of `now`.
 
     depth: stages from the callee to the last. The attempt gets depth / (depth + 1) of the remaining time, but at least
-    twice `expected_s`, the time that such a call usually takes; all of it when there are no `others` to ask. So the
-    last callee and the reserve of each caller get equal parts of a microbatch's time: the shares telescope. A fixed
-    share per call, one half say, would shrink exponentially.
+    twice `expected_s`, the time that such a call usually takes; all of it when there are no `others` to ask. The shares
+    telescope: the last callee and the reserve of each caller get equal parts of a microbatch's time.
     """
     remaining = deadline - now
     if others <= 0 or remaining <= 0:
