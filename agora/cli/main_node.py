@@ -69,7 +69,7 @@ def join(
         "log_level": log_level,
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    raise typer.Exit(daemon.run(run, paths.home_at(directory), given))
+    daemon.run(run, paths.home_at(directory), given)
 
 
 @app.command()

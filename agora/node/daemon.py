@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvloop
 from agora_protocol.errors import DiskError, LocalError
@@ -28,12 +28,9 @@ from agora.observe.journal import Journal
 from agora.observe.log import choose_log
 from agora.observe.reporter import Reporter
 
-if TYPE_CHECKING:
-    from agora.node.lifecycle import Ending
 
-
-def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
-    """Runs the daemon of the run `text` until it leaves; returns its exit code.
+def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
+    """Runs the daemon of the run `text` until it leaves.
 
     text: a manifest file, an invite, or the name of a run. flags: the settings given on the command line. Raises an
     AgoraError that says what to do when the daemon cannot begin, or ends by an error.
@@ -56,10 +53,7 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
             import agora.node.lifecycle  # noqa: F401
         startup = Startup(reference, home, chosen, identity, incarnation, reporter.report, steps)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            ending = runner.run(_run_node(startup, reporter, notifier))
-    if ending.code:
-        raise LocalError(ending.reason)
-    return ending.code
+            runner.run(_run_node(startup, reporter, notifier))
 
 
 @contextmanager
@@ -101,7 +95,7 @@ def lock_file(path: Path) -> Iterator[None]:
         yield
 
 
-async def _run_node(startup: Startup, reporter: Reporter, notifier: Notifier) -> Ending:
+async def _run_node(startup: Startup, reporter: Reporter, notifier: Notifier) -> None:
     """Runs the node until SIGTERM, SIGINT or SIGHUP makes it leave; a second signal ends the process at once."""
     from agora.node.lifecycle import Node
 
@@ -116,4 +110,4 @@ async def _run_node(startup: Startup, reporter: Reporter, notifier: Notifier) ->
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, handle)
-    return await node.run()
+    await node.run()

@@ -50,14 +50,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """Why the daemon ends: exit code 0 when it was asked to, else 1 and the sentence for standard error."""
-
-    code: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Move:
     """A move that was asked for: to which span, and a future that ends with it."""
 
@@ -66,14 +58,15 @@ class _Move:
 
 
 class _Stopped(Exception):
-    """The daemon was asked to leave while it was starting."""
+    """The daemon was asked to leave."""
+
+
+class _CannotGoOn(LocalError):
+    """Something that must not end has ended."""
 
 
 class Node:
-    """One daemon. `run` runs it from start to end; whoever sets `stop` makes it leave.
-
-    `signed`, `peer` and `span` are None until they are there; `span` is None again during a move.
-    """
+    """One daemon. Whoever sets `stop` makes it leave. `span` is None again during a move."""
 
     def __init__(self, startup: Startup, reporter: Reporter, notifier: Notifier) -> None:
         self.startup = startup
@@ -95,20 +88,20 @@ class Node:
         self._peer_closing = AsyncExitStack()
         self._span_closing = AsyncExitStack()
 
-    async def run(self) -> Ending:
-        """Runs the daemon until it is asked to leave or cannot go on. Raises an AgoraError when it cannot start."""
+    async def run(self) -> None:
+        """Runs the daemon until it is asked to leave. Raises an AgoraError when it cannot start or cannot go on."""
         control = ControlSocket(paths.socket_of(self.startup.home), questions_of(self))
         await control.start()
         try:
-            try:
-                ending = await self._start_and_serve()
-            except _Stopped:
-                ending = Ending(0, self.reason)
-            await self._leave(ending)
+            await self._start_and_serve()
+        except _Stopped:
+            await self._leave(self.reason)
+        except _CannotGoOn as error:
+            await self._leave(str(error))
+            raise
         finally:
             await self._close()
             await control.close()
-        return ending
 
     # --- what is there
 
@@ -173,8 +166,8 @@ class Node:
 
     # --- start and serve
 
-    async def _start_and_serve(self) -> Ending:
-        """Opens the peer, then holds one span after another until something ends the daemon; prints the invite."""
+    async def _start_and_serve(self) -> None:
+        """Opens the peer, prints the invite, and holds one span after another until an exception ends the daemon."""
         peer = await self._unless_stopped(self._open_peer())
         await self._serve_span(peer, self.startup.settings.span)
         span, incarnation = self.serving_span().span, self.startup.incarnation
@@ -185,9 +178,9 @@ class Node:
         )
         print(f"invite {self.invite()}", flush=True)
         peer.tasks.start("watchdog", self._watchdog.run())
-        while (ending := await self._until_move_or_end(peer)) is None:
+        while True:
+            await self._until_asked_to_move(peer)
             await self._carry_out_move(peer)
-        return ending
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns what `work` returns. When the daemon is asked to leave meanwhile, cancels it and raises _Stopped."""
@@ -228,8 +221,8 @@ class Node:
         if span.origin is not None:
             span.tasks.start("origin", span.origin.run())
 
-    async def _until_move_or_end(self, peer: Peer) -> Ending | None:
-        """Waits until the daemon is asked to leave or a task that must not end has ended; None: asked to move."""
+    async def _until_asked_to_move(self, peer: Peer) -> None:
+        """Raises _Stopped when the daemon is asked to leave, _CannotGoOn when what must not end has ended."""
         groups = (peer.tasks, self.serving_span().tasks)
         waits = [asyncio.create_task(event.wait()) for event in (self.stop, peer.host.died, self._move_wanted)]
         try:
@@ -239,15 +232,16 @@ class Node:
             for wait in waits:
                 wait.cancel()
         if self.stop.is_set():
-            return Ending(0, self.reason)
+            raise _Stopped
         if peer.host.died.is_set():
-            return Ending(1, "the network process p2pd ended by itself; start the daemon again, and look at its memory")
+            raise _CannotGoOn(
+                "the network process p2pd ended by itself; start the daemon again, and look at its memory"
+            )
         for task, error in (ended for group in groups if (ended := group.first_ended()) is not None):
             text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
             self.report(events.TaskFailed(task, text))
             is_known = isinstance(error, AgoraError)
-            return Ending(1, str(error) if is_known else f"its task {task} failed ({text}); please report this")
-        return None
+            raise _CannotGoOn(str(error) if is_known else f"its task {task} failed ({text}); please report this")
 
     # --- move
 
@@ -306,10 +300,10 @@ class Node:
 
     # --- leave
 
-    async def _leave(self, ending: Ending) -> None:
+    async def _leave(self, reason: str) -> None:
         """Announces the leaving, finishes what is in hand, and hands back what cannot be finished in time."""
-        self._notifier.send(STOPPING=1, STATUS=f"leaving: {ending.reason}")
-        self.report(events.StateChanged("leaving", ending.reason))
+        self._notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
+        self.report(events.StateChanged("leaving", reason))
         peer, span, until = self.peer, self.span, loop_time() + LEAVE_SECONDS - 3.0
         if peer is not None and span is None:
             await self._announce_leaving(peer)

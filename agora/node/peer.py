@@ -2,9 +2,6 @@
 
 Knows: the network, the directory, membership, the router, what was answered already. Must not know: stages, training
 (loaded_span.py), processes, signals.
-
-Opened in this order, closed in the opposite one: the directory (DHT node), the network (calls, and the answers to
-other peers' requests), background tasks.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import torch
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.messages import Hello
 
 from agora.net.directory import Directory
 from agora.net.host import Host
@@ -59,8 +57,6 @@ class Peer:
         self.startup = startup
         self.signed = signed
         self.host = host
-        self.addresses = addresses
-        self.directory = directory
         self.shapes = wire_shapes(signed.manifest)
         self.seats = seats_of(signed.manifest, available_bytes(torch.device("cpu")))
         self.sent = SentTensors()
@@ -69,7 +65,7 @@ class Peer:
         self.requests = RequestHandler(
             signed, lambda: status_json(take_report()), self.offences.report_offence, self.ledger
         )
-        self.network = self._make_network()
+        self.network = self._make_network(joining.hello(signed.run_id, addresses))
         self.membership = Membership(
             MembershipConfig(signed.run_id, signed.manifest.stage_count, startup.incarnation, addresses),
             directory,
@@ -90,24 +86,23 @@ class Peer:
         self.membership.subscribe(self.router.view_changed)
         self.tasks = BackgroundTasks()
 
-    def _make_network(self) -> Network:
+    def _make_network(self, hello: Hello) -> Network:
         """Returns the network, with limits that fit the run's microbatches and this peer's seats."""
         payload = self.signed.manifest.max_payload_bytes
-        greeting = joining.hello(self.signed.run_id, self.addresses)
+
+        def report_failure(caller: PeerId, error: Exception) -> None:
+            self.startup.report(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
+
         return Network(
             self.host,
-            lambda: greeting,
+            lambda: hello,
             self.requests.answer,
             NetLimits(max_payload_bytes=payload, max_held_bytes=max(LEAST_HELD_BYTES, 2 * self.seats * payload)),
             report_violation=self.offences.report_violation,
             shut_out_s=self.offences.shut_out_s,
-            report_failure=self._report_failure,
+            report_failure=report_failure,
             count_sent=self.sent.add,
         )
-
-    def _report_failure(self, other: PeerId, error: Exception) -> None:
-        """Reports that answering a request of `other` failed by an unforeseen error."""
-        self.startup.report(events.TaskFailed(f"answering {other}", f"{type(error).__name__}: {error}"))
 
     def traffic(self) -> events.Traffic:
         """Returns the bytes that were sent and received since the start."""
@@ -126,8 +121,7 @@ async def open_peer(
 ) -> AsyncIterator[Peer]:
     """Opens the peer on a running host, and closes it when the block ends.
 
-    addresses: of this peer. others: known addresses of other peers. take_report: of this daemon, for those who ask and
-    for the directory. Raises an AgoraError that says what to do.
+    addresses: of this peer. others: of other peers. Raises an AgoraError that says what to do.
     """
     async with AsyncExitStack() as closing:
         with startup.steps.step("doctor") as note:
@@ -172,10 +166,10 @@ def usual_in_flight(manifest: Manifest) -> int:
 
 
 def seats_of(manifest: Manifest, free_bytes: int) -> int:
-    """Returns how many microbatches may be inside this peer at once: the usual number, up to four times it.
+    """Returns how many microbatches may be inside this peer at once: the usual number, for long links up to 4 times it.
 
-    The higher numbers serve long links. free_bytes: memory of this machine. A seat holds the boundary that came, its
-    values as float32, the boundary that left, and the gradient; where no graph is kept that is all of it.
+    free_bytes: memory of this machine. A seat holds the boundary that came, its values as float32, the boundary that
+    left, and the gradient; where no graph is kept that is all of it.
     """
     usual, shape = usual_in_flight(manifest), manifest.boundary_shape()
     seat_bytes = 3 * manifest.max_payload_bytes + 4 * math.prod(shape)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import fcntl
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,12 +184,9 @@ def _by_name(text: str, home: paths.Home) -> RunReference:
 
 
 def _joined(home: paths.Home) -> Iterator[RunReference]:
-    """Yields the runs whose manifests are in a data directory."""
-    from agora_protocol.manifest import SignedManifest
-
+    """Yields the runs whose manifests are in a data directory; they came over the network, not from a file."""
     for path in sorted(home.runs.glob("*/run.toml")):
-        try:
-            signed = SignedManifest.from_toml(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError, ManifestError):
-            continue
-        yield RunReference(signed.run_id, signed.manifest.name, _remembered_addresses(home, signed.run_id), signed)
+        with suppress(DiskError, ManifestError):
+            reference = from_file(path, home)
+            if reference.signed is not None:
+                yield replace(reference, file=None)

@@ -12,11 +12,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import Span
+from pydantic import AfterValidator
 
 from agora.net.link import LinkSpec
 
@@ -43,10 +44,11 @@ class Settings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
-    stages: str = "auto"  # "auto" or a span, "0-1"
+    stages: Annotated[str, AfterValidator(lambda text: text if text == "auto" else str(Span.parse(text)))] = "auto"
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddrs or HOST:PORT; port 0 lets the system choose
     announce: tuple[str, ...] = ()  # further multiaddrs under which others can reach this peer
-    link: str = ""  # RATE,RTT[,JITTER[,LOSS]] that this peer's streams shall behave like; "" is the network as it is
+    link: Annotated[str, AfterValidator(lambda text: text and str(LinkSpec.parse(text)))] = ""
+    """RATE,RTT[,JITTER[,LOSS]] that this peer's streams shall behave like; "" is the network as it is."""
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
     allow_files: bool = False  # whether a manifest that came over the network may name files of this machine
@@ -60,20 +62,6 @@ class Settings(pydantic.BaseModel):
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(_as_multiaddr(str(part)) for part in value) if isinstance(value, list | tuple) else value
-
-    @pydantic.field_validator("stages")
-    @classmethod
-    def _check_span(cls, value: str) -> str:
-        """Raises InputError for a text that is neither "auto" nor a span."""
-        if value != "auto":
-            Span.parse(value)
-        return value
-
-    @pydantic.field_validator("link")
-    @classmethod
-    def _check_link(cls, value: str) -> str:
-        """Returns the link in its usual form; raises InputError for a malformed one."""
-        return str(LinkSpec.parse(value)) if value else value
 
     @property
     def link_spec(self) -> LinkSpec | None:
