@@ -42,7 +42,7 @@ class Question:
 
 
 class _BadQuestion(Exception):
-    """A line that is no valid question; `code` is the word of the error that it is answered with."""
+    """A line that is no valid question."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -174,5 +174,4 @@ def _nearest(name: str, known: Mapping[str, object]) -> str:
 
 
 def _error(code: str, text: str) -> bytes:
-    """Returns the line of an error."""
     return json.dumps({"error": {"code": code, "text": text}}).encode() + b"\n"

@@ -18,6 +18,7 @@ from agora.model import family_of
 
 LEAST_FREE_BYTES = 64 * 2**20
 PROBE_BYTES = 64 * 1024
+_ADVICE = "free some space there, or choose another --dir."
 BASE_BYTES = 256 * 2**20
 """Memory of a daemon without stages: torch, the event loop, p2pd."""
 
@@ -32,16 +33,12 @@ def check_disk(directory: Path) -> str:
             os.fsync(file.fileno())
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        raise DiskError(
-            f"Cannot write in {directory} ({error.strerror}); free some space there, or choose another --dir."
-        ) from error
+        raise DiskError(f"Cannot write in {directory} ({error.strerror}); {_ADVICE}") from error
     finally:
         probe.unlink(missing_ok=True)
     if free < LEAST_FREE_BYTES:
-        raise DiskError(
-            f"{directory} has {_in_mib(free)} free and the daemon needs {_in_mib(LEAST_FREE_BYTES)}; "
-            "free some space there, or choose another --dir."
-        )
+        needed = f"{_in_mib(free)} free and the daemon needs {_in_mib(LEAST_FREE_BYTES)}"
+        raise DiskError(f"{directory} has {needed}; {_ADVICE}")
     return f"{_in_mib(free)} of disk free"
 
 
@@ -51,8 +48,8 @@ def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: flo
     free_bytes: of this machine; limit_gib: what its owner allows, 0 for all that is free.
     """
     allowed = min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
-    stages = family_of(manifest.model).memory_bytes(manifest.layers_in(span), manifest.tokens_per_microbatch)
-    need = BASE_BYTES + stages
+    family = family_of(manifest.model)
+    need = BASE_BYTES + family.memory_bytes(manifest.layers_in(span), manifest.tokens_per_microbatch)
     if need > allowed:
         raise MemoryError_(
             f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(allowed)} may be used; "
@@ -62,5 +59,4 @@ def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: flo
 
 
 def _in_mib(size: int) -> str:
-    """Returns a number of bytes in MiB."""
     return f"{size / 2**20:,.0f} MiB"

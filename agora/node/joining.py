@@ -62,10 +62,7 @@ async def read_manifest(startup: Startup) -> SignedManifest:
 
 
 async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
-    """Asks the invite's peers for the manifest, one after the other, and checks its hash and signature.
-
-    Raises RunUnreachable when nobody has it, ManifestError when an answer is not this run's manifest.
-    """
+    """Asks the invite's peers for the manifest and checks it. Raises RunUnreachable, or ManifestError for a wrong one."""
     run = RunId(startup.run.run)
     with startup.steps.step("manifest") as note:
         signed = await _ask_every_peer(host, run, addresses)
@@ -75,7 +72,7 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
 
 
 async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> SignedManifest:
-    """Returns the manifest from the first peer that gives it. Raises RunUnreachable, ManifestError."""
+    """Returns the manifest from the first peer that gives it. Raises RunUnreachable, ManifestError for a wrong one."""
     network = Network(host, lambda: hello(run, ()), _refuse_while_joining)
     failures: list[str] = []
     try:

@@ -264,7 +264,7 @@ class Node:
         await asyncio.shield(move.done)
 
     async def _carry_out_move(self, peer: Peer) -> None:
-        """Gives up the span and holds the wanted one; or the former one again when that fails."""
+        """Gives up the span and holds the wanted one, or the former one again when that fails."""
         move, former = self._move, self.serving_span()
         assert move is not None
         self._move_wanted.clear()
@@ -322,7 +322,8 @@ class Node:
         """
         try:
             async with asyncio.timeout(origin_s):
-                await asyncio.gather(self._announce_leaving(peer), span.finish_own(origin_s - 1.0))
+                own = [span.origin.leave(origin_s - 1.0)] if span.origin is not None else []
+                await asyncio.gather(self._announce_leaving(peer), *own)
         except TimeoutError:
             self.report(events.TaskFailed("leave", "what was in hand could not be ended in time"))
         await peer.ledger.finish(max(0.1, until - loop_time()), reason)

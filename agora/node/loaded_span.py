@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from agora_protocol.errors import AgoraError, InputError, LocalError
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import Contribute, GossipSteps, Process, Recall
 from agora_protocol.records import Progress
@@ -49,7 +49,6 @@ from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
 from agora.state.keeper import StateKeeper
 from agora.state.layout import Layout, lay_out
-from agora.swarm.membership import Membership
 from agora.swarm.placement import Placement
 from agora.threads import run_in_thread
 from agora.train.compute import Compute
@@ -58,23 +57,6 @@ from agora.train.memory import available_bytes
 MOST_LOADS = 3
 """When other peers take the span while this one loads it, it loads another; the last one it serves in any case."""
 T = TypeVar("T")
-
-
-class MembershipListing:
-    """The replicas that the membership's view lists; a ReplicaListing."""
-
-    def __init__(self, membership: Membership, stage_count: int) -> None:
-        self._membership = membership
-        self._stages = range(stage_count)
-
-    def listed(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns a stage's replicas, with their bandwidths in bytes per second."""
-        return {seen.peer: seen.bandwidth for seen in self._membership.view.replicas(stage)}
-
-    def steps_of_run(self) -> list[list[int]]:
-        """Returns, for each stage of the run, the steps that its replicas have taken."""
-        view = self._membership.view
-        return [[seen.step_of(stage) for seen in view.replicas(stage)] for stage in self._stages]
 
 
 class LoadedSpan:
@@ -92,7 +74,7 @@ class LoadedSpan:
             compute,
             peer.network,
             keeper,
-            MembershipListing(peer.membership, signed.manifest.stage_count),
+            peer,
             startup.report,
             peer.offences.report_offence,
         )
@@ -113,7 +95,7 @@ class LoadedSpan:
             startup.home.runs / signed.run_id / "collected",
             lambda: stage_layouts(signed.manifest),
             compute,
-            lambda stage: {holder.peer: holder.step_of(stage) for holder in peer.membership.view.replicas(stage)},
+            peer.steps_of,
             peer.network,
             peer.offences.report_offence,
         )
@@ -207,11 +189,6 @@ class LoadedSpan:
         if self.origin is not None:
             self.origin.resume()
 
-    async def finish_own(self, within_s: float) -> None:
-        """Opens no more microbatches and waits for those in flight; drops those that are not back in `within_s`."""
-        if self.origin is not None:
-            await self.origin.leave(within_s)
-
     async def write_checkpoints(self, within_s: float) -> None:
         """Writes a checkpoint of every stage. One that takes longer than `within_s` is given up, which is reported."""
         self.replicas.leave()
@@ -274,7 +251,7 @@ async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) ->
         startup.home.checkpoints(manifest.run_id),
         compute,
         slices,
-        lambda stage: {holder.peer: holder.step_of(stage) for holder in membership.view.replicas(stage)},
+        peer.steps_of,
         lambda stage: {holder.peer: holder.step_of(stage) for holder in membership.view.claimants(stage)},
         peer.network,
         startup.report,
@@ -387,7 +364,6 @@ async def _load_corpus(peer: Peer) -> OriginBatches:
     cache = Path(startup.settings.corpus_cache or startup.home.root / "corpus")
 
     def load() -> tuple[Sampler, int]:
-        """Returns the sampler and the number of tokens of the text."""
         tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
         corpus = open_corpus(manifest.data.corpus, tokenizer, cache, base=base)
         sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)

@@ -36,12 +36,10 @@ NO_TRAFFIC = Traffic(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
-    """The span held here.
+    """The span held here; waits_for: by stage, in words.
 
-    waits_for: by stage, what it waits for, in words. busy_fraction: share of the device thread's time that is spent on
-    jobs. queue: microbatches that wait for the device or are on it. path_s: seconds that a microbatch needs from here
-    to the end and back, None until measured. loss and credit (microbatches that may be in flight, in words) are the
-    origin's: None and "" without stage 0.
+    busy_fraction: of the device thread's time, on jobs. queue: microbatches at the device. path_s: seconds from here to
+    the end and back, None until measured. loss, credit (microbatches that may be in flight, in words): the origin's.
     """
 
     span: Span
@@ -60,9 +58,8 @@ class SpanReport:
 class NodeReport:
     """One daemon at one moment.
 
-    state: of its claim (joining, serving, leaving). step_of_start: name of the step of a start that runs, "" when none
-    does. tokens_per_second: counted here over the last 15 s. paths: how each connected peer is reached. span: None
-    while no stages are loaded.
+    state: of its claim (joining, serving, leaving). step_of_start: the one that runs, or "". tokens_per_second: counted
+    here over the last 15 s. paths: how each connected peer is reached. span: None while no stages are loaded.
     """
 
     peer: PeerId
@@ -142,13 +139,13 @@ def report_json(report: NodeReport) -> dict[str, Any]:
 
 
 class WindowedRate:
-    """The rate per second of a growing total over the last 15 s, from samples of it."""
+    """The rate per second of a growing total over the last 15 s."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, total: int) -> None:
-        """Takes one sample: the total is `total` at `now`, in seconds."""
+        """Takes a sample; `now` is in seconds."""
         self._samples.append((now, total))
         while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:
             self._samples.popleft()

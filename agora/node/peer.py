@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import torch
@@ -43,7 +43,7 @@ REJOIN_S = 10.0
 
 
 class Peer:
-    """This machine's place in the run. `seats`: how many microbatches may be inside it at once."""
+    """This machine's place in the run; a ReplicaListing. `seats`: how many microbatches may be inside it at once."""
 
     def __init__(
         self,
@@ -103,6 +103,18 @@ class Peer:
             report_failure=report_failure,
             count_sent=self.sent.add,
         )
+
+    def listed(self, stage: int) -> Mapping[PeerId, float]:
+        """Returns a stage's replicas, with their bandwidths in bytes per second."""
+        return {seen.peer: seen.bandwidth for seen in self.membership.view.replicas(stage)}
+
+    def steps_of(self, stage: int) -> Mapping[PeerId, int]:
+        """Returns a stage's replicas, with the steps that they have taken."""
+        return {seen.peer: seen.step_of(stage) for seen in self.membership.view.replicas(stage)}
+
+    def steps_of_run(self) -> list[Collection[int]]:
+        """Returns, for each stage of the run, the steps that its replicas have taken."""
+        return [self.steps_of(stage).values() for stage in range(self.signed.manifest.stage_count)]
 
     def traffic(self) -> events.Traffic:
         """Returns the bytes that were sent and received since the start."""

@@ -104,13 +104,13 @@ class ControlAnswers:
 
     async def drain(self) -> Answer:
         """Opens no more microbatches and waits until those in flight are back; others' work is served meanwhile."""
-        origin = self._node.serving_span().origin
-        deadline = loop_time() + DRAIN_SECONDS
-        if origin is not None:
-            origin.pause()
-            while origin.open_microbatches and loop_time() < deadline:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        return {"in_flight": origin.open_microbatches if origin else 0}
+        origin, deadline = self._node.serving_span().origin, loop_time() + DRAIN_SECONDS
+        if origin is None:
+            return {"in_flight": 0}
+        origin.pause()
+        while origin.open_microbatches and loop_time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return {"in_flight": origin.open_microbatches}
 
     async def evaluate(self, batches: int = EVALUATE_BATCHES) -> Answer:
         """Returns the held-out loss through the swarm, with this peer as origin."""
@@ -121,8 +121,7 @@ class ControlAnswers:
             raise LocalError(f"batches must be from 1 to {MAX_EVALUATE_BATCHES}")
         began = loop_time()
         evaluation = await origin.evaluate(batches, EVALUATE_SECONDS)
-        seconds = round(loop_time() - began, 3)
-        return {"loss": evaluation.loss, "tokens": evaluation.tokens, "seconds": seconds}
+        return {"loss": evaluation.loss, "tokens": evaluation.tokens, "seconds": round(loop_time() - began, 3)}
 
     async def weights(self) -> Answer:
         """Writes the present weights of every stage held into the data directory, and returns the files' paths."""
@@ -131,10 +130,10 @@ class ControlAnswers:
         folder = self._node.startup.home.runs / run / "weights"
         for progress in compute.progress():
             tensors = await compute.copy_weights(progress.stage)
-            path = folder / f"stage-{progress.stage}.safetensors"
-            about = {"run": run, "stage": str(progress.stage), "step": str(progress.step)}
+            stage, path = str(progress.stage), folder / f"stage-{progress.stage}.safetensors"
+            about = {"run": run, "stage": stage, "step": str(progress.step)}
             await asyncio.to_thread(replace_tensors, path, tensors, about)
-            files[str(progress.stage)] = str(path)
+            files[stage] = str(path)
         return {"files": files}
 
     async def collect(self) -> Answer:

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunReference:
-    """What is known of a run before any peer is asked.
+    """What is known of a run before any peer is asked: of its id, "" for a draft, and of addresses of its peers.
 
-    run: its id, "" for a manifest that is not signed yet (`draft`). addresses: of peers, from the invite or an earlier
-    start. signed: None when it must be fetched, or for a draft. file: where the manifest came from, if from a file.
+    signed: None when it must be fetched, or for a draft, which is not signed yet. file: that of the manifest, if any.
     """
 
     run: str
@@ -100,8 +99,7 @@ def sign(
 ) -> tuple[SignedManifest, str]:
     """Signs a draft and writes the signature into its file; returns the signed manifest and a note of what was done.
 
-    Two daemons that start from one draft found one run: the file is locked while it is read again and signed, and
-    `founded` is called before the lock is freed, so that the second daemon finds the first in the registry.
+    The file is locked until `founded` has registered the daemon, so that two that start from one draft found one run.
     """
     from agora_protocol.manifest import SignedManifest, is_signed
 

@@ -9,18 +9,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
+from agora.node.paths import Home
+from agora.node.runs import RunReference
+from agora.node.settings import Settings
 from agora.node.systemd import Notifier
 from agora.observe.events import Report, StartStep
-
-if TYPE_CHECKING:
-    from agora.node.paths import Home
-    from agora.node.runs import RunReference
-    from agora.node.settings import Settings
 
 
 @dataclass
