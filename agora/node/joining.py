@@ -62,7 +62,7 @@ async def read_manifest(startup: Startup) -> SignedManifest:
 
 
 async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
-    """Asks the invite's peers for the manifest and checks it. Raises RunUnreachable, or ManifestError for a wrong one."""
+    """Asks the invite's peers for the manifest and checks it. Raises RunUnreachable, ManifestError for a wrong one."""
     run = RunId(startup.run.run)
     with startup.steps.step("manifest") as note:
         signed = await _ask_every_peer(host, run, addresses)
