@@ -34,10 +34,7 @@ class BackgroundTasks:
         return list(self._tasks.values())
 
     def first_ended(self) -> tuple[str, BaseException | None] | None:
-        """Returns the name and the error of the first task that has ended too early; None when all still run.
-
-        Of a group of errors, the first single one is returned; None stands for a task that ended without an error.
-        """
+        """Returns the name of the first task that has ended and its first error, if any; None when all still run."""
         for name, task in self._tasks.items():
             if task.done():
                 error = None if task.cancelled() else task.exception()

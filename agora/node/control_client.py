@@ -26,10 +26,7 @@ class DaemonRefused(Exception):
 
 
 def ask(path: Path, question: str, *, timeout_s: float = 5.0, **arguments: Any) -> dict[str, Any]:
-    """Returns the daemon's answer. Raises DaemonUnreachable or DaemonRefused.
-
-    timeout_s: the longest time in which nothing comes; the daemon has deadlines of its own.
-    """
+    """Returns the daemon's answer. Raises DaemonRefused, or DaemonUnreachable when nothing comes for `timeout_s`."""
     line = json.dumps({"ask": question, **arguments}).encode() + b"\n"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as channel:

@@ -288,10 +288,8 @@ class Node:
                 move.done.exception()  # nobody may be waiting any more
 
     async def _give_up(self, peer: Peer, span: LoadedSpan) -> None:
-        """Finishes what the span has in hand, writes its checkpoints, and ends it.
-
-        While a stage has no peer, this origin's own microbatches cannot come back: then it does not wait for them.
-        """
+        """Finishes what the span has in hand, writes its checkpoints, and ends it."""
+        # While a stage has no peer, this origin's own microbatches cannot come back.
         patience_s = MOVE_FINISH_SECONDS if not self.take_report().empty_stages else ORIGIN_SECONDS
         await self._finish(peer, span, patience_s, loop_time() + 2 * patience_s, "moving to other stages")
         await span.write_checkpoints(MOVE_CHECKPOINT_SECONDS)

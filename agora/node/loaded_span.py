@@ -68,16 +68,8 @@ class LoadedSpan:
         self._peer = peer
         self.compute = compute
         self.keeper = keeper
-        self.replicas = ReplicaGroup(
-            signed,
-            startup.peer,
-            compute,
-            peer.network,
-            keeper,
-            peer,
-            startup.report,
-            peer.offences.report_offence,
-        )
+        report, report_offence = startup.report, peer.offences.report_offence
+        self.replicas = ReplicaGroup(signed, startup.peer, compute, peer.network, keeper, peer, report, report_offence)
         self._barrier = step_barrier(signed.manifest, compute)
         self.hop = Hop(
             compute,
@@ -85,7 +77,7 @@ class LoadedSpan:
             peer.ledger,
             stage_count=signed.manifest.stage_count,
             shapes=peer.shapes,
-            report=startup.report,
+            report=report,
             barrier=self._barrier,
             fault=faults.reach,
         )
@@ -97,7 +89,7 @@ class LoadedSpan:
             compute,
             peer.steps_of,
             peer.network,
-            peer.offences.report_offence,
+            report_offence,
         )
         self.tasks = BackgroundTasks()
 
@@ -121,7 +113,6 @@ class LoadedSpan:
             return Surroundings(ready, path_s=path_s)
         origins = [seen.peer for seen in view.replicas(0)]
         share = Share(origins.index(me), len(origins)) if me in origins else Share()
-        manifest = self._peer.signed.manifest
         whole, lacking = (
             math.ceil(tokens / manifest.tokens_per_microbatch)
             for tokens in (manifest.optimizer.target_tokens, self.replicas.missing_tokens(0))

@@ -78,7 +78,7 @@ def home_at(directory: Path | None) -> Home:
 
 
 def runtime_directory() -> Path:
-    """Returns the directory of the sockets of this user's daemons: a short path, private, gone after a reboot.
+    """Returns the directory of the sockets of this user's daemons.
 
     AGORA_RUNTIME_DIR, else systemd's RUNTIME_DIRECTORY, else XDG_RUNTIME_DIR/agora, else /tmp/agora-UID; a directory
     whose name leaves no room for a socket's is passed over.

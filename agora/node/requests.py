@@ -154,10 +154,7 @@ class RequestHandler:
 
 
 def fitting(status: dict[str, Any]) -> bytes:
-    """Returns the status as UTF-8 JSON within the protocol's limit.
-
-    When it is too long, the last peers are left out, and `peers_left_out` says how many.
-    """
+    """Returns the status as JSON within the protocol's limit; `peers_left_out` says how many do not fit."""
     data, peers = json.dumps(status).encode(), status["peers"]
     kept = len(peers)
     while len(data) > MAX_STATUS_BYTES and kept:
