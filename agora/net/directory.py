@@ -30,7 +30,6 @@ from agora.net.network_errors import ConnectionBroken
 READ_S: Final = 3.0
 PUBLISH_S: Final = 10.0
 RPC_S: Final = 2.0  # a node that does not answer within this is passed over, and not asked for a while
-READS_AT_ONCE: Final = 8
 MAX_PEERS_OF_STAGE: Final = 1024  # strangers can make ids at will, and hivemind sends a key's records in one message
 MAX_VERIFIED: Final = 8192
 SMALL_SWARM: Final = 20  # up to here every node knows every other: hivemind's buckets hold 20
@@ -119,7 +118,6 @@ class Directory:
         self._host = host
         self._node = node
         self._validator = validator
-        self._reads = asyncio.Semaphore(READS_AT_ONCE)
         self._last_expiry: dict[str, float] = {}
         self._asking: set[asyncio.Task[Any]] = set()
 
@@ -188,19 +186,16 @@ class Directory:
         stored = await _within(storing, PUBLISH_S)
         return stored is not None and all(stored.values())
 
-    async def read_many(
-        self, kind: type[Record] | str, stages: Sequence[int], timeout_s: float = READ_S
-    ) -> dict[int, list[Record]]:
-        """Returns the valid records of each stage, one for each peer, as far as they came within the time."""
+    async def read_many(self, kind: type[Record], stages: Sequence[int]) -> dict[int, list[Record]]:
+        """Returns the valid records of each stage, one for each peer, as far as they came within READ_S."""
         keys = {stage: DHTID.generate(record_key(self._run, kind, stage)) for stage in stages}
-        async with self._reads:
-            ask = self._ask_everyone if self.neighbours <= SMALL_SWARM else self._search
-            found = await ask(list(keys.values()), timeout_s)
+        ask = self._ask_everyone if self.neighbours <= SMALL_SWARM else self._search
+        found = await ask(list(keys.values()))
         return {stage: self._open_all(key, found.get(key, {})) for stage, key in keys.items()}
 
-    async def _ask_everyone(self, keys: list[Any], timeout_s: float) -> dict[Any, _Entries]:
+    async def _ask_everyone(self, keys: list[Any]) -> dict[Any, _Entries]:
         """Asks every known node, and the nodes that they know, once for all keys; does not wait for the slowest."""
-        table, ends = self._node.protocol.routing_table.uid_to_peer_id, loop_time() + timeout_s
+        table, ends = self._node.protocol.routing_table.uid_to_peer_id, loop_time() + READ_S
         found: dict[Any, _Entries] = {key: _merged({}, self._node.protocol.storage.get(key)) for key in keys}
         met, to_ask, asked = {self._node.node_id}, dict(table), 0
         running: set[asyncio.Task[Any]] = set()
@@ -222,11 +217,11 @@ class Directory:
                     to_ask |= {node: peer for node, peer in nearest.items() if node not in met}
         return found
 
-    async def _search(self, keys: list[Any], timeout_s: float) -> dict[Any, _Entries]:
+    async def _search(self, keys: list[Any]) -> dict[Any, _Entries]:
         """Does Kademlia's search, for swarms in which a node knows only part of the others."""
         # A search may end early on a "sufficient" expiry, which any node can claim. No expiry is >= NaN.
         futures = await self._node.get_many_by_id(keys, sufficient_expiration_time=math.nan, return_futures=True)
-        await asyncio.wait(futures.values(), timeout=timeout_s)
+        await asyncio.wait(futures.values(), timeout=READ_S)
         found: dict[Any, _Entries] = {}
         for key, future in futures.items():
             if not future.done():

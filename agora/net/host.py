@@ -147,11 +147,11 @@ class Host:
     async def addresses(self) -> tuple[str, ...]:
         """Returns where others can dial this host, each with /p2p/PEER. Raises ConnectionBroken when p2pd is gone."""
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)
-        found = [f"{address}/p2p/{self.peer}" for raw in response.identify.addrs if (address := _address_text(raw))]
+        found = [f"{address}/p2p/{self.peer}" for raw in response.identify.addrs if (address := _parse_multiaddr(raw))]
         return tuple(address for address in found if address_problem(address) is None)
 
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
-        """Connects to the peers at these addresses, this one passed over, and returns how many answered.
+        """Connects to the other peers at these addresses, and returns how many answered.
 
         Raises InputError for a malformed address, and ConnectionBroken when there were peers and none answered.
         """
@@ -163,10 +163,11 @@ class Host:
             while running:
                 patience = MORE_PEERS_S if reached else None
                 done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-                reached += sum(task.exception() is None for task in done)
-                failed = next((str(task.exception()) for task in done if task.exception() is not None), failed)
                 if not done:
                     break
+                for error in (task.exception() for task in done):
+                    reached += error is None
+                    failed = str(error) if error is not None else failed
         finally:
             for task in running:
                 task.cancel()
@@ -176,7 +177,8 @@ class Host:
 
     async def reach(self, peer: PeerId, addresses: Iterable[str], timeout_s: float) -> None:
         """Connects to `peer`, dialling these addresses unless there is a connection. Raises ConnectionBroken."""
-        raw = [encoded for address in addresses if (encoded := _address_bytes(address.removesuffix(f"/p2p/{peer}")))]
+        parsed = [_parse_multiaddr(address.removesuffix(f"/p2p/{peer}")) for address in addresses]
+        raw = [address.to_bytes() for address in parsed if address is not None]
         request = p2pd_pb2.ConnectRequest(
             peer=PeerID.from_base58(peer).to_bytes(), addrs=raw, timeout=max(1, int(timeout_s))
         )
@@ -198,13 +200,13 @@ class Host:
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
         """Hands every stream that a peer opens for `protocol` to `on_stream`, which must attach a sink or close it."""
 
-        def accept() -> FrameStream:
+        def accept_stream() -> FrameStream:
             stream = FrameStream(limits)
             stream.preamble.add_done_callback(partial(self._introduce, stream, on_stream))
             return stream
 
         path = self._sockets.path / f"serve{len(self._servers)}.sock"
-        self._servers.append(await asyncio.get_running_loop().create_unix_server(accept, str(path)))
+        self._servers.append(await asyncio.get_running_loop().create_unix_server(accept_stream, str(path)))
         address = Multiaddr(f"/unix{path}").to_bytes()
         request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_S)
@@ -303,11 +305,10 @@ async def _start(identity_path: Path, listen: Sequence[str], announce: Sequence[
 
 def _check_listen(address: str) -> None:
     """Raises LocalError unless this machine can listen on the address now."""
-    try:
-        parts = {protocol.name: value for protocol, value in Multiaddr(address).items()}
-    except (MultiaddrError, ValueError) as error:
-        example = "it should look like /ip4/0.0.0.0/tcp/4001"
-        raise LocalError(f"{address!r} is no address to listen on; {example}.") from error
+    parsed = _parse_multiaddr(address)
+    if parsed is None:
+        raise LocalError(f"{address!r} is no address to listen on; it should look like /ip4/0.0.0.0/tcp/4001.")
+    parts = {protocol.name: value for protocol, value in parsed.items()}
     host, port = parts.get("ip4") or parts.get("ip6"), parts.get("tcp")
     if host is None or port is None or int(port) == 0:
         return
@@ -325,26 +326,18 @@ def _check_listen(address: str) -> None:
             raise LocalError(f"Cannot listen on {address}: {why}.") from error
 
 
-def _address_bytes(address: str) -> bytes | None:
-    """Returns a multiaddr as bytes; None for one of a kind that this version of hivemind cannot write."""
+def _parse_multiaddr(address: str | bytes) -> Any:
+    """Returns hivemind's Multiaddr; None for an address that is malformed or of a kind that hivemind does not know."""
     try:
-        raw: bytes = Multiaddr(address).to_bytes()
-    except (MultiaddrError, ValueError):
-        return None
-    return raw
-
-
-def _address_text(raw: bytes) -> str | None:
-    """Returns a multiaddr as text; None for one that hivemind cannot read."""
-    try:
-        return str(Multiaddr(raw))
+        parsed = Multiaddr(address)
+        return parsed if str(parsed) else None  # bytes are only read when they become text
     except (MultiaddrError, ValueError):
         return None
 
 
 def _path(raw: bytes) -> str:
     """Returns "relayed" for the address of a relay circuit, "direct" for any other."""
-    return "relayed" if "p2p-circuit" in (_address_text(raw) or "") else "direct"
+    return "relayed" if "p2p-circuit" in str(_parse_multiaddr(raw)) else "direct"
 
 
 def _failure(text: str) -> ConnectionBroken:

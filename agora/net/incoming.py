@@ -99,13 +99,13 @@ class IncomingCalls:
             return self._refuse_busy(number, f"{len(self._open)} calls of this peer are in hand")
         self._waiting_call = number
         intake = self.share.reserve_for_request(prefix.payload_bytes)
-        return self._refuse_for_memory() if intake is Intake.DROP else intake
+        return self._refuse_for_lack_of_memory() if intake is Intake.DROP else intake
 
     def _on_wait_over(self, is_reserved: bool) -> None:
         """Goes on reading after a request has waited for memory, and refuses it when there was none."""
-        self._stream.proceed(Intake.TAKE if is_reserved else self._refuse_for_memory())
+        self._stream.proceed(Intake.TAKE if is_reserved else self._refuse_for_lack_of_memory())
 
-    def _refuse_for_memory(self) -> Intake:
+    def _refuse_for_lack_of_memory(self) -> Intake:
         return self._refuse_busy(self._waiting_call, "no memory free for the payload")
 
     def _refuse_busy(self, number: int, why: str) -> Intake:

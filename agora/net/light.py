@@ -43,7 +43,7 @@ def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOU
     WrongRun when all peers that answered train another run, Unreachable when none answered.
     """
 
-    def decode(answer: Message) -> dict[str, Any]:
+    def decode_status(answer: Message) -> dict[str, Any]:
         try:
             status = json.loads(answer.status) if isinstance(answer, messages.StatusAnswer) else None
         except ValueError:
@@ -52,20 +52,20 @@ def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOU
             raise ProtocolError("bad-message", "The status is not a JSON object.")
         return status
 
-    return _fetch(addresses, run, timeout_s, messages.GetStatus(), decode)
+    return _fetch(addresses, run, timeout_s, messages.GetStatus(), decode_status)
 
 
 def fetch_manifest(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S) -> bytes:
     """Returns a run's signed manifest as bytes, its hash and signature checked. Raises as `fetch_status` does."""
     from agora_protocol.manifest import SignedManifest  # it needs pydantic, which a status does not
 
-    def verify(answer: Message) -> bytes:
+    def verify_manifest(answer: Message) -> bytes:
         if not isinstance(answer, messages.ManifestAnswer):
             raise ProtocolError("bad-message", f"{type(answer).__name__} is no answer to the question.")
         SignedManifest.from_bytes(answer.manifest, run)
         return answer.manifest
 
-    return _fetch(addresses, run, timeout_s, messages.GetManifest(), verify)
+    return _fetch(addresses, run, timeout_s, messages.GetManifest(), verify_manifest)
 
 
 def _fetch(addresses: Sequence[str], run: RunId, timeout_s: float, request: Message, read: Callable[[Message], R]) -> R:
@@ -86,7 +86,7 @@ async def _ask_all(
         host = new_host(key_pair=create_new_key_pair())
         async with host.run(listen_addrs=[]), trio.open_nursery() as nursery:
 
-            async def attempt(peer: PeerId, addresses: list[str], done: trio.Event) -> None:
+            async def ask_one_peer(peer: PeerId, addresses: list[str], done: trio.Event) -> None:
                 try:
                     answers.append(read(await _ask(host, peer, addresses, run, request)))
                     nursery.cancel_scope.cancel()
@@ -99,14 +99,13 @@ async def _ask_all(
 
             for peer, addresses in by_peer.items():
                 done = trio.Event()
-                nursery.start_soon(attempt, peer, addresses, done)
+                nursery.start_soon(ask_one_peer, peer, addresses, done)
                 with trio.move_on_after(STAGGER_S):
                     await done.wait()
     if answers:
         return answers[0]
-    wrong = next((error for error in errors if isinstance(error, WrongRun)), None)
-    if wrong is not None and all(isinstance(error, WrongRun) for error in errors):
-        raise wrong
+    if errors and all(isinstance(error, WrongRun) for error in errors):
+        raise errors[0]
     tried = "; ".join(f"{peer}: {why}" for peer, why in reasons.items()) or "no addresses are known"
     raise Unreachable(f"No peer of the run answered ({tried}). Check the invite, or ask for a new one.")
 
@@ -117,16 +116,16 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId, reques
     await host.connect(PeerInfo(identity, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]))
     stream = await host.new_stream(identity, [TProtocol(PROTOCOL_NAME)])
     frames = _Frames(stream)
-    await frames.send(FrameType.HELLO, 0, messages.Hello(PROTOCOL_VERSION, b"", SOFTWARE, ()))
+    await frames.send_frame(FrameType.HELLO, 0, messages.Hello(PROTOCOL_VERSION, b"", SOFTWARE, ()))
     while True:
         prefix, message = await frames.next()
         match prefix.type, message:
             case FrameType.HELLO, messages.Hello() as hello if hello.run != bytes.fromhex(run):
                 raise WrongRun(f"The peer trains run {hello.run.hex()[:12] or 'none'}, not {run[:12]}.")
             case FrameType.HELLO, messages.Hello():
-                await frames.send(FrameType.REQUEST, 1, request)
+                await frames.send_frame(FrameType.REQUEST, 1, request)
             case FrameType.REQUEST, messages.Ping():
-                await frames.send(FrameType.ANSWER, prefix.call, messages.Pong())
+                await frames.send_frame(FrameType.ANSWER, prefix.call, messages.Pong())
             case FrameType.ANSWER, Message() as answer if prefix.call == 1:
                 await stream.close()
                 return answer
@@ -140,7 +139,7 @@ class _Frames:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
-    async def send(self, type: FrameType, call: int, message: Message) -> None:
+    async def send_frame(self, type: FrameType, call: int, message: Message) -> None:
         await self._stream.write(b"".join(encode_frame(type, call, message)))
 
     async def next(self) -> tuple[Prefix, Message | None]:

@@ -92,7 +92,7 @@ class Network:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        connections = self._all()
+        connections = self._all_connections()
         for connection in connections:
             connection.end(PeerFailed("this peer has left"), "this peer is leaving")
         with contextlib.suppress(TimeoutError):
@@ -110,7 +110,7 @@ class Network:
     def carried_bytes(self) -> tuple[int, int]:
         """The bytes that all streams together have read, and have written, since the start."""
         bytes_in, bytes_out = self._past_bytes
-        for connection in self._all():
+        for connection in self._all_connections():
             bytes_in += connection.stream.bytes_in
             bytes_out += connection.stream.bytes_out
         return bytes_in, bytes_out
@@ -203,14 +203,11 @@ class Network:
         return connection
 
     async def _open_stream_or_meet(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
-        """Returns a new stream; or, when both peers' dials crossed, the connection that the peer opened meanwhile.
-
-        Tries until cancelled, as long as crossed dials are all that fails. The lower peer id dials again first.
-        """
+        """Returns a new stream; or, when both peers' dials crossed, the connection that the peer opened meanwhile."""
         while True:
             try:
                 return await self._open_stream(peer)
-            except DialsCrossed:
+            except DialsCrossed:  # the lower peer id dials again first
                 turn_s = TURN_S * (random.random() * 0.5 + (self._host.peer > peer))
             came = self._awaited[peer] = asyncio.Event()
             try:
@@ -258,7 +255,7 @@ class Network:
 
     def _make_room(self) -> bool:
         """Breaks off an observer's or a silent peer's connection when there are too many. Returns False without any."""
-        connections = self._all()
+        connections = self._all_connections()
         if len(connections) < self.limits.max_connections:
             return True
         for connection in connections:
@@ -307,14 +304,14 @@ class Network:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _all(self) -> list[Connection]:
+    def _all_connections(self) -> list[Connection]:
         return [connection for connections in self._connections.values() for connection in connections]
 
     async def _tick(self) -> None:
         """Breaks off connections whose peers are gone or shut out, looking twice a second, until cancelled."""
         while True:
             await asyncio.sleep(min(TICK_S, self.limits.silence_s / 4))
-            for connection in self._all():
+            for connection in self._all_connections():
                 if self.shut_out_s(connection.peer) > 0:
                     connection.break_off("the peer is shut out")
                 connection.tick(loop_time())

@@ -56,8 +56,7 @@ class PayloadBudget:
 class PayloadShare:
     """What one connection holds of the budget, and how much more it waits for (`wanted`, 0 when it does not wait).
 
-    While a request waits for bytes nothing is read from the stream, answers included, whose readers may hold the very
-    bytes that are waited for. So a wait ends after `patience_s`.
+    While it waits nothing is read, not even answers, whose readers may hold the very bytes: so it ends by `patience_s`.
     """
 
     def __init__(self, budget: PayloadBudget, patience_s: float, on_wait_over: Callable[[bool], None]) -> None:
@@ -72,10 +71,7 @@ class PayloadShare:
         self.held = 0
 
     def reserve_for_request(self, size: int) -> Intake:
-        """Reserves the payload of a request, if it may: see the table at the top of this module.
-
-        Returns TAKE when it is reserved, WAIT until `on_wait_over` is called, DROP when the request must be refused.
-        """
+        """Returns TAKE when the bytes are reserved, WAIT until `on_wait_over` is called, DROP to refuse the request."""
         if not size:
             return Intake.TAKE
         if self._budget.fits(size):

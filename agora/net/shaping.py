@@ -138,7 +138,6 @@ class _ShapedUpload:
         self._schedule()
 
     def _end_upload(self) -> None:
-        """Forgets everything that waits."""
         self._ended = True
         self._step_alarm.stop()
         self._queue.clear()
@@ -233,7 +232,6 @@ class _ShapedDownload:
         self._deliver_alarm.set(until)
 
     def _end_download(self) -> None:
-        """Forgets what is held."""
         self._deliver_alarm.stop()
         self._held = 0
 

@@ -49,7 +49,7 @@ def names(records: list[Record]) -> set[Any]:
     return {record.peer for record in records if isinstance(record, Claim | Progress)}
 
 
-async def read(directory: Directory, kind: type[Record] | str, stage: int) -> list[Record]:
+async def read(directory: Directory, kind: type[Record], stage: int) -> list[Record]:
     return (await directory.read_many(kind, [stage]))[stage]
 
 
@@ -78,7 +78,7 @@ def test_claims_of_three_nodes_are_seen_by_all_at_once_and_the_newest_version_wi
                 for stage in (0, 1):
                     assert names(await read(node.directory, Claim, stage)) == everyone
                 assert await read(node.directory, Claim, 2) == []
-                assert await read(node.directory, "progress", 0) == []
+                assert await read(node.directory, Progress, 0) == []
             # a later record replaces the one before, also one that asks for less time
             assert await made[1].publish(incarnation=2, lifetime_s=1.0)
             found = await made[2].directory.read_many(Claim, [0, 1, 2])
@@ -89,7 +89,7 @@ def test_claims_of_three_nodes_are_seen_by_all_at_once_and_the_newest_version_wi
 
             # the search that larger swarms use finds the same
             keys = [DHTID.generate(record_key(RUN_ID, Claim, stage)) for stage in (0, 3)]
-            searched = await made[0].directory._search(keys, 3.0)
+            searched = await made[0].directory._search(keys)
             assert {len(entries) for entries in searched.values()} == {3}
 
     run(main)
