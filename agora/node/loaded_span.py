@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch
 from agora_protocol.errors import AgoraError, InputError, LocalError
-from agora_protocol.ids import Span
+from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import Contribute, GossipSteps, Process, Recall
 from agora_protocol.records import Progress
@@ -49,6 +49,7 @@ from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
 from agora.state.keeper import StateKeeper
 from agora.state.layout import Layout, lay_out
+from agora.state.stages import StageHolders
 from agora.swarm.placement import Placement
 from agora.threads import run_in_thread
 from agora.train.compute import Compute
@@ -236,14 +237,16 @@ async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) ->
         stage: Slices(compute.layout(stage).numel, manifest.averaging.fraction, manifest.seed)
         for stage in compute.span.stages
     }
+
+    def claimants(stage: int) -> dict[PeerId, int]:
+        return {holder.peer: holder.step_of(stage) for holder in membership.view.claimants(stage)}
+
     keeper = StateKeeper(
-        startup.peer,
         manifest,
         startup.home.checkpoints(manifest.run_id),
         compute,
         slices,
-        peer.steps_of,
-        lambda stage: {holder.peer: holder.step_of(stage) for holder in membership.view.claimants(stage)},
+        StageHolders(startup.peer, peer.steps_of, claimants),
         peer.network,
         startup.report,
         peer.offences.report_offence,

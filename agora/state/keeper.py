@@ -25,7 +25,7 @@ from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoin
 from agora.state.layout import ELEMENT_BYTES, StageState
 from agora.state.missed_slices import SliceFetch, chunk_blocks, slice_reply
 from agora.state.snapshot import Snapshots
-from agora.state.stages import ClaimedSteps, KeptStages, StageSlices
+from agora.state.stages import KeptStages, StageHolders, StageSlices
 from agora.state.transfer import USUAL_LAG, StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
@@ -45,26 +45,21 @@ class StateKeeper:
 
     def __init__(
         self,
-        me: PeerId,
         manifest: Manifest,
         folder: Path,
         stages: KeptStages,
         slices: Mapping[int, StageSlices],
-        serving: ClaimedSteps,
-        claimants: ClaimedSteps,
+        holders: StageHolders,
         caller: Caller,
         report: Report,
         report_offence: ReportOffence,
     ) -> None:
-        """serving: the peers that serve a stage; claimants: these and joining ones, which may have a checkpoint."""
-        self._me = me
         self._run_id = manifest.run_id
         self._manifest = manifest
         self._folder = folder
         self._stages = stages
         self._slices = slices
-        self._serving = serving
-        self._claimants = claimants
+        self._holders = holders
         self._caller = caller
         self._report = report
         self._report_offence = report_offence
@@ -125,12 +120,12 @@ class StateKeeper:
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
         """Returns the plausible step of each other peer that serves the stage or is joining with a checkpoint of it."""
-        claimed = {peer: step for peer, step in self._claimants(stage).items() if peer != self._me}
+        claimed = {peer: step for peer, step in self._holders.claimants(stage).items() if peer != self._holders.me}
         return rules.plausible_offers(claimed, self._serving_steps(stage), self._lag_limit)
 
     def _serving_steps(self, stage: int) -> list[int]:
         """Returns the steps that the other replicas of the stage claim."""
-        return [step for peer, step in self._serving(stage).items() if peer != self._me]
+        return [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
 
     # --- fetching
 

@@ -6,7 +6,7 @@ Knows shapes and units only. The daemon passes in train.Compute, averaging.Slice
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from agora_protocol.ids import PeerId, Span
@@ -55,3 +55,14 @@ class StageSlices(Protocol):
 
 ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
 """Returns, for a stage, the optimizer steps that each of its peers claims to have taken there."""
+
+
+class StageHolders(NamedTuple):
+    """The peers that hold stages, by their claims: those that serve a stage, and these with the joining ones.
+
+    A joining peer may have a checkpoint to give. me: this peer, which is left out where other peers are meant.
+    """
+
+    me: PeerId
+    serving: ClaimedSteps
+    claimants: ClaimedSteps

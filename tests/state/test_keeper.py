@@ -16,6 +16,7 @@ from agora.averaging.partition import Slices
 from agora.state.checkpoint import newest_checkpoint
 from agora.state.keeper import StateKeeper
 from agora.state.layout import StageState
+from agora.state.stages import StageHolders
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
 
@@ -27,9 +28,8 @@ def keeper_of(stages: Any, folder: Path, claims: dict[PeerId, int], world: World
     """A keeper of stage 0 where the peers in `claims` serve it and claim to be at these steps."""
     slices = {0: Slices(stages.layout(0).numel, MANIFEST.averaging.fraction, MANIFEST.seed)}
     world = world or World()
-    return StateKeeper(
-        ME, MANIFEST, folder, stages, slices, lambda _: claims, lambda _: claims, world, Events(), world.report_offence
-    )
+    holders = StageHolders(ME, lambda _: claims, lambda _: claims)
+    return StateKeeper(MANIFEST, folder, stages, slices, holders, world, Events(), world.report_offence)
 
 
 async def given_state(keeper: StateKeeper) -> StateIndex:
