@@ -18,7 +18,7 @@ MAX_PEERS: Final = 16_384
 
 
 def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
-    """Returns multiaddrs with /p2p/PEER by the peer that they lead to. Raises InputError for one that is malformed."""
+    """Groups multiaddrs by the peer named in their /p2p/PEER. Raises InputError for the first that is malformed."""
     by_peer: dict[PeerId, list[str]] = defaultdict(list)
     for address in addresses:
         if problem := address_problem(address):
@@ -28,14 +28,14 @@ def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
 
 
 class AddressBook:
-    """The addresses of other peers, as they themselves or others have last announced them."""
+    """Remembers each peer's last announced addresses; forgets the least recently updated peer beyond `max_peers`."""
 
     def __init__(self, max_peers: int = MAX_PEERS) -> None:
         self._max_peers = max_peers
         self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Remembers the usable ones of `addresses`, and passes over those that are malformed or of another peer."""
+        """Replaces what is known of `peer` by the first MAX_ADDRESSES well-formed of its `addresses`, if any."""
         usable = [known for known in addresses if address_problem(known) is None and peer_of_address(known) == peer]
         if usable:
             self._known[peer] = tuple(usable[:MAX_ADDRESSES])

@@ -40,17 +40,17 @@ ROUND_TRIP_WEIGHT: Final = 0.3
 
 
 class ConnectionOwner(CallServices, Protocol):
-    """What a connection needs of the network that it is part of; see `Network.__init__` for the functions."""
+    """What a connection needs of the Network that it is part of; `Network.__init__` says what the functions do."""
 
     hello: Callable[[], Hello]
     report_violation: Callable[[PeerId, ProtocolError], None]
     shut_out_s: Callable[[PeerId], float]
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
-        """Takes a connection on which both sides have said HELLO, and where the peer says that it can be dialled."""
+        """Called when both sides have said HELLO. addresses: where the peer says that it can be dialled."""
 
     def on_gone(self, connection: Connection) -> None:
-        """Takes a connection that broke or ended; called once."""
+        """Called once, when a connection has broken or ended."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,10 @@ class _OpenCall:
 
 
 class Connection:
-    """One stream to a peer, from before the HELLOs until it breaks or ends, and all calls on it."""
+    """Shakes hands with a peer on one stream, makes this side's calls there and has the peer's calls answered.
+
+    It lives until the stream breaks, either side ends it, or the peer is silent for too long; all open calls then fail.
+    """
 
     def __init__(self, owner: ConnectionOwner, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> None:
         """opened: this side opened the stream. path: "direct" or "relayed"."""
@@ -89,7 +92,10 @@ class Connection:
     # --- from HELLO to GOODBYE
 
     async def start(self) -> None:
-        """Says HELLO and waits for the peer's. Raises WrongRun, NotAdmitted, ProtocolError, or ConnectionBroken."""
+        """Says HELLO, and waits at most `hello_s` for the peer's, else breaks off.
+
+        Raises WrongRun, NotAdmitted, ProtocolError, or ConnectionBroken.
+        """
         self.stream.attach(self)
         self.stream.send_small(encode_frame(FrameType.HELLO, 0, self._owner.hello()))
         try:
@@ -101,33 +107,33 @@ class Connection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether a new call may go here."""
+        """Whether new calls may go here: the peer said HELLO and is not leaving, nothing broke, numbers are left."""
         has_numbers = self._next_call <= LAST_CALL - 2
         return self._hello is not None and self.broken is None and not self._peer_leaves and has_numbers
 
     @property
     def is_observer(self) -> bool:
-        """Whether the peer takes part in no run, as far as it has said."""
+        """Whether the peer has named no run in its HELLO, or has not said HELLO yet."""
         return self._hello is None or not self._hello.run
 
     def end(self, error: AgoraError, reason: str) -> None:
-        """Tells the peer why in a GOODBYE, fails every call, and closes the stream when that is written."""
+        """Sends a GOODBYE with `error`, closes the stream, and fails every call with ConnectionBroken(reason)."""
         self.stream.send_small(encode_frame(FrameType.GOODBYE, 0, messages.refusal_to_wire(error)))
         self.stream.close()
         self.on_lost(reason)
 
     def break_off(self, reason: str) -> None:
-        """Fails every call and cuts the stream. Does nothing once it has ended: its GOODBYE may still be on its way."""
+        """Fails every call and aborts the stream without GOODBYE, unless the connection has ended already."""
         if self.broken is None:
             self.on_lost(reason)
             self.stream.abort()
 
     def on_lost(self, reason: str) -> None:
-        """Fails every call, since the stream is gone or as good as gone."""
+        """Marks the connection as broken: the handshake and every open call raise ConnectionBroken(reason)."""
         self._fail(ConnectionBroken(reason))
 
     def _fail(self, error: AgoraError) -> None:
-        """Ends the connection with `error`: the handshake and every call raise it; its memory is released."""
+        """Has the handshake and every open call raise `error`, releases memory, and tells the owner. Only acts once."""
         if self.broken is not None:
             return
         self.broken = error
@@ -139,20 +145,23 @@ class Connection:
         self._owner.on_gone(self)
 
     def _fail_handshake(self, error: AgoraError) -> None:
-        """Has `start` raise `error` unless it is over. Whoever accepted the stream does not wait for it."""
+        """Has `start` raise `error`, unless the handshake is over."""
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()
 
     def _end_when_idle(self) -> None:
-        """Ends a connection whose peer leaves, once no call is open: the peer waits for this, see FrameStream.close."""
+        """Breaks off when the peer has said GOODBYE without a refusal and no call of either side is open."""
         if self._peer_leaves and not self._awaited and not len(self.incoming):
             self.break_off("the peer is leaving")
 
     # --- calls of this side, and whether the peer is still there
 
     async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Sends a request when fewer than `max_calls` are open, and returns the reply. Cancelling tells the peer."""
+        """Waits until fewer than `max_calls` are open, sends the request, and returns the reply.
+
+        When the caller is cancelled, the request is taken out of the queue, or a CANCEL frame tells the peer to stop.
+        """
         self._owner.count_sent(request, tensors)
         async with self._slots:
             self._awaited += 1
@@ -165,7 +174,7 @@ class Connection:
     async def _ask(
         self, request: Message, tensors: Sequence[WireTensor] = (), on_progress: OnProgress | None = None
     ) -> Reply:
-        """Sends a request at once; see `call`."""
+        """Sends a request without waiting for a slot, as pings do, and returns the reply. Cancelling: see `call`."""
         if self.broken is not None:
             raise self.broken
         number, self._next_call = self._next_call, self._next_call + 2
@@ -186,7 +195,7 @@ class Connection:
             del self._open[number]
 
     async def ping(self) -> None:
-        """Measures the round trip. A peer that does not answer is found out by `tick`."""
+        """Asks a Ping, and updates `round_trip` by the time to its answer; does nothing when no answer comes."""
         started = time.perf_counter()  # the loop's clock counts milliseconds
         try:
             async with asyncio.timeout(self._limits.silence_s + self._limits.answer_s):
@@ -196,7 +205,10 @@ class Connection:
         self.round_trip = self.round_trip.updated(time.perf_counter() - started)
 
     def tick(self, now: float) -> None:
-        """Pings a peer that owes an answer or sends for long; breaks off when it is gone. Called twice a second."""
+        """Called twice a second: pings a peer that owes an answer and is silent; breaks off if it stays silent.
+
+        A peer whose payload is still arriving is pinged too, so that it hears from this side.
+        """
         if self._hello is None or self.broken is not None:
             return
         stream, spawn = self.stream, self._owner.spawn
@@ -217,7 +229,7 @@ class Connection:
     # --- what arrives
 
     def on_prefix(self, prefix: Prefix) -> None:
-        """Raises ProtocolError for a frame that may not come now, or whose header is too long."""
+        """Raises ProtocolError for a frame before HELLO, and for a long header unless it is a LONG_ANSWERS answer."""
         if self._hello is None and prefix.type not in CONNECTION_FRAMES:
             raise ProtocolError("out-of-order", f"A {prefix.type.name} frame came before HELLO.")
         call = self._open.get(prefix.call)
@@ -225,7 +237,10 @@ class Connection:
             raise ProtocolError("too-large", f"A header of {prefix.header_bytes} bytes that nobody asked for.")
 
     def on_header(self, prefix: Prefix, message: Message | None) -> Intake:
-        """Decides whether a frame's payload is read. Raises ProtocolError."""
+        """Decides whether a payload is read: `incoming` does for a request; an answer to a given-up call is dropped.
+
+        Raises ProtocolError for a call number of the wrong side, or an answer of the wrong kind.
+        """
         if prefix.type in (FrameType.REQUEST, FrameType.CANCEL) and self._is_own(prefix.call):
             raise ProtocolError("out-of-order", f"A {prefix.type.name} of call {prefix.call}, which is not the peer's.")
         if prefix.type is FrameType.REQUEST:
@@ -240,7 +255,10 @@ class Connection:
         return Intake.TAKE
 
     def on_frame(self, frame: Frame) -> None:
-        """Hands a complete frame to the calls that it belongs to, or takes HELLO and GOODBYE. Raises ProtocolError."""
+        """Starts or cancels a peer's request, settles this side's call, reports progress, or takes HELLO and GOODBYE.
+
+        Raises ProtocolError for a frame of a call that was never made, or a second HELLO.
+        """
         message: Any = frame.message  # of the class that belongs into such a frame: that was judged with its header
         match frame.type:
             case FrameType.REQUEST:
@@ -263,24 +281,30 @@ class Connection:
                 self._on_goodbye(message)
 
     def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
-        """Ends the connection because the peer broke the protocol; tells the peer so, and reports it."""
+        """Ends the connection with GOODBYE since the peer broke the protocol; reports that to the owner.
+
+        A request that did it is refused with `error` first.
+        """
         if prefix is not None and prefix.type is FrameType.REQUEST and not self._is_own(prefix.call):
             self.incoming.refuse(prefix.call, error)
         self.end(error, f"the peer broke the protocol ({error.code}): {error}")
         self._owner.report_violation(self.peer, error)
 
     def _is_own(self, number: int) -> bool:
-        """Whether a call of this number is this side's to make."""
+        """Whether `number` is odd or even as this side's call numbers are: odd on the side that opened the stream."""
         return number % 2 == self._next_call % 2
 
     def _find_open(self, number: int) -> _OpenCall | None:
-        """Returns this side's open call; None for one that it gave up. Raises ProtocolError when it never made it."""
+        """Returns this side's open call, None for one that is over. Raises ProtocolError if it was never made."""
         if number not in self._open and (not self._is_own(number) or number >= self._next_call):
             raise ProtocolError("out-of-order", f"A frame answers call {number}, which was never made.")
         return self._open.get(number)
 
     def _settle(self, number: int, result: Reply | AgoraError) -> None:
-        """Ends an open call with its reply, or with the error that it raises. Raises as `_find_open` does."""
+        """Has an open call of this side return its Reply or raise its error; does nothing when it is over.
+
+        Raises ProtocolError for a call that was never made.
+        """
         call = self._find_open(number)
         if call is None or call.reply.done():
             return
@@ -291,7 +315,7 @@ class Connection:
             call.reply.set_result(result)
 
     def _refusal_of(self, request: Message | None) -> AgoraError | None:
-        """Returns the error with which a request of that kind is refused now; None when it is not."""
+        """Returns NotAdmitted for a peer that is shut out, or an observer's request not in OBSERVERS_MAY; else None."""
         if self.is_observer and not isinstance(request, OBSERVERS_MAY):
             return NotAdmitted("An observer may only ask for the manifest and the status.")
         if self._owner.shut_out_s(self.peer) > 0:
@@ -299,7 +323,10 @@ class Connection:
         return None
 
     def _on_hello(self, hello: Hello) -> None:
-        """Judges the peer's HELLO: the connection is ready, or it ends."""
+        """Makes the connection ready, or ends it when the peer's HELLO names another version or run.
+
+        Raises ProtocolError for a second HELLO.
+        """
         if self._hello is not None:
             raise ProtocolError("out-of-order", "A second HELLO.")
         own = self._owner.hello()
@@ -315,12 +342,15 @@ class Connection:
                 self._ready.set_result(None)
 
     def _reject(self, problem: AgoraError) -> None:
-        """Ends the connection with `problem`, which whoever waits for the handshake gets."""
+        """Has `start` and every call raise `problem`, and sends it to the peer in a GOODBYE."""
         self._fail(problem)
         self.end(problem, str(problem))
 
     def _on_goodbye(self, refusal: Refusal | None) -> None:
-        """Takes the peer's GOODBYE: without a refusal it finishes its open calls, else the connection ends now."""
+        """Takes GOODBYE: with a refusal all calls fail now and the stream is aborted after GOODBYE_S.
+
+        Without one the peer takes no new calls, and the connection ends when no call is open any more.
+        """
         if refusal is None:
             self._peer_leaves = True
             self._end_when_idle()

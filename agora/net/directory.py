@@ -41,7 +41,10 @@ _Entries = dict[str, tuple[bytes, float]]
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Validates each record that a node is asked to store or gets from another: of this run, signed, under its key."""
+    """hivemind's validator of each record that a node is asked to store or gets from another.
+
+    It accepts records of this run, signed by their peer, under their key, and counts the others by error code.
+    """
 
     def __init__(self, run: RunId, stages: int = MAX_STAGES) -> None:
         self.run = run
@@ -54,7 +57,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         self._verified: OrderedDict[tuple[bytes, bytes, bytes, float], Record] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether the record is valid (called by hivemind); a record that is not is counted."""
+        """Called by hivemind: returns whether `open` accepts the record; adds its error code to `refused` if not."""
         try:
             self.open(record.key, record.subkey, record.value, record.expiration_time)
         except ProtocolError as error:
@@ -63,7 +66,10 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return True
 
     def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
-        """Returns the record in a DHT entry, decoded and verified. Raises ProtocolError when it is not valid."""
+        """Decodes a DHT entry and checks its key, size, expiry and signature; verified entries are remembered.
+
+        Raises ProtocolError for an invalid one, or one that expired more than CLOCK_TOLERANCE_S ago.
+        """
         key = self._keys.get(key_hash)
         if key is None:
             raise ProtocolError("wrong-run", "The key is not that of any record of this run.")
@@ -88,10 +94,10 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage, with a bound on the peers under one key. An older record shortens no newer one's life."""
+    """hivemind's storage, with at most MAX_PEERS_OF_STAGE peers a key; no record replaces a later-expiring one."""
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
-        """Stores one record, or a whole dictionary of them. Returns whether it was stored."""
+        """Stores one peer's record, or a dictionary of them by peer. Returns False for any other value."""
         if subkey is not None:
             return self.store_subkey(key, subkey, value, expiration_time)
         if not isinstance(value, DictionaryDHTValue):
@@ -99,7 +105,10 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return bool(super().store(key, value, expiration_time))
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Stores one peer's record under a key. Returns whether it was stored."""
+        """Stores one peer's record under a key, and returns whether it did.
+
+        It does not when the peer has one that expires no earlier, or is new where there are MAX_PEERS_OF_STAGE.
+        """
         present = self.get(key)
         known = present.value.get(subkey) if present is not None else None
         if known is not None and known.expiration_time >= expiration_time:
@@ -110,7 +119,10 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 class Directory:
-    """This peer's node of the run's DHT. It works alone, and joins other nodes whenever it meets them."""
+    """This peer's node of the run's DHT: publishes signed records, reads other peers', and stores its part of them.
+
+    It works alone too, and joins other nodes whenever it meets them.
+    """
 
     def __init__(self, host: Host, run: RunId, node: Any, validator: SignedRecords) -> None:
         self.refused = validator.refused  # how many records this node refused, by the code of their error
@@ -187,14 +199,20 @@ class Directory:
         return stored is not None and all(stored.values())
 
     async def read_many(self, kind: type[Record], stages: Sequence[int]) -> dict[int, list[Record]]:
-        """Returns the valid records of each stage, one for each peer, as far as they came within READ_S."""
+        """Returns the unexpired, valid records of one kind by stage, at most one of each peer, that came within READ_S.
+
+        Up to SMALL_SWARM known nodes, it asks them all; beyond, it does Kademlia's search.
+        """
         keys = {stage: DHTID.generate(record_key(self._run, kind, stage)) for stage in stages}
         ask = self._ask_everyone if self.neighbours <= SMALL_SWARM else self._search
         found = await ask(list(keys.values()))
         return {stage: self._open_all(key, found.get(key, {})) for stage, key in keys.items()}
 
     async def _ask_everyone(self, keys: list[Any]) -> dict[Any, _Entries]:
-        """Asks every known node, and the nodes that they know, once for all keys; does not wait for the slowest."""
+        """Asks every known node, and the nodes that they name, for all keys at once, and merges the answers.
+
+        Stops after READ_S, or when half have answered and no other answer comes for NEXT_ANSWER_S.
+        """
         table, ends = self._node.protocol.routing_table.uid_to_peer_id, loop_time() + READ_S
         found: dict[Any, _Entries] = {key: _merged({}, self._node.protocol.storage.get(key)) for key in keys}
         met, to_ask, asked = {self._node.node_id}, dict(table), 0
@@ -218,7 +236,7 @@ class Directory:
         return found
 
     async def _search(self, keys: list[Any]) -> dict[Any, _Entries]:
-        """Does Kademlia's search, for swarms in which a node knows only part of the others."""
+        """Returns what Kademlia's search for each key finds within READ_S; for swarms too large to ask every node."""
         # A search may end early on a "sufficient" expiry, which any node can claim. No expiry is >= NaN.
         futures = await self._node.get_many_by_id(keys, sufficient_expiration_time=math.nan, return_futures=True)
         await asyncio.wait(futures.values(), timeout=READ_S)
@@ -231,7 +249,7 @@ class Directory:
         return found
 
     def _open_all(self, key: Any, entries: _Entries) -> list[Record]:
-        """Returns the records of one key's entries, without those that have expired or are not valid any more."""
+        """Decodes the entries under one key, and leaves out those that have expired or are not valid any more."""
         now_unix = time.time()
         records = []
         for peer, (packed, expires_unix) in entries.items():
@@ -241,7 +259,7 @@ class Directory:
         return records
 
     async def close(self) -> None:
-        """Leaves the DHT. The host stays."""
+        """Stops this node and cancels its open questions to others; the host goes on."""
         self._node.is_alive = False
         for task in self._asking:
             task.cancel()
@@ -250,7 +268,10 @@ class Directory:
 
 
 def _merged(entries: _Entries, found: Any) -> _Entries:
-    """Adds what a node holds under one key to `entries`, and returns them. A peer's record that expires last wins."""
+    """Adds the records that a node has under one key to `entries`, which it changes and returns.
+
+    Of two records of a peer the one that expires later stays.
+    """
     if found is not None and isinstance(found.value, DictionaryDHTValue):
         for peer, (packed, expires_unix) in found.value.items():
             if peer not in entries or entries[peer][1] < expires_unix:
@@ -259,7 +280,7 @@ def _merged(entries: _Entries, found: Any) -> _Entries:
 
 
 def _unpacked(packed: bytes, kind: type) -> Any:
-    """Returns a msgpack value of one type. Raises ProtocolError for anything else."""
+    """Decodes msgpack that must be a value of type `kind`. Raises ProtocolError for anything else."""
     value = unpack(packed, MAX_RECORD_BYTES + _PACKING_BYTES, "bad-record")
     if not isinstance(value, kind):
         raise ProtocolError("bad-record", f"A DHT entry is not {kind.__name__}.")
@@ -267,7 +288,7 @@ def _unpacked(packed: bytes, kind: type) -> Any:
 
 
 async def _within(work: Any, timeout_s: float) -> Any:
-    """Returns what `work` returns; None when it takes longer than `timeout_s`."""
+    """Awaits `work` and returns its result; cancels it after `timeout_s` and returns None."""
     try:
         async with asyncio.timeout(timeout_s):
             return await work

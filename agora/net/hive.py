@@ -15,7 +15,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def _without_init(name: str) -> Iterator[None]:
-    """Lets submodules of a package be imported in the block without running its `__init__`, which may run later."""
+    """Lets submodules of a package be imported in the block without running the package's own `__init__`.
+
+    A bare module stands in `sys.modules` during the block only: a later import of the package runs its `__init__`.
+    """
     spec = importlib.util.find_spec(name)
     if name in sys.modules or spec is None:
         yield

@@ -64,7 +64,7 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        """Returns p2pd's command line, run by a small program that asks the kernel for this."""
+        """Returns p2pd's command line, on Linux run by a program that has the kernel kill it with this process."""
         command: list[str] = P2P._make_process_args(*args, **kwargs)
         if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
             return command
@@ -72,7 +72,7 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
 
 
 class SocketDirectory:
-    """A private directory for the Unix sockets to p2pd. Making one removes those that killed daemons left behind.
+    """Makes and locks a private directory for p2pd's Unix sockets, after removing those that dead daemons left behind.
 
     A lock in it shows whether its daemon lives. A process id would not: containers share /tmp but not ids.
     """
@@ -103,7 +103,10 @@ def _remove_abandoned(base: Path) -> None:
 
 
 class Host:
-    """A running libp2p host. peer: its id. p2p: hivemind's handle. died: set when p2pd ends by itself."""
+    """Runs a p2pd process, reaches other peers through it, and opens and accepts streams, from `create` to `close`.
+
+    peer: its id. p2p: hivemind's handle. died: an event, set when p2pd ends without `close`.
+    """
 
     def __init__(self, p2p: Any, sockets: SocketDirectory, link: LinkSpec | None) -> None:
         self.p2p = p2p
@@ -145,13 +148,18 @@ class Host:
         return host
 
     async def addresses(self) -> tuple[str, ...]:
-        """Returns where others can dial this host, each with /p2p/PEER. Raises ConnectionBroken when p2pd is gone."""
+        """Asks p2pd for the usable multiaddrs at which others can dial this host, each with /p2p/PEER.
+
+        Raises ConnectionBroken when p2pd is gone.
+        """
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)
         found = [f"{address}/p2p/{self.peer}" for raw in response.identify.addrs if (address := _parse_multiaddr(raw))]
         return tuple(address for address in found if address_problem(address) is None)
 
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
-        """Connects to the other peers at these addresses, and returns how many answered.
+        """Connects to the other peers at these addresses at once, and returns how many answered.
+
+        Once one has answered, it gives up when no other does for MORE_PEERS_S.
 
         Raises InputError for a malformed address, and ConnectionBroken when there were peers and none answered.
         """
@@ -176,7 +184,7 @@ class Host:
         return reached
 
     async def reach(self, peer: PeerId, addresses: Iterable[str], timeout_s: float) -> None:
-        """Connects to `peer`, dialling these addresses unless there is a connection. Raises ConnectionBroken."""
+        """Has p2pd connect to `peer`, dialling `addresses` unless it is connected already. Raises ConnectionBroken."""
         parsed = [_parse_multiaddr(address.removesuffix(f"/p2p/{peer}")) for address in addresses]
         raw = [address.to_bytes() for address in parsed if address is not None]
         request = p2pd_pb2.ConnectRequest(
@@ -198,9 +206,13 @@ class Host:
         return stream, _path(response.streamInfo.addr)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
-        """Hands every stream that a peer opens for `protocol` to `on_stream`, which must attach a sink or close it."""
+        """From now on, hands each stream that a peer opens for `protocol` to `on_stream`.
+
+        `on_stream` must attach a sink or close the stream. Raises ConnectionBroken when p2pd is gone.
+        """
 
         def accept_stream() -> FrameStream:
+            """Called for each connection that p2pd makes here: makes a stream that is introduced after its preamble."""
             stream = FrameStream(limits)
             stream.preamble.add_done_callback(partial(self._introduce, stream, on_stream))
             return stream
@@ -212,19 +224,25 @@ class Host:
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_S)
 
     def _introduce(self, stream: FrameStream, on_stream: OnStream, preamble: asyncio.Future[bytes]) -> None:
-        """Hands a stream that a peer has opened to `on_stream`, with the peer and the path that its preamble names."""
+        """Called when a stream's preamble is there or failed: hands the stream to `on_stream` unless it failed.
+
+        The peer and the path that `on_stream` gets are those that the preamble names.
+        """
         if not preamble.cancelled() and preamble.exception() is None:
             info = p2pd_pb2.StreamInfo.FromString(preamble.result())
             self._shape(stream)
             on_stream(stream, PeerId(str(PeerID(info.peer))), _path(info.addr))
 
     def _shape(self, stream: FrameStream) -> None:
-        """Puts the imitated link, if there is one, between a stream and p2pd."""
+        """If a link is imitated, delays and slows down the stream accordingly."""
         if self._link is not None:
             stream.interpose(self._link.shape)
 
     async def close(self) -> None:
-        """Stops p2pd and everything that talks to it. May be called twice."""
+        """Stops serving, ends p2pd (kills it after TERMINATE_S) and the tasks that talk to it, removes the sockets.
+
+        May be called twice.
+        """
         if self._closing:
             return
         self._closing = True
@@ -245,7 +263,7 @@ class Host:
         self._sockets.remove()
 
     async def _watch(self) -> None:
-        """Sets `died` when p2pd has ended by itself, or the task that reads its answers for the DHT has."""
+        """Waits until p2pd ends, or the task that reads its answers for the DHT; sets `died` unless `close` did it."""
         # hivemind does not look: with its p2pd gone, P2P.is_alive stays True and its calls hang.
         child = asyncio.create_task(self.p2p._child.wait())
         await asyncio.wait([child, self.p2p._client.control._read_task], return_when=asyncio.FIRST_COMPLETED)
@@ -254,15 +272,15 @@ class Host:
         await child
 
     async def _ask(self, request: Any, timeout_s: float) -> Any:
-        """Returns p2pd's answer to a request that opens no stream. Raises ConnectionBroken."""
+        """Returns p2pd's answer to a request that opens no stream. Raises ConnectionBroken for an error or none."""
         stream, response = await self._request(request, FrameLimits(), timeout_s)
         stream.abort()
         return response
 
     async def _request(self, request: Any, limits: FrameLimits, timeout_s: float) -> tuple[FrameStream, Any]:
-        """Sends a request to p2pd. Returns the socket, which is the stream that it may open, and p2pd's answer.
+        """Sends a request to p2pd on a new socket. Returns that, which may carry the opened stream, and p2pd's answer.
 
-        Raises ConnectionBroken.
+        Raises ConnectionBroken when p2pd is gone, late, or answers with an error (DialsCrossed if both dialled).
         """
         body = request.SerializeToString()
         control, loop = self.p2p._daemon_listen_maddr["unix"], asyncio.get_running_loop()
@@ -285,7 +303,10 @@ class Host:
 
 
 async def _start(identity_path: Path, listen: Sequence[str], announce: Sequence[str], sockets: Path) -> Any:
-    """Returns hivemind's handle of a p2pd that listens on these addresses. Raises LocalError when it cannot."""
+    """Starts a p2pd that listens on `listen`, and returns hivemind's handle. Raises LocalError when it does not start.
+
+    Unless it listens on loopback only, p2pd also looks for NATs and maps ports.
+    """
     is_loopback = all("/127." in address or "/::1/" in address for address in listen)
     kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     try:
@@ -304,7 +325,7 @@ async def _start(identity_path: Path, listen: Sequence[str], announce: Sequence[
 
 
 def _check_listen(address: str) -> None:
-    """Raises LocalError unless this machine can listen on the address now."""
+    """Raises LocalError for a malformed address, or a TCP port that this machine cannot listen on now, by trying it."""
     parsed = _parse_multiaddr(address)
     if parsed is None:
         raise LocalError(f"{address!r} is no address to listen on; it should look like /ip4/0.0.0.0/tcp/4001.")
@@ -346,7 +367,7 @@ def _failure(text: str) -> ConnectionBroken:
 
 
 def _one_line(text: str) -> str:
-    """Returns a text's first 300 characters on one line."""
+    """Returns `text` with every run of whitespace made one space, cut to 300 characters."""
     return " ".join(text.split())[:300]
 
 

@@ -31,9 +31,9 @@ from agora.net.streams import Frame, FrameStream, Intake
 
 @dataclass(slots=True)
 class IncomingCall:
-    """What a peer asks for. `deadline` is loop time; `run` the 32 bytes of the peer's run, None for an observer.
+    """One request of a peer. `deadline` is loop time; `run` the 32 bytes of the peer's run, None for an observer.
 
-    `progress` tells the caller how far things are; it never waits, and does nothing once the caller is gone.
+    `progress` sends the caller how far the work is; it never waits, and does nothing once the caller is gone.
     """
 
     peer: PeerId
@@ -50,7 +50,7 @@ Handler = Callable[[IncomingCall], Awaitable[Reply]]
 
 
 class CallServices(Protocol):
-    """What the calls on a connection need of the network; see `Network.__init__` for the functions."""
+    """What IncomingCalls needs of the Network; `Network.__init__` says what the functions do."""
 
     limits: NetLimits
     budget: PayloadBudget
@@ -63,7 +63,10 @@ class CallServices(Protocol):
 
 
 class IncomingCalls:
-    """The peer's calls on one connection."""
+    """Admits or refuses the requests that a peer makes on one connection, has each handled in a task, and answers.
+
+    Work is cancelled when its caller cancels the call, but goes on when the connection is lost.
+    """
 
     def __init__(
         self, network: CallServices, stream: FrameStream, peer: PeerId, on_answered: Callable[[], None]
@@ -78,13 +81,14 @@ class IncomingCalls:
         self._waiting_call = 0  # whose payload waits for memory
 
     def __len__(self) -> int:
-        """How many requests are not answered yet."""
+        """How many of the peer's requests are not answered yet."""
         return len(self._open)
 
     def on_request_header(self, prefix: Prefix, request: Message | None, refusal: AgoraError | None) -> Intake:
-        """Judges the header of a REQUEST, and decides whether its payload is read. Raises ProtocolError.
+        """Judges a REQUEST's header: its payload is read (TAKE), waits for memory, or is dropped as it is refused.
 
-        refusal: with which this peer's requests of this kind, Pings aside, are refused now; None: they are not.
+        refusal: the error to refuse any request but a Ping with; None refuses only with Busy, beyond `max_calls` or
+        for lack of memory. Raises ProtocolError for an open number, or more than MAX_CALLS_PER_CONNECTION.
         """
         number, limits = prefix.call, self._network.limits
         if number in self._open:
@@ -102,22 +106,24 @@ class IncomingCalls:
         return self._refuse_for_lack_of_memory() if intake is Intake.DROP else intake
 
     def _on_wait_over(self, is_reserved: bool) -> None:
-        """Goes on reading after a request has waited for memory, and refuses it when there was none."""
+        """Called when a request's wait for memory ends: reads its payload, or drops that and refuses it as Busy."""
         self._stream.proceed(Intake.TAKE if is_reserved else self._refuse_for_lack_of_memory())
 
     def _refuse_for_lack_of_memory(self) -> Intake:
+        """Refuses the request whose payload waits for memory as Busy. Returns DROP."""
         return self._refuse_busy(self._waiting_call, "no memory free for the payload")
 
     def _refuse_busy(self, number: int, why: str) -> Intake:
+        """Refuses a request as Busy, to be tried again after `patience_s`. Returns DROP."""
         return self.refuse(number, Busy(why, retry_after_ms=int(self._network.limits.patience_s * 1000)))
 
     def refuse(self, number: int, error: AgoraError) -> Intake:
-        """Refuses a request; returns what becomes of its payload."""
+        """Sends the peer a REFUSAL of its request with `error`. Returns DROP: its payload is thrown away."""
         self._stream.send_small(encode_frame(FrameType.REFUSAL, number, refusal_to_wire(error)), number)
         return Intake.DROP
 
     def on_request(self, frame: Frame, request: Request, run: bytes | None) -> None:
-        """Starts a task that answers a complete request. run: of the peer, None for an observer."""
+        """Answers a Ping at once, and any other complete request in a task. run: the peer's, None for an observer."""
         held_bytes = self.share.take_arrived()
         if isinstance(request, Ping):
             self._stream.send_small(encode_frame(FrameType.ANSWER, frame.call, Pong()))
@@ -130,7 +136,7 @@ class IncomingCalls:
         task.add_done_callback(partial(self._on_served, frame.call, held_bytes))
 
     def on_cancel(self, number: int) -> None:
-        """Stops the work for a call that the peer has given up."""
+        """Cancels the work for a call that the peer has given up, and takes back an answer that waits to be sent."""
         if number in self._open:
             call, task = self._open.pop(number)
             call.caller_gone = True
@@ -138,17 +144,20 @@ class IncomingCalls:
         self._stream.withdraw(number)
 
     def on_lost(self) -> None:
-        """Marks all callers as gone. The work goes on: its result may be asked for again on another connection."""
+        """Called when the connection is lost: marks all callers as gone, so that no answer is sent.
+
+        The work goes on: its result may be asked for again on another connection.
+        """
         for call, _ in self._open.values():
             call.caller_gone = True
 
     def _send_progress(self, number: int, advance: Advance) -> None:
-        """Sends a progress frame to the caller, unless it is gone or answered."""
+        """Sends a PROGRESS frame, unless the call is answered, its caller gone, or too much waits to be sent."""
         if number in self._open and not self._open[number][0].caller_gone:
             self._stream.send_news(encode_frame(FrameType.PROGRESS, number, advance), number)
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
-        """Has one request handled, and sends the answer unless the caller is gone by then."""
+        """Has one request handled, sends the answer unless the caller is gone or room comes after its deadline."""
         buffers = await self._answer(number, call)
         with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
             async with asyncio.timeout_at(None if self._stream.has_room else call.deadline):
@@ -156,14 +165,17 @@ class IncomingCalls:
                     await self._stream.send(buffers, number)
 
     def _on_served(self, number: int, held_bytes: int, task: asyncio.Task[None]) -> None:
-        """Forgets a request whose task has ended, and releases its payload. The task may never have begun."""
+        """Called when a request's task ended: forgets the call, releases its payload's bytes, calls `on_answered`."""
         if number in self._open and self._open[number][1] is task:
             del self._open[number]
         self.share.release(held_bytes)
         self._on_answered()
 
     async def _answer(self, number: int, call: IncomingCall) -> Buffers:
-        """Returns the frame that answers or refuses a request."""
+        """Runs the handler until the call's deadline, and returns the ANSWER frame, or a REFUSAL with its AgoraError.
+
+        PeerFailed stands for a passed deadline, and for other exceptions and invalid answers, which are also reported.
+        """
         refusal: AgoraError
         try:
             async with asyncio.timeout_at(call.deadline):

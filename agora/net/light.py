@@ -44,6 +44,7 @@ def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOU
     """
 
     def decode_status(answer: Message) -> dict[str, Any]:
+        """Returns the JSON object in a peer's answer. Raises ProtocolError when there is none."""
         try:
             status = json.loads(answer.status) if isinstance(answer, messages.StatusAnswer) else None
         except ValueError:
@@ -60,6 +61,7 @@ def fetch_manifest(addresses: Sequence[str], run: RunId, timeout_s: float = TIME
     from agora_protocol.manifest import SignedManifest  # it needs pydantic, which a status does not
 
     def verify_manifest(answer: Message) -> bytes:
+        """Returns the manifest in a peer's answer, its hash and signature checked. Raises AgoraError for another."""
         if not isinstance(answer, messages.ManifestAnswer):
             raise ProtocolError("bad-message", f"{type(answer).__name__} is no answer to the question.")
         SignedManifest.from_bytes(answer.manifest, run)
@@ -69,7 +71,10 @@ def fetch_manifest(addresses: Sequence[str], run: RunId, timeout_s: float = TIME
 
 
 def _fetch(addresses: Sequence[str], run: RunId, timeout_s: float, request: Message, read: Callable[[Message], R]) -> R:
-    """Asks the peers at `addresses`, and returns what `read` makes of the first answer that it accepts."""
+    """Runs `_ask_all` in a trio loop, and returns what `read` makes of the first answer that it accepts.
+
+    Raises InputError, WrongRun and Unreachable as `fetch_status` does.
+    """
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
     result: R = trio.run(_ask_all, addresses_by_peer(addresses), run, timeout_s, request, read)
     return result
@@ -78,7 +83,10 @@ def _fetch(addresses: Sequence[str], run: RunId, timeout_s: float, request: Mess
 async def _ask_all(
     by_peer: dict[PeerId, list[str]], run: RunId, timeout_s: float, request: Message, read: Callable[[Message], R]
 ) -> R:
-    """Returns the first answer that `read` accepts. The next peer is asked after STAGGER_S, or when one failed."""
+    """Asks peer after peer, the next after STAGGER_S or a failure, and returns the first answer that `read` accepts.
+
+    Raises WrongRun when all peers that answered train another run, Unreachable when none did in time.
+    """
     answers: list[R] = []
     errors: list[AgoraError] = []
     reasons: dict[PeerId, str] = dict.fromkeys(by_peer, "no answer in time")
@@ -87,6 +95,7 @@ async def _ask_all(
         async with host.run(listen_addrs=[]), trio.open_nursery() as nursery:
 
             async def ask_one_peer(peer: PeerId, addresses: list[str], done: trio.Event) -> None:
+                """Asks one peer: its answer stops the others, its failure is noted; sets `done` either way."""
                 try:
                     answers.append(read(await _ask(host, peer, addresses, run, request)))
                     nursery.cancel_scope.cancel()
@@ -111,7 +120,10 @@ async def _ask_all(
 
 
 async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId, request: Message) -> Message:
-    """Returns one peer's answer to `request`. Raises WrongRun, the peer's refusal, or py-libp2p's own errors."""
+    """Connects to one peer, exchanges HELLOs, and returns its answer to `request`, answering its Pings meanwhile.
+
+    Raises WrongRun, the peer's refusal, or py-libp2p's own errors.
+    """
     identity = ID.from_base58(peer)
     await host.connect(PeerInfo(identity, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]))
     stream = await host.new_stream(identity, [TProtocol(PROTOCOL_NAME)])
@@ -140,16 +152,20 @@ class _Frames:
         self._stream = stream
 
     async def send_frame(self, type: FrameType, call: int, message: Message) -> None:
+        """Writes one frame without payload."""
         await self._stream.write(b"".join(encode_frame(type, call, message)))
 
     async def next(self) -> tuple[Prefix, Message | None]:
-        """Returns the next frame, which has no payload. Raises ProtocolError, Unreachable at the stream's end."""
+        """Waits for the next frame and returns its prefix and message.
+
+        Raises ProtocolError for one with a payload or a malformed one, Unreachable at the stream's end.
+        """
         prefix = Prefix.parse(await self._exactly(PREFIX_BYTES), LIMITS)
         message, _ = decode_header(prefix, await self._exactly(prefix.header_bytes))
         return prefix, message
 
     async def _exactly(self, count: int) -> bytes:
-        """Returns the next `count` bytes."""
+        """Reads exactly `count` bytes. Raises Unreachable when the stream ends before."""
         taken = b""
         while len(taken) < count:
             data = await self._stream.read(count - len(taken))

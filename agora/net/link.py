@@ -52,7 +52,7 @@ class LinkSpec:
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:
-        """Reads a description such as "200Mbit,50ms". Raises LinkError."""
+        """Reads RATE,RTT[,JITTER[,LOSS]], such as "200Mbit,50ms". Raises LinkError for other text or extreme values."""
         parts = [part.strip() for part in text.split(",")]
         if not 2 <= len(parts) <= 4:
             raise LinkError(f"{text!r} is no link; {EXAMPLES}")
@@ -69,17 +69,20 @@ class LinkSpec:
         return cls(rate, rtt_s, jitter_s, loss, ",".join(parts))
 
     def __str__(self) -> str:
-        """The description as it was written."""
+        """The description as `parse` read it; without one, rate in Mbit and RTT in ms."""
         return self.text or f"{self.rate * 8 / 1e6:g}Mbit,{self.rtt_s * 1e3:g}ms"
 
     @property
     def chunk_bytes(self) -> int:
-        """How many bytes one stream sends before the next stream's turn."""
+        """How many bytes one stream sends at its turn: rate * CHUNK_S, within LEAST_CHUNK and MOST_CHUNK."""
         return max(LEAST_CHUNK, min(MOST_CHUNK, int(self.rate * CHUNK_S)))
 
 
 def _number(pattern: re.Pattern[str], part: str, what: str, example: str) -> float:
-    """Returns a rate in bytes per second, a time in seconds, or a percentage as a fraction. Raises LinkError."""
+    """Reads a number and its unit: a rate to bytes per second, a time to seconds, a percentage to a fraction.
+
+    what, example: what the LinkError names when `part` does not match `pattern`.
+    """
     match = pattern.fullmatch(part)
     if match is None:
         raise LinkError(f"{part!r} is no {what} like {example}; {EXAMPLES}")
@@ -87,7 +90,7 @@ def _number(pattern: re.Pattern[str], part: str, what: str, example: str) -> flo
 
 
 class TokenBucket:
-    """One direction of a link, which all streams share: `rate` bytes per second, first come, first served.
+    """Computes when bytes have passed one direction of a link, which all streams share, at `rate` bytes per second.
 
     depth_s: how many seconds of unused rate may be used later, at once.
     """
@@ -97,13 +100,16 @@ class TokenBucket:
         self._free_at = -math.inf
 
     def take(self, size: int, ready: float) -> float:
-        """Returns when the last of `size` bytes has passed. ready: when they came, which may lie in the past."""
+        """Books `size` bytes behind all booked before, and returns the time at which the last of them has passed.
+
+        ready: when they came, which may lie in the past.
+        """
         self._free_at = max(self._free_at, ready - self._depth_s) + size / self._rate
         return self._free_at
 
 
 class DelayLine:
-    """The delay of one stream from one peer to another: half the RTT, jitter and retransmissions; order is kept."""
+    """Computes when chunks of one stream arrive: after half the RTT, random jitter and retransmissions, in order."""
 
     def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
         self._spec, self._rng = spec, rng

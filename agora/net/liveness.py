@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """What to do about a peer now."""
+    """What to do about a peer now: nothing, ping it, or break its connection off."""
 
     FINE = "nothing"
     PING = "ask whether it is there"
@@ -28,7 +28,7 @@ class LivenessCheck:
         self._had_backlog = False
 
     def judge(self, now: float, *, owed: bool, heard_at: float, flushed: int, backlog: int) -> Verdict:
-        """Returns what to do about the peer at `now`.
+        """Returns PING after `silence_s` without life from a peer that owes, GONE after `answer_s` more, else FINE.
 
         owed: an answer of the peer is awaited, and this side is reading. heard_at: when the peer's last byte came.
         flushed: bytes that the kernel has taken so far. backlog: bytes that wait to be taken. A backlog that shrinks is
@@ -48,5 +48,5 @@ class LivenessCheck:
         return Verdict.FINE
 
     def silent_s(self, now: float) -> float:
-        """Returns for how many seconds there was no sign of life."""
+        """Returns the seconds since the peer last showed life or owed nothing, as `judge` has seen."""
         return now - self._alive_at

@@ -26,5 +26,5 @@ class NetLimits:
     answer_s: float = limits.PING_ANSWER_S  # for the peer to answer that ping
 
     def frames(self) -> FrameLimits:
-        """Returns what the prefix of a frame may announce."""
+        """Returns the limits that a frame's prefix is checked against: payloads of at most `max_payload_bytes`."""
         return FrameLimits(max_payload_bytes=self.max_payload_bytes)

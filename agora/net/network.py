@@ -41,7 +41,10 @@ TICK_S: Final = 0.5
 
 
 class Network:
-    """Calls other peers and answers their calls, from `start` to `close`."""
+    """Calls other peers, dialling them when needed, and has their calls answered by a handler, from `start` to `close`.
+
+    It accepts connections up to `max_connections`, and calls or answers no peer that is shut out.
+    """
 
     def __init__(
         self,
@@ -79,12 +82,15 @@ class Network:
         self._is_closing = False
 
     async def start(self) -> None:
-        """Begins to accept streams from peers. Raises ConnectionBroken when the host is gone."""
+        """Begins to accept streams, and to `_tick` connections. Raises ConnectionBroken when the host is gone."""
         await self._host.serve(PROTOCOL_NAME, self.limits.frames(), self._accept)
         self.spawn(self._tick())
 
     async def close(self) -> None:
-        """Stops all calls both ways and ends every stream, telling the peers so."""
+        """Cancels the work for peers' calls and all dials, then ends every connection with GOODBYE: calls fail.
+
+        Waits at most GOODBYES_S until the peers have ended the streams; aborts the others.
+        """
         if self._is_closing:
             return
         self._is_closing = True
@@ -103,7 +109,7 @@ class Network:
             connection.stream.abort()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Remembers where `peer` can be dialled: multiaddrs with /p2p/PEER. Others are passed over."""
+        """Remembers the multiaddrs with /p2p/PEER at which `peer` can be dialled; ignores unusable ones."""
         self._book.learn(peer, addresses)
 
     @property
@@ -117,11 +123,11 @@ class Network:
 
     @property
     def paths(self) -> dict[PeerId, str]:
-        """The path to each connected peer: "direct" or "relayed"."""
+        """By connected peer, the path of its newest connection: "direct" or "relayed"."""
         return {peer: connections[-1].path for peer, connections in self._connections.items()}
 
     def round_trip_s(self, peer: PeerId) -> float | None:
-        """Returns the mean round trip to a connected peer in seconds; None where none was measured."""
+        """Returns the average round trip to `peer` in seconds, on its fastest connection; None when unmeasured."""
         measured = [connection.round_trip.value for connection in self._connections.get(peer, ())]
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
@@ -154,7 +160,7 @@ class Network:
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline ({error})") from None
 
     def connection_to(self, peer: PeerId) -> Connection | None:
-        """Returns the connection for new calls to `peer`, None when there is none.
+        """Returns the usable connection for new calls to `peer`; None when there is none, as it never dials.
 
         Of two that both sides opened at the same time, both choose the one that the lower peer id opened.
         """
@@ -167,7 +173,10 @@ class Network:
     # --- opening streams
 
     async def _dial(self, peer: PeerId) -> Connection:
-        """Opens a connection. All callers that want one to the same peer meanwhile await the same dial."""
+        """Opens a connection to `peer`, or awaits the dial that another caller has begun. Raises as `_open` does.
+
+        Raises ConnectionBroken too when this network is closing, or `peer` is this peer.
+        """
         if self._is_closing:
             raise ConnectionBroken("this peer is leaving")
         if peer == self._host.peer:
@@ -182,12 +191,16 @@ class Network:
         return dial.result()
 
     def _forget_dial(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
+        """Called when a dial has ended: forgets it, so that the next call dials anew."""
         self._dials.pop(peer, None)
         if not dial.cancelled():
             dial.exception()  # callers that still wait get it; perhaps none does
 
     async def _open(self, peer: PeerId) -> Connection:
-        """Opens a stream and shakes hands, within `dial_s` for the stream. Raises ConnectionBroken."""
+        """Opens a stream to `peer` within `dial_s`, and shakes hands; breaks off when that fails.
+
+        Returns the connection that `peer` opened meanwhile, if it did. Raises as `Connection.start` does.
+        """
         try:
             async with asyncio.timeout(self.limits.dial_s):
                 opened = await self._open_stream_or_meet(peer)
@@ -203,7 +216,10 @@ class Network:
         return connection
 
     async def _open_stream_or_meet(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
-        """Returns a new stream; or, when both peers' dials crossed, the connection that the peer opened meanwhile."""
+        """Opens a stream to `peer`; while dials cross, waits for a connection that the peer opens, then dials again.
+
+        Returns the stream and its path, or the connection that the peer opened.
+        """
         while True:
             try:
                 return await self._open_stream(peer)
@@ -239,7 +255,10 @@ class Network:
             raise ConnectionBroken(f"{peer} could not be reached: {error}{tried}") from error
 
     def _accept(self, stream: FrameStream, peer: PeerId, path: str) -> None:
-        """Takes a stream that a peer has opened, or says in a GOODBYE why not."""
+        """Makes a connection of a stream that a peer has opened, and breaks off those that it opened before.
+
+        Says GOODBYE instead when the peer is shut out, this network is closing, or there is no room.
+        """
         try:
             self._refuse_shut_out(peer)
             if self._is_closing or not self._make_room():
@@ -254,7 +273,10 @@ class Network:
         self.spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
 
     def _make_room(self) -> bool:
-        """Breaks off an observer's or a silent peer's connection when there are too many. Returns False without any."""
+        """Returns whether there is room for one more connection than now.
+
+        At `max_connections` it breaks off one whose peer opened it and is an observer or has not said HELLO, if any.
+        """
         connections = self._all_connections()
         if len(connections) < self.limits.max_connections:
             return True
@@ -265,17 +287,18 @@ class Network:
         return False
 
     async def _greet(self, connection: Connection) -> None:
-        """Shakes hands on a stream that a peer has opened."""
+        """Shakes hands on a stream that a peer has opened. Ignores a failure, which has ended the connection."""
         with contextlib.suppress(AgoraError):
             await connection.start()
 
     def _refuse_shut_out(self, peer: PeerId) -> None:
-        """Raises NotAdmitted when nothing may go to or come from `peer` now."""
+        """Raises NotAdmitted while `peer` is shut out, that is while `shut_out_s(peer)` is above 0."""
         seconds = self.shut_out_s(peer)
         if seconds > 0:
             raise NotAdmitted(f"{peer} broke the rules too often; it is shut out for {seconds:.0f} s more.")
 
     def _add_connection(self, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> Connection:
+        """Makes a connection of a stream, and keeps it; the handshake is yet to come."""
         connection = Connection(self, stream, peer, opened=opened, path=path)
         self._connections.setdefault(peer, []).append(connection)
         return connection
@@ -283,14 +306,14 @@ class Network:
     # --- what connections need of the network
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
-        """Learns the peer's addresses, wakes a dial that waits for the peer, and measures the round trip."""
+        """Called after the HELLOs: learns the addresses, wakes a dial that waits for the peer, and sends a Ping."""
         self._book.learn(connection.peer, addresses)
         if connection.peer in self._awaited:
             self._awaited[connection.peer].set()
         self.spawn(connection.ping())
 
     def on_gone(self, connection: Connection) -> None:
-        """Forgets a connection that broke or ended. Its bytes stay counted."""
+        """Called when a connection broke or ended: forgets it, and keeps its bytes in `carried_bytes`."""
         self._past_bytes[0] += connection.stream.bytes_in
         self._past_bytes[1] += connection.stream.bytes_out
         self._connections[connection.peer].remove(connection)
@@ -305,10 +328,11 @@ class Network:
         return task
 
     def _all_connections(self) -> list[Connection]:
+        """Returns the connections to all peers."""
         return [connection for connections in self._connections.values() for connection in connections]
 
     async def _tick(self) -> None:
-        """Breaks off connections whose peers are gone or shut out, looking twice a second, until cancelled."""
+        """Twice a second, until cancelled: breaks off connections to peers that are shut out, and ticks all of them."""
         while True:
             await asyncio.sleep(min(TICK_S, self.limits.silence_s / 4))
             for connection in self._all_connections():
@@ -318,7 +342,7 @@ class Network:
 
 
 def _with_deadline(request: Message, left_s: float) -> Message:
-    """Returns `request` with a deadline of at most `left_s` seconds from now."""
+    """Returns `request`, copied with `deadline_ms` of `left_s` when its own is more than DEADLINE_SLACK_MS above."""
     left_ms = max(1, int(left_s * 1000))
     fields: Any = request
     if left_ms + DEADLINE_SLACK_MS >= fields.deadline_ms:

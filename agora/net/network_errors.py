@@ -8,22 +8,22 @@ from agora_protocol.errors import AgoraError
 
 
 class ConnectionBroken(AgoraError):
-    """The stream to the peer broke before the answer came, or could not be opened at all; another peer may do."""
+    """Error of a call: its stream broke before the answer came, or could not be opened; another peer may do."""
 
     code: ClassVar[str] = "broken"
 
 
 class DialsCrossed(ConnectionBroken):
-    """Both peers dialled in the same instant (RFC 9293, 3.5); neither p2pd dials again for some seconds."""
+    """Error of a dial: both peers dialled at once (RFC 9293, 3.5); neither p2pd dials again for some seconds."""
 
 
 class DeadlinePassed(AgoraError):
-    """The answer did not come before the caller's deadline; the peer was told to stop."""
+    """Error of a call: no answer came before the caller's deadline; a peer that had the request was told to stop."""
 
     code: ClassVar[str] = "deadline"
 
 
 class Unreachable(AgoraError):
-    """None of the peers that were tried answered; the text says what happened to each, and what to do."""
+    """Error of the light client: no peer that it tried answered; the text says why of each, and what to do."""
 
     code: ClassVar[str] = "unreachable"

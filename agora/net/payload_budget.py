@@ -22,7 +22,10 @@ GUARANTEED_BYTES: Final = 65_536
 
 
 class PayloadBudget:
-    """The payload bytes that all connections hold together. `waiting`: those that want more, first come first."""
+    """Counts the payload bytes that all connections have reserved, and serves waiting ones when bytes are released.
+
+    `waiting`: the shares that wait for bytes, served first come first.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -41,7 +44,7 @@ class PayloadBudget:
         self.peak = max(self.peak, self.used)
 
     def release(self, size: int) -> None:
-        """Gives bytes back, and serves the connections that wait, in their order, as far as their bytes fit."""
+        """Gives bytes back, then serves the waiting connections in order, until the next one's do not fit."""
         self.used -= size
         if self._is_releasing:  # one that is served may release others at once: the outer call goes on with the queue
             return
@@ -54,13 +57,13 @@ class PayloadBudget:
 
 
 class PayloadShare:
-    """What one connection holds of the budget, and how much more it waits for (`wanted`, 0 when it does not wait).
+    """Reserves and releases one connection's bytes (`held`) of the budget, and waits for more (`wanted`, 0: no wait).
 
-    While it waits nothing is read, not even answers, whose readers may hold the very bytes: so it ends by `patience_s`.
+    A wait ends after `patience_s` at most: nothing is read meanwhile, not even answers that would free the bytes.
     """
 
     def __init__(self, budget: PayloadBudget, patience_s: float, on_wait_over: Callable[[bool], None]) -> None:
-        """on_wait_over: called when a wait ends, with whether the bytes are reserved now."""
+        """on_wait_over: called when a wait ends, with True when the bytes are reserved now, False when time ran out."""
         self._budget = budget
         self._patience_s = patience_s
         self._on_wait_over = on_wait_over
@@ -71,7 +74,10 @@ class PayloadShare:
         self.held = 0
 
     def reserve_for_request(self, size: int) -> Intake:
-        """Returns TAKE when the bytes are reserved, WAIT until `on_wait_over` is called, DROP to refuse the request."""
+        """Reserves bytes that fit into the budget or GUARANTEED_BYTES, and returns TAKE.
+
+        Else returns WAIT, and calls `on_wait_over` later; or DROP (refuse it) when the last wait was in vain.
+        """
         if not size:
             return Intake.TAKE
         if self._budget.fits(size):
@@ -93,18 +99,18 @@ class PayloadShare:
         self._arriving = size
 
     def take_arrived(self) -> int:
-        """Returns the bytes of the payload that has arrived. The caller releases them."""
+        """Returns the bytes reserved for the payload that has arrived; the caller must `release` them later."""
         arrived, self._arriving = self._arriving, 0
         return arrived
 
     def release(self, size: int) -> None:
-        """Gives bytes back to the budget."""
+        """Gives bytes back to the budget, which may end other connections' waits."""
         if size:
             self.held -= size
             self._budget.release(size)
 
     def end_wait(self, is_served: bool) -> None:
-        """Ends a wait: the bytes are reserved, or the request must be refused."""
+        """Ends a wait: reserves the wanted bytes if `is_served`, and calls `on_wait_over(is_served)`."""
         wanted = self._stop_waiting()
         if is_served:
             self.reserve(wanted)
@@ -112,7 +118,7 @@ class PayloadShare:
         self._on_wait_over(is_served)
 
     def close(self) -> None:
-        """Ends a wait, and releases what was reserved for a payload that will not arrive."""
+        """Called when the connection is gone: drops its wait, and releases what an unfinished payload had reserved."""
         self._stop_waiting()
         self.release(self.take_arrived())
 

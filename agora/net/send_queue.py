@@ -25,7 +25,7 @@ Buffers = Sequence[bytes | memoryview]
 
 @dataclass(slots=True, eq=False)
 class QueuedFrame:
-    """One frame in the queue. `call`: the call that it belongs to, 0 for none."""
+    """One frame that waits to be written. `call`: the number of its call, 0 for none."""
 
     buffers: Buffers
     size: int
@@ -33,7 +33,7 @@ class QueuedFrame:
 
 
 class SendQueue:
-    """The frames of one stream that have not begun to be written."""
+    """Orders the frames of one stream that have not begun to be written: small ones first; bulk waits for room."""
 
     def __init__(self) -> None:
         self._small: deque[QueuedFrame] = deque()
@@ -43,7 +43,7 @@ class SendQueue:
         self.bulk_bytes = 0
 
     def add_small(self, frame: QueuedFrame) -> bool:
-        """Queues a frame ahead of all bulk, whatever its size. Returns False, queueing nothing, when too many wait."""
+        """Queues a frame ahead of all bulk. Returns False, queueing nothing, beyond MAX_SMALL_BYTES of small frames."""
         if self.small_bytes + frame.size > MAX_SMALL_BYTES:
             return False
         self._small.append(frame)
@@ -51,17 +51,17 @@ class SendQueue:
         return True
 
     def add_bulk(self, frame: QueuedFrame) -> None:
-        """Queues a frame behind all others. The caller has waited for room before."""
+        """Queues a frame behind all others; never refuses, so the caller must `wait_for_room` before."""
         self._bulk.append(frame)
         self.bulk_bytes += frame.size
 
     def pop(self) -> QueuedFrame | None:
-        """Returns the next frame to write, None when nothing waits."""
+        """Removes and returns the next frame to write, the oldest small one before bulk; None when nothing waits."""
         queue = self._small or self._bulk
         return self._take(queue, queue[0]) if queue else None
 
     def withdraw(self, call: int) -> bool:
-        """Takes a frame of `call` back. Returns False when none waits."""
+        """Removes one frame of `call`, so that it is never written. Returns False when none waits."""
         for queue in (self._small, self._bulk):
             for frame in queue:
                 if frame.call == call:
@@ -70,7 +70,7 @@ class SendQueue:
         return False
 
     async def wait_for_room(self, size: int) -> None:
-        """Waits until a bulk frame of `size` bytes may be queued, or `drop_bulk` was called."""
+        """Waits until `size` more bytes of bulk stay within MAX_BULK_BYTES, or no bulk is queued."""
         while self.bulk_bytes and self.bulk_bytes + size > MAX_BULK_BYTES:
             self._bulk_shrank.clear()
             await self._bulk_shrank.wait()
@@ -82,7 +82,7 @@ class SendQueue:
         self._bulk_shrank.set()
 
     def _take(self, queue: deque[QueuedFrame], frame: QueuedFrame) -> QueuedFrame:
-        """Removes a frame from its queue, and returns it."""
+        """Removes and returns a frame of a queue; a bulk frame's removal wakes those that wait for room."""
         queue.remove(frame)
         if queue is self._small:
             self.small_bytes -= frame.size

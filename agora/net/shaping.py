@@ -30,7 +30,7 @@ Clock = Callable[[], float]
 
 
 class AccessLink:
-    """One peer's link to all others: a rate each way, which all its streams share."""
+    """The imitated link of one peer: a rate each way, which all streams that it shapes share."""
 
     def __init__(self, spec: LinkSpec, rng: random.Random, clock: Clock = time.monotonic) -> None:
         self.spec = spec
@@ -40,7 +40,10 @@ class AccessLink:
         self.down = TokenBucket(spec.rate, DOWN_DEPTH_S)
 
     def shape(self, transport: asyncio.Transport, stream: asyncio.BufferedProtocol) -> asyncio.Transport:
-        """Returns the transport for `stream` to use in place of `transport`, which must not be reading now."""
+        """Returns a delaying transport for `stream` to use in place of `transport`, whose protocol it becomes.
+
+        `transport` must not be reading now.
+        """
         shaped = ShapedTransport(transport, stream, self)
         transport.set_protocol(shaped)
         return shaped
@@ -56,7 +59,7 @@ class _Alarm:
         self._handle: asyncio.TimerHandle | None = None
 
     def set(self, at: float) -> None:
-        """Calls `ring` at `at`, and at no time that was set before."""
+        """Will call `ring(now)` once, at time `at` or later, and not at the time set before; infinity: never."""
         if at == self._at:
             return
         self.stop()
@@ -66,12 +69,13 @@ class _Alarm:
             self._handle = self._loop.call_later(ticks * TICK_S, self._ring_or_set_again)
 
     def stop(self) -> None:
-        """Forgets the time that was set."""
+        """Cancels the timer: `ring` is not called."""
         if self._handle is not None:
             self._handle.cancel()
         self._at, self._handle = math.inf, None
 
     def _ring_or_set_again(self) -> None:
+        """Called by the event loop: calls `ring`, or sets the timer again when it fired too early."""
         at, now = self._at, self._clock()
         self._at, self._handle = math.inf, None
         if now < at:
@@ -82,7 +86,7 @@ class _Alarm:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Bytes on their way; `ends`: a message ends in them."""
+    """Bytes on the link until `arrives`. `ends`: whether a message ends in them."""
 
     arrives: float
     size: int
@@ -91,7 +95,7 @@ class _Chunk:
 
 
 class _ShapedUpload:
-    """What a stream sends: each chunk waits for the link's rate, and then until its delay is over."""
+    """Delays what a stream sends: each chunk waits for the link's rate, then for its delay, then is really written."""
 
     def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
         self._real, self._stream, self._link = real, stream, link
@@ -109,7 +113,7 @@ class _ShapedUpload:
         self.writelines((data,))
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
-        """Queues the buffers as one message; asks the stream to pause when much waits."""
+        """Queues the buffers as one message; pauses the stream's writing beyond HIGH_BYTES. Ignored after the end."""
         if self._ended:
             return
         if not self._queue:
@@ -124,20 +128,22 @@ class _ShapedUpload:
             self._stream.pause_writing()
 
     def get_write_buffer_size(self) -> int:
-        """Returns the bytes that the kernel was not given yet."""
+        """Returns how many bytes wait for the rate, are on the imitated link, or wait in the real transport."""
         return self._queued + self._on_its_way + self._real.get_write_buffer_size()
 
     def pause_writing(self) -> None:
-        """Lets nothing more onto the link, and hands nothing on, since the real transport has enough."""
+        """Called by the real transport when its buffer is full: stops all sending until `resume_writing`."""
         self._blocked = True
         self._step_alarm.stop()
 
     def resume_writing(self) -> None:
+        """Called by the real transport when its buffer has drained: goes on sending."""
         self._blocked = False
         self._ready = max(self._ready, self._link.clock())
         self._schedule()
 
     def _end_upload(self) -> None:
+        """Throws away what is queued or on its way, and ignores later writes."""
         self._ended = True
         self._step_alarm.stop()
         self._queue.clear()
@@ -145,12 +151,12 @@ class _ShapedUpload:
         self._queued = self._on_its_way = 0
 
     def _schedule(self) -> None:
-        """Sets the timer to when the next chunk may go onto the link, or what has arrived is handed on."""
+        """Unless blocked, has `_step` called when the next chunk may go onto the link or an arrived one is due."""
         if not self._blocked:
             self._step_alarm.set(min(self._ready if self._queue else math.inf, self._hand_on_at()))
 
     def _hand_on_at(self) -> float:
-        """Returns when to hand on: when a whole message has arrived, or HOLD_S after the first part of a long one.
+        """Returns when to write to the real transport: once a message has arrived, or HOLD_S after its first part.
 
         Each write to the real transport costs time, so the parts of a message are handed on together.
         """
@@ -161,7 +167,10 @@ class _ShapedUpload:
         return at
 
     def _step(self, now: float) -> None:
-        """Lets chunks onto the link whose turn has come, and hands on what has arrived."""
+        """Called by the timer: puts due chunks onto the link, writes what has arrived to the real transport.
+
+        Lets the stream write again when no more than LOW_BYTES wait.
+        """
         while self._queue and self._ready <= now:
             size, ends, pieces = self._next_chunk()
             self._ready = self._link.up.take(size, self._ready)
@@ -180,7 +189,7 @@ class _ShapedUpload:
             self._stream.resume_writing()
 
     def _next_chunk(self) -> tuple[int, bool, list[memoryview]]:
-        """Takes at most a chunk from the queue. Returns its size, whether a message ends in it, and its bytes."""
+        """Takes up to `chunk_bytes` off the queue. Returns the size, whether a message ends in it, and the bytes."""
         room, pieces, ends = self._link.spec.chunk_bytes, [], False
         while self._queue and room:
             view, last = self._queue.popleft()
@@ -196,7 +205,7 @@ class _ShapedUpload:
 
 
 class _ShapedDownload:
-    """What a stream reads: a chunk that came faster than the link's rate is held, and nothing is read behind it."""
+    """Slows what a stream reads: holds a chunk that came faster than the link's rate, and reads nothing meanwhile."""
 
     def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
         self._real, self._stream, self._link = real, stream, link
@@ -208,19 +217,21 @@ class _ShapedDownload:
         self._late_s = 0.0  # by how much a held chunk was delivered too late, until later ones have caught up
 
     def pause_reading(self) -> None:
+        """Called by the stream when it wants nothing more: pauses the real transport."""
         self._wanted = False
         self._read()
 
     def resume_reading(self) -> None:
+        """Called by the stream when it wants to read: resumes the real transport unless a chunk is held."""
         self._wanted = True
         self._read()
 
     def get_buffer(self, sizehint: int) -> Any:
-        """Returns where the real transport puts the next bytes: the first part of the stream's own buffer."""
+        """Called by the real transport before it reads: returns the first part of the stream's own buffer."""
         return self._stream.get_buffer(-1)[: self._most]  # type: ignore[index]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Delivers bytes that were put there, now or when the link's rate allows."""
+        """Called when bytes came: tells the stream, or holds them and pauses reading until the rate allows."""
         now = self._link.clock()
         until = self._link.down.take(nbytes, now - self._late_s)
         if until <= now:
@@ -232,18 +243,19 @@ class _ShapedDownload:
         self._deliver_alarm.set(until)
 
     def _end_download(self) -> None:
+        """Drops the chunk that is held, and never delivers it."""
         self._deliver_alarm.stop()
         self._held = 0
 
     def _deliver(self, now: float) -> None:
-        """Tells the stream of the bytes that were held."""
+        """Called by the timer: tells the stream of the bytes that were held, and reads on."""
         size, self._held = self._held, 0
         self._late_s = now - self._held_until
         self._stream.buffer_updated(size)
         self._read()
 
     def _read(self) -> None:
-        """Has the real transport read, unless the stream wants nothing or a chunk is held."""
+        """Resumes the real transport's reading when the stream wants bytes and no chunk is held; else pauses it."""
         reading = self._wanted and not self._held
         if reading is self._reading or self._real.is_closing():
             return
@@ -255,7 +267,10 @@ class _ShapedDownload:
 
 
 class ShapedTransport(_ShapedUpload, _ShapedDownload, asyncio.Transport, asyncio.BufferedProtocol):
-    """One stream over the link: a transport for the stream, and the protocol of the real transport."""
+    """Stands between a stream and its real transport, and delays bytes both ways as the link would.
+
+    It is the stream's transport and the real transport's protocol.
+    """
 
     def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
         asyncio.Transport.__init__(self)
@@ -263,6 +278,7 @@ class ShapedTransport(_ShapedUpload, _ShapedDownload, asyncio.Transport, asyncio
         _ShapedDownload.__init__(self, real, stream, link)
 
     def is_closing(self) -> bool:
+        """Whether the real transport is closing or closed."""
         return self._real.is_closing()
 
     def abort(self) -> None:
@@ -272,9 +288,11 @@ class ShapedTransport(_ShapedUpload, _ShapedDownload, asyncio.Transport, asyncio
         self._real.abort()
 
     def eof_received(self) -> bool | None:
+        """Called when the other side has stopped sending: asks the stream, whose answer it returns."""
         return self._stream.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Called when the real transport is closed: drops what is queued or held, and tells the stream."""
         self._end_upload()
         self._end_download()
         self._stream.connection_lost(exc)

@@ -29,7 +29,7 @@ FLUSH_S: Final = 5.0  # how long a closing stream may take to write its last wor
 
 
 class Intake(Enum):
-    """What to do with the payload of the frame whose header was just read."""
+    """A sink's decision about the payload of the frame whose header was just read."""
 
     TAKE = "allocate a buffer and read it"
     DROP = "read it and throw it away; the sink has answered already"
@@ -48,26 +48,29 @@ class Frame:
 
 
 class FrameSink(Protocol):
-    """Takes the frames that a stream reads. Its methods run inside the loop's read callback and must not block."""
+    """Judges and takes the frames that a FrameStream reads, which calls it in read callbacks: it must not block."""
 
     def on_prefix(self, prefix: Prefix) -> None:
-        """Judges 16 bytes that are a valid prefix. May raise ProtocolError: the header is then never read."""
+        """Called with each frame's prefix before its header is read, which raising ProtocolError prevents."""
 
     def on_header(self, prefix: Prefix, message: Message | None) -> Intake:
-        """Judges a header that was read, and decides about its payload. May raise ProtocolError."""
+        """Called when a header was read: returns whether its payload is read. May raise ProtocolError."""
 
     def on_frame(self, frame: Frame) -> None:
-        """Takes a complete frame. May raise ProtocolError."""
+        """Called with each complete frame. May raise ProtocolError."""
 
     def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
-        """Takes a violation of the protocol by the peer. Nothing more is read from it."""
+        """Called when the peer broke the protocol, with the frame's prefix if known; nothing more is read from it."""
 
     def on_lost(self, reason: str) -> None:
-        """Takes the end of the stream; called once, also after `close`."""
+        """Called once when the stream has ended, also after `close`."""
 
 
 class FrameStream(asyncio.BufferedProtocol):
-    """One stream to a peer: a length-delimited preamble, in which p2pd names the peer, and after `attach` frames."""
+    """Reads and writes frames on one stream, small ones first; the protocol of an asyncio transport.
+
+    It first reads p2pd's preamble, which names the peer, then pauses reading until `attach` brings a sink for frames.
+    """
 
     def __init__(self, limits: FrameLimits) -> None:
         self._loop = asyncio.get_running_loop()
@@ -97,16 +100,17 @@ class FrameStream(asyncio.BufferedProtocol):
     # --- asyncio's side: connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio first: keeps the transport, and sets how much it may buffer."""
         self._transport = transport  # type: ignore[assignment]
         transport.set_write_buffer_limits(high=262_144, low=65_536)  # type: ignore[attr-defined]
 
     def interpose(self, put_between: Callable[[asyncio.Transport, FrameStream], asyncio.Transport]) -> None:
-        """Puts another transport between this stream and its own from now on; only before `attach`."""
+        """Uses the transport that `put_between(transport, self)` returns from now on; only before `attach`."""
         if not self.is_lost:
             self._transport = put_between(self._transport, self)
 
     def attach(self, sink: FrameSink) -> None:
-        """Begins to read frames for `sink`, those that have arrived already included."""
+        """Resumes reading, and hands all frames to `sink`; if the stream has ended, only calls its `on_lost`."""
         self._sink = sink
         if self.is_lost:
             self._loop.call_soon(sink.on_lost, "the stream ended before it began")
@@ -119,6 +123,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Called by asyncio at the end: drops queued bulk, fails an unread preamble, calls the sink's `on_lost`."""
         self.is_lost = self._is_deaf = True
         self.ended.set()
         self._queue.drop_bulk()
@@ -130,7 +135,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._sink.on_lost(str(error) if error else "the stream ended")
 
     def close(self) -> None:
-        """Writes the small frames that are queued, and leaves it to the peer to end the stream; aborts after FLUSH_S.
+        """Drops bulk frames, writes the small ones, and leaves it to the peer to end the stream; aborts after FLUSH_S.
 
         p2pd resets a stream that its user closes, which would lose the last frames. What still arrives is thrown away.
         """
@@ -144,14 +149,14 @@ class FrameStream(asyncio.BufferedProtocol):
         self._pump()
 
     def abort(self) -> None:
-        """Closes the stream now; what is queued is lost."""
+        """Closes the stream at once; what is queued is lost, and what arrives is ignored."""
         self._is_deaf = True
         self._transport.abort()
 
     # --- asyncio's side: reading
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Returns where asyncio shall put the next bytes: into the payload's own buffer, if one is being read."""
+        """Called by asyncio before it reads: returns the rest of the payload being read, else of the scratch buffer."""
         if self._is_deaf:
             return self._view
         if self._frame is not None and self._frame.payload is not None:
@@ -161,6 +166,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._view[self._end : self._end + HEAD_BYTES]
 
     def buffer_updated(self, count: int) -> None:
+        """Called by asyncio when `count` bytes came: parses them, or hands on the frame whose payload they complete."""
         self.bytes_in += count
         self.last_heard = self._loop.time()
         if self._is_deaf:
@@ -180,7 +186,10 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._frame is not None or self._skip > 0
 
     def proceed(self, intake: Intake) -> None:
-        """Reads on after the sink said WAIT: the payload that waits is read (TAKE) or thrown away (DROP)."""
+        """Resumes reading after the sink said WAIT: TAKE reads the waiting payload, DROP throws it away.
+
+        Does nothing when no payload waits.
+        """
         frame, prefix = self._frame, self._prefix
         if not self.is_waiting or frame is None or prefix is None or self._is_deaf:
             return
@@ -191,7 +200,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _advance(self) -> None:
-        """Parses as much as possible of what lies in the scratch buffer."""
+        """Parses what it can of the scratch buffer, and then empties, shrinks, compacts or enlarges that."""
         self._guarded(self._parse)
         if self._start == self._end:
             self._start = self._end = 0
@@ -201,7 +210,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._make_room(len(self._view) - self._end + 1)
 
     def _guarded(self, step: Callable[[], object]) -> None:
-        """Does one step of reading. A ProtocolError ends the reading and goes to the sink."""
+        """Calls `step`. If it raises ProtocolError, ignores all later bytes, and calls the sink's `on_violation`."""
         try:
             step()
         except ProtocolError as error:
@@ -210,7 +219,10 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._sink.on_violation(error, self._prefix)
 
     def _parse(self) -> None:
-        """Takes frame after frame out of the scratch buffer, as far as it goes."""
+        """Takes frame after frame out of the scratch buffer, asking the sink about each; without a sink the preamble.
+
+        Stops when bytes are missing or the sink says WAIT.
+        """
         sink = self._sink
         if sink is None:
             self._read_preamble(self._end - self._start)
@@ -239,7 +251,10 @@ class FrameStream(asyncio.BufferedProtocol):
                 return
 
     def _read_preamble(self, available: int) -> None:
-        """Sets the preamble when it is complete: its length as a varint, then its bytes. Aborts when it is too long."""
+        """Sets `preamble` and pauses reading when it is complete: a varint length, then that many bytes.
+
+        Aborts the stream when the length exceeds MAX_PREAMBLE_BYTES.
+        """
         size, shift = 0, 0
         for at in range(0 if self.preamble.done() else min(available, 3)):
             byte = self._view[self._start + at]
@@ -255,7 +270,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 return
 
     def _take_scratch(self, size: int) -> memoryview:
-        """Returns the next `size` bytes that are not parsed."""
+        """Returns the next `size` bytes of the scratch buffer, and counts them as parsed."""
         taken = self._view[self._start : self._start + size]
         self._start += size
         return taken
@@ -272,7 +287,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._start, self._end = 0, used
 
     def _begin_payload(self, frame: Frame, prefix: Prefix, intake: Intake) -> None:
-        """Does with a frame's payload what the sink decided."""
+        """TAKE: makes a buffer to read the payload into. DROP: skips it. WAIT: pauses reading until `proceed`."""
         size = prefix.payload_bytes
         if intake is Intake.WAIT:
             self.is_waiting = True
@@ -290,7 +305,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._deliver(frame)
 
     def _deliver(self, frame: Frame) -> None:
-        """Hands a complete frame to the sink."""
+        """Calls the sink's `on_frame` with a complete frame, and makes ready for the next."""
         self._frame, self._filled = None, 0
         if self._sink is not None:
             self._sink.on_frame(frame)
@@ -310,7 +325,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether `send` would not wait now, whatever the size of the frame."""
+        """Whether `send` would not wait now, whatever the size of the frame: no bulk frame waits."""
         return not self._queue.bulk_bytes
 
     def send_small(self, buffers: Buffers, call: int = 0) -> None:
@@ -323,7 +338,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.abort()
 
     def send_news(self, buffers: Buffers, call: int) -> None:
-        """Queues a small frame that may be lost: it is dropped where NEWS_BYTES of small frames wait already."""
+        """Queues a small frame that may be lost: drops it when NEWS_BYTES of small frames wait already."""
         if self._queue.small_bytes < NEWS_BYTES:
             self.send_small(buffers, call)
 
@@ -348,14 +363,16 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._queue.withdraw(call)
 
     def pause_writing(self) -> None:
+        """Called by the transport when its buffer is full: no more frames are handed to it."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
+        """Called by the transport when its buffer has drained: hands it the queued frames again."""
         self._is_paused = False
         self._pump()
 
     def _pump(self) -> None:
-        """Hands frames to the transport until it has enough."""
+        """Writes queued frames, small ones first, until the queue is empty or the transport has paused writing."""
         while not self.is_lost and not self._is_paused:
             frame = self._queue.pop()
             if frame is None:
