@@ -19,7 +19,7 @@ def encode(data: bytes) -> str:
 
 
 def decode(text: str) -> bytes:
-    """Returns the bytes of a base58 text. Raises ValueError for a character outside the alphabet."""
+    """Returns the bytes of a base58 text, a zero byte for each leading '1'. Raises ValueError for other characters."""
     number = 0
     for character in text:
         if character not in _VALUE:

@@ -36,21 +36,26 @@ COLUMN_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class DirectionCodec:
-    """The codec of one direction. bits: bits of each level, 0 for bf16 and float32; rotated: before quantisation."""
+    """Says how many bytes a boundary takes in one direction, and in which dtype and shape it is sent.
+
+    bits: of each quantised value, 0 for bf16 and float32; rotated: values are rotated first.
+    """
 
     name: str
     bits: int
     rotated: bool
 
     def bytes_of(self, shape: Shape) -> int:
-        """Returns the bytes on the wire of a boundary [b, s, k]."""
+        """Returns how many bytes a boundary [b, s, k] takes on the wire: packed levels and a scale for each block of
+        values, or the plain values of bf16 and float32.
+        """
         b, s, k = shape
         if not self.bits:
             return b * s * k * UNCOMPRESSED_BYTES[self.name]
         return SCALE_BYTES * b * s * blocks_per_token(k) + packed_bytes(b * s * k, self.bits)
 
     def wire_format(self, shape: Shape) -> tuple[str, tuple[int, ...]]:
-        """Returns dtype and shape of the wire tensor of a boundary [b, s, k]."""
+        """Returns dtype and shape of the wire tensor of a boundary [b, s, k]: flat uint8 if quantised, else as is."""
         return ("uint8", (self.bytes_of(shape),)) if self.bits else (self.name, shape)
 
 
@@ -68,43 +73,45 @@ class CodecSpec:
         return self.forward if direction == "forward" else self.backward
 
     def sent_shape(self, shape: Shape) -> Shape:
-        """Returns the shape [b, s, columns] of the values that are sent of a boundary [b, s, k]."""
+        """Returns the shape sent of a boundary [b, s, k]: [b, s, columns], or all of it where `columns` is 0."""
         return (*shape[:2], self.columns or shape[2])
 
     def bytes_of(self, shape: Shape, direction: Direction) -> int:
-        """Returns the bytes on the wire of a boundary [b, s, k]."""
+        """Returns how many bytes a boundary [b, s, k] takes on the wire, with the numbers of its columns."""
         return COLUMN_BYTES * self.columns + self.of_direction(direction).bytes_of(self.sent_shape(shape))
 
     def bytes_per_token(self, k: int, direction: Direction) -> float:
-        """Returns the bytes on the wire of a token's `k` values, not counting the columns' numbers."""
+        """Returns the bytes on the wire of a token's `k` values, the mean of 8 tokens, without the columns' numbers."""
         return self.of_direction(direction).bytes_of(self.sent_shape((8, 1, k))) / 8
 
     def wire_format(self, shape: Shape, direction: Direction) -> tuple[str, tuple[int, ...]]:
-        """Returns dtype and shape of the wire tensor of a boundary [b, s, k]."""
+        """Returns dtype and shape of the wire tensor of a boundary [b, s, k]: flat uint8 where only some columns are
+        sent, else as the direction's codec has it.
+        """
         if self.columns:
             return "uint8", (self.bytes_of(shape, direction),)
         return self.of_direction(direction).wire_format(shape)
 
 
 def blocks_per_token(k: int) -> int:
-    """Returns how many blocks, each of at most BOUNDARY_BLOCK values with one scale, a token's `k` values make."""
+    """Returns ceil(k / BOUNDARY_BLOCK): the blocks that a token's `k` values make; each block has one scale."""
     return -(-k // BOUNDARY_BLOCK)
 
 
 def part_widths(bits: int) -> list[int]:
-    """Returns the widths of the parts that a level of `bits` bits is cut into, from its lowest bit: 6 is [4, 2]."""
+    """Returns the widths (8, 4, 2, 1) of the parts of a level of `bits` bits, from its lowest bit: 6 is [4, 2]."""
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Returns the bytes of `count` packed levels of `bits` bits."""
+    """Returns the bytes of `count` levels of `bits` bits, whose parts of each width are packed into whole bytes."""
     return sum(-(-count * width // 8) for width in part_widths(bits))
 
 
 def parse_codec(name: str) -> CodecSpec:
-    """Returns the codec called `name`, such as "int8", "int6/int8" or "top64:int8".
+    """Returns the codec called `name`, [topN:]BOTH or [topN:]FORWARD/BACKWARD, such as "int8" or "top64:int6/int8".
 
-    Raises ManifestError, which lists the known names, for any other name.
+    Raises ManifestError, which lists the known names, for any other name, and for topN: before a rotated codec.
     """
     top = TOP_COLUMNS.match(name)
     forward, slash, backward = name[top.end() if top else 0 :].partition("/")
@@ -121,7 +128,7 @@ def _direction_codec(name: str) -> DirectionCodec:
 
 
 def _remedy(name: str) -> str:
-    """Returns the end of the error for an unknown `name`: the nearest known name, then all of them."""
+    """Returns the advice that ends the error for an unknown `name`: a known name that is near, if any, then all."""
     close = difflib.get_close_matches(name[:64], DIRECTION_CODEC_NAMES, n=1)
     suggestion = f"did you mean {close[0]!r}? " if close else ""
     return (

@@ -57,6 +57,7 @@ class ProtocolError(AgoraError):
     code: ClassVar[str] = "bad-frame"
 
     def __init__(self, code: str, text: str) -> None:
+        """Raises ValueError for a code that is not one of PROTOCOL_CODES."""
         super().__init__(text)
         if code not in PROTOCOL_CODES:
             raise ValueError(f"{code!r} is not one of PROTOCOL_CODES")
@@ -75,6 +76,7 @@ class Busy(Refused):
     code: ClassVar[str] = "busy"
 
     def __init__(self, text: str = "no seat free", retry_after_ms: int = 0) -> None:
+        """retry_after_ms: milliseconds before which asking the peer again is pointless."""
         super().__init__(text)
         self.retry_after_ms = retry_after_ms
 
@@ -109,6 +111,7 @@ class Unavailable(AgoraError):
     code: ClassVar[str] = "unavailable"
 
     def __init__(self, stage: int, reasons: Sequence[str]) -> None:
+        """Makes the text of `stage` and `reasons`; without reasons it says that no live peer claims the stage."""
         self.stage = stage
         self.reasons = tuple(reasons)
         why = "; ".join(self.reasons) or "no live peer claims it"

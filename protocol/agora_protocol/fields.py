@@ -29,8 +29,8 @@ MAX_UINT: Final = 2**63 - 1
 class Field:
     """One field of a Structure.
 
-    words: its type as SPEC.md prints it. load, dump: convert its value from and to msgpack; None where nothing is to
-    be converted.
+    words: its type as SPEC.md prints it. check: returns what is wrong with a value, or None. default: REQUIRED for
+    none. load, dump: convert its value from and to msgpack; None where nothing is to be converted.
     """
 
     words: str
@@ -51,10 +51,10 @@ def describe(value: object) -> str:
 
 
 def int_field(low: int, high: int, *, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares an integer from low to high."""
+    """Declares an int, not a bool, from `low` to `high`."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not an int from `low` to `high` (a bool is not one); None if it is."""
         if type(value) is not int:
             return f"is {describe(value)}; it must be an integer"
         return None if low <= value <= high else f"is {describe(value)}; it must be from {low} to {high}"
@@ -63,10 +63,10 @@ def int_field(low: int, high: int, *, default: Any = REQUIRED, doc: str = "") ->
 
 
 def float_field(low: float, high: float, *, optional: bool = False, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares a finite float from low to high, or None where it is optional."""
+    """Declares a finite float from `low` to `high`, or None where `optional`; an int is refused."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not a finite float from `low` to `high`, nor None where `optional`; None if it is."""
         if value is None and optional:
             return None
         if not isinstance(value, float) or not math.isfinite(value):
@@ -80,7 +80,7 @@ def bool_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares a bool."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not True or False; None if it is."""
         return None if isinstance(value, bool) else f"is {describe(value)}; it must be true or false"
 
     return Field("bool", find_problem, default, doc)
@@ -91,7 +91,7 @@ def text_field(most: int, *, pattern: str | None = None, default: Any = REQUIRED
     compiled = re.compile(pattern, re.ASCII) if pattern else None
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not a valid text of at most `most` bytes that matches `pattern`; None if it is."""
         if not isinstance(value, str):
             return f"is {describe(value)}; it must be a text"
         if len(value) > most or (not value.isascii() and _utf8_length(value) > most):
@@ -112,11 +112,11 @@ def _utf8_length(value: str) -> float:
 
 
 def bytes_field(*lengths: int, most: int | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares bytes of one of the given lengths, or of at most `most`."""
+    """Declares bytes that have one of the `lengths`, or at most `most` bytes where `most` is given."""
     words = " or ".join(map(str, lengths)) if most is None else f"<= {most}"
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not bytes of an allowed length; None if it is."""
         if not isinstance(value, bytes):
             return f"is {describe(value)}; it must be bytes"
         fits = len(value) in lengths if most is None else len(value) <= most
@@ -126,10 +126,10 @@ def bytes_field(*lengths: int, most: int | None = None, default: Any = REQUIRED,
 
 
 def choice_field(*words: str, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares a text that is one of a few words."""
+    """Declares a text that must be one of `words`."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not one of `words`; None if it is."""
         return (
             None
             if isinstance(value, str) and value in words
@@ -143,7 +143,7 @@ def peer_id_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares the base58 peer id of an Ed25519 key."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not the base58 peer id of an Ed25519 key; None if it is."""
         fits = isinstance(value, str) and is_peer_id(value)
         return None if fits else f"is {describe(value)}; it must be the peer id of an Ed25519 key"
 
@@ -154,7 +154,7 @@ def span_field(*, doc: str = "") -> Any:
     """Declares a Span of at most MAX_SPAN_STAGES stages; on the wire it is [first, last]."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not a Span of at most MAX_SPAN_STAGES stages; None if it is."""
         if not isinstance(value, Span):
             return f"is {describe(value)}; it must be [first, last], two stages from 0 to {MAX_STAGES - 1} in order"
         return None if len(value) <= MAX_SPAN_STAGES else f"is {value}; a span has at most {MAX_SPAN_STAGES} stages"
@@ -183,7 +183,7 @@ def list_field(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") 
     check_item: Check = item.check
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not a tuple of at most `most` items that are all valid; None if it is."""
         if not isinstance(value, tuple) or len(value) > most:
             return f"must be a list of at most {most}"
         for position, entry in enumerate(value):
@@ -195,10 +195,10 @@ def list_field(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") 
 
 
 def tuple_field(*items: Any) -> Any:
-    """Declares a tuple of fixed length whose values each have their own field, as an item of `list_field`."""
+    """Declares a tuple with one value for each field of `items`, checked by it. Used as the item of a `list_field`."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not a tuple whose values fit `items` one by one; None if it is."""
         if not isinstance(value, tuple) or len(value) != len(items):
             return f"is {describe(value)}; it must be a list of {len(items)}"
         for item, part in zip(items, value, strict=True):
@@ -210,10 +210,10 @@ def tuple_field(*items: Any) -> Any:
 
 
 def addresses_field(*, doc: str = "") -> Any:
-    """Declares a tuple of multiaddrs that each end in /p2p/PEER."""
+    """Declares a tuple of at most MAX_ADDRESSES multiaddrs that each end in /p2p/PEER."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns what is wrong with `value`, or None."""
+        """Returns why `value` is not one multiaddr that ends in /p2p/PEER; None if it is."""
         if not isinstance(value, str):
             return f"is {describe(value)}; it must be a text"
         problem = address_problem(value)
@@ -238,7 +238,10 @@ def addresses_field(*, doc: str = "") -> Any:
     ),
 )
 class Structure:
-    """The base of messages and records. Subclasses become frozen dataclasses whose constructor checks every field."""
+    """The base of messages and records: fields that convert to and from the map on the wire.
+
+    Subclasses become frozen dataclasses. However one is made, each field is checked; ProtocolError for an invalid one.
+    """
 
     FIELDS: ClassVar[dict[str, Field]] = {}
     ERROR: ClassVar[str] = "bad-message"
@@ -246,7 +249,7 @@ class Structure:
     _dumps: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Collects the subclass's fields and makes it a frozen dataclass."""
+        """Makes the subclass a frozen dataclass of the Fields that it declares, with their defaults and checks."""
         cls.FIELDS = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         for name, field in cls.FIELDS.items():
             if field.default is REQUIRED:
@@ -258,7 +261,7 @@ class Structure:
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
-        """Raises ProtocolError for the first field that is invalid."""
+        """Raises ProtocolError for the first field that is invalid, then for what `find_problem` complains of."""
         values = self.__dict__
         for name, _, check in self._checks:
             if problem := check(values[name]):
@@ -267,11 +270,11 @@ class Structure:
             raise ProtocolError(self.ERROR, f"{type(self).__name__} {problem}.")
 
     def find_problem(self) -> str | None:
-        """Returns what is wrong between fields that are valid by themselves, or None. Subclasses may override it."""
+        """Returns what is wrong between fields that are each valid, or None; always None unless overridden."""
         return None
 
     def to_fields(self) -> dict[str, Any]:
-        """Returns the map of field names to plain values that goes on the wire. The caller must not change it."""
+        """Returns the map of field names to plain values for the wire. Do not change it: it may be the instance's own."""
         fields = self.__dict__
         if self._dumps:
             fields = dict(fields)
@@ -283,7 +286,7 @@ class Structure:
     def from_fields(cls, fields: object) -> Self:
         """Builds an instance from a map read from the wire.
 
-        Raises ProtocolError when a field is missing, unknown or invalid.
+        Raises ProtocolError when a field is missing, even one with a default, unknown or invalid.
         """
         if not isinstance(fields, Mapping):
             raise ProtocolError(cls.ERROR, f"{cls.__name__} must be a map, not {describe(fields)}.")
@@ -301,7 +304,7 @@ class Structure:
 
 
 def _key_problem(cls: type[Structure], fields: Mapping[str, Any]) -> str:
-    """Returns the sentence for a map whose keys are not the names of the fields of `cls`."""
+    """Returns the sentence that names the keys of a map that `cls` does not have, or else the fields that it lacks."""
     unknown = sorted(describe(key) for key in fields.keys() - cls.FIELDS.keys())
     missing = sorted(cls.FIELDS.keys() - fields.keys())
     if unknown:

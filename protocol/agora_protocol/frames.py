@@ -31,7 +31,10 @@ _PREFIX: Final = struct.Struct("<BBHIII")
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """The largest sizes that one connection accepts. A run's manifest usually allows much smaller payloads."""
+    """The longest payload, header and answer's header that one connection accepts; Prefix.parse refuses more.
+
+    A run's manifest usually allows much smaller payloads.
+    """
 
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     max_header_bytes: int = MAX_HEADER_BYTES
@@ -47,7 +50,7 @@ _HEADER_OPTIONAL: Final = frozenset({FrameType.GOODBYE})
 
 
 class Prefix(NamedTuple):
-    """The first 16 bytes of a frame, checked."""
+    """The first 16 bytes of a frame: its type, its call's number, and the lengths of its header and payload."""
 
     type: FrameType
     call: int
@@ -71,18 +74,21 @@ class Prefix(NamedTuple):
         return cls(kind, call, header_bytes, payload_bytes)
 
     def to_bytes(self) -> bytes:
-        """Returns the 16 bytes."""
+        """Returns the 16 bytes as they go on the wire, unchecked."""
         return _PREFIX.pack(FRAME_MAGIC, self.type, 0, self.call, self.header_bytes, self.payload_bytes)
 
 
 def _check_call(kind: FrameType, call: int) -> None:
-    """Raises ProtocolError when frames of this type may not have this call number."""
+    """Raises ProtocolError("bad-frame") unless `call` is 0 for HELLO and GOODBYE, 1 to MAX_CALL for others."""
     if (call == 0) != (kind in _OF_CONNECTION) or not 0 <= call <= MAX_CALL:
         raise ProtocolError("bad-frame", f"{kind.name} frames must not have call {call}.")
 
 
 def _check_lengths(kind: FrameType, header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:
-    """Raises ProtocolError when frames of this type may not have these lengths."""
+    """Raises ProtocolError: "too-large" for a length beyond `limits`, "bad-frame" for one that the type forbids.
+
+    Only REQUEST and ANSWER may have a payload. CANCEL has no header, GOODBYE may have one, all others must.
+    """
     most = limits.max_answer_header_bytes if kind is FrameType.ANSWER else limits.max_header_bytes
     if header_bytes > most:
         raise ProtocolError(
@@ -103,9 +109,9 @@ def _check_lengths(kind: FrameType, header_bytes: int, payload_bytes: int, limit
 def encode_frame(
     type: FrameType, call: int, message: Message | None, tensors: Sequence[WireTensor] = ()
 ) -> list[bytes | memoryview]:
-    """Returns the frame as buffers to write one after the other; tensor data is not copied.
+    """Returns the frame as buffers to write in order: prefix and header, then each tensor's data, which is not copied.
 
-    Raises ProtocolError where a receiver would refuse the frame.
+    message: None makes a frame without header. Raises ProtocolError where a receiver would refuse the frame.
     """
     _check_call(type, call)
     header = b""
@@ -119,7 +125,9 @@ def encode_frame(
 
 
 def _check_message_fits(type: FrameType, message: Message, tensors: int) -> None:
-    """Raises ProtocolError when frames of this type may not carry the message, or the message so many tensors."""
+    """Raises ProtocolError: "bad-message" where frames of this type may not carry the message, "bad-tensor" where the
+    number of `tensors` is not what the message allows.
+    """
     if type not in message.FRAMES:
         raise ProtocolError("bad-message", f"{message.__class__.__name__} does not travel in {type.name} frames.")
     fewest, most = message.TENSORS
@@ -130,9 +138,10 @@ def _check_message_fits(type: FrameType, message: Message, tensors: int) -> None
 
 
 def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message | None, tuple[TensorSpec, ...]]:
-    """Returns the message and the specs of its tensors, whose bytes add up to payload_bytes.
+    """Returns the message in a frame's header, None for an empty one, and the specs of the tensors in its payload.
 
-    Raises ProtocolError: "bad-message", "bad-tensor", "bad-frame" (lengths that do not agree).
+    Raises ProtocolError: "bad-message", "bad-tensor" (also where the specs' bytes do not add up to payload_bytes),
+    "bad-frame" (the header is not as long as announced).
     """
     if len(header) != prefix.header_bytes:
         raise ProtocolError(
@@ -165,7 +174,10 @@ def _read_specs(listed: Any) -> tuple[TensorSpec, ...]:
 
 
 def slice_payload(specs: Sequence[TensorSpec], payload: memoryview | bytearray | bytes) -> list[WireTensor]:
-    """Returns the tensors as views into `payload`, in order. Raises ProtocolError("bad-tensor") for a wrong size."""
+    """Returns the tensors of `specs` as views that lie one after the other in `payload`; nothing is copied.
+
+    Raises ProtocolError("bad-tensor") when the payload has more or fewer bytes than they need.
+    """
     view, at = memoryview(payload).cast("B"), 0
     tensors = []
     for spec in specs:

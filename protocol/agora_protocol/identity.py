@@ -31,7 +31,7 @@ class Identity:
     __slots__ = ("_private", "peer")
 
     def __init__(self, private_key: bytes) -> None:
-        """private_key: the raw 32 bytes."""
+        """private_key: the raw 32 bytes; the peer id follows from them."""
         self._private: Final = Ed25519PrivateKey.from_private_bytes(private_key)
         self.peer: Final[PeerId] = peer_id_of(self._private.public_key().public_bytes_raw())
 
@@ -42,7 +42,9 @@ class Identity:
 
     @classmethod
     def create(cls, path: Path) -> Identity:
-        """Returns a new identity and writes it to `path` with mode 0600. Raises IdentityError when the file exists."""
+        """Writes a new identity to `path` with mode 0600 and returns it. IdentityError if the file exists or cannot be
+        made.
+        """
         identity = cls.generate()
         try:
             written = _write_new(Path(path), identity.key_file_bytes())
@@ -78,9 +80,11 @@ class Identity:
         return KEY_FILE_PREFIX + self._private.private_bytes_raw() + self._private.public_key().public_bytes_raw()
 
     def __repr__(self) -> str:
+        """Returns a text with the peer id, without the secret."""
         return f"Identity({self.peer})"
 
     def __reduce__(self) -> str:
+        """Raises TypeError, so that the secret is never pickled or copied."""
         raise TypeError("an identity is not pickled")
 
 
@@ -116,7 +120,7 @@ def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
 
 
 def _write_new(path: Path, data: bytes) -> bool:
-    """Writes a private file completely or not at all. Returns False when `path` exists."""
+    """Writes a new file of mode 0600, completely or not at all, and its folders. Returns False when `path` exists."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -134,7 +138,9 @@ def _write_new(path: Path, data: bytes) -> bool:
 
 
 def _read_private_file(path: Path) -> bytes:
-    """Reads a regular file that only its owner can read. Raises IdentityError."""
+    """Returns at most MAX_KEY_FILE_BYTES bytes of a file. Raises IdentityError if it is missing, unreadable, not a
+    regular file, or open to other users.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
@@ -157,7 +163,9 @@ def _read_private_file(path: Path) -> bytes:
 
 
 def _parse_key_file(data: bytes, path: Path) -> bytes:
-    """Returns the raw private key in a key file's bytes. Raises IdentityError, which names `path`."""
+    """Returns the raw private key in a key file's bytes. Raises IdentityError, which names `path`, for another form or
+    type of key, and where the private half does not give the public one.
+    """
     kind = KEY_TYPES.get(data[1]) if len(data) > 2 and data[0] == 0x08 else None
     if kind is not None and kind != "Ed25519":
         raise IdentityError(

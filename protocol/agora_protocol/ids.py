@@ -57,6 +57,7 @@ class Span:
         return self.last - self.first + 1
 
     def __str__(self) -> str:
+        """Returns the text that `parse` reads: "2" for one stage, "0-1" for several."""
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     @classmethod
@@ -76,7 +77,7 @@ def microbatch_id(session: bytes, counter: int) -> MicrobatchId:
 
 
 def is_run_id(text: str) -> bool:
-    """Tells whether `text` is 64 lower-case hex characters."""
+    """Tells whether `text` has the form of a run id: 64 lower-case hex characters."""
     return _RUN_ID.match(text) is not None
 
 
@@ -124,6 +125,8 @@ _SECOND_WORDS: Final = tuple(_SECOND.split())
 
 
 def peer_name(peer: PeerId) -> str:
-    """Returns two words for people, such as "olive-heron": the same everywhere, but not unique (there are 4096)."""
+    """Returns two words for people, such as "olive-heron", chosen by the SHA-256 of the peer id: the same everywhere,
+    but not unique (there are 4096).
+    """
     digest = hashlib.sha256(peer.encode()).digest()
     return f"{_FIRST_WORDS[digest[0] % len(_FIRST_WORDS)]}-{_SECOND_WORDS[digest[1] % len(_SECOND_WORDS)]}"

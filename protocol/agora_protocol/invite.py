@@ -45,7 +45,7 @@ class Invite:
             raise InputError(f"The invite's name is longer than {MAX_NAME_BYTES} bytes or unprintable; {_ADVICE}")
 
     def __str__(self) -> str:
-        """Returns the text that a person sends."""
+        """Returns the text that a person sends: agora://RUN/NAME@ADDRESS,ADDRESS."""
         return f"{SCHEME}{self.run}/{quote(self.name, safe='')}@{','.join(self.addresses)}"
 
     @classmethod

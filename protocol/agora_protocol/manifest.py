@@ -66,7 +66,7 @@ SIGNED_VERSION: Final = 1
 
 
 class Manifest(Section):
-    """Everything that the peers of a run agree on. Unsigned while `founder` is empty."""
+    """Everything that the peers of a run agree on, checked when made of values. Unsigned while `founder` is empty."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="a name for people")
     seed: int = Field(
@@ -86,24 +86,26 @@ class Manifest(Section):
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, values: Any) -> Any:
-        """Returns lists as tuples, which strict sections need, and -0.0 as 0.0, which makes the canonical form one."""
+        """Pydantic calls this first: returns lists as tuples, which strict sections need, and -0.0 as 0.0, so that
+        equal manifests have equal canonical bytes.
+        """
         return _normalised(values)
 
     @field_validator("model", mode="before")
     @classmethod
     def _read_model(cls, values: Any, info: ValidationInfo) -> Any:
-        """Returns the model section of the family that the table names. Raises ManifestError."""
+        """Returns the [model] table as the section of the family that it names. Raises ManifestError."""
         return read_model_section(values, _source_of(info))
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
-        """Raises ManifestError for values that do not fit together, however the manifest was made."""
+        """Pydantic calls this last: raises ManifestError for values that do not fit together."""
         check_rules(self, _source_of(info))
         return self
 
     @classmethod
     def from_values(cls, values: dict[str, Any], source: str) -> Manifest:
-        """Returns the manifest of plain values. Raises ManifestError, whose text begins with `source`."""
+        """Returns the manifest of plain values, defaults for the rest. Raises ManifestError, begun with `source`."""
         try:
             return cls.model_validate(values, context={"source": source})
         except ValidationError as error:
@@ -121,7 +123,7 @@ class Manifest(Section):
         return manifest_toml.manifest_text(self)
 
     def replaced(self, **overrides: Any) -> Manifest:
-        """Returns a copy with some values changed, sections as dicts: replaced(seed=1, stages={"count": 4})."""
+        """Returns a checked copy with values changed, tables key by key: replaced(seed=1, stages={"count": 4})."""
         return Manifest.from_values(_with_changes(self.model_dump(), overrides), "manifest")
 
     def canonical(self) -> bytes:
@@ -139,7 +141,9 @@ class Manifest(Section):
         return self.stages.count
 
     def layers_of(self, stage: int) -> range:
-        """Returns the layers of one stage. Raises ValueError for a stage that the run does not have."""
+        """Returns the layers of a stage, cut by first_layers, or evenly if empty. Raises ValueError for an unknown
+        stage.
+        """
         count, layers = self.stages.count, self.model.layers
         if not 0 <= stage < count:
             raise ValueError(f"stage {stage} is not one of {count}")
@@ -163,20 +167,23 @@ class Manifest(Section):
     def max_payload_bytes(self) -> int:
         """Returns the largest payload of a frame in this run, in bytes.
 
-        It is a boundary with its tokens (b x (s + 1) of 4 bytes), or a chunk of state.
+        It is a boundary in its larger direction with its tokens (b x (s + 1) of 4 bytes), or a chunk of state if
+        larger.
         """
         shape, codec = self.boundary_shape(), parse_codec(self.boundary.codec)
         boundary = max(codec.bytes_of(shape, direction) for direction in DIRECTIONS)
         return max(STATE_CHUNK_BYTES, boundary + 4 * shape[0] * (shape[1] + 1))
 
     def admits(self, peer: PeerId) -> bool:
-        """Returns whether `peer` may take part; the founder always may."""
+        """Returns whether `peer` may take part: anyone in mode open, else the founder and the listed peers."""
         return self.admission.mode == "open" or peer == self.founder or peer in self.admission.peers
 
 
 @dataclass(frozen=True, slots=True)
 class SignedManifest:
-    """A manifest and its founder's signature over b"agora founder 1\\0" || canonical bytes. Verified when read."""
+    """A manifest and its founder's signature over its canonical bytes. `sign` makes one, `verify` checks it; the
+    readers (from_bytes, from_toml) refuse one whose signature does not verify.
+    """
 
     manifest: Manifest
     signature: bytes
@@ -193,7 +200,7 @@ class SignedManifest:
 
     @classmethod
     def sign(cls, manifest: Manifest, identity: Identity) -> SignedManifest:
-        """Returns the manifest with `identity` as its founder, signed by it. The founder gives the run its id."""
+        """Makes a signed manifest: `manifest` with `identity` as founder, which changes the run id, and its signature."""
         founded = manifest.model_copy(update={"founder": identity.peer})
         return cls(founded, identity.sign(SIGNATURE_TAG + founded.canonical()))
 
@@ -215,7 +222,9 @@ class SignedManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, run: RunId | None = None) -> SignedManifest:
-        """Reads and verifies what a peer sent; it must be of `run` where one is given. Raises ManifestError."""
+        """Reads and verifies what a peer sent. Raises ManifestError, also for bytes not in canonical form and where
+        `run` is given and it is of another run.
+        """
         try:
             parts = unpack(data, MAX_MANIFEST_BYTES)
             if not isinstance(parts, tuple) or len(parts) != 3 or not is_version(parts[0], SIGNED_VERSION):
@@ -237,7 +246,9 @@ class SignedManifest:
 
     @classmethod
     def from_toml(cls, text: str, source: str = "manifest") -> SignedManifest:
-        """Reads and verifies the text of a signed manifest file. Raises ManifestError."""
+        """Reads the text of a manifest file and verifies the signature in its [signed] table; the `run` there is not
+        compared. Raises ManifestError, also without such a table.
+        """
         table = _parse_toml(text, source).get("signed")
         if not isinstance(table, dict) or set(table) - {"run", "signature"} or "signature" not in table:
             raise ManifestError(f"{source}: there is no [signed] table with a signature; join it once to sign it.")
@@ -256,7 +267,7 @@ def is_signed(text: str, source: str = "manifest") -> bool:
 
 
 def _parse_toml(text: str, source: str) -> dict[str, Any]:
-    """Returns the values of a TOML text. Raises ManifestError if it is too long or not TOML."""
+    """Returns the values of a TOML text. Raises ManifestError if it exceeds 4 x MAX_MANIFEST_BYTES or is not TOML."""
     if len(text.encode(errors="replace")) > 4 * MAX_MANIFEST_BYTES:
         raise ManifestError(f"{source}: the file has more than {4 * MAX_MANIFEST_BYTES} bytes; is it a manifest?")
     try:
@@ -266,12 +277,12 @@ def _parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def _source_of(info: ValidationInfo) -> str:
-    """Returns what begins the text of an error: where the values come from."""
+    """Returns the `source` that from_values was given, with which errors begin; "manifest" without one."""
     return str((info.context or {}).get("source", "manifest"))
 
 
 def _normalised(values: Any) -> Any:
-    """Returns plain values with lists as tuples and -0.0 as 0.0."""
+    """Returns plain values, at any depth, with lists as tuples and -0.0 as 0.0."""
     if isinstance(values, dict):
         return {key: _normalised(value) for key, value in values.items()}
     if isinstance(values, list | tuple):
@@ -280,7 +291,7 @@ def _normalised(values: Any) -> Any:
 
 
 def _with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns a manifest's values with some changed; tables are changed key by key."""
+    """Returns a manifest's values with changes: tables key by key, [model] as its family has it, others replaced."""
     changed = values | changes
     for name in values.keys() & changes.keys():
         if isinstance(values[name], dict) and isinstance(changes[name], dict):
@@ -318,7 +329,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
 
 
 def preset(name: str, /, **overrides: Any) -> Manifest:
-    """Returns a preset with some values changed: preset("tiny", stages={"count": 4}). Raises ManifestError."""
+    """Returns a preset's manifest with some values changed: preset("tiny", stages={"count": 4}). Raises ManifestError."""
     if name not in PRESETS:
         raise ManifestError(f"There is no preset {name[:40]!r}; {suggest(name, PRESETS)}")
     return Manifest.from_values(_with_changes(PRESETS[name], overrides), f"preset {name}")

@@ -34,21 +34,21 @@ class ModelSection(Section, abc.ABC):
         """Returns how many values of each token a boundary carries."""
 
     def full_boundary(self) -> dict[str, Any]:
-        """Returns the changes to [model] that make boundaries carry the whole residual stream; empty if they do."""
+        """Returns the changes to [model] that make boundaries carry the whole residual stream; {} unless overridden."""
         return {}
 
     def check_values(self) -> str | None:
-        """Returns an error sentence, remedy included, for values that do not fit together; None when all do."""
+        """Returns an error sentence, remedy included, for values that do not fit together, else None; by default None."""
         return None
 
     @classmethod
     def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values of a [model] table with the defaults that depend on other values."""
+        """Returns a [model] table's values and the defaults that depend on others; by default it adds none."""
         return values
 
     @classmethod
     def with_changes(cls, values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values of a [model] table with some changed, and those that follow from them."""
+        """Returns a [model] table's values with some changed, and, where a family overrides this, those that follow."""
         return values | changes
 
 
@@ -82,7 +82,7 @@ class SubspaceSection(ModelSection):
 
     @property
     def embedding_is_fixed(self) -> bool:
-        """Returns whether every token has a fixed row beside its learnt one."""
+        """Returns whether tokens have a fixed row beside the learnt one: embedding fixed, or auto and subspace < width."""
         return self.embedding == "fixed" or (self.embedding == "auto" and self.subspace < self.width)
 
     @property
@@ -95,7 +95,7 @@ class SubspaceSection(ModelSection):
         return {"subspace": self.width}
 
     def check_values(self) -> str | None:
-        """Returns an error sentence when heads or subspace do not fit the width."""
+        """Returns an error sentence when heads, subspace or embedding do not fit the width, else None."""
         return self._check_heads() or self._check_subspace()
 
     @classmethod
@@ -114,7 +114,7 @@ class SubspaceSection(ModelSection):
         return changed
 
     def _check_heads(self) -> str | None:
-        """Returns an error sentence when width, heads and key_value_heads do not divide one another."""
+        """Returns an error sentence unless heads divides width into even sizes, and key_value_heads divides heads."""
         if self.width % self.heads:
             return (
                 f"[model] width {self.width} is not divisible by heads {self.heads}; "
@@ -135,7 +135,7 @@ class SubspaceSection(ModelSection):
         return None
 
     def _check_subspace(self) -> str | None:
-        """Returns an error sentence when `subspace` exceeds `width`, or lacks the fixed embedding that it needs."""
+        """Returns an error sentence when `subspace` exceeds `width`, or is less while the embedding is learnt."""
         if self.subspace > self.width:
             return f"[model] subspace {self.subspace} is more than width {self.width}; remove it, or set it to less."
         if self.subspace < self.width and not self.embedding_is_fixed:
@@ -150,7 +150,7 @@ MODEL_SECTIONS: Final[dict[str, type[ModelSection]]] = {"subspace": SubspaceSect
 
 
 def link_subspace(width: int) -> int:
-    """Returns the subspace for slow links, 7/16 of the width; docs/codecs.md says why."""
+    """Returns the subspace for slow links: 7/16 of the width, at least 2; docs/codecs.md says why."""
     return max(2, 7 * width // 16)
 
 
@@ -182,6 +182,6 @@ def model_with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[
 
 
 def _section_of(values: dict[str, Any]) -> type[ModelSection] | None:
-    """Returns the class of the family that a [model] table names; None for an unknown one."""
+    """Returns the ModelSection class of a [model] table's `family` (or DEFAULT_FAMILY); None for an unknown one."""
     family = values.get("family", DEFAULT_FAMILY)
     return MODEL_SECTIONS.get(family) if isinstance(family, str) else None

@@ -39,7 +39,9 @@ def _check_model(manifest: Manifest) -> str | None:
 
 
 def _check_stages(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless every stage has a layer and first_layers is a cut of all layers."""
+    """Returns an error sentence unless every stage has a layer; first_layers, if given, must be `count` rising layers,
+    the first of them 0.
+    """
     count, cuts, layers = manifest.stages.count, manifest.stages.first_layers, manifest.model.layers
     if layers < count:
         return (
@@ -59,7 +61,7 @@ def _check_stages(manifest: Manifest) -> str | None:
 
 
 def _check_step_tokens(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless an optimizer step takes whole microbatches."""
+    """Returns an error sentence unless target_tokens is a multiple of the tokens of a microbatch."""
     each, target = manifest.tokens_per_microbatch, manifest.optimizer.target_tokens
     if target % each:
         return (
@@ -71,7 +73,7 @@ def _check_step_tokens(manifest: Manifest) -> str | None:
 
 
 def _check_warmup(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless warm-up ends before total_steps."""
+    """Returns an error sentence unless warmup_steps < total_steps."""
     if manifest.optimizer.warmup_steps >= manifest.optimizer.total_steps:
         return (
             f"[optimizer] warmup_steps {manifest.optimizer.warmup_steps} leaves nothing of total_steps "
@@ -95,7 +97,7 @@ def _check_codec(manifest: Manifest) -> str | None:
 
 
 def _check_payload(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless a boundary fits into the payload of one frame."""
+    """Returns an error sentence unless a boundary with its tokens fits into one frame: MAX_PAYLOAD_BYTES."""
     needed = manifest.max_payload_bytes
     if needed > MAX_PAYLOAD_BYTES:
         model = manifest.model
@@ -122,7 +124,7 @@ def _check_size(manifest: Manifest) -> str | None:
 
 
 def _check_tokenizer(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless the vocabulary holds every id of the bytes tokenizer."""
+    """Returns an error sentence when the bytes tokenizer is used with a vocabulary of fewer than its 256 ids."""
     if manifest.data.tokenizer == "bytes" and manifest.model.vocabulary < 256:
         return (
             f"[model] vocabulary {manifest.model.vocabulary} is too small for [data] tokenizer bytes, which has 256 "
@@ -139,7 +141,7 @@ def _check_founder(manifest: Manifest) -> str | None:
 
 
 def _check_admission(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless peers are distinct peer ids, listed in mode listed and only there."""
+    """Returns an error sentence unless `peers` are distinct peer ids, some in mode listed and none in mode open."""
     mode, peers = manifest.admission.mode, manifest.admission.peers
     for peer in peers:
         if not is_peer_id(peer):
@@ -178,7 +180,7 @@ def check_rules(manifest: Manifest, source: str) -> None:
 
 
 def explain_error(error: ValidationError, section: type[BaseModel], source: str, within: str = "") -> ManifestError:
-    """Returns the first complaint of pydantic as one sentence that names section, key, value and remedy.
+    """Returns pydantic's first complaint as a ManifestError: one sentence that names section, key, value and remedy.
 
     section: what was validated; within: its name in the manifest, empty for the manifest itself.
     """

@@ -15,7 +15,7 @@ _COLUMN = 34
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Returns the text of a manifest file without signature: every key with its documentation."""
+    """Returns the text of a manifest file without [signed]: every key (founder only if set) with its documentation."""
     lines = ["# A run of agora. Every key is optional except where a comment says so; unknown keys are errors.", ""]
     sections = {}
     for name, field in type(manifest).model_fields.items():
@@ -31,7 +31,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def signed_table(run: str, signature: bytes) -> str:
-    """Returns the table that makes a manifest file a signed one."""
+    """Returns the [signed] table, with run id and signature, that is appended to make a manifest file a signed one."""
     return (
         "\n[signed]  # by founder, over everything above; any change makes it invalid"
         f'\nrun = "{run}"\nsignature = "{signature.hex()}"\n'
@@ -39,7 +39,7 @@ def signed_table(run: str, signature: bytes) -> str:
 
 
 def _section_summary(section: BaseModel) -> str:
-    """Returns the first line of the section's documentation."""
+    """Returns the first line of the docstring of the section's class, which is the comment behind its [name]."""
     return (type(section).__doc__ or "").strip().splitlines()[0]
 
 

@@ -64,7 +64,7 @@ class Message(Structure):
     def __init_subclass__(
         cls, *, kind: int, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
     ) -> None:
-        """Registers the message under its number `kind`."""
+        """Registers the message under number `kind` with its FRAMES and TENSORS. Raises TypeError for a taken kind."""
         super().__init_subclass__(**rest)
         if kind in KINDS:
             raise TypeError(f"kind {kind} is {KINDS[kind].__name__} already")
@@ -194,7 +194,7 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
 
 
 def _replica_steps(doc: str) -> Any:
-    """Declares a list of [replica, steps, tokens since, milliseconds since it reported]."""
+    """Declares a list field of [replica, steps, tokens since, milliseconds since it reported]."""
     return list_field(
         tuple_field(peer_id_field(), int_field(0, MAX_UINT), int_field(0, MAX_UINT), int_field(0, MAX_DEADLINE_MS)),
         MAX_GOSSIPED_REPLICAS,
@@ -367,7 +367,9 @@ def clip_text(sentence: str, most: int = MAX_TEXT_BYTES) -> str:
 
 
 def refusal_to_wire(error: AgoraError) -> Refusal:
-    """Returns the Refusal to send for an error. Of this machine's own failures it tells the code only, no details."""
+    """Returns the Refusal to send: a refusal, offence or peer's failure with its code and text, any other error as
+    "failed" with only the word of its code.
+    """
     sentence = clip_text(str(error))
     if isinstance(error, errors.Busy):
         return Refusal("busy", sentence, min(max(error.retry_after_ms, 0), MAX_DEADLINE_MS))

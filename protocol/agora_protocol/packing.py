@@ -75,12 +75,12 @@ def _short(error: Exception) -> str:
 
 
 def _refuse_extension(code: int, data: bytes) -> None:
-    """Raises ValueError: extension types are not allowed."""
+    """Raises ValueError; the msgpack reader calls it for every extension type, none of which is allowed."""
     raise ValueError("an extension type")
 
 
 def _dict_of_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the map of `pairs`. Raises ValueError when a key appears twice."""
+    """Returns the map of `pairs`; the msgpack reader calls it for every map. Raises ValueError for a repeated key."""
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("a map names one key twice")
@@ -133,7 +133,7 @@ _TOKENS: Final = _token_sizes()
 
 
 def _items_opened(data: bytes, at: int) -> int:
-    """Returns how many items the container that opens at `at` will hold; -1 when the token there is no container."""
+    """Returns how many items (a map's keys and values both count) the container at `at` holds; -1 for no container."""
     byte = data[at]
     if 0x90 <= byte < 0xA0:
         return byte & 0x0F
@@ -144,7 +144,9 @@ def _items_opened(data: bytes, at: int) -> int:
 
 
 def _structure_problem(data: bytes) -> str | None:
-    """Returns what is wrong with the structure of the first value in `data`, or None. Builds nothing."""
+    """Returns what is wrong with the first value in `data`, or None: it nests deeper than MAX_DEPTH or has more than
+    MAX_VALUES values. Walks the tokens and builds nothing.
+    """
     open_items, at, end, seen = [1], 0, len(data), 0
     while open_items and at < end:
         open_items[-1] -= 1

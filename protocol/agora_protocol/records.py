@@ -39,7 +39,7 @@ SIGNATURE_BYTES: Final = 64
 
 
 class Record(Structure):
-    """The base of all records; every record has the fields `peer` and `span`."""
+    """The base of all records: what `peer` tells of itself and its `span` of stages. Every record has these two fields."""
 
     ERROR: ClassVar[str] = "bad-record"
     KIND: ClassVar[int] = 0
@@ -48,7 +48,7 @@ class Record(Structure):
     span: Span
 
     def __init_subclass__(cls, *, kind: int, name: str, **rest: Any) -> None:
-        """Registers the record under its number `kind` and the word `name` of its DHT keys."""
+        """Registers the record under number `kind` and the word `name` of its DHT keys. TypeError for a taken kind."""
         super().__init_subclass__(**rest)
         if kind in RECORDS:
             raise TypeError(f"kind {kind} is {RECORDS[kind].__name__} already")
@@ -106,7 +106,7 @@ NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}
 
 
 def record_key(run: RunId, kind: str | type[Record], stage: int) -> str:
-    """Returns the DHT key of a stage's records of one kind, such as "<run>/claim/3". The subkey is the peer id."""
+    """Returns the DHT key RUN/claim/STAGE or RUN/progress/STAGE; the subkey is the peer id. ValueError for other kinds."""
     name = kind if isinstance(kind, str) else kind.NAME
     if name not in NAMES:
         raise ValueError(f"{name!r} is no record; use one of {', '.join(NAMES)}")
@@ -151,12 +151,12 @@ def open_record(data: bytes, *, run: RunId, key: str, subkey_peer: PeerId, now_u
 
 
 def read_expiry(data: bytes) -> float:
-    """Returns the unix time at which a record expires, without a check of it. Raises ProtocolError."""
+    """Returns the unix time at which a record expires, without checking its signature. Raises ProtocolError."""
     return _parse_payload(_parse_envelope(data)[0])[1]
 
 
 def _signed_bytes(run: RunId, payload: bytes) -> bytes:
-    """Returns the bytes that a record's signature is over."""
+    """Returns the bytes that a record's signature is over: RECORD_TAG, the run id's 32 bytes, the payload."""
     return RECORD_TAG + bytes.fromhex(run) + payload
 
 
@@ -173,7 +173,7 @@ def _parse_key(run: RunId, key: str) -> tuple[str, int]:
 
 
 def _parse_envelope(data: bytes) -> tuple[bytes, bytes]:
-    """Returns a record's payload and its signature. Raises ProtocolError."""
+    """Returns a record's payload and signature, not verified. Raises ProtocolError unless it is a list of these two."""
     parts = unpack(data, MAX_RECORD_BYTES, "bad-record")
     if not isinstance(parts, tuple) or len(parts) != 2 or not all(isinstance(part, bytes) for part in parts):
         raise ProtocolError("bad-record", "A record must be a list of payload and signature.")
@@ -183,7 +183,7 @@ def _parse_envelope(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _parse_payload(payload: bytes) -> tuple[Record, float]:
-    """Returns the record in a payload and the unix time at which it expires. Raises ProtocolError."""
+    """Returns the record in a payload and the unix time at which it expires, passed or not. Raises ProtocolError."""
     parts = unpack(payload, MAX_RECORD_BYTES, "bad-record")
     if not isinstance(parts, tuple) or len(parts) != 4 or not is_version(parts[0], RECORD_VERSION):
         raise ProtocolError("bad-record", "A record's payload must be a list of 1, kind, expiry and fields.")

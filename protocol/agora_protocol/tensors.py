@@ -24,7 +24,7 @@ TOKEN_DTYPES: Final = ("uint8", "int16", "int32")
 
 
 class TensorSpec(NamedTuple):
-    """One tensor as a frame's header describes it, checked; `nbytes` follows from the other two."""
+    """One tensor as a frame's header describes it, already checked; `nbytes` follows from dtype and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,7 +32,9 @@ class TensorSpec(NamedTuple):
 
 
 def count_bytes(dtype: Any, shape: Any) -> int:
-    """Returns the size in bytes of a tensor. Raises ProtocolError("bad-tensor") for a dtype or shape not allowed."""
+    """Returns a tensor's size in bytes. ProtocolError("bad-tensor") for a bad dtype or shape, or over
+    MAX_PAYLOAD_BYTES.
+    """
     item_bytes = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
     if item_bytes is None:
         raise ProtocolError("bad-tensor", f"{describe(dtype)} is not a dtype; use one of {', '.join(ITEM_BYTES)}.")
@@ -59,7 +61,7 @@ class WireTensor:
     data: memoryview
 
     def __post_init__(self) -> None:
-        """Raises ProtocolError("bad-tensor") unless `data` has exactly the bytes of dtype and shape."""
+        """Makes `data` flat. Raises ProtocolError("bad-tensor") unless it has exactly the bytes of dtype and shape."""
         view = self.data if isinstance(self.data, memoryview) else memoryview(self.data)
         if view.format != "B" or view.ndim != 1:
             view = view.cast("B")
