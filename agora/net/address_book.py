@@ -35,7 +35,7 @@ class AddressBook:
         self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces what is known of `peer` by the first MAX_ADDRESSES well-formed of its `addresses`, if any."""
+        """Keeps the first MAX_ADDRESSES well-formed ones of that peer, in place of older ones; if any are given."""
         usable = [known for known in addresses if address_problem(known) is None and peer_of_address(known) == peer]
         if usable:
             self._known[peer] = tuple(usable[:MAX_ADDRESSES])

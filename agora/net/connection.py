@@ -195,7 +195,7 @@ class Connection:
             del self._open[number]
 
     async def ping(self) -> None:
-        """Asks a Ping, and updates `round_trip` by the time to its answer; does nothing when no answer comes."""
+        """Sends a Ping, and updates `round_trip` by the time to its answer; does nothing when no answer comes."""
         started = time.perf_counter()  # the loop's clock counts milliseconds
         try:
             async with asyncio.timeout(self._limits.silence_s + self._limits.answer_s):
@@ -229,7 +229,7 @@ class Connection:
     # --- what arrives
 
     def on_prefix(self, prefix: Prefix) -> None:
-        """Raises ProtocolError for a frame before HELLO, and for a long header unless it is a LONG_ANSWERS answer."""
+        """Raises ProtocolError for a frame before HELLO, or a header above MAX_HEADER_BYTES that is no long answer."""
         if self._hello is None and prefix.type not in CONNECTION_FRAMES:
             raise ProtocolError("out-of-order", f"A {prefix.type.name} frame came before HELLO.")
         call = self._open.get(prefix.call)

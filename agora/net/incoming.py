@@ -59,7 +59,7 @@ class CallServices(Protocol):
     count_sent: Callable[[Message, Sequence[WireTensor]], None]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work` until it ends or the network closes."""
+        """Runs `work` in a task, which is cancelled when the network closes."""
 
 
 class IncomingCalls:
@@ -87,7 +87,7 @@ class IncomingCalls:
     def on_request_header(self, prefix: Prefix, request: Message | None, refusal: AgoraError | None) -> Intake:
         """Judges a REQUEST's header: its payload is read (TAKE), waits for memory, or is dropped as it is refused.
 
-        refusal: the error to refuse any request but a Ping with; None refuses only with Busy, beyond `max_calls` or
+        refusal: with which any request but a Ping is refused; None: it is only refused as Busy, beyond `max_calls` or
         for lack of memory. Raises ProtocolError for an open number, or more than MAX_CALLS_PER_CONNECTION.
         """
         number, limits = prefix.call, self._network.limits
@@ -157,7 +157,7 @@ class IncomingCalls:
             self._stream.send_news(encode_frame(FrameType.PROGRESS, number, advance), number)
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
-        """Has one request handled, sends the answer unless the caller is gone or room comes after its deadline."""
+        """Has one request handled, then sends the answer unless the caller is gone or room comes after the deadline."""
         buffers = await self._answer(number, call)
         with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
             async with asyncio.timeout_at(None if self._stream.has_room else call.deadline):

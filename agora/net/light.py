@@ -146,7 +146,7 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId, reques
 
 
 class _Frames:
-    """Sends and receives frames on a py-libp2p stream."""
+    """Writes frames to a py-libp2p stream, and reads them one by one."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

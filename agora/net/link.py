@@ -31,7 +31,7 @@ _LOSS: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>%)")
 
 
 class LinkError(InputError):
-    """The description of a link cannot be read, or no link is like that; the text says what to write."""
+    """Error of `LinkSpec.parse`: the text is malformed or has extreme values; the message says what to write."""
 
     code = "bad-link"
 

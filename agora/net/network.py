@@ -321,7 +321,7 @@ class Network:
             del self._connections[connection.peer]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work` until it ends or the network closes."""
+        """Runs `work` in a task, which is cancelled when the network closes."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
