@@ -35,7 +35,10 @@ class AddressBook:
         self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Keeps the first MAX_ADDRESSES well-formed ones of that peer, in place of older ones; if any are given."""
+        """Replaces the known addresses of `peer` by the usable ones given, at most MAX_ADDRESSES.
+
+        Malformed ones and those of another peer are passed over; when none is left, nothing changes.
+        """
         usable = [known for known in addresses if address_problem(known) is None and peer_of_address(known) == peer]
         if usable:
             self._known[peer] = tuple(usable[:MAX_ADDRESSES])
