@@ -274,7 +274,7 @@ class Structure:
         return None
 
     def to_fields(self) -> dict[str, Any]:
-        """Returns the map of field names to plain values for the wire. Do not change it: it may be the instance's own."""
+        """Returns the map of field names to plain values for the wire; maybe the instance's own: do not change it."""
         fields = self.__dict__
         if self._dumps:
             fields = dict(fields)

@@ -167,8 +167,7 @@ class Manifest(Section):
     def max_payload_bytes(self) -> int:
         """Returns the largest payload of a frame in this run, in bytes.
 
-        It is a boundary in its larger direction with its tokens (b x (s + 1) of 4 bytes), or a chunk of state if
-        larger.
+        It is a boundary in its larger direction with its tokens (b x (s + 1) of 4 bytes), or a chunk if larger.
         """
         shape, codec = self.boundary_shape(), parse_codec(self.boundary.codec)
         boundary = max(codec.bytes_of(shape, direction) for direction in DIRECTIONS)
@@ -200,7 +199,7 @@ class SignedManifest:
 
     @classmethod
     def sign(cls, manifest: Manifest, identity: Identity) -> SignedManifest:
-        """Makes a signed manifest: `manifest` with `identity` as founder, which changes the run id, and its signature."""
+        """Makes a signed manifest: `manifest` with `identity` as founder (changing the run id) and its signature."""
         founded = manifest.model_copy(update={"founder": identity.peer})
         return cls(founded, identity.sign(SIGNATURE_TAG + founded.canonical()))
 
@@ -329,7 +328,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
 
 
 def preset(name: str, /, **overrides: Any) -> Manifest:
-    """Returns a preset's manifest with some values changed: preset("tiny", stages={"count": 4}). Raises ManifestError."""
+    """Returns a preset's manifest with changed values: preset("tiny", stages={"count": 4}). Raises ManifestError."""
     if name not in PRESETS:
         raise ManifestError(f"There is no preset {name[:40]!r}; {suggest(name, PRESETS)}")
     return Manifest.from_values(_with_changes(PRESETS[name], overrides), f"preset {name}")

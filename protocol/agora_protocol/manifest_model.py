@@ -38,7 +38,7 @@ class ModelSection(Section, abc.ABC):
         return {}
 
     def check_values(self) -> str | None:
-        """Returns an error sentence, remedy included, for values that do not fit together, else None; by default None."""
+        """Returns an error sentence with remedy for values that do not fit together, else None; by default None."""
         return None
 
     @classmethod
@@ -82,7 +82,7 @@ class SubspaceSection(ModelSection):
 
     @property
     def embedding_is_fixed(self) -> bool:
-        """Returns whether tokens have a fixed row beside the learnt one: embedding fixed, or auto and subspace < width."""
+        """Returns whether tokens have fixed rows beside learnt ones: embedding fixed, or auto and subspace < width."""
         return self.embedding == "fixed" or (self.embedding == "auto" and self.subspace < self.width)
 
     @property

@@ -39,7 +39,7 @@ SIGNATURE_BYTES: Final = 64
 
 
 class Record(Structure):
-    """The base of all records: what `peer` tells of itself and its `span` of stages. Every record has these two fields."""
+    """The base of all records: what `peer` tells of itself and its `span` of stages. Each has these two fields."""
 
     ERROR: ClassVar[str] = "bad-record"
     KIND: ClassVar[int] = 0
@@ -106,7 +106,7 @@ NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}
 
 
 def record_key(run: RunId, kind: str | type[Record], stage: int) -> str:
-    """Returns the DHT key RUN/claim/STAGE or RUN/progress/STAGE; the subkey is the peer id. ValueError for other kinds."""
+    """Returns the DHT key RUN/claim/STAGE or RUN/progress/STAGE; subkey: the peer id. ValueError for other kinds."""
     name = kind if isinstance(kind, str) else kind.NAME
     if name not in NAMES:
         raise ValueError(f"{name!r} is no record; use one of {', '.join(NAMES)}")
