@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agora.codec import all_finite
 
-Rule = Literal["mean", "clip"]
+Aggregation = Literal["mean", "clip"]
 CLIP_ROUNDS: Final = 3  # enough, because the owner's own value, where it begins, is near: Karimireddy et al., ICML 2021
 SAMPLES: Final = 8192  # elements of a part on which distances are measured
 LEAST_NORM, MOST_NORM = 1e-15, 1e15
@@ -33,7 +33,12 @@ class Average:
 
 
 def aggregate(
-    contributions: Sequence[Tensor], weights: Sequence[float], rule: Rule, *, center: Tensor | None, cap: bool
+    contributions: Sequence[Tensor],
+    weights: Sequence[float],
+    aggregation: Aggregation,
+    *,
+    center: Tensor | None,
+    cap: bool,
 ) -> Average | None:
     """Returns the average of `contributions`, float32 [n] each, finite.
 
@@ -47,7 +52,7 @@ def aggregate(
     plain = [weight for _, weight in counted]
     used = capped(plain) if cap else plain
     shares = [weight / sum(used) for weight in used]
-    average = _mean(values, shares) if rule == "mean" else _clip(values, shares, center)
+    average = _mean(values, shares) if aggregation == "mean" else _clip(values, shares, center)
     if not all_finite(average):
         return None
     distance = statistics.median(root_mean_square(value, average) for value in values)

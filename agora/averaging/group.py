@@ -139,7 +139,7 @@ class ReplicaGroup:
         self.owner = Owner(RoundConfig.of(signed, me), caller, self)
         interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
         self.gossip = StepGossip(
-            me, stages.span, caller, listing.listed, self._counts, self._look, interval_s=interval_s
+            me, stages.span, caller, listing.listed, self._counts, self._decide_and_begin, interval_s=interval_s
         )
         self._stages: dict[int, _StageTasks] = {}
         for stage in stages.span.stages:
@@ -235,7 +235,7 @@ class ReplicaGroup:
         self.gossip.tick()
         state.slice_due = None
 
-    def _look(self, stage: int) -> None:
+    def _decide_and_begin(self, stage: int) -> None:
         """Publishes what is known to the device thread, and begins what `next_action` decides."""
         now, state = loop_time(), self._stages[stage]
         step, tokens = self._counts()[stage]
@@ -251,7 +251,7 @@ class ReplicaGroup:
             case "slice round":
                 state.slice_due = None
                 state.slice_task = self._start(self._slice_rounds(stage, action.number))
-                self._look(stage)
+                self._decide_and_begin(stage)
             case "follow":
                 state.work = self._start(self._held.catch_up(stage, action.number))
             case "step":  # the device looks for due steps after each of its jobs
@@ -259,7 +259,7 @@ class ReplicaGroup:
             case "step together":
                 state.work = self._start(self._step_together(stage, action.number))
             case "recover":
-                self._report(events.StateLost(stage, step, action.number))
+                self._report(events.StageFellBehind(stage, step, action.number))
                 state.work = self._start(self._recover(stage, action.at_least, action.number))
 
     async def _watch_other_stages(self) -> None:

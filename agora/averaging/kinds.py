@@ -19,7 +19,7 @@ from agora_protocol.messages import Averaged
 from agora_protocol.tensors import WireTensor
 from torch import Tensor, zeros_like
 
-from agora.averaging.aggregate import Average, Rule, aggregate, magnitude, root_mean_square
+from agora.averaging.aggregate import Aggregation, Average, aggregate, magnitude, root_mean_square
 from agora.averaging.plausibility import Drift, GradientSize
 from agora.averaging.wire import PartCodec, WireName
 
@@ -50,7 +50,7 @@ class RoundConfig:
 
     me: PeerId
     run: RunId
-    rule: Rule
+    aggregation: Aggregation
     wire: WireName
     round_s: float
     max_weight: float
@@ -89,7 +89,7 @@ class WeightRound:
         """Returns the owner's average; newcomers among themselves count equally. center: where a clip begins."""
         if len(weights) > 1 and not any(weights):
             weights = [1.0] * len(weights)
-        return aggregate(values, weights, self._config.rule, center=center, cap=True)
+        return aggregate(values, weights, self._config.aggregation, center=center, cap=True)
 
     def encode_answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
         """Encodes average - values for a member that sent `values`, without dither: it keeps its own rounding."""
@@ -111,7 +111,7 @@ class WeightRound:
         """Returns a part's average again, from what this member has sent and the answer to it."""
         return Average(self._config.decode(part, sent, len(answer)) + answer, message)
 
-    def judge(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
+    def check_and_record(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
         """Returns the root mean square of (values - average). Raises PeerFailed for an average too far away.
 
         Either way it moves the usual distance, unless a single member made the average: that says nothing.
@@ -144,7 +144,7 @@ class GradientRound:
         """Returns the owner's average; in a synchronous run the plain mean by tokens."""
         if self._config.exact:
             return aggregate(values, weights, "mean", center=None, cap=False)
-        return aggregate(values, weights, self._config.rule, center=center, cap=True)
+        return aggregate(values, weights, self._config.aggregation, center=center, cap=True)
 
     def encode_answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
         """Encodes the average itself, with the part's dither."""
@@ -166,7 +166,7 @@ class GradientRound:
         """Returns a part's average again, which is the answer."""
         return Average(answer, message)
 
-    def judge(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
+    def check_and_record(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
         """Returns the root mean square of (values - average), sampled. Raises PeerFailed for a far too large mean."""
         if not self._config.exact:
             own, mean, usual = magnitude(values), magnitude(answer), self._sizes[part.stage, part.part]

@@ -75,10 +75,13 @@ class _Gathering:
 
 @dataclass(slots=True)
 class _RoundRecord:
-    """What is known of a round. members: with bandwidths. lost: nobody waits for them. The others are by part index."""
+    """What is known of a round. members: with their bandwidths. given_up: members that no part waits for any more.
+
+    The other fields are by part index.
+    """
 
     members: dict[PeerId, float] = field(default_factory=dict)
-    lost: set[PeerId] = field(default_factory=set)
+    given_up: set[PeerId] = field(default_factory=set)
     contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
     averages: dict[int, Callable[[], Average]] = field(default_factory=dict)
 
@@ -101,16 +104,16 @@ class Owner:
         """Returns the highest round of a kind that anybody has lately contributed to here; -1 without one."""
         return max((round_[2] for round_ in self._rounds if round_[:2] == (stage, what)), default=-1)
 
-    def lost(self, peer: PeerId, part: Part) -> None:
+    def give_up_on(self, peer: PeerId, part: Part) -> None:
         """Records that a member does not answer: no part of this round waits for it, until it contributes again."""
-        self._round(part).lost.add(peer)
+        self._round(part).given_up.add(peer)
         for other, gathering in list(self._open.items()):
             if other.round == part.round:
                 self._expect_no_more(other, gathering, peer)
 
-    def is_lost(self, peer: PeerId, part: Part) -> bool:
+    def is_given_up(self, peer: PeerId, part: Part) -> bool:
         """Returns whether the part's round does not wait for the member."""
-        return part.round in self._rounds and peer in self._rounds[part.round].lost
+        return part.round in self._rounds and peer in self._rounds[part.round].given_up
 
     async def close(self) -> None:
         """Ends everything; whoever still waits for an average gets none."""
@@ -197,7 +200,7 @@ class Owner:
         if peer in record.contributed[part.part]:
             raise ProtocolError("bad-message", "this part was contributed before")
         record.contributed[part.part].add(peer)
-        record.lost.discard(peer)
+        record.given_up.discard(peer)
         for other, gathering in list(self._open.items()):
             if other[:2] == part[:2] and other.number < part.number:
                 self._expect_no_more(other, gathering, peer)
@@ -240,7 +243,7 @@ class Owner:
         members = frozenset(self._view.members(part.stage, part.what))
         reachable = members - self._view.unreachable(part.stage, members)
         expected = reachable if len(reachable) > 1 else members
-        expected -= self._round(part).lost
+        expected -= self._round(part).given_up
         expected -= self._round(part).contributed[part.part] - {peer}  # of an average that nobody shared
         return expected - {self._first_owner(part)} if second else expected
 
@@ -254,7 +257,7 @@ class Owner:
         missing = gathering.expected - gathering.values.keys() if self.config.me in gathering.values else ()
         self._average(part, gathering)
         for peer in missing:
-            self.lost(peer, part)
+            self.give_up_on(peer, part)
 
     def _average(self, part: Part, gathering: _Gathering) -> None:
         """Averages what is there, and answers everyone who waits."""

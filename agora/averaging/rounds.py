@@ -132,17 +132,17 @@ class Round:
             sent = config.encode(part, values)
             reasons: list[str] = []
             for second, owner in enumerate(choose_owners(config.run, *part, self.members)):
-                if owner is None or self.owner.is_lost(owner, part):
+                if owner is None or self.owner.is_given_up(owner, part):
                     continue
                 try:
                     answer, message = await self._ask(part, owner, bool(second), sent, len(values))
                     if message.present < 2 and len(self.members) > 1:
                         reasons.append(f"{owner}: nobody else contributed in time")
                         break
-                    distance = kind.judge(part, values, answer, message)
+                    distance = kind.check_and_record(part, values, answer, message)
                 except (AgoraError, TimeoutError) as error:
                     if owner != config.me and getattr(error, "code", "") in NO_ANSWER:
-                        self.owner.lost(owner, part)
+                        self.owner.give_up_on(owner, part)
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
                 self.owner.keep(part, partial(kind.recalled, part, sent, answer, message))

@@ -151,13 +151,13 @@ class Demo:
         kill_every = self.plan.kill_every
         next_kill = self._now() + (kill_every or 0.0)
         while self.totals.step < self.plan.steps:
-            self._look()
+            self._watch_once()
             self._refuse_stall()
             if kill_every and self._now() >= next_kill and self._kill_a_peer():
                 next_kill = self._now() + kill_every
             self._sleep(POLL_SECONDS)
 
-    def _look(self) -> None:
+    def _watch_once(self) -> None:
         """Reads all journals, starts a daemon that is due, shows the progress. Raises SwarmFailed when one has died."""
         self._read_journals()
         self.swarm.check_alive()
@@ -223,7 +223,7 @@ class Demo:
         """Lets the daemons that are being started arrive, so that every peer of the plan was there; drains them."""
         deadline = self._now() + JOIN_SECONDS
         while (self._not_started or self._living(serving=False)) and self._now() < deadline:
-            self._look()
+            self._watch_once()
             self._drain()
             self._sleep(POLL_SECONDS)
         self._drain()

@@ -171,13 +171,13 @@ class LoadedSpan:
 
     def pause(self) -> None:
         """Takes and opens no more microbatches; those in hand are finished."""
-        self._peer.ledger.refuse_new("paused by its owner")
+        self._peer.ledger.stop_accepting("paused by its owner")
         if self.origin is not None:
             self.origin.pause()
 
     def resume(self) -> None:
         """Takes and opens microbatches again."""
-        self._peer.ledger.accept_new()
+        self._peer.ledger.start_accepting()
         if self.origin is not None:
             self.origin.resume()
 
@@ -222,7 +222,7 @@ async def load_span(peer: Peer, wanted: Span | None) -> AsyncIterator[LoadedSpan
         span = LoadedSpan(peer, compute, keeper, batches)
         closing.callback(span.collector.close)
         tasks = await closing.enter_async_context(span.tasks)
-        peer.ledger.accept_new()  # a former span refused new work when it ended
+        peer.ledger.start_accepting()  # a former span refused new work when it ended
         closing.enter_context(peer.requests.answering(WORK_REQUESTS, span.answer))
         tasks.start("step events", span.follow_steps())
         tasks.start("keeper", keeper.run())

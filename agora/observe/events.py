@@ -286,7 +286,7 @@ class StateFetched(
     fetched_again: int = 0
 
 
-class StateLost(
+class StageFellBehind(
     Event, level="warning", template="stage {stage} is at step {step}, the others at {others}: it fetches their state"
 ):
     """A stage of this peer is so far behind the other replicas that it fetches their state again."""

@@ -204,20 +204,20 @@ class WorkLedger:
                 if loop_time() >= deadline:
                     raise
 
-    def refuse_new(self, reason: str) -> None:
+    def stop_accepting(self, reason: str) -> None:
         """Refuses new work from now on; `reason` completes "this peer is ...". Repeats are still answered."""
         self._refusal = reason
 
-    def accept_new(self) -> None:
+    def start_accepting(self) -> None:
         """Takes new work again."""
         self._refusal = ""
 
     async def finish(self, within_s: float, reason: str) -> bool:
         """Refuses new work, waits at most `within_s` for what runs, then cancels the rest; whether there was none.
 
-        The ledger refuses until `accept_new`; `reason` completes "this peer is ...".
+        The ledger refuses until `start_accepting`; `reason` completes "this peer is ...".
         """
-        self.refuse_new(reason)
+        self.stop_accepting(reason)
         if self._works:
             await asyncio.wait([work.task for work in self._works.values()], timeout=within_s)
         late = list(self._works.values())
@@ -227,7 +227,7 @@ class WorkLedger:
             await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
         return not late
 
-    def _take_seat(self) -> None:
+    def _refuse_when_full(self) -> None:
         """Raises Busy when no new work may start."""
         if self._refusal:
             raise Busy(f"this peer is {self._refusal}; ask another", CLOSED_RETRY_MS)
@@ -239,7 +239,7 @@ class WorkLedger:
 
     def _start(self, key: WorkKey, last: int, start: Callable[[Work], Awaitable[HopAnswer]]) -> Work:
         """Starts the work in a task of its own and keeps its answer when it ends."""
-        self._take_seat()
+        self._refuse_when_full()
         work = self._works[key] = Work(key, last)
 
         async def perform() -> HopAnswer:

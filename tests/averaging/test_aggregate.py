@@ -9,7 +9,7 @@ import pytest
 import torch
 from agora_protocol.messages import Averaged
 
-from agora.averaging.aggregate import Rule, aggregate, capped, magnitude, root_mean_square
+from agora.averaging.aggregate import Aggregation, aggregate, capped, magnitude, root_mean_square
 from agora.averaging.plausibility import MOST_TIMES_USUAL, NEAR, Drift, GradientSize, Newcomer
 
 SIZE = 512
@@ -20,7 +20,7 @@ def honest(index: int, spread: float = 0.1) -> torch.Tensor:
     return torch.linspace(-1, 1, SIZE) + spread * noise
 
 
-def averaged(values: list[torch.Tensor], weights: list[float] | None = None, rule: Rule = "mean", **settings):
+def averaged(values: list[torch.Tensor], weights: list[float] | None = None, rule: Aggregation = "mean", **settings):
     settings = {"center": None, "cap": True} | settings
     found = aggregate(values, weights or [1.0] * len(values), rule, **settings)
     assert found is not None
@@ -76,7 +76,7 @@ def test_shares_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize("rule", ["mean", "clip"])
-def test_a_newcomer_is_not_in_the_average_nor_in_its_count(rule: Rule) -> None:
+def test_a_newcomer_is_not_in_the_average_nor_in_its_count(rule: Aggregation) -> None:
     values = [honest(1), honest(2), torch.full((SIZE,), 1e6)]
     with_it = averaged(values, [2.0, 1.0, 0.0], rule)
     without = averaged(values[:2], [2.0, 1.0], rule)
@@ -107,7 +107,7 @@ def test_what_comes_in_is_not_changed() -> None:
 
 @pytest.mark.parametrize("rule", ["mean", "clip"])
 @pytest.mark.parametrize("size", [1e19, 1e25, 1e35, 3e38])
-def test_what_is_said_of_an_absurd_average_can_be_said(size: float, rule: Rule) -> None:
+def test_what_is_said_of_an_absurd_average_can_be_said(size: float, rule: Aggregation) -> None:
     """Else one member's values would make the owner refuse the honest ones."""
     for attackers in (1, 2):
         values = [honest(1), honest(2)] + [torch.full((SIZE,), size)] * attackers

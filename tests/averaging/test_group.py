@@ -11,7 +11,7 @@ from agora_protocol.messages import Contribute
 from agora.averaging.agreement import SILENT_S
 from agora.averaging.group import FETCH_TRIES, LOOK_S
 from agora.averaging.next_action import RESUME_S
-from agora.observe.events import PartFailed, RoundDone, StateLost
+from agora.observe.events import PartFailed, RoundDone, StageFellBehind
 from tests.averaging.group_world import GroupPeer, GroupWorld
 from tests.pipeline.virtual_time import run
 
@@ -172,7 +172,7 @@ def test_a_replica_far_behind_fetches_the_state_and_takes_averages_at_weight_0_u
             world.network.dead.clear()
             world.all[2].start()
             await asyncio.sleep(8.0)
-            assert len(world.all[2].of(StateLost)) == 1 == len(world.all[2].fetches)
+            assert len(world.all[2].of(StageFellBehind)) == 1 == len(world.all[2].fetches)
             rounds = [done for done in world.all[2].of(RoundDone) if done.what == "weights"]
             assert rounds and rounds[0].weight == 0.0
             assert abs(world.all[2].stage.step - world.all[0].stage.step) <= 2

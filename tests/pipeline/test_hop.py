@@ -408,11 +408,11 @@ def test_a_paused_peer_refuses_newcomers_and_finishes_what_it_has() -> None:
         node, last = world.add("first", "0"), world.add("last", "1", service_s=5.0)
         task = asyncio.create_task(enter(node))
         await asyncio.sleep(1.0)
-        last.ledger.refuse_new("paused by its owner")
+        last.ledger.stop_accepting("paused by its owner")
         with pytest.raises(Busy):
             await enter(last, 1, microbatch=microbatch_id(b"session0", 9))
         await task
-        last.ledger.accept_new()
+        last.ledger.start_accepting()
         await enter(last, 1, microbatch=microbatch_id(b"session0", 9))
         assert await last.ledger.finish(1.0, "leaving")
 

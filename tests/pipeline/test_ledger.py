@@ -86,14 +86,14 @@ def test_a_ledger_that_takes_nothing_new_still_answers_repeats_and_lets_work_be_
         entries = Entries()
         one = entries.enter(1)
         await asyncio.sleep(1.0)
-        entries.ledger.refuse_new("moving to other stages")
+        entries.ledger.stop_accepting("moving to other stages")
         two = entries.enter(1)
         with pytest.raises(Busy, match="moving to other stages"):
             await entries.enter(1, 2)
         entries.finish.set()
         assert (await one) is (await two)
         assert entries.ledger.answer_repeat(process(1), lambda news: None) is await one
-        entries.ledger.accept_new()
+        entries.ledger.start_accepting()
         await entries.enter(1, 2)
 
     run(work())

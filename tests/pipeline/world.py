@@ -187,7 +187,7 @@ class Node:
 
     def new_hop(self, barrier: StepBarrier | None = None) -> Hop:
         """The hop of this node's compute; the ledger and the router outlive it."""
-        self.ledger.accept_new()
+        self.ledger.start_accepting()
         return Hop(
             self.compute,
             self.router,
