@@ -151,7 +151,7 @@ class Advance(Message, kind=5, frames=(FrameType.PROGRESS,)):
         "finished",
         doc="accepted: the peer has begun or queued the work; finished: the result is in its cache",
     )
-    queue: int = int_field(0, MAX_UINT, doc="microbatches that this peer has in hand")
+    queue: int = int_field(0, MAX_UINT, doc="microbatches that wait for this peer's device or are on it")
 
 
 class Refusal(Message, kind=6, frames=(FrameType.REFUSAL, FrameType.GOODBYE)):
@@ -205,7 +205,8 @@ def _replica_steps(doc: str) -> Any:
 class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
     """Sends a replica what the sender knows of the progress of a stage's replicas. Answered by GossipedSteps.
 
-    Both sides keep, for each replica, the report with more progress.
+    Both sides believe a sender about itself, also when its numbers are lower than before: it may have restarted. About
+    another replica they keep the report with more progress, or any report when they know nothing live of it.
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")

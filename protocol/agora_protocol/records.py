@@ -64,10 +64,16 @@ class Claim(Record, kind=1, name="claim"):
 
     peer: PeerId = peer_id_field(doc="the peer that claims; it signs the record and is its subkey")
     span: Span = span_field(doc="the stages claimed; the record is published once under each of them")
-    incarnation: int = int_field(0, MAX_UINT, doc="unix nanoseconds at which this daemon started; the newest wins")
+    incarnation: int = int_field(
+        0,
+        MAX_UINT,
+        doc="unix nanoseconds at which the daemon started, plus 1 for each later claim of other stages; the newest wins",
+    )
     addresses: tuple[str, ...] = addresses_field(doc="where the peer can be dialled, each ending in its own /p2p/PEER")
     state: str = choice_field("joining", "serving", "leaving", doc="only serving peers are sent microbatches")
-    capacity: float = float_field(0, 1e9, doc="microbatches per second the peer measured for its span; 0 when unknown")
+    capacity: float = float_field(
+        0, 1e9, doc="microbatches per second that the peer can do for its span; 0 when unknown"
+    )
     bandwidth: float = float_field(
         0, 1e12, default=0.0, doc="bytes per second, the lesser of up and down; 0 when unknown: the others' median"
     )
@@ -92,7 +98,7 @@ class Progress(Record, kind=2, name="progress"):
     loss: float | None = float_field(
         -1e30, 1e30, optional=True, doc="recent mean loss per token in nats; nil when unknown"
     )
-    queue: int = int_field(0, MAX_UINT, doc="microbatches in hand now")
+    queue: int = int_field(0, MAX_UINT, doc="microbatches that wait for the device or are on it now")
     completed: int = int_field(0, MAX_UINT, doc="microbatches finished since the start of this incarnation")
 
     def find_problem(self) -> str | None:
