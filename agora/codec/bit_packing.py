@@ -22,7 +22,7 @@ EACH_BYTE: Final = 0x0101010101010101
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
-    """Returns levels below 2^bits, uint8 [n] alone in their storage, as uint8 [packed_bytes(n, bits)]."""
+    """Packs levels below 2^bits without gaps: uint8 [n], alone in their storage, to uint8 [packed_bytes(n, bits)]."""
     if bits == 8:
         return levels
     packed = torch.empty(packed_bytes(len(levels), bits), dtype=torch.uint8, device=levels.device)
@@ -36,7 +36,7 @@ def pack(levels: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
-    """Returns the `count` levels that `pack` was given, as uint8 [count]."""
+    """Unpacks what `pack` has made: returns its `count` levels, uint8 [count]."""
     if bits == 8:
         return packed
     levels = torch.zeros((), dtype=torch.uint8, device=packed.device)
@@ -58,7 +58,7 @@ def _level_parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
 
 
 def _as_words(rows: Tensor) -> Tensor:
-    """Returns bytes [..., n] as int64 [..., ceil(n / 8)], each row padded with zeros."""
+    """Returns bytes [..., n], each row padded with zeros, as int64 words of 8 bytes, [..., ceil(n / 8)]."""
     return _pad_columns(rows, -(-rows.shape[-1] // WORD_BYTES) * WORD_BYTES).view(torch.int64)
 
 
@@ -70,5 +70,5 @@ def _pad_columns(rows: Tensor, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _part_shifts(width: int, device: torch.device) -> Tensor:
-    """Returns the lowest bit of each part within a byte, [8 / width, 1]."""
+    """Returns by how many bits each of the parts in a byte is shifted: 0, width, 2 width, ..., [8 / width, 1]."""
     return torch.arange(0, 8, width, device=device).unsqueeze(1)

@@ -29,7 +29,7 @@ def gradient_dither_key(microbatch: bytes, stage: int) -> str:
 
 
 class BoundaryCodec:
-    """Encodes and decodes boundaries as the manifest's boundary.codec says. Any thread may use it.
+    """Encodes and decodes boundaries and their gradients as the manifest's boundary.codec says. Any thread may use it.
 
     name: such as "int8", "int6/int4h" or "top64:bf16". seed: the run's. Raises ManifestError for an unknown name.
     """
@@ -84,7 +84,10 @@ class BoundaryCodec:
         return tensor
 
     def _encode_values(self, codec: DirectionCodec, tensor: Tensor, key: str | None) -> WireTensor:
-        """Encodes a tensor [b, s, columns], all of whose columns are sent."""
+        """Encodes all columns of a tensor [b, s, columns]: uncompressed, or rotated if `codec` says so, and quantised.
+
+        key: of the dither, which only quantisation adds.
+        """
         if not codec.bits:
             return encode_uncompressed(tensor, codec.name)
         b, s, k = tensor.shape
@@ -97,7 +100,7 @@ class BoundaryCodec:
     def _decode_values(
         self, codec: DirectionCodec, wire: WireTensor, shape: Shape, key: str | None, device: torch.device | str
     ) -> Tensor:
-        """Decodes a tensor of this shape, all of whose columns were sent."""
+        """Decodes what _encode_values has made of a tensor of this shape. Raises ProtocolError for a false scale."""
         if not codec.bits:
             return decode_uncompressed(wire, codec.name, device, shape=shape)
         b, s, k = shape
@@ -109,14 +112,14 @@ class BoundaryCodec:
         return (rotate_blocks(rows, self._seed, inverse=True) if codec.rotated else rows).view(shape)
 
     def _draw_dither(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
-        """Returns int8 [rows, k], in 1/256 of a level, that the seed and `key` decide. None without a key."""
+        """Returns pseudo-random int8 [rows, k], in 1/256 of a level, that seed and `key` decide; None without a key."""
         if key is None:
             return None
         drawn = random_words(key, self._seed, -(-rows * k // 8)).view(np.int8)[: rows * k]
         return torch.from_numpy(drawn).view(rows, k).to(device)
 
     def _check_format(self, wire: WireTensor, shape: Shape, direction: Direction) -> None:
-        """Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape`."""
+        """Raises ProtocolError "bad-tensor" unless `wire` has the dtype and shape that the codec makes of `shape`."""
         expected = self._spec.wire_format(shape, direction)
         if (wire.dtype, wire.shape) != expected:
             prefix = f"top{self._spec.columns}:" if self._spec.columns else ""

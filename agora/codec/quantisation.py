@@ -29,7 +29,7 @@ CHUNK_VALUES = 262_144
 
 
 def quantise(rows: Tensor, bits: int, dither: Tensor | None = None) -> Tensor:
-    """Returns float32 [rows, k] as uint8 [bytes]: all scales, then all packed levels.
+    """Quantises float32 [rows, k] to levels of `bits` bits. Returns uint8 [bytes]: all scales, then all packed levels.
 
     dither: int8 [rows, k] in 1/256 of a level; None: none. Values saturate where a scale would be above 2^100; a block
     whose scale would be below 2^-100 becomes zeros; a block that is not finite gets the scale NaN, which is refused.
@@ -49,7 +49,7 @@ def quantise(rows: Tensor, bits: int, dither: Tensor | None = None) -> Tensor:
 
 
 def dequantise(wire: Tensor, count: int, k: int, bits: int, dither: Tensor | None = None) -> Tensor:
-    """Returns the `count` rows that `quantise` was given, as float32 [count, k]; finite if check_scales has passed."""
+    """Decodes what `quantise` made with the same dither: float32 [count, k], finite if check_scales has passed."""
     split = SCALE_BYTES * count * blocks_per_token(k)
     scales, levels = _read_scales(wire, count, k), unpack(wire[split:], count * k, bits).view(count, k)
     values = torch.empty(count, k, dtype=torch.float32, device=wire.device)
@@ -72,7 +72,10 @@ def check_scales(wire: Tensor, count: int, k: int) -> None:
 def _quantise_chunk(
     rows: Tensor, bits: int, dither: Tensor | None, workspace: Tensor, scales: Tensor, levels: Tensor
 ) -> None:
-    """Fills `scales`, bf16 [rows, blocks], and `levels`, uint8 [rows, k]; overwrites `workspace`, [>= rows, k]."""
+    """Quantises `rows` into `scales`, bf16 [rows, blocks], and `levels`, uint8 [rows, k], one byte a level.
+
+    Overwrites `workspace`, [>= rows, k].
+    """
     workspace, half = workspace[: len(rows)], 2.0 ** (bits - 1)
     scale_per_peak = SLACK / (half if dither is None else half - 0.5)
     wanted = _block_peaks(torch.abs(rows, out=workspace)).mul_(scale_per_peak)
@@ -87,13 +90,13 @@ def _quantise_chunk(
 
 
 def _read_scales(wire: Tensor, count: int, k: int) -> Tensor:
-    """Returns the scales at the beginning of the bytes, float32 [count, blocks]."""
+    """Returns a copy of the bf16 scales at the beginning of the bytes, as float32 [count, blocks]."""
     scales = wire[: SCALE_BYTES * count * blocks_per_token(k)].clone()
     return scales.view(torch.bfloat16).view(count, blocks_per_token(k)).to(torch.float32)
 
 
 def _block_peaks(magnitudes: Tensor) -> Tensor:
-    """Returns the largest magnitude of each block, [rows, blocks]."""
+    """Returns the largest of the magnitudes [rows, k] in each block, [rows, blocks]; the last block may be shorter."""
     count, k = magnitudes.shape
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:
@@ -115,12 +118,12 @@ def _multiply_blocks(values: Tensor, factors: Tensor, out: Tensor) -> None:
 
 
 def _row_chunks(rows: Tensor) -> Iterator[slice]:
-    """Yields slices that together cover all rows."""
+    """Yields slices of _rows_per_chunk rows that together cover all rows."""
     size = _rows_per_chunk(rows)
     return (slice(begin, begin + size) for begin in range(0, len(rows), size))
 
 
 def _rows_per_chunk(rows: Tensor) -> int:
-    """Returns how many rows are processed at a time: all on a GPU, what fits into the cache on a CPU."""
+    """Returns how many rows are processed at a time: max(1, CHUNK_VALUES // k) on a CPU, all on a GPU."""
     count, k = rows.shape
     return min(count, max(1, CHUNK_VALUES // k)) if rows.device.type == "cpu" else count

@@ -33,9 +33,10 @@ def rotate_blocks(rows: Tensor, seed: int, *, inverse: bool = False) -> Tensor:
 
 
 def rotation_matrix(size: int, seed: int) -> Tensor:
-    """Returns the orthogonal R, float32 [size, size]; a row of values x becomes x R. The seed decides each row's sign.
+    """Returns the orthogonal matrix R, float32 [size, size], that rotates a row of values x to x R.
 
-    R is Sylvester's Hadamard matrix / sqrt(size) where size is a power of two, else the DCT-II's.
+    R is Sylvester's Hadamard matrix / sqrt(size) where size is a power of two, else the DCT-II's matrix, each row with
+    a random sign that the seed decides.
     """
     signs = 1.0 - 2.0 * torch.from_numpy((random_words("rotation", seed, size) & 1).astype("float64"))
     return (signs[:, None] * (_cosine_matrix(size) if size & (size - 1) else _hadamard_matrix(size))).float()
@@ -43,12 +44,13 @@ def rotation_matrix(size: int, seed: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _cached_rotation(size: int, seed: int, inverse: bool, device: torch.device) -> Tensor:
+    """Returns rotation_matrix(size, seed) on `device`, transposed if `inverse`; the last 64 are cached."""
     matrix = rotation_matrix(size, seed)
     return (matrix.T if inverse else matrix).contiguous().to(device)
 
 
 def _hadamard_matrix(size: int) -> Tensor:
-    """Returns Sylvester's Hadamard matrix of a power of two / sqrt(size), float64, orthogonal."""
+    """Returns Sylvester's Hadamard matrix / sqrt(size), float64 [size, size], orthogonal. size: a power of two."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
-    """Returns a tensor of any dtype, layout and device as a wire tensor of `dtype`, a key of DTYPES.
+    """Converts a tensor of any dtype, layout and device to a wire tensor of `dtype`, a key of DTYPES.
 
     Shares the memory of a contiguous CPU tensor of the wire dtype: change such a tensor only after sending.
     """
@@ -39,9 +39,9 @@ def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
 def decode_uncompressed(
     wire: WireTensor, dtype: str, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Returns the tensor as float32 on `device`; shares writable float32 bytes that stay on the CPU.
+    """Returns a wire tensor of `dtype` as float32 on `device`; a float32 one that stays on the CPU may share its bytes.
 
-    Raises ProtocolError "bad-tensor" for another dtype or shape. Values may be NaN or infinite: see all_finite.
+    Raises ProtocolError "bad-tensor" for another dtype or `shape`. Values may be NaN or infinite: see all_finite.
     """
     return _from_wire(wire, dtype, shape).to(device, torch.float32)
 
@@ -84,9 +84,9 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tensor:
-    """Returns a CPU tensor of the wire dtype `name`. Raises ProtocolError.
+    """Returns the wire tensor as a CPU tensor. Raises ProtocolError unless its dtype is `name` and its shape `shape`.
 
-    It shares the bytes, unless they are read-only or unaligned, which torch does not support.
+    The result shares the bytes, unless they are read-only or unaligned, which torch does not support.
     """
     if wire.dtype != name:
         raise ProtocolError("bad-tensor", f"The tensor is {wire.dtype}; this run sends {name}.")

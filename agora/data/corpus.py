@@ -43,7 +43,7 @@ def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *
 
 
 def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
-    """Returns the cache key: SHA-256 of the tokenizer and of each file's path, size and time of change."""
+    """Returns the cache key: SHA-256, in hex, of the tokenizer and of each file's path, size and time of change."""
     known: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.vocabulary, tokenizer.separator.tolist()]
     for file in files:
         try:
@@ -55,7 +55,10 @@ def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
 
 
 def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: Tokenizer) -> Iterator[Ids]:
-    """Yields the ids of all files' text, piece by piece, and the separator after each document."""
+    """Yields the ids of all files' text, piece by piece, and the separator after each document.
+
+    Raises ManifestError for an id that is not below the tokenizer's vocabulary, and if there is no text at all.
+    """
     is_empty = True
     for pieces in _batches(files):
         for piece, ids in zip(pieces, tokenizer.encode([piece.text for piece in pieces]), strict=True):
@@ -73,7 +76,7 @@ def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: To
 
 
 def _batches(files: Sequence[SourceFile]) -> Iterator[list[Piece]]:
-    """Yields pieces in groups of about ENCODE_CHARACTERS: enough for a tokenizer's cores, and memory stays bounded."""
+    """Yields all pieces in lists of ENCODE_CHARACTERS or a little more: work for all cores, but little memory."""
     batch: list[Piece] = []
     characters = 0
     for piece in (piece for file in files for piece in file.pieces()):

@@ -74,7 +74,10 @@ class Sampler:
         self._limit = self._split_limit(heldout)
 
     def _split_limit(self, heldout: float) -> np.uint64:
-        """Returns the hash below which windows are held out; moved if one side of a small corpus would be empty."""
+        """Returns the hash below which windows are held out: heldout * 2^64, 0 for none.
+
+        It is moved if else no window, or every window, of a small corpus would be held out.
+        """
         if heldout <= 0:
             return np.uint64(0)
         hashes = mix(self._scanned, self._split_key)
@@ -82,7 +85,7 @@ class Sampler:
         return np.uint64(min(max(limit, int(hashes.min()) + 1), int(hashes.max())))
 
     def is_held_out(self, windows: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Returns for each window [n] whether it is never trained on."""
+        """Returns for each window number [n] whether its hash is below the limit, so that it is never trained on."""
         hashes = mix(windows.astype(np.uint64), self._split_key)
         return np.less(hashes, self._limit)
 
@@ -124,7 +127,7 @@ class Sampler:
             yield self._gather(windows[i * batch : (i + 1) * batch])
 
     def _gather(self, windows: NDArray[np.int64]) -> Tokens:
-        """Returns the tokens of some windows, int32 [b, context + 1]."""
+        """Copies the tokens of the windows with these numbers [b] out of the corpus, int32 [b, context + 1]."""
         positions = windows[:, None] * self.context + np.arange(self.context + 1)
         tokens: Tokens = self._tokens[positions].astype(np.int32)
         return tokens
@@ -164,7 +167,7 @@ class OriginBatches:
             yield encode_tokens(tokens)
 
     def _reserve(self, until: int) -> None:
-        """Reserves all numbers below `until`; without space on the disk they are reserved in memory only."""
+        """Writes `until` to the file: after a restart no number below it is drawn. Reports a disk error and goes on."""
         self._reserved = until
         try:
             temporary = self._file.with_suffix(".new")
@@ -175,6 +178,6 @@ class OriginBatches:
 
 
 def _key(seed: int, purpose: int) -> int:
-    """Returns a 64-bit hash key of the run's seed, another one for each purpose."""
+    """Returns a 64-bit hash key derived from the run's seed, different for each purpose."""
     digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
     return int.from_bytes(digest[:8], "little")

@@ -91,7 +91,7 @@ def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
 
 
 def _files_of(source: str, base: Path) -> list[SourceFile]:
-    """Returns the files of one source. See find_files."""
+    """Returns the files of one source of find_files's table, sorted. Raises ManifestError as find_files does."""
     if source == STDLIB:
         return stdlib_files()
     given = Path(source).expanduser()
@@ -184,7 +184,11 @@ def _read_jsonl(path: Path) -> Iterator[Piece]:
 
 
 def _text_of(line: bytes, where: str) -> str:
-    """Returns the text of one line of a .jsonl file. where: the line's name in an error. Raises ManifestError."""
+    """Returns the field "text" of the JSON object in `line`. where: the line's name in errors.
+
+    Raises ManifestError for a line that is not JSON or no object, and when "text" is absent, no string, or half a
+    surrogate pair.
+    """
     try:
         row: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -204,7 +208,10 @@ def _text_of(line: bytes, where: str) -> str:
 
 
 def _no_text(where: str, kind: str, present: Sequence[str], wrong_type: bool) -> ManifestError:
-    """Returns the error for a document without text. kind: "field" or "column"; present: the names that are there."""
+    """Returns the error that field or column (`kind`) "text" is absent, or no string (`wrong_type`).
+
+    present: the names of the fields or columns that are there.
+    """
     names = ", ".join(present[:20]) or "none"
     if wrong_type:
         return ManifestError(f"{where} has a {kind} 'text' that is not a string; convert it to one.")

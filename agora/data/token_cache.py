@@ -37,7 +37,9 @@ LOCK_POLL_S = 0.05
 
 
 class CachedTokens:
-    """The place of one corpus in the cache `folder`. signature: what the ids were made of, in hex; dtype: of the ids.
+    """Reads and writes the token ids of one corpus in the cache `folder`.
+
+    signature: the cache key in hex, the hash of what the ids are made of. dtype: of the ids.
 
     `lock` and `write` raise DiskError when the folder cannot be written or the disk is full.
     """
@@ -67,7 +69,10 @@ class CachedTokens:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lets one process at a time build a corpus. It only saves work: after LOCK_WAIT_S two may build at once."""
+        """Waits for and holds the corpus's file lock during the `with`, so that one process at a time builds it.
+
+        It only saves work: after LOCK_WAIT_S, and where locks do not work, the `with` begins without the lock.
+        """
         with _disk_errors(self._folder):
             self._index.parent.mkdir(parents=True, exist_ok=True)
             lock = self._index.with_suffix(".lock").open("wb")
@@ -84,7 +89,7 @@ class CachedTokens:
             yield
 
     def write(self, pieces: Iterable[NDArray[Any]]) -> None:
-        """Writes the ids of all pieces in order. They appear whole, or not at all when `pieces` raises."""
+        """Writes the ids of all pieces to a .tokens file, then its index; neither appears when `pieces` raises."""
         self._remove_abandoned()
         digest, crcs = hashlib.sha256(self._dtype.str.encode()), []
         with _disk_errors(self._folder), _unfinished_file(self._folder) as file:
@@ -120,7 +125,7 @@ def _unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
 
 
 def _publish(file: IO[bytes], path: Path) -> None:
-    """Renames an unfinished file to `path` once the disk has its content."""
+    """Waits until the disk has the unfinished file's content, then renames it to `path`."""
     file.flush()
     os.fsync(file.fileno())
     os.replace(file.name, path)

@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
     @property
     def separator(self) -> Ids:
-        """The ids that are written after each document."""
+        """The ids that open_corpus writes after each document."""
 
     @property
     def fingerprint(self) -> str:
@@ -102,7 +102,7 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
 
 
 def _read(path: Path) -> bytes:
-    """Returns the content of a tokenizer file. Raises DiskError."""
+    """Returns the bytes of a tokenizer file. Raises DiskError when it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -113,7 +113,10 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(content: bytes, path: Path) -> Any:
-    """Returns the package's tokenizer, without truncation and padding. Raises LocalError or ManifestError."""
+    """Makes a tokenizer of the `tokenizers` package from a tokenizer.json, with truncation and padding switched off.
+
+    path: the file's name in errors. Raises LocalError without the package, ManifestError for malformed content.
+    """
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError as error:

@@ -15,14 +15,18 @@ from agora.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The tokenizer's files: content by name. `end_of_text`: the id that ends a document; None when no id does."""
+    """An exported tokenizer: content by file name. end_of_text: the id that ends a document; None when no id does."""
 
     files: dict[str, bytes]
     end_of_text: int | None
 
 
 def tokenizer_files(source: str, vocabulary: int, context: int, base: Path | None = None) -> TokenizerFiles:
-    """Returns the files of the tokenizer that a manifest names. Raises what open_tokenizer raises."""
+    """Makes tokenizer.json and tokenizer_config.json, as transformers reads them, for the tokenizer of a manifest.
+
+    For "bytes", which has no file, it makes an equal byte-level tokenizer. context: the longest input in tokens. Raises
+    what open_tokenizer raises.
+    """
     tokenizer = open_tokenizer(source, vocabulary, base=base)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -43,7 +47,7 @@ def tokenizer_files(source: str, vocabulary: int, context: int, base: Path | Non
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """Returns a `tokenizers` JSON whose ids are the bytes of UTF-8: a byte-level BPE without merges.
+    """Returns the content of a tokenizer.json whose ids are the bytes of UTF-8: a byte-level BPE without merges.
 
     It has no special tokens: id 0 is the byte 0, and a special token with that id would need a spelling that text could
     contain.

@@ -20,7 +20,7 @@ FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamil
 
 
 def family_of(model: ModelSection) -> Family:
-    """Returns the family that `model` names, with its values. Raises ManifestError for one that is not in FAMILIES."""
+    """Makes the Family that model.family names, with the sizes in `model`. Raises ManifestError if not in FAMILIES."""
     if model.family not in FAMILIES:
         raise ManifestError(f"[model] family {model.family!r} is unknown; {suggest(model.family, FAMILIES)}")
     return FAMILIES[model.family](model)

@@ -46,7 +46,10 @@ class Stage(nn.Module, abc.ABC):
         """
 
     def fill_buffers(self, seed: int) -> None:
-        """Fills the buffers, if the family has any, with what sizes and the run's seed decide; they never change."""
+        """Computes the stage's buffers from its sizes and the run's seed; they never change afterwards.
+
+        Does nothing by default: a family whose stages have buffers overrides it.
+        """
 
     @abc.abstractmethod
     def initial_std(self, name: str) -> float | None:
@@ -65,11 +68,14 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def memory_bytes(self, layers: range, tokens: int) -> int:
-        """Returns the least memory that training `layers` takes, with microbatches of `tokens` tokens."""
+        """Returns an estimate of the least bytes that training `layers` takes, with microbatches of `tokens` tokens."""
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns every tensor of the stage that holds `layers` as a Hugging Face folder has it. seed: the run's."""
+        """Returns, for every tensor of the stage that holds `layers`, its name and shape in a Hugging Face folder.
+
+        Each also names its source and the conversion, if any. seed: the run's.
+        """
 
     @abc.abstractmethod
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
@@ -80,11 +86,11 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> ModelDescription:
-        """Returns the words of a model card that only the family knows."""
+        """Returns the model's kind and sizes in words, for the model card."""
 
     @torch.no_grad()
     def build_stage(self, layers: range, seed: int) -> Stage:
-        """Returns the stage that holds `layers` with its initial weights, float32 on the CPU.
+        """Makes the stage that holds `layers`, with its buffers and initial weights, float32 on the CPU.
 
         Every cut of the model, on every peer, starts from the same weights. Raises DerivationError if this machine
         would give its fixed tensors other values.

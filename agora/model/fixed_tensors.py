@@ -22,7 +22,7 @@ KNOWN_DIGEST = "b6dd8460cd61ee1dfc1d8c770288a0ecf2f41e3f58c29979a61989144b69a38a
 
 
 class DerivationError(LocalError):
-    """This machine's libraries derive other tensors from a seed than those of other peers."""
+    """Error of check_derivation: this machine's numpy derives other tensors from a seed than the other peers'."""
 
     code: ClassVar[str] = "derivation"
 
@@ -59,7 +59,7 @@ def derive_embedding_signs(seed: int, vocabulary: int, width: int) -> NDArray[np
 
 
 def derive_embedding(seed: int, vocabulary: int, width: int) -> NDArray[np.float32]:
-    """Returns the fixed embedding's signs as 1 and -1, [vocabulary, width]."""
+    """Returns the fixed embedding's signs as 1 and -1, float32 [vocabulary, width], without its scale."""
     bits = np.unpackbits(derive_embedding_signs(seed, vocabulary, width), axis=1, count=width, bitorder="little")
     return np.where(bits, np.float32(1), np.float32(-1))
 
@@ -82,7 +82,7 @@ def check_derivation() -> None:
 
 
 def _hadamard_product(matrix: NDArray[np.int64], block: int) -> NDArray[np.int64]:
-    """Returns [width, rank] with each block of rows multiplied by Sylvester's Hadamard matrix, entries +-1."""
+    """Returns `matrix`, each `block` rows of it multiplied from the left by Sylvester's Hadamard matrix of 1 and -1."""
     width, rank = matrix.shape
     step = 1
     while step < block:

@@ -18,7 +18,10 @@ CHUNK = 1 << 22
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """Returns the CPU generator of one tensor: each has its own, so a peer draws only what it holds."""
+    """Returns the CPU random generator that the run's seed and a tensor's full name seed.
+
+    Each tensor has its own, so a peer draws only the tensors that it holds.
+    """
     digest = hashlib.sha256(f"agora initial weights 1\0{seed}\0{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 

@@ -42,7 +42,7 @@ LLAMA_LAYER_NAMES: Final = {
 
 
 class SubspaceFamily(Family):
-    """The subspace family with the sizes of one manifest."""
+    """The subspace family with the sizes of one manifest: makes SubspaceStages, exports them as a LlamaForCausalLM."""
 
     def __init__(self, model: SubspaceSection) -> None:
         self._model = model
@@ -52,7 +52,7 @@ class SubspaceFamily(Family):
         return SubspaceStage(self._model, layers)
 
     def memory_bytes(self, layers: range, tokens: int) -> int:
-        """Returns TRAINING_BYTES for each parameter plus ACTIVATION_BYTES for each token and channel."""
+        """Returns TRAINING_BYTES * parameters + ACTIVATION_BYTES * tokens * width."""
         return TRAINING_BYTES * self.parameter_count(layers) + ACTIVATION_BYTES * tokens * self._model.width
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
@@ -60,14 +60,14 @@ class SubspaceFamily(Family):
         return [self._exported_tensor(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
 
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
-        """Returns config.json of a Llama, and generation_config.json: sampling until a document ends."""
+        """Returns the content of a Llama's config.json and of generation_config.json, which samples until the end id."""
         sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
         llama = _llama_config(self._model, dtype, end_of_text)
         return {"config.json": llama, "generation_config.json": sampling | tokens}
 
     def describe(self) -> ModelDescription:
-        """Returns the kind and the sizes of the decoder in words."""
+        """Returns the kind and the sizes of the decoder in words, for the model card."""
         model = self._model
         return ModelDescription(
             kind="A Llama-style decoder",
@@ -76,7 +76,11 @@ class SubspaceFamily(Family):
         )
 
     def _exported_tensor(self, name: str, shape: tuple[int, ...], seed: int) -> ExportedTensor:
-        """Returns the parameter `name` of this shape as LlamaForCausalLM has it."""
+        """Returns how the parameter `name` of this shape is exported: its Llama name, its shape there, its conversion.
+
+        A fixed embedding becomes learnt U^T + T, a STREAM_PROJECTION into k coordinates U times its matrix; every other
+        parameter keeps its values.
+        """
         model, llama = self._model, llama_name(name)
         if name == EMBEDDING and model.embedding_is_fixed:
             full = (shape[0], model.width)
@@ -95,7 +99,7 @@ class SubspaceFamily(Family):
         return table
 
     def _basis(self, seed: int) -> NDArray[np.float32]:
-        """Returns U, [d, k], from a cache of one."""
+        """Returns the run's basis U, [d, k]; the last one derived is cached."""
         return _cached_basis(seed, self._model.width, self._model.subspace)
 
 
@@ -111,7 +115,7 @@ def llama_name(name: str) -> str:
 
 
 def _llama_config(model: SubspaceSection, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """Returns config.json for transformers 4 and 5 (rope_theta and torch_dtype are keys of 4)."""
+    """Returns the content of config.json for transformers 4 and 5 (rope_theta and torch_dtype are keys of 4)."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

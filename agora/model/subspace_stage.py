@@ -93,7 +93,10 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer. Its sublayers read `width` numbers of each token and add `outputs` to the residual stream."""
+    """One decoder layer: attention, then feed-forward, each behind a norm.
+
+    Both read `width` numbers of each token and add `outputs` numbers to the residual stream.
+    """
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
@@ -109,7 +112,10 @@ class Layer(nn.Module):
 
 
 class Subspace(nn.Module):
-    """Turns a token's coordinates c into x = U c + T[token]. It has no parameters and no state."""
+    """Turns a token's coordinates c into x = U c + T[token]. It has no parameters, and nothing of it is saved.
+
+    U (`basis`, None for the identity) and the signs of T are buffers, which the seed decides.
+    """
 
     signs: Tensor
     bits: Tensor
@@ -125,7 +131,7 @@ class Subspace(nn.Module):
         self.register_buffer("bits", torch.empty(8, dtype=torch.uint8), persistent=False)
 
     def fill_buffers(self, seed: int) -> None:
-        """Fills basis and signs with what the seed fixes. Raises DerivationError."""
+        """Derives U and the signs of T from the seed. Raises DerivationError if other peers derive other values."""
         fixed_tensors.check_derivation()
         torch.arange(8, dtype=torch.uint8, out=self.bits)
         self.signs.copy_(torch.from_numpy(fixed_tensors.derive_embedding_signs(seed, self.vocabulary, self.width)))
@@ -133,11 +139,14 @@ class Subspace(nn.Module):
             self.basis.copy_(torch.from_numpy(fixed_tensors.derive_basis(seed, self.width, self.rank)))
 
     def expand_for(self, tokens: Tensor) -> Expand:
-        """Returns the function from c to x for these tokens [b, s]; negative ids read row 0."""
+        """Returns the function that turns c [b, s, k] into x = U c + T[tokens] for these tokens [b, s].
+
+        Negative ids read row 0 of T.
+        """
         rows = self.fixed_rows(tokens)
 
         def expand(coordinates: Tensor) -> Tensor:
-            """Returns U c + T[token]."""
+            """Called before each sublayer: returns U c + T[token], [b, s, d], of the coordinates c."""
             inside = coordinates if self.basis is None else F.linear(coordinates, self.basis)
             return inside + rows
 
@@ -151,7 +160,7 @@ class Subspace(nn.Module):
 
 
 class SubspaceStage(Stage):
-    """A stage of the subspace family, without values until they are filled in."""
+    """A stage of the subspace family. Made on the meta device, it has no values until Family.build_stage fills it."""
 
     table: Tensor
 
@@ -173,7 +182,10 @@ class SubspaceStage(Stage):
             self.head = nn.Linear(model.width, model.vocabulary, bias=False)
 
     def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Returns the boundary that leaves the stage, or logits; see Stage.forward."""
+        """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward.
+
+        The model's last layer gets the residual stream expanded to the whole width.
+        """
         expand = EXPAND_NOTHING
         tokens = hidden if self.is_first else tokens
         if self.space is not None:
@@ -191,14 +203,18 @@ class SubspaceStage(Stage):
         return hidden
 
     def fill_buffers(self, seed: int) -> None:
-        """Fills the rotary table and the subspace's buffers. Raises DerivationError."""
+        """Computes the rotary table, and U and T's signs if the embedding is fixed. Raises DerivationError."""
         model = self._model
         self.table.copy_(rotary_table(model.context, model.width // model.heads, model.rope_theta))
         if self.space is not None:
             self.space.fill_buffers(seed)
 
     def initial_std(self, name: str) -> float | None:
-        """Returns 0.02; 0.02 / sqrt(2 (layer + 1)) for STREAM_PROJECTIONS; embedding and head have their own."""
+        """Returns the standard deviation of the initial values, None (all ones) for norms.
+
+        0.05 for the embedding, 1 / sqrt(width) for the head, 0.02 / sqrt(2 (layer + 1)) for STREAM_PROJECTIONS, layers
+        counted from 0, and 0.02 for all others.
+        """
         if "norm." in name:
             return None
         if name == "embedding.weight":

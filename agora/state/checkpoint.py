@@ -42,7 +42,7 @@ _NAME: Final = re.compile(rf"step-(0|[1-9][0-9]{{0,17}})-([0-9a-f]{{{NAME_DIGITS
 
 
 class CheckpointError(LocalError):
-    """A checkpoint on this disk is damaged or not of this run; the text names the file and what was found in it."""
+    """Error: a checkpoint on this disk is damaged or not of this run; the text names the file and what it holds."""
 
     code: ClassVar[str] = "checkpoint"
 
@@ -62,7 +62,10 @@ class _CheckpointIndex(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose every byte is as it was written. The numbers are those of `StageState`."""
+    """Names a checkpoint folder that was just written or whose every byte was checked; it does not hold the tensors.
+
+    updates, tokens_total: as in `StageState`.
+    """
 
     path: Path
     stage: int
@@ -72,9 +75,10 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, run: str, state: StageState, layout: Layout, *, keep: int) -> Checkpoint:
-    """Writes `state` below `folder` and removes all but the `keep` newest checkpoints up to its step. Blocks.
+    """Writes `state` as a checkpoint below `folder`. Blocks.
 
-    Raises DiskError; the earlier checkpoints are then still there, and nothing else is.
+    Of the stage's checkpoints up to this step, the `keep` newest stay, this one included; the others are removed.
+    Raises DiskError when it cannot write; the earlier checkpoints are then all there, and nothing of this one.
     """
     place = stage_folder(folder, state.stage)
     try:
@@ -97,7 +101,7 @@ def write_checkpoint(folder: Path, run: str, state: StageState, layout: Layout, 
 def newest_checkpoint(
     folder: Path, run: str, stage: int, on_damaged: Callable[[CheckpointError], None] = lambda _: None
 ) -> Checkpoint | None:
-    """Returns the newest checkpoint of `stage` whose every byte is as it was written; None without one. Blocks.
+    """Returns the newest checkpoint of `stage` whose every byte is as it was written; None if there is none. Blocks.
 
     on_damaged: takes the error of each newer checkpoint that is skipped.
     """
@@ -131,7 +135,7 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
 
 
 def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
-    """Returns the checkpoint's state. Raises CheckpointError when its tensors are not those of `layout`. Blocks."""
+    """Reads the checkpoint's weights and moments. Raises CheckpointError when they do not fit `layout`. Blocks."""
     moments = _read_tensors(checkpoint.path / MOMENTS)
     if unknown := [name for name in moments if not name.startswith((MEAN, SQUARE))]:
         raise CheckpointError(f"{checkpoint.path / MOMENTS} holds {unknown[0]}, which is no moment.")
@@ -150,7 +154,7 @@ def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
 
 
 def stage_folder(folder: Path, stage: int) -> Path:
-    """Returns the folder of a stage's checkpoints."""
+    """Returns the path below `folder` where the checkpoints of a stage are."""
     return folder / f"stage-{stage}"
 
 
@@ -158,7 +162,10 @@ def stage_folder(folder: Path, stage: int) -> Path:
 
 
 def _write_files(place: Path, run: str, state: StageState, layout: Layout) -> Path:
-    """Writes a checkpoint in a new folder and renames it into place. Returns its path. Raises OSError."""
+    """Writes a checkpoint in a temporary folder, renames that to its name, and returns the path. Raises OSError.
+
+    If a checkpoint with the same content is there already, that one stays, unless it is damaged: then it is replaced.
+    """
     fresh = _temporary_folder(place)
     os.mkdir(fresh, 0o700)
     metadata = {"run": run, "stage": str(state.stage), "step": str(state.step)}
@@ -191,12 +198,12 @@ def _write_files(place: Path, run: str, state: StageState, layout: Layout) -> Pa
 
 
 def _temporary_folder(place: Path) -> Path:
-    """Returns a new name in `place` that no reader takes for a checkpoint."""
+    """Returns a random path in `place`, .new-..., that no reader takes for a checkpoint. Creates nothing."""
     return place / f".new-{secrets.token_hex(8)}"
 
 
 def _remove_leftovers(place: Path) -> None:
-    """Removes what a writer has left that was killed or ran out of space."""
+    """Removes the temporary folders that a writer has left which was killed or ran out of space. Raises nothing."""
     with contextlib.suppress(OSError):
         for leftover in place.glob(".new-*"):
             remove_folder(leftover)
@@ -206,7 +213,7 @@ def _remove_leftovers(place: Path) -> None:
 
 
 def _list_checkpoints(place: Path) -> list[tuple[int, Path]]:
-    """Returns step and path of the folders in `place` that are named as checkpoints, the highest step first."""
+    """Returns step and path of the folders in `place` named as checkpoints are, highest step first; [] on errors."""
     try:
         matches = [(_NAME.fullmatch(path.name), path) for path in place.iterdir()]
     except OSError:
@@ -215,7 +222,10 @@ def _list_checkpoints(place: Path) -> list[tuple[int, Path]]:
 
 
 def _read_index(path: Path) -> _CheckpointIndex:
-    """Reads checkpoint.json in the folder `path`. Raises CheckpointError when it does not fit the folder's name."""
+    """Reads checkpoint.json in the folder `path`.
+
+    Raises CheckpointError when it cannot be read, or its hash or step is not the one in the folder's name.
+    """
     file, match = path / INDEX, _NAME.fullmatch(path.name)
     if match is None:
         raise CheckpointError(f"{path} is not named as a checkpoint is.")

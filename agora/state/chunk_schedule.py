@@ -40,7 +40,11 @@ class ChunkSchedule:
         return len(self.arrived_chunks) == self.count
 
     def take(self, peer: PeerId, now: float) -> int | None:
-        """Returns the chunk to ask `peer` for and records the call. None when `peer` can do nothing useful now."""
+        """Returns the chunk to ask `peer` for and records that the call begins `now`; None when there is none.
+
+        It is the lowest missing chunk; without one, the chunk whose latest call to another peer began first, if that
+        call has lasted longer than max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * usual_s()).
+        """
         if self._missing:
             chunk = heapq.heappop(self._missing)
         else:
@@ -53,7 +57,10 @@ class ChunkSchedule:
         return chunk
 
     def record_arrival(self, chunk: int, peer: PeerId, now: float) -> list[PeerId]:
-        """Records that `peer` gave the chunk. Returns the peers whose calls for the same chunk can be cancelled."""
+        """Records that `peer` gave the chunk, and how long that took.
+
+        Returns the other peers that were asked for the chunk: those calls can be cancelled.
+        """
         asked = self._open.pop(chunk, {})
         if (began := asked.pop(peer, None)) is not None:
             self._durations.append(now - began)
@@ -61,7 +68,7 @@ class ChunkSchedule:
         return list(asked)
 
     def record_end(self, chunk: int, peer: PeerId) -> None:
-        """Records that a call to `peer` ended; the chunk is missing again if it did not come and no call is open."""
+        """Records that a call to `peer` ended. The chunk is missing again if it has not arrived and no call is open."""
         asked = self._open.get(chunk, {})
         asked.pop(peer, None)
         if not asked and self._open.pop(chunk, None) is not None and chunk not in self.arrived_chunks:
@@ -69,10 +76,10 @@ class ChunkSchedule:
             heapq.heappush(self._missing, chunk)
 
     def discard(self, chunk: int) -> None:
-        """Makes a chunk that has arrived missing again."""
+        """Makes a chunk that has arrived missing again, so that it is fetched anew."""
         self.arrived_chunks.remove(chunk)
         heapq.heappush(self._missing, chunk)
 
     def usual_s(self) -> float:
-        """Returns the median time of the last chunks, in seconds."""
+        """Returns the median seconds that the last REMEMBERED_CHUNKS chunks took; ASSUMED_CHUNK_S before the first."""
         return statistics.median(self._durations) if self._durations else ASSUMED_CHUNK_S

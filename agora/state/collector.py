@@ -32,7 +32,10 @@ SPARE_BYTES: Final = 64 * 2**20
 
 
 class StageCollector:
-    """Gathers the weights of all stages, one collection at a time. `folder` is its own; `close` ends it."""
+    """Writes the weights of all stages as files in `folder`: copies the held stages, fetches the others from replicas.
+
+    Refuses a second collection while one runs. `close` cancels the running one and refuses all later ones.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,9 @@ class StageCollector:
         self._closed = False
 
     async def collect(self) -> list[StageFile]:
-        """Writes a file for every stage and returns them in order. Leaves nothing when it fails or is cancelled.
+        """Writes a weight file for every stage, in place of the last collection, and returns the files in stage order.
+
+        Leaves no half collection when it fails or is cancelled.
 
         Raises Busy while another collection runs, Unavailable for a stage that nobody can give, DiskError, and
         LocalError when the daemon leaves.
@@ -86,7 +91,10 @@ class StageCollector:
             self._task.cancel()
 
     async def _collect(self) -> list[StageFile]:
-        """Writes all files into a new folder, then puts it in place."""
+        """Removes the last collection, writes the files of all stages into a new folder, and renames it to `folder`.
+
+        Raises Unavailable, before it writes, when a stage has no holder; DiskError when there is too little space.
+        """
         deadline = loop_time() + COLLECT_S
         layouts = await run_in_thread(self._layouts)
         for stage in range(len(layouts)):
@@ -106,7 +114,7 @@ class StageCollector:
         return [replace(file, path=self._folder / file.path.name) for file in files]
 
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, deadline: float) -> StageFile:
-        """Writes the file of one stage, own or fetched."""
+        """Writes one stage's weights as a safetensors file, copied if the stage is held here, else fetched."""
         if stage in self._held.span:
             state = await self._held.export_state(stage)
         else:
@@ -117,7 +125,10 @@ class StageCollector:
         return StageFile(stage, state.step, path)
 
     async def _fetch(self, stage: int, numel: int, deadline: float) -> StageState:
-        """Fetches a stage's state from its replicas; when these fail, from replicas that have come since."""
+        """Fetches a stage's state from the peers that serve it; when all fail, from those that serve it since then.
+
+        Raises Unavailable, with all reasons, when every peer that serves it has been asked.
+        """
         fetch = StateFetch(self._caller, stage, numel, report_offence=self._report_offence)
         asked: set[PeerId] = set()
         reasons: tuple[str, ...] = ()
@@ -130,7 +141,7 @@ class StageCollector:
         raise _unavailable(stage, reasons)
 
     def _remove_earlier(self) -> None:
-        """Removes the collection before this one, and what a killed process left of another."""
+        """Removes the last collection, and the temporary folders of a process that was killed."""
         for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}.*")]:
             remove_folder(old)
 

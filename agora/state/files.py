@@ -37,7 +37,10 @@ class FileDigest:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o600) -> FileDigest:
-    """Creates `path` with `pieces` in it and waits until the disk has them. Raises OSError, also when it exists."""
+    """Creates `path` from `pieces`, waits until the disk has them, and returns the file's size and hash.
+
+    Raises OSError, also when `path` exists.
+    """
     digest, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -55,10 +58,10 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o6
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]) -> FileDigest:
-    """Creates the safetensors file `path` of float32 tensors and waits until the disk has it. Raises OSError."""
+    """Creates the safetensors file `path` of float32 tensors as write_file does: waits for the disk, raises OSError."""
 
     def pieces() -> Iterator[bytes | memoryview]:
-        """Yields the header and then each tensor's bytes."""
+        """Yields the file's content: the safetensors header, then each tensor's bytes."""
         yield safetensors_header({name: ("F32", t.shape, t.nbytes) for name, t in tensors.items()}, metadata)
         for tensor in tensors.values():
             yield np.ascontiguousarray(tensor, "<f4").reshape(-1).data.cast("B")
@@ -101,7 +104,7 @@ def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], me
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the disk has the names in `folder`. Raises OSError."""
+    """Waits until files created, renamed or removed in `folder` are so on the disk, too (fsync). Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -143,7 +146,7 @@ def check_export_place(out: Path, *, replace: bool) -> Path:
 
 @contextlib.contextmanager
 def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
-    """Yields a folder beside `place`; moves it to `place` at the end of the `with`, or removes it after an exception.
+    """Creates and yields a folder beside `place`; the end of the `with` renames it to `place`, an exception removes it.
 
     Raises DiskError, at once if the disk has less than `need_bytes` free.
     """
@@ -161,7 +164,7 @@ def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
 
 
 def fresh_path(place: Path) -> Path:
-    """Returns a new path in the same folder as `place`, to be renamed to it later. Its name begins with .NAME."""
+    """Returns an unused path beside `place`, .NAME.RANDOM.new, to be renamed to `place` later. Creates nothing."""
     return place.with_name(f".{place.name}.{secrets.token_hex(4)}.new")
 
 
@@ -178,7 +181,7 @@ def make_folder(folder: Path, need_bytes: int) -> None:
 
 
 def put_in_place(fresh: Path, place: Path) -> None:
-    """Renames `fresh` to `place`. An earlier folder there is removed afterwards, or put back if renaming fails."""
+    """Renames `fresh` to `place`. A folder there is moved aside, then removed, or put back if renaming fails."""
     sync_folder(fresh)
     replaced = place.with_name(f".{place.name}.{secrets.token_hex(4)}.old")
     if place.exists():
@@ -194,7 +197,7 @@ def put_in_place(fresh: Path, place: Path) -> None:
 
 
 def write_file_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
-    """Writes export.json: `about`, then the size and SHA-256 of every file. Raises OSError."""
+    """Writes export.json into `folder`: the keys of `about`, and each file's size and SHA-256. Raises OSError."""
     hashes = {name: asdict(file) for name, file in sorted(files.items())}
     write_file(folder / LIST, [json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n"], PUBLIC)
 

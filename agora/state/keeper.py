@@ -38,9 +38,10 @@ RETRY_MS: Final = 500  # after which a peer that asked too early may ask again
 
 
 class StateKeeper:
-    """Keeps the state of one span: first `find_checkpoints`, then `fill_stages`, then `run` until cancelled.
+    """Fills the stages of one span with their state, writes their checkpoints, and gives copies to joining peers.
 
-    `answer` serves other peers all the while: before a stage is filled it gives the checkpoint that was found.
+    The owner calls `find_checkpoints`, then `fill_stages`, then `run` until it cancels it. `answer` serves peers all
+    the while: before a stage is filled, it gives the checkpoint that was found.
     """
 
     def __init__(
@@ -76,7 +77,10 @@ class StateKeeper:
     # --- filling the stages
 
     async def find_checkpoints(self) -> tuple[int, ...]:
-        """Looks for this peer's own checkpoints. Returns the step of each stage of the span, 0 where there is none."""
+        """Finds the newest intact checkpoint of each stage on this disk, without loading it.
+
+        Returns the step of each stage's checkpoint in the order of the span, 0 where there is none.
+        """
 
         def find_newest(stage: int) -> Checkpoint | None:
             """Returns the newest intact checkpoint of the stage, and reports the damaged ones that it skips."""
@@ -90,16 +94,20 @@ class StateKeeper:
         return tuple(checkpoint.step if checkpoint is not None else 0 for checkpoint in newest)
 
     async def fill_stages(self) -> str:
-        """Fills every stage with the newest state there is; returns a sentence that says from where.
+        """Fills each stage as `choose_start` decides: from its checkpoint, from other peers, or with initial weights.
 
-        Raises Unavailable for a stage without an own checkpoint when no peer could give the state.
+        Returns a sentence that says from where. Raises Unavailable when a stage without an own checkpoint must be
+        fetched and no peer gives it.
         """
         sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self._stages.span.stages]
         self._found.clear()
         return "; ".join(sources)
 
     async def _fill_stage(self, stage: int) -> str:
-        """Fills one stage as `choose_start` decides; falls back to the own checkpoint when fetching fails."""
+        """Fills one stage as `choose_start` decides; loads the own checkpoint if fetching fails. Returns the reason.
+
+        Raises Unavailable when fetching fails and there is no own checkpoint.
+        """
         own = self._found.get(stage)
         decision = rules.choose_start(own.step if own else None, self._offers(stage), self._lag_limit)
         if decision.action == "fetch":
@@ -124,7 +132,7 @@ class StateKeeper:
         return rules.plausible_offers(claimed, self._serving_steps(stage), self._lag_limit)
 
     def _serving_steps(self, stage: int) -> list[int]:
-        """Returns the steps that the other replicas of the stage claim."""
+        """Returns the steps that the other peers which serve the stage claim to be at."""
         return [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
 
     # --- fetching
@@ -162,7 +170,10 @@ class StateKeeper:
     async def _run_fetch(
         self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float
     ) -> StageState:
-        """Runs `fetch`; when all sources fail, goes on with those that the view has by then, for `patience_s`."""
+        """Runs `fetch`. When all sources fail, waits RETRY_S and goes on with the peers that offer the state by then.
+
+        Raises Unavailable when a try fails later than `patience_s` after the first began.
+        """
         began = loop_time()
         while True:
             try:
@@ -175,7 +186,10 @@ class StateKeeper:
             sources = rules.most_advanced_first(self._offers(stage)) or sources
 
     async def _fetch_missed_slices(self, stage: int, step: int, sources: Sequence[PeerId]) -> int:
-        """Fetches the slices that the others have averaged since `step` and loads them. Returns how many came."""
+        """Fetches and loads the slices averaged since `step`, and moves the stage's step up to the newest one offered.
+
+        Returns how many slices came.
+        """
         newest = max(self._offers(stage).values(), default=step)
         slices = self._slices[stage]
         rounds = rules.missed_rounds(step, newest, self._manifest.averaging.every, slices.count)
@@ -190,7 +204,11 @@ class StateKeeper:
     # --- giving copies to other peers
 
     async def answer(self, request: GetState | GetChunk | GetSlice) -> Reply:
-        """Answers a joining peer. Raises Busy while this peer has nothing yet, NotMyStage, Refused, ProtocolError."""
+        """Returns the snapshot's index, the chunk or the slice that a joining peer asks for.
+
+        Raises NotMyStage for a stage that is not held, Busy for a slice of a stage that is not filled yet, and what
+        `Snapshots` raises.
+        """
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
         if request.stage not in self._stages.span:
@@ -205,7 +223,7 @@ class StateKeeper:
         return slice_reply(values.numpy(), step)
 
     async def _export(self, stage: int) -> StageState | None:
-        """Returns a copy of the stage, or before it is filled the checkpoint found on disk; None without one."""
+        """Returns the state to give to others: a copy of the stage, or its checkpoint until it is filled; else None."""
         if stage in self._filled:
             return await self._stages.export_state(stage)
         own = self._found.get(stage)
@@ -217,14 +235,17 @@ class StateKeeper:
     # --- writing checkpoints
 
     def note_step(self, stage: int, step: int) -> None:
-        """Records that a stage has taken a step; `run` writes a checkpoint when one is due."""
+        """Called after each step of a stage: if a checkpoint is due at `step`, wakes `run`, which writes it."""
         if rules.checkpoint_due(step, self._manifest.checkpoint.every, self._checkpointed.get(stage, 0)):
             self._checkpointed[stage] = step
             self._due.add(stage)
             self._wake.set()
 
     async def run(self) -> None:
-        """Writes the checkpoints that are due, until cancelled. A full disk costs the checkpoint and nothing else."""
+        """Writes the checkpoints that `note_step` finds due, and drops idle snapshots, until cancelled.
+
+        A disk error is reported and costs that checkpoint only.
+        """
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -233,12 +254,12 @@ class StateKeeper:
                 await self._write(self._due.pop())
 
     async def write_checkpoints(self) -> None:
-        """Writes a checkpoint of every stage that is filled; called when this peer leaves."""
+        """Writes a checkpoint of every filled stage now, due or not; called when this peer leaves."""
         for stage in self._filled:
             await self._write(stage)
 
     async def _write(self, stage: int) -> None:
-        """Writes a checkpoint of the stage as it is now, and reports it or the disk's error."""
+        """Writes a checkpoint of the stage as it is now, one write at a time; reports it, or the disk's error."""
         layout, keep, began = self._stages.layout(stage), self._manifest.checkpoint.keep, loop_time()
         try:
             async with self._writing:

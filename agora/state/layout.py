@@ -99,7 +99,10 @@ class Layout:
 
 
 def lay_out(shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
-    """Returns the layout of tensors with these names and shapes: matrices first; numel is a multiple of SLICE_BLOCK."""
+    """Returns a layout that places tensors of these names and shapes one after another: matrices first, then vectors.
+
+    Each begins at a multiple of ALIGNMENT elements; numel is rounded up to a multiple of SLICE_BLOCK.
+    """
     slots: list[Slot] = []
     end = 0
     for name, shape in sorted(shapes, key=lambda item: len(item[1]) < 2):  # stable: matrices first
@@ -114,12 +117,12 @@ def chunk_count(numel: int) -> int:
 
 
 def chunk_range(chunk: int, numel: int) -> slice:
-    """Returns the range of elements that a chunk carries."""
+    """Returns the range of a flat array's elements that chunk number `chunk` carries; the last chunk may be shorter."""
     return slice(chunk * CHUNK_ELEMENTS, min((chunk + 1) * CHUNK_ELEMENTS, numel))
 
 
 def pack_chunk(state: StageState, chunk: int) -> bytearray:
-    """Returns the bytes of a chunk of `state`."""
+    """Returns the bytes of chunk number `chunk`: its elements' weights, then means, then squares, as float32."""
     elements = chunk_range(chunk, state.numel)
     arrays = (state.weights, state.mean, state.square)
     return bytearray().join(np.ascontiguousarray(array[elements], "<f4").data.cast("B") for array in arrays)
@@ -137,5 +140,5 @@ def chunk_hashes(state: StageState) -> list[bytes]:
 
 
 def snapshot_hash(hashes: Sequence[bytes]) -> bytes:
-    """Returns the name of a snapshot: the SHA-256 over its chunks' hashes."""
+    """Returns the SHA-256 over the chunks' hashes, by which peers name a snapshot."""
     return hashlib.sha256(b"".join(hashes)).digest()

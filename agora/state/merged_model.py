@@ -31,7 +31,7 @@ INDEX: Final = "model.safetensors.index.json"
 
 
 class ExportError(LocalError):
-    """A stage's weights are not what the manifest says; the text names the file and the tensor."""
+    """Error: a stage's file cannot be read or is not what the manifest says; the text names the file and the tensor."""
 
     code: ClassVar[str] = "export"
 
@@ -65,7 +65,10 @@ class ExportedTensor:
 
 
 class MergedModel:
-    """A whole model, read from the open files of its stages (see open_stages)."""
+    """A whole model in the open files of its stages: `check` verifies every tensor, `write` writes the model's shards.
+
+    open_stages makes it. Only one tensor at a time is in memory.
+    """
 
     def __init__(self, sources: Mapping[ExportedTensor, tuple[Path, Any]]) -> None:
         """sources: the file of each exported tensor, and its reader as safe_open gives it."""
@@ -77,7 +80,7 @@ class MergedModel:
         return sum(tensor.numel for tensor in self._sources)
 
     def check(self, report: ReportBytes) -> None:
-        """Reads every tensor. Raises ExportError for one of another type or shape, and for NaN and infinity."""
+        """Reads every tensor. Raises ExportError for a wrong type or shape, and for NaN and infinity."""
         for tensor, (path, reader) in self._sources.items():
             header = reader.get_slice(tensor.source)
             dtype, shape = header.get_dtype(), tuple(header.get_shape())
@@ -90,7 +93,10 @@ class MergedModel:
             report(SOURCE_BYTES * tensor.numel)
 
     def write(self, folder: Path, dtype: Dtype, shard_bytes: int, report: ReportBytes) -> dict[str, FileDigest]:
-        """Writes the shards and their index into `folder`. Returns their sizes and hashes by name. Raises OSError."""
+        """Writes the tensors, converted to `dtype`, into `folder`: shards of at most `shard_bytes`, and their index.
+
+        Returns the size and hash of each file by its name. Raises OSError.
+        """
         shards = cut_shards(list(self._sources), ITEM_BYTES[dtype], shard_bytes)
         written: dict[str, FileDigest] = {}
         file_of: dict[str, str] = {}
@@ -105,7 +111,7 @@ class MergedModel:
     def _shard_pieces(
         self, shard: Sequence[ExportedTensor], dtype: Dtype, report: ReportBytes
     ) -> Iterator[bytes | memoryview]:
-        """Yields the bytes of a safetensors file: its header, then one tensor at a time."""
+        """Yields the bytes of a shard's safetensors file: its header, then each tensor as it is read and converted."""
         specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in shard}
         yield safetensors_header(specs, {"format": "pt"})
         for tensor in shard:
@@ -120,10 +126,10 @@ class MergedModel:
 def open_stages(
     run: str, files: Sequence[StageFile], tensors: Mapping[int, Sequence[ExportedTensor]]
 ) -> Iterator[MergedModel]:
-    """Opens the files of all stages for the time of the `with`. tensors: what is exported from each stage.
+    """Opens and checks the files of all stages, and yields the model in them; closes them at the end of the `with`.
 
-    Raises ExportError for a file that cannot be read, is of another run, stage or step, or has not exactly the sources
-    of the exported tensors.
+    tensors: the tensors exported from each stage. Raises ExportError for a file that cannot be read, is of another run,
+    stage or step, or has not exactly the sources of the exported tensors.
     """
     sources: dict[ExportedTensor, tuple[Path, Any]] = {}
     with contextlib.ExitStack() as stack:
@@ -145,7 +151,7 @@ def open_stages(
 
 
 def cut_shards(tensors: Sequence[ExportedTensor], item_bytes: int, shard_bytes: int) -> list[list[ExportedTensor]]:
-    """Returns the tensors in their order, as few shards as `shard_bytes` allows; a larger tensor is a shard alone."""
+    """Cuts the tensors, in their order, into shards of at most `shard_bytes`; a larger tensor is a shard alone."""
     shards: list[list[ExportedTensor]] = []
     bytes_left = 0
     for tensor in tensors:

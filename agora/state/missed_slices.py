@@ -31,7 +31,10 @@ PAUSE_S: Final = 0.2  # at least, before a peer that was busy is asked again
 
 
 def chunk_blocks(blocks: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
-    """Returns the block ids of one chunk of a slice. Raises ProtocolError when the slice has no such chunk."""
+    """Returns the part of a slice's block ids, `blocks`, whose values travel in its chunk number `chunk`.
+
+    Raises ProtocolError when the slice has no such chunk.
+    """
     size = SLICE_CHUNK // SLICE_BLOCK
     if chunk * size >= len(blocks):
         raise ProtocolError("bad-message", f"The slice has {-(-len(blocks) // size)} chunks; ask for one of them.")
@@ -56,7 +59,11 @@ def check_slice(reply: Reply, size: int) -> Flat:
 
 
 class SliceFetch:
-    """Fetches slices of one stage. The sources take turns; one that fails, refuses or sends false values is dropped."""
+    """Fetches slices of one stage from sources in turn, CALLS_AT_ONCE calls at a time.
+
+    A busy source is asked again after a pause. One that fails or refuses is asked no more; one that sends false values
+    is also reported as an offence.
+    """
 
     def __init__(
         self, caller: Caller, stage: int, sources: Sequence[PeerId], deadline: float, report_offence: ReportOffence
@@ -96,7 +103,7 @@ class SliceFetch:
         return sorted(missing)
 
     async def _fetch_chunk(self, number: int, chunk: int, size: int) -> Flat | None:
-        """Returns `size` values of the slice of round `number`; None when no source gives them before the deadline."""
+        """Asks one source after another for a chunk of round `number`'s slice. None if nobody gives it in time."""
         async with self._free_calls:
             while self._sources and loop_time() < self._deadline:
                 peer = self._sources[0]

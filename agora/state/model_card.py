@@ -26,7 +26,10 @@ class ModelDescription:
 def model_card(
     manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], parameters: int, dtype: str, source: str
 ) -> str:
-    """Returns the text of README.md. dtype: as transformers calls it; source: where the stages come from, in words."""
+    """Returns the model card, README.md: facts, how to load the model, its limits, and the whole manifest.
+
+    steps: of each stage. dtype: as transformers calls it. source: where the stages come from, in words.
+    """
     return "\n\n".join(
         [
             "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- agora\n---",
@@ -47,7 +50,7 @@ def model_card(
 
 
 def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], dtype: str, source: str) -> str:
-    """Returns the table of the model's sizes and of its training."""
+    """Returns a Markdown table: the model's sizes, dtype, steps of each stage, tokens, schedule and source."""
     least = min(steps.values())
     rows = {
         "shape": model.shape,
@@ -63,7 +66,10 @@ def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int
 
 
 def _loading_code(manifest: Manifest) -> str:
-    """Returns the code that loads the model. Training adds no special tokens, so reading must not add any either."""
+    """Returns Python code that loads the model and samples text.
+
+    Training adds no special tokens, so reading must not add any either.
+    """
     no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"
     return f"""\
 ```python
@@ -78,7 +84,7 @@ print(tokenizer.decode(model.generate(**text, max_new_tokens=100)[0]))
 
 
 def _limits_list(manifest: Manifest, steps: Mapping[int, int]) -> str:
-    """Returns the list of what not to expect of the model."""
+    """Returns a Markdown list of the model's limits, some of which depend on the manifest and the steps."""
     model = manifest.model
     lines = [
         f"- It has never seen more than {model.context} tokens at once; positions beyond that are untrained.",

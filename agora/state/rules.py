@@ -55,12 +55,12 @@ def choose_start(checkpoint_step: int | None, offers: Mapping[PeerId, int], lag_
 
 
 def most_advanced_first(offers: Mapping[PeerId, int]) -> list[PeerId]:
-    """Returns the peers of `offers` by step, the highest first; peers at the same step by id."""
+    """Returns the peers of `offers` by step, the highest first; peers at the same step sorted by peer id."""
     return sorted(offers, key=lambda peer: (-offers[peer], peer))
 
 
 def plausible_offers(claimed: Mapping[PeerId, int], serving: Collection[int], lag_limit: int) -> dict[PeerId, int]:
-    """Returns the peers of `claimed` (peer -> step) whose step is not above the plausibility bound of `serving`."""
+    """Returns those entries of `claimed` (peer -> step) whose step is not above the plausibility bound of `serving`."""
     bound = plausibility_bound(serving, lag_limit)
     return {peer: step for peer, step in claimed.items() if step <= bound}
 
@@ -75,23 +75,30 @@ def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
 
 
 def usual_lag_limit(averaging_every: int, averaging_fraction: float) -> int:
-    """Returns how many steps behind the newest a state is still worth fetching: max(100, 2 * every / fraction)."""
+    """Returns max(100, 2 * averaging_every / averaging_fraction).
+
+    The second is the number of steps in which all weights are averaged twice. A state that is more steps behind the
+    newest is not fetched; a claimed step that is more above the replicas' median is implausible.
+    """
     return max(100, round(2 * averaging_every / averaging_fraction))
 
 
 def lowest_step_to_fetch(wanted: int, offers: Collection[int], averaging_every: int) -> int:
-    """Returns the lowest step to accept from a source: max(wanted, lower median of `offers` - averaging_every)."""
+    """Returns the lowest step of a state to accept: max(wanted, lower median of `offers` - averaging_every).
+
+    offers: the steps of the peers that can give the state.
+    """
     return max(wanted, statistics.median_low(offers or [0]) - averaging_every)
 
 
 def missed_rounds(snapshot_step: int, step: int, every: int, slice_count: int) -> list[int]:
-    """Returns the rounds that began after `snapshot_step` and up to `step`, one each `every` steps.
+    """Returns the numbers of the rounds that began after `snapshot_step` and up to `step`; round r began at r * every.
 
-    Round r averages slice r mod slice_count: the last `slice_count` rounds have every slice.
+    At most the last `slice_count`: round r averages slice r mod slice_count, so they have every slice.
     """
     return list(range(snapshot_step // every + 1, step // every + 1)[-slice_count:])
 
 
 def checkpoint_due(step: int, every: int, last: int) -> bool:
-    """Tells whether a multiple of `every` lies in (last, step]; `last` is the step of the previous checkpoint."""
+    """Returns whether a multiple of `every` lies in (last, step]; `last` is the step of the previous checkpoint."""
     return step // every > last // every

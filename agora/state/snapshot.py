@@ -30,7 +30,7 @@ MAX_BYTES: Final = 2**31  # of all snapshots together
 
 @dataclass(slots=True)
 class _Snapshot:
-    """A copy of a stage with its chunks' hashes. `made` and `last_used` are on the clock of `Snapshots`."""
+    """A copy of a stage's state with its chunks' hashes. `made`, `last_used`: times on the clock of `Snapshots`."""
 
     state: StageState
     hashes: list[bytes]
@@ -46,7 +46,10 @@ class _Snapshot:
 
 
 class Snapshots:
-    """Answers GetState and GetChunk on the event loop; hashing and packing run in threads."""
+    """Answers GetState and GetChunk: copies a stage when asked, gives a fresh copy to several peers, drops idle ones.
+
+    It runs on the event loop; hashing and packing run in threads.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,10 @@ class Snapshots:
         return sum(snapshot.nbytes for snapshot in self._kept.values())
 
     async def get_state(self, request: GetState) -> Reply:
-        """Offers the newest snapshot of a stage, or a new one. Raises Busy when snapshots in use take all room."""
+        """Returns the name, step and chunk hashes of a snapshot: the stage's newest if that is fresh, else a new one.
+
+        An index of size 0 while there is nothing to give. Raises Busy when snapshots in use take all room.
+        """
         async with self._copying[request.stage]:
             snapshot = await self._find_or_make(request.stage, request.at_least)
         if snapshot is None:
@@ -81,7 +87,7 @@ class Snapshots:
         return Reply(StateIndex(snapshot.name, state.step, state.updates, snapshot.nbytes), [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:
-        """Returns a chunk of a snapshot. Raises Refused when it is not kept any more: ask GetState again."""
+        """Returns a chunk of a snapshot. Raises Refused for a dropped snapshot, ProtocolError for no such chunk."""
         snapshot = self._kept.get(request.snapshot)
         if snapshot is None:
             raise Refused("this snapshot is not kept any more; ask for the state again")
@@ -98,7 +104,11 @@ class Snapshots:
             del self._kept[snapshot.name]
 
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
-        """Returns the newest snapshot if it is fresh or there is no room for another, else a new one; None without."""
+        """Returns the stage's newest snapshot if it is fresh or there is no room for another, else makes one.
+
+        Fresh: younger than FRESH_S, and if its step is below `at_least` also than REMAKE_FACTOR times its copying took.
+        None while there is nothing to give. Raises Busy without a snapshot and room for one.
+        """
         self.drop_idle()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made, default=None)
         if newest:
@@ -112,7 +122,7 @@ class Snapshots:
         return await self._make(stage)
 
     async def _make(self, stage: int) -> _Snapshot | None:
-        """Copies and hashes the stage; None while there is nothing to give."""
+        """Copies and hashes the stage, keeps the snapshot and returns it; None while there is nothing to give."""
         began = self._now()
         if (state := await self._export(stage)) is None:
             return None
@@ -124,7 +134,7 @@ class Snapshots:
         return snapshot
 
     def _make_room(self, nbytes: int) -> bool:
-        """Drops snapshots, the longest unused first, until `nbytes` more fit. False when one of them is in use."""
+        """Drops the longest unused snapshots until `nbytes` more fit; returns False when the next to drop is in use."""
         while self._kept and self.nbytes + nbytes > self._max_bytes:
             longest_unused = min(self._kept.values(), key=lambda s: s.last_used)
             if self._now() - longest_unused.last_used < IN_USE_S:

@@ -38,7 +38,7 @@ class KeptStages(Protocol):
         """Replaces the weights in `blocks`; values: float32 [n]."""
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Sets the stage's step to `step` if it is behind."""
+        """Sets the stage's step to `step` if it is lower; weights and moments stay as they are."""
 
 
 class StageSlices(Protocol):
@@ -58,9 +58,10 @@ ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
 
 
 class StageHolders(NamedTuple):
-    """The peers that hold stages, by their claims: those that serve a stage, and these with the joining ones.
+    """Says which peers hold a stage and at which step they claim to be.
 
-    A joining peer may have a checkpoint to give. me: this peer, which is left out where other peers are meant.
+    serving: the peers that serve the stage. claimants: these and those that are joining, which may have a checkpoint to
+    give. me: this peer, which both may include.
     """
 
     me: PeerId

@@ -41,7 +41,7 @@ USUAL_LAG: Final = 100  # steps behind the newest offer at which a source is not
 
 
 class FalseStateError(ProtocolError):
-    """A source sent bytes that cannot be the state it was asked for. No fault of a network causes this."""
+    """Error: a source's answer cannot be the state asked for, which no network fault causes: it is an offence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,15 @@ class _Source:
 
     @property
     def offer_pending(self) -> bool:
-        """Whether a call for its offer is open."""
+        """Whether a call that asks the source for its offer is still open."""
         return any(chunk is None for _, chunk in self.calls.values())
 
 
 class StateFetch:
-    """The transfer of one stage's state to this peer. When `run` fails, chunks that arrived stay for the next `run`.
+    """Fetches one stage's state from several replicas at once, in chunks, each checked against its source's offer.
 
-    Chunks of different replicas may be mixed: these are near one another.
+    Chunks of replicas at different steps, at most `lag_limit` apart, may be mixed. A source that fails is asked again
+    or given up. When `run` fails, the chunks that arrived stay for the next `run`.
     """
 
     def __init__(
@@ -138,7 +139,10 @@ class StateFetch:
         return StageState(self._stage, step, updates, 0, self._weights, self._mean, self._square)
 
     async def _advance(self) -> None:
-        """Starts calls and waits for one, at most TICK_S. Raises Unavailable at the deadline or without sources."""
+        """Starts the calls that are due, waits until one ends, at most TICK_S, and removes those that have ended.
+
+        Raises Unavailable at the deadline, or when all sources are given up and no call is open.
+        """
         now = loop_time()
         came = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
         if now >= self._deadline:
@@ -156,7 +160,7 @@ class StateFetch:
         self._remove_ended_calls()
 
     def _remove_ended_calls(self) -> None:
-        """Removes the calls that have ended; a chunk that such a call did not bring is missing again."""
+        """Removes ended calls; a chunk that they did not bring is missing again. Raises the exception of a call."""
         for source in self._sources:
             for task in [task for task in source.calls if task.done()]:
                 _, chunk = source.calls.pop(task)
@@ -180,12 +184,18 @@ class StateFetch:
             source.calls[asyncio.create_task(self._fetch_offer(source))] = (now, None)
 
     def _is_slow(self, source: _Source, now: float) -> bool:
-        """Tells whether the source's oldest open call lasts so long that a waiting source should join in."""
+        """Returns whether the source's oldest open call has lasted more than SLOW_S; another source then joins in.
+
+        For a source that has made an offer: more than max(SLOW_S, 4 usual chunk times).
+        """
         patience = max(SLOW_S, 4 * self.schedule.usual_s()) if source.offer else SLOW_S
         return now - min((began for began, _ in source.calls.values()), default=now) > patience
 
     def _ask_for_chunks(self, now: float) -> None:
-        """Fills the window of every source that has made an offer, once the first offers are in."""
+        """Once the first offers are in, gives up sources at too low a step and fills the others' windows with calls.
+
+        The first offers are in when no other is pending, or GATHER_S after the first.
+        """
         if not self._offers_complete:
             newest = max((source.offer.index.step for source in self._sources if source.offer), default=0)
             self._lowest_step = max(self._lowest_step, newest - self._lag_limit)
@@ -201,7 +211,7 @@ class StateFetch:
             free = [s for s in free if self._start_chunk(s, now)]
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
-        """Asks the source for a chunk; False when its window is full or there is no chunk for it to give."""
+        """Starts a call for the source's next chunk. Returns False if its window is full or there is no chunk."""
         window = WINDOW if source.last_chunk_s < QUICK_S else 1
         if source.offer is None or len(source.calls) >= window:
             return False
@@ -213,7 +223,7 @@ class StateFetch:
     # --- calls; each runs as a task of its own
 
     async def _fetch_offer(self, source: _Source) -> None:
-        """Asks the source for its newest snapshot, and keeps the offer if its step is plausible."""
+        """Asks the source for its newest snapshot; keeps the offer, or at an implausible step gives the source up."""
         ends = min(self._deadline, loop_time() + OFFER_S)
         request = GetState(self._stage, self._lowest_step, milliseconds_until(ends))
         try:
@@ -228,7 +238,7 @@ class StateFetch:
             self._first_offer_at = self._first_offer_at or loop_time()
 
     async def _fetch_chunk(self, source: _Source, offer: Offer, chunk: int) -> None:
-        """Asks the source for a chunk of its snapshot, checks it in a thread, and stores it."""
+        """Asks the source for a chunk, checks it in a thread, stores it, and cancels other calls for the same chunk."""
         began = loop_time()
         ends = min(self._deadline, began + CHUNK_S)
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(ends))
@@ -279,14 +289,14 @@ class StateFetch:
                 self._give_up(source, source.last_error)
 
     def _give_up(self, source: _Source, reason: str) -> None:
-        """Asks the source for nothing more and cancels its open calls."""
+        """Marks the source so that it is asked for nothing more, records `reason`, and cancels its open calls."""
         source.given_up, source.last_error, source.offer = True, reason, None
         for task in source.calls:
             task.cancel()
 
 
 def milliseconds_until(moment: float) -> int:
-    """Returns the time left until `moment` (loop time) as a request's deadline, within the protocol's limits."""
+    """Returns the time left until `moment` (loop time) in whole ms, from 1 to MAX_DEADLINE_MS, for a request."""
     return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)
 
 
