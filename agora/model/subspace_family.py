@@ -60,7 +60,7 @@ class SubspaceFamily(Family):
         return [self._exported_tensor(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
 
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
-        """Returns the content of a Llama's config.json and of generation_config.json, which samples until the end id."""
+        """Returns the content of a Llama's config.json, and of generation_config.json (how to sample), by file name."""
         sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
         llama = _llama_config(self._model, dtype, end_of_text)

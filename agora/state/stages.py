@@ -38,7 +38,7 @@ class KeptStages(Protocol):
         """Replaces the weights in `blocks`; values: float32 [n]."""
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Sets the stage's step to `step` if it is lower; weights and moments stay as they are."""
+        """Brings a stage that is behind to `step`: one step along its own gradient sum, several only by counting."""
 
 
 class StageSlices(Protocol):
