@@ -23,7 +23,7 @@ RETRY_MS = 200
 
 
 class ChangeNotifier:
-    """A condition without a lock: `notify` wakes every waiter, in the order in which they came, to look for itself."""
+    """A condition without a lock: `notify` wakes all that `wait`, in order of arrival; each checks what has changed."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -41,10 +41,11 @@ class ChangeNotifier:
 
 
 class StepBarrier:
-    """Holds a synchronous run's microbatches back until the stages here have taken the steps before theirs.
+    """Makes a synchronous run's microbatches wait until the stages here have taken the steps before theirs.
 
-    So no gradient of one step is ever counted into another, however far apart the replicas are. A microbatch that waits
-    takes no seat. step_of(stage): steps that a stage of `span` has taken.
+    One that is too far ahead, or waits too long, is refused with Busy. So no gradient of one step is ever counted into
+    another, however far apart the replicas are. A microbatch that waits takes no seat. step_of(stage): steps that a
+    stage of `span` has taken.
     """
 
     def __init__(self, span: Span, step_of: Callable[[int], int]) -> None:
@@ -57,7 +58,7 @@ class StepBarrier:
         self._changed.notify()
 
     def refuse_early(self, first: int, step: int) -> None:
-        """Raises Busy when a stage from `first` on is more than MAX_STEPS_AHEAD steps behind `step`."""
+        """Raises Busy at once when a stage from `first` on has taken fewer than `step` - MAX_STEPS_AHEAD steps."""
         behind = self._behind(first, step - MAX_STEPS_AHEAD)
         if behind is not None:
             raise _not_there(behind, step - MAX_STEPS_AHEAD)
@@ -79,5 +80,5 @@ class StepBarrier:
 
 
 def _not_there(stage: int, step: int) -> Busy:
-    """Returns the refusal of a microbatch whose step is not reached."""
+    """Returns the Busy to raise for a microbatch that comes before `stage` has taken `step` steps here."""
     return Busy(f"stage {stage} has not taken step {step} here yet", RETRY_MS)

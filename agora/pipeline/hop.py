@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A Process request with its tensors checked: everything about it that a hop needs."""
+    """A Process request with its tensors checked, and its deadline on the loop's clock. boundary: None at stage 0."""
 
     message: Process
     boundary: WireTensor | None
@@ -47,12 +47,14 @@ class Job:
 
     @property
     def train(self) -> bool:
-        """Whether the microbatch has a backward and is counted."""
+        """Whether the microbatch has a backward and is counted; otherwise it is only evaluated."""
         return self.message.purpose == "train"
 
 
 class Hop:
-    """This peer's place in the pipeline while it holds its span. Other peers and the own origin enter by `process`.
+    """Answers Process requests while this peer holds its span: forward here, call to the next peer, backward here.
+
+    Other peers and this peer's own origin call `process`; the ledger makes each microbatch run once.
 
     queue: microbatches that wait for the device or are on it.
     """
@@ -88,6 +90,7 @@ class Hop:
     ) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
+        A repeat gets the kept answer, or joins the running work. Every refusal is reported as HopRefused.
         tensors: [boundary, tokens]; the boundary may be missing at stage 0. deadline: on the loop's clock. The answer
         carries the gradient of the boundary; none at stage 0 and when evaluating. Raises Busy, NotMyStage or
         ProtocolError before any work; Unavailable or an error of the compute later, when nothing was counted either.
@@ -108,7 +111,7 @@ class Hop:
         return answer
 
     async def _join_or_start(self, job: Job, on_progress: OnProgress) -> HopAnswer:
-        """Refuses what may not start here now, waits for the microbatch's step, then joins or starts its work."""
+        """Refuses an overlap or a step too far ahead (Busy), waits for the step, then joins or starts the work."""
         first, step, last = job.message.stage, job.message.step, self._span.last
         key = WorkKey(job.message.microbatch, first)
         if job.train:
@@ -119,7 +122,10 @@ class Hop:
         return await self._ledger.run(key, last, job.deadline, on_progress, lambda work: self._perform(job, work))
 
     async def _perform(self, job: Job, work: Work) -> HopAnswer:
-        """Announces the seat, computes the span and the rest of the pipeline, and returns the answer."""
+        """Tells the callers "accepted", computes the span and the rest of the pipeline, and tells them "finished".
+
+        Raises Unavailable before that when the time left is too short, see `is_hopeless`.
+        """
         stage, left_s = job.message.stage, job.deadline - loop_time()
         if is_hopeless(left_s, self._busy_s.value or 0.0):
             raise Unavailable(stage, [f"{left_s:.3f} s are too short for this hop"])
@@ -130,7 +136,7 @@ class Hop:
         return answer
 
     async def _in_queue(self, job: Awaitable[T]) -> T:
-        """Returns what a job of the device returns; counts it in `queue` until then."""
+        """Awaits a job of the device and returns its result; counts the job in `queue` until then."""
         self.queue += 1
         try:
             return await job
@@ -138,7 +144,7 @@ class Hop:
             self.queue -= 1
 
     async def _finish(self, job: Job, work: Work) -> HopAnswer:
-        """Computes the last hop: forward, loss and backward as one job of the device."""
+        """Computes the last hop: forward, loss and, when training, backward in one job, which is committed before."""
         work.committed = job.train
         result = await self._in_queue(
             self._compute.finish(job.message.microbatch, job.message.stage, job.boundary, job.tokens, job.train)
@@ -146,7 +152,10 @@ class Hop:
         return self._answer(job, result, result.busy_s, result.gradient)
 
     async def _pass_on(self, job: Job, work: Work) -> HopAnswer:
-        """Computes any other hop: forward, the rest of the pipeline, backward."""
+        """Computes a hop that is not the last: forward, the call to the next peer, and when training the backward.
+
+        After an unusable gradient it calls another peer. When it ends without a backward, it drops the forward.
+        """
         microbatch, first, kept = job.message.microbatch, job.message.stage, job.train
         try:
             output = await self._in_queue(self._compute.forward(microbatch, first, job.boundary, job.tokens, job.train))
@@ -166,7 +175,7 @@ class Hop:
                 self._compute.forget(microbatch, first)
 
     async def _backward(self, below: HopAnswer, job: Job, work: Work) -> SpanResult | None:
-        """Runs the backward here; returns None, with the forward still kept, when the gradient received is unusable."""
+        """Runs the backward here. Unusable gradient: reports its sender, keeps the forward, and returns None."""
         if below.gradient is None or below.peer is None:
             raise PeerFailed("no gradient came back from downstream")
         work.committed = True
@@ -185,9 +194,9 @@ class Hop:
     def _answer(
         self, job: Job, loss: SpanResult | Processed, busy_s: float, gradient: WireTensor | None, below_ms: float = 0.0
     ) -> HopAnswer:
-        """Returns the answer for upstream, and records how long this way takes when nothing waits.
+        """Returns the answer for upstream: loss, times, gradient. When training, records the times for `path_s`.
 
-        When training, the microbatch has been counted by now. below_ms: time of the way after this span.
+        loss: holds loss_sum and tokens. below_ms: milliseconds of the way after this span, by the answer from there.
         """
         path_s = busy_s + below_ms / 1000.0
         if job.train:
@@ -207,11 +216,14 @@ class Hop:
 
 
 def downstream_deadline(now: float, deadline: float, own_s: float) -> float:
-    """Returns when the gradient must be back so that a backward of about `own_s` seconds still makes `deadline`."""
+    """Returns by when the gradient must be back, so that a backward of about `own_s` seconds still makes `deadline`.
+
+    1.5 * own_s before `deadline`, but at most MAX_OWN_SHARE of the time from `now` to `deadline`.
+    """
     remaining = max(0.0, deadline - now)
     return deadline - min(1.5 * own_s, MAX_OWN_SHARE * remaining)
 
 
 def is_hopeless(left_s: float, own_s: float) -> bool:
-    """Whether `left_s` seconds are too short for this hop's own work, which takes about `own_s` seconds."""
+    """Whether `left_s` is less than MIN_USEFUL_S or than half of `own_s`, the usual seconds of this hop's own work."""
     return left_s < max(MIN_USEFUL_S, 0.5 * own_s)

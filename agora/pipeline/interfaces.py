@@ -29,12 +29,15 @@ class SpanCompute(Protocol):
 
     @property
     def span(self) -> Span:
-        """The stages held."""
+        """The consecutive stages that this peer holds."""
 
     async def forward(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
     ) -> WireTensor:
-        """Returns the boundary after the span's last stage; `train` keeps what `backward` needs, until `forget`."""
+        """Runs stages `first` to the span's last and returns the boundary after them.
+
+        `train` keeps what the backward needs, until `backward` or `forget`.
+        """
 
     async def finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
@@ -42,7 +45,7 @@ class SpanCompute(Protocol):
         """Runs stages `first` to the model's last, the loss and, when `train`, the backward, as one job."""
 
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
-        """Runs the backward of an earlier `forward`, kept also after a ProtocolError, an unusable gradient."""
+        """Runs the backward of an earlier `forward`. After a ProtocolError (unusable gradient) that is still kept."""
 
     def forget(self, microbatch: MicrobatchId, first: int) -> None:
         """Drops the forward that entered at `first` and gets no backward; does nothing when there is none."""
@@ -65,13 +68,13 @@ class HopAnswer(Reply):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Bytes of the answer's tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class WireShapes:
-    """The dtypes and shapes that the manifest implies for the tensors of a microbatch."""
+    """The dtypes and shapes that the manifest implies for a microbatch's tensors; checks received tensors by them."""
 
     boundary_dtype: str
     boundary_shape: tuple[int, ...]

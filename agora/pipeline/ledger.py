@@ -45,7 +45,7 @@ class WorkKey:
 
 
 class AnswerCache:
-    """The newest answers: at most `max_bytes` of them, none older than `max_age_s`. Pure: `now` is an argument.
+    """Keeps the newest answers to finished work: at most `max_bytes`, none older than `max_age_s`. Pure: has no clock.
 
     What is dropped is forgotten, and a repeat of it is computed and counted again.
     """
@@ -102,7 +102,8 @@ class AnswerCache:
 class Work:
     """One piece of running work, and the callers that wait for it; `newest` is the newest progress of each stage.
 
-    Set `committed` when the gradient may be counted from now on: then the work runs to its end even without callers.
+    Whoever performs it sets `committed` when the gradient may be counted from now on: then the work runs to its end
+    even without callers. last: the last stage that it runs here. cancelled: `cancel` was called.
     """
 
     task: asyncio.Task[HopAnswer]
@@ -133,7 +134,11 @@ class Work:
 
 
 class WorkLedger:
-    """All work of this peer: what runs, on at most `max_seats` seats, and what was answered."""
+    """Runs this peer's work: starts each microbatch once, on one of `max_seats` seats, and keeps the answer.
+
+    A repeat joins the running work or gets the kept answer. New work gets Busy while all seats are taken or the ledger
+    refuses. When the last caller stops waiting, the work is cancelled, unless it is committed.
+    """
 
     def __init__(self, me: PeerId, max_seats: int, report: Report) -> None:
         self.max_seats = max(1, max_seats)
@@ -152,7 +157,8 @@ class WorkLedger:
     def answer_repeat(self, message: Process, on_progress: OnProgress, queue: int = 0) -> HopAnswer | None:
         """Returns the kept answer to a microbatch that this peer has finished, None when there is none.
 
-        Needs no span: the daemon may hold none. queue: length of the device's queue, for the caller.
+        If there is one, reports RepeatServed and tells `on_progress` "finished". Needs no span: the daemon may hold
+        none. queue: length of the device's queue, for the caller.
         """
         answer = self._answers.get(WorkKey(message.microbatch, message.stage), loop_time())
         if answer is not None:
@@ -205,7 +211,7 @@ class WorkLedger:
                     raise
 
     def stop_accepting(self, reason: str) -> None:
-        """Refuses new work from now on; `reason` completes "this peer is ...". Repeats are still answered."""
+        """Makes new work raise Busy from now on; `reason` completes "this peer is ...". Repeats are still served."""
         self._refusal = reason
 
     def start_accepting(self) -> None:
@@ -213,9 +219,10 @@ class WorkLedger:
         self._refusal = ""
 
     async def finish(self, within_s: float, reason: str) -> bool:
-        """Refuses new work, waits at most `within_s` for what runs, then cancels the rest; whether there was none.
+        """Refuses new work, waits at most `within_s` for running work, then cancels the rest and lets it end.
 
-        The ledger refuses until `start_accepting`; `reason` completes "this peer is ...".
+        Returns whether nothing had to be cancelled. The ledger refuses until `start_accepting`; `reason` completes
+        "this peer is ...".
         """
         self.stop_accepting(reason)
         if self._works:
@@ -228,7 +235,7 @@ class WorkLedger:
         return not late
 
     def _refuse_when_full(self) -> None:
-        """Raises Busy when no new work may start."""
+        """Raises Busy when the ledger refuses new work or all seats are taken. The seat itself is taken by `_start`."""
         if self._refusal:
             raise Busy(f"this peer is {self._refusal}; ask another", CLOSED_RETRY_MS)
         if self.taken >= self.max_seats:
@@ -238,11 +245,12 @@ class WorkLedger:
             raise Busy(f"all {self.max_seats} seats are taken", retry_ms)
 
     def _start(self, key: WorkKey, last: int, start: Callable[[Work], Awaitable[HopAnswer]]) -> Work:
-        """Starts the work in a task of its own and keeps its answer when it ends."""
+        """Takes a seat (or raises Busy) and starts `start(work)` in a new task; returns the Work, without waiting."""
         self._refuse_when_full()
         work = self._works[key] = Work(key, last)
 
         async def perform() -> HopAnswer:
+            """The task: awaits the work, keeps its answer and the time it took; frees the seat, also after an error."""
             started = loop_time()
             try:
                 answer = await start(work)
@@ -257,7 +265,7 @@ class WorkLedger:
         return work
 
     async def _wait(self, work: Work, on_progress: OnProgress) -> HopAnswer:
-        """Returns the work's answer; a caller that stops waiting as the last one cancels work that is not committed."""
+        """Returns the work's answer. When the last caller stops waiting, cancels the work unless it is committed."""
         work.callers.append(on_progress)
         try:
             return await asyncio.shield(work.task)
@@ -267,7 +275,7 @@ class WorkLedger:
                 work.cancel()
 
     def _end(self, work: Work) -> None:
-        """Frees the seat of work that was cancelled before it began, and reads an outcome that nobody may await."""
+        """Called when the task has ended: frees the seat if `perform` never began; marks an error as retrieved."""
         self._free(work)
         if not work.task.cancelled():
             work.task.exception()

@@ -88,14 +88,14 @@ class Share:
 
 
 def step_share(microbatches: int, share: Share) -> int:
-    """Returns how many of a step's microbatches this origin opens; the shares of all origins sum to the whole step."""
+    """Returns how many of a step's `microbatches` this origin opens: an equal part, one more if rank < remainder."""
     base, rest = divmod(microbatches, max(1, share.origins))
     return base + (1 if share.rank < rest else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """Stage 0 in a synchronous run: the step it is at, how many microbatches that step has, how many it still lacks."""
+    """Stage 0 in a synchronous run: its present step, the microbatches of that step, and how many it still lacks."""
 
     step: int
     microbatches: int
@@ -105,9 +105,10 @@ class StepState:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What an origin sees around it.
+    """What an origin sees around it before it decides whether to open a microbatch.
 
-    ready: enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s.
+    ready: enough replicas serve the run. step: None in an asynchronous run. path_s: seconds of a microbatch to the last
+    stage and back when nothing waits, None until measured.
     """
 
     ready: bool = True
@@ -124,12 +125,12 @@ class StepQuota:
     idle_since: float | None = None
 
     def renewed(self, now: float, state: StepState) -> StepQuota:
-        """Returns the quota when all opened microbatches are back.
+        """Returns the next quota, once nothing is left of this one and all opened microbatches are back.
 
         | stage 0                                      | the quota                                  |
         |----------------------------------------------|--------------------------------------------|
         | is at a new step                             | this origin's share of the step            |
-        | is at the same step, for less than GRACE_S   | none                                       |
+        | is at the same step, for less than GRACE_S   | still 0                                    |
         | is at the same step, for GRACE_S             | this origin's part of what the step lacks  |
 
         The last rule covers shares that do not add up, because origins come and go.
@@ -164,7 +165,11 @@ class Opening:
 
 
 def next_opening(now: float, state: OriginState, quota: StepQuota) -> Opening:
-    """Decides whether to open a microbatch now. The first reason not to open one that holds decides."""
+    """Decides whether an origin opens a microbatch now, waits, or (when leaving) stops.
+
+    It waits while too few replicas serve the run, while paused, when its share of a synchronous step is opened, and
+    while as many microbatches are open as its credit allows. The first of these that holds is the reason.
+    """
     if state.leaving:
         return Opening("stop", "this peer is leaving", quota)
     if not state.seen.ready:

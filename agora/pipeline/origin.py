@@ -54,7 +54,7 @@ class OriginConfig:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The held-out loss: the mean per token, in nats, over `tokens`."""
+    """The result of `Origin.evaluate`: the mean held-out loss per token, in nats, over `tokens`."""
 
     loss: float
     tokens: int
@@ -72,16 +72,16 @@ class Microbatch:
     path: dict[int, PeerId] = field(default_factory=dict)
 
     def record_progress(self, news: Advance) -> None:
-        """Records the newest peer seen at a stage, as the hint of the next attempt."""
+        """Records the peer that news of a later stage (not 0) names, as the hint of the next attempt."""
         if news.stage > 0:
             self.path[news.stage] = news.peer
 
 
 class Origin:
-    """Opens microbatches into this peer's own hop, for as long as the peer holds stage 0. `run` until it leaves.
+    """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
     draw(n): returns the tokens [b, s + 1] of training microbatch number n. heldout(n): yields at most n microbatches
-    that are never trained on. look: is called before each decision. loss: of training, in nats per token.
+    that are never trained on. look: is called before each decision to open one. loss: of training, in nats per token.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Origin:
         return len(self._open)
 
     async def run(self) -> None:
-        """Trains until `leave` has ended, or until cancelled, which drops what is open."""
+        """Opens and delivers training microbatches until `leave` has ended, or until cancelled, which drops them."""
         async with asyncio.TaskGroup() as group:
             while await self._wait_for_opening():
                 microbatch = self._new_microbatch(self._draw(next(self._numbers)), "train", max(self._quota.step, 0))
@@ -131,7 +131,7 @@ class Origin:
                 task.add_done_callback(self._forget_finished)
 
     async def leave(self, within_s: float) -> int:
-        """Opens nothing more and waits at most `within_s` for what is open; returns how many it dropped then."""
+        """Opens no more, waits at most `within_s` for the open microbatches, cancels the rest, returns how many."""
         self._leaving = True
         self._changed.notify()
         until = loop_time() + within_s
@@ -143,17 +143,17 @@ class Origin:
         return len(dropped)
 
     def pause(self) -> None:
-        """Opens nothing more until `resume`; what is open is finished."""
+        """Opens no training microbatch until `resume`; those that are open are finished."""
         self._paused = True
 
     def resume(self) -> None:
-        """Opens microbatches again."""
+        """Opens microbatches again; the pause does not count in the measured pace."""
         self._paused = False
         self._pace = self._pace.interrupted()
         self._changed.notify()
 
     def stepped(self) -> None:
-        """Checks again whether to open a microbatch; call it after each step of this peer's stage 0."""
+        """Makes `run` check again whether to open a microbatch; call it after each step of this peer's stage 0."""
         self._changed.notify()
 
     async def evaluate(self, count: int, within_s: float) -> Evaluation:
@@ -165,6 +165,7 @@ class Origin:
         seats = asyncio.Semaphore(max(2, self.credit.limit // 2))
 
         async def evaluate_one(tokens: WireTensor) -> None:
+            """Waits for one of `seats`, delivers one held-out microbatch, and adds its loss and tokens to the sums."""
             nonlocal loss_sum, token_count
             async with seats:
                 answer = await self._deliver(self._new_microbatch(tokens, "evaluate"))
@@ -184,7 +185,7 @@ class Origin:
         return result
 
     async def _wait_for_opening(self) -> bool:
-        """Waits until the next microbatch may be opened; returns False when this origin is leaving."""
+        """Waits until the next microbatch may be opened (returns True) or this origin is leaving (returns False)."""
         while True:
             seen = self._look()
             decision = self._decide(seen)
@@ -194,7 +195,7 @@ class Origin:
             await self._changed.wait(until)
 
     def _decide(self, seen: Surroundings) -> Opening:
-        """Decides whether to open a microbatch now, and records the credit and the quota that is left."""
+        """Decides by opening.next_opening whether to open a microbatch now, and records credit and quota."""
         ceiling, is_synchronous = self._config.ceiling, seen.step is not None
         credit = Credit(ceiling, f"{ceiling} seats") if is_synchronous else self._measured_credit(seen.path_s)
         state = opening.OriginState(credit, seen, len(self._open), self._leaving, self._paused)
@@ -208,7 +209,7 @@ class Origin:
         return decision
 
     def _measured_credit(self, path_s: float | None) -> Credit:
-        """Returns the manifest's limit, or the measured credit."""
+        """Returns the manifest's `max_in_flight`, or if it is 0 the measured credit; at most the config's ceiling."""
         config = self._config
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
@@ -217,11 +218,11 @@ class Origin:
         return opening.measured_credit(path_s, self._pace.period_s, config.stage_count, ceiling)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
-        """Gives the tokens an id that is unique in the run."""
+        """Returns a microbatch of these tokens, with a new id that is unique in the run."""
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
 
     async def _train(self, microbatch: Microbatch) -> None:
-        """Delivers one training microbatch, and learns the loss and the pace from it."""
+        """Delivers one training microbatch, then updates loss and pace, and raises the ceiling of the credit by one."""
         message = (await self._deliver(microbatch)).message
         self.completed += 1
         if message.tokens:
@@ -230,7 +231,7 @@ class Origin:
         self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
 
     async def _deliver(self, microbatch: Microbatch) -> HopAnswer:
-        """Makes attempts until one succeeds, and returns its answer."""
+        """Makes attempts until one succeeds and returns its answer; reports the microbatch's start and its end."""
         name = microbatch.id.hex()
         self._report(events.MicrobatchStarted(name, microbatch.purpose))
         attempt, answer = 0, None
@@ -247,7 +248,10 @@ class Origin:
         return answer
 
     async def _attempt(self, microbatch: Microbatch, attempt: int) -> HopAnswer | None:
-        """Sends the microbatch through the whole pipeline once; returns None when that failed."""
+        """Sends the microbatch through the whole pipeline once; after a failure sleeps a little and returns None.
+
+        The time it may take and the sleep double with every `attempt`, up to MAX_PATIENCE_S and MAX_RETRY_S.
+        """
         started, trip_s, doubled = loop_time(), self._trip_s.value, 2.0 ** min(attempt, 16)
         first = self._config.first_patience_s if trip_s is None else max(MIN_PATIENCE_S, PATIENCE_TRIPS * trip_s)
         patience, wait = min(MAX_PATIENCE_S, first * doubled), RETRY_S * doubled
@@ -270,6 +274,6 @@ class Origin:
         return None
 
     def _forget_finished(self, task: asyncio.Task[None]) -> None:
-        """Removes a microbatch that is over from those in flight, and wakes whoever waits for that."""
+        """Called when a microbatch's task has ended: removes it from those in flight, and wakes `run` and `leave`."""
         self._open.discard(task)
         self._changed.notify()

@@ -41,7 +41,7 @@ UNAVAILABLE_FAILURES = 3
 
 @dataclass(slots=True)
 class Trip:
-    """One microbatch in `send`: its request and tensors, and what its attempts have taught.
+    """One microbatch in `Router.send`: its request and tensors, and what its attempts have taught.
 
     hint: who has this microbatch, at first by the caller's hint. passed_on: the peer of each stage that our own callers
     have heard of. reasons: why each peer failed.
@@ -76,7 +76,7 @@ class Trip:
         return is_new
 
     def record_failure(self, peer: PeerId, reason: str) -> None:
-        """Records why `peer` failed. A peer that holds the result is hinted at once more; any other is not again."""
+        """Records why `peer` failed and removes it from the hint; if it holds the result, at its second failure."""
         if peer not in self.hint.finished or peer in self.reasons:
             self.hint.finished.discard(peer)
             if self.hint.peers.get(self.process.stage) == peer:
@@ -90,10 +90,10 @@ class Trip:
 
 
 class Router:
-    """Finds peers for the stages after this peer's, among those that serve them by the membership view.
+    """Sends microbatches to peers of later stages: chooses each, calls it, and tries another when it fails or is busy.
 
-    offences: records those of other peers, and says who must not be called. round_trip_s(peer): measured on the idle
-    link, None when unknown. table: what is known of the peers, see routing.RoutingTable.
+    offences: records the offences of other peers, and says who must not be called. round_trip_s(peer): measured on the
+    idle link, None when unknown. table: what is known of the peers, see routing.RoutingTable.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Router:
                 return answer
 
     async def _next_attempt(self, trip: Trip) -> Attempt:
-        """Chooses the next peer, and waits while there is none. Raises Unavailable at the deadline."""
+        """Chooses the next peer and charges it; waits while none is ready. Raises Unavailable at the deadline."""
         stage = trip.process.stage
         while True:
             now = loop_time()
@@ -168,7 +168,7 @@ class Router:
         return choice
 
     async def _try(self, trip: Trip, attempt: Attempt) -> HopAnswer | None:
-        """Makes one call. Returns None when it failed and another peer, or the same one later, should be tried."""
+        """Makes one call and records its outcome in the table. Returns the answer; None after Busy or a failure."""
         try:
             answer = self._checked(trip, attempt.peer, await self._call(trip, attempt))
         except Busy as refusal:
@@ -186,7 +186,7 @@ class Router:
         return None
 
     async def _call(self, trip: Trip, attempt: Attempt) -> Reply:
-        """Calls the attempt's peer, and passes its progress on to those who called us."""
+        """Calls the attempt's peer and returns its reply; passes its progress on to those who called us."""
         stage, peer = attempt.stage, attempt.peer
         limit, counts = NEWS_PER_STAGE * (self._stage_count - stage), Counter[str]()
 
@@ -205,7 +205,10 @@ class Router:
         return await self._caller.call(peer, request, trip.tensors, deadline=attempt.until, on_progress=on_progress)
 
     def _checked(self, trip: Trip, peer: PeerId, reply: Reply) -> HopAnswer:
-        """Returns the reply as an answer to a Process. Raises ProtocolError, and reports the offence, if it is none."""
+        """Returns the reply as a HopAnswer when its message, tensors and loss have the form of an answer to a Process.
+
+        Otherwise reports a BAD_ANSWER of `peer` and raises ProtocolError.
+        """
         message, tensors = reply.message, list(reply.tensors)
         expected = 1 if trip.process.purpose == "train" else 0
         if not isinstance(message, Processed):
@@ -222,7 +225,7 @@ class Router:
         raise problem
 
     def _record_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
-        """Learns from an answer, and adds the time on the link to the answer's path_ms."""
+        """Records an answer's times in the table; returns the answer with the time on the link added to its path_ms."""
         now = loop_time()
         self._pace = self._pace.completed(now)
         service_s, period_s = answer.message.busy_ms / 1000.0, self._pace.period_s or math.inf
@@ -231,7 +234,7 @@ class Router:
         return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
 
     def _record_failure(self, trip: Trip, attempt: Attempt, error: AgoraError) -> None:
-        """Learns from a failed call, and reports that the microbatch goes elsewhere."""
+        """Records a failed call in the table and the trip, and reports MicrobatchRerouted."""
         now, reason = loop_time(), f"{error.code}: {error}"
         if isinstance(error, Unavailable):
             self.table.failed(now, attempt, 0.0, UNAVAILABLE_FAILURES)

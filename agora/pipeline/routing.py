@@ -116,7 +116,7 @@ class PathHint:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The peer to ask, and why. When it is None, `look_again_at` is when the answer may differ by itself."""
+    """The peer to ask, or None, and why. `look_again_at`: when a choice of None may change without any event."""
 
     peer: PeerId | None
     reason: str
@@ -143,7 +143,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One peer as `choose_next` sees it. `ready_at` is infinite when only an answer of that peer can make it ready."""
+    """One peer as `choose_next` sees it. `ready_at` is infinite when only an answer of that peer can make it ready.
+
+    lead_s: work charged to it beyond the least charged peer. finish_s: expected seconds until it has computed ours.
+    """
 
     peer: PeerId
     ready_at: float
@@ -153,14 +156,17 @@ class Candidate:
 
     @property
     def rank_s(self) -> float:
-        """What the choice minimises, in seconds."""
+        """What the choice minimises: lead_s + finish_s."""
         return self.lead_s + self.finish_s
 
 
 def choose_next(
     now: float, microbatch: MicrobatchId, stage: int, candidates: Sequence[Candidate], hint: PathHint
 ) -> Choice:
-    """Chooses the peer of `stage` to ask: one that already has the microbatch, else the ready one of the least rank."""
+    """Chooses the peer of `stage` to ask: the hinted one if it is ready, else the ready one of least rank_s.
+
+    Waits (peer None) when none is ready, or when the hinted one holds the result and is ready within BACKOFF_S.
+    """
     hinted = next((c for c in candidates if c.peer == hint.peers.get(stage)), None)
     if hinted is not None and hinted.ready_at <= now:
         verb = "already holds the result of" if hinted.peer in hint.finished else "already works on"
@@ -181,7 +187,7 @@ def choose_next(
 
 
 def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: int) -> list[Candidate]:
-    """Ranks all peers of a stage for one microbatch of `payload_bytes`."""
+    """Returns a Candidate for each peer of a stage: when it is ready, its lead and its expected finish time."""
     if not costs:
         return []
     floor = virtual_floor(costs.values(), payload_bytes)
@@ -198,7 +204,7 @@ def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: i
 
 
 def _ready_at(cost: PeerCost, healthy: bool, measured: bool) -> tuple[float, str]:
-    """Returns when a peer may be called, and what it waits for until then.
+    """Returns when a peer may be called (after backoff or BUSY, within its limit of open calls), and its obstacle.
 
     healthy: some peer of the stage has no failures. measured: some peer of the stage has answered before.
     """
@@ -236,7 +242,7 @@ class RoutingTable:
         self._live: dict[int, tuple[Sequence[PeerView], Collection[PeerId], Collection[PeerId]]] = {}
 
     def costs(self, stage: int) -> dict[PeerId, PeerCost]:
-        """Returns what is known of each peer that serves `stage`."""
+        """Returns what is known of each peer that serves `stage` and is not shut out, by the last `update`."""
         live = self._live[stage][2] if stage in self._live else ()
         return {peer: cost for peer, cost in self._costs.get(stage, {}).items() if peer in live}
 
@@ -265,7 +271,7 @@ class RoutingTable:
                 cost.busy_until, cost.call_limit, cost.queue, cost.sent_since = 0.0, math.inf, 0, 0
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
-        """Chooses a peer of `stage` for a microbatch; none, with a reason, when nobody can be asked now."""
+        """Chooses a peer of `stage` for a microbatch, see choose_next; a peer of None when nobody can be asked now."""
         costs = self.costs(stage)
         if not costs and self._live[stage][1]:
             return Choice(None, f"every live peer of stage {stage} is shut out for its conduct")
@@ -335,7 +341,7 @@ class RoutingTable:
         _count_failure(attempt.cost, now, wasted_s, max_failures)
 
     def rejected(self, now: float, stage: int, peer: PeerId) -> None:
-        """Records as a failure that the peer's answer had the right form but could not be used."""
+        """Counts a failure of `peer` after all: its answer had the right form, but could not be used."""
         if peer in self._costs.get(stage, {}):
             _count_failure(self._costs[stage][peer], now, 0.0, MAX_FAILURES)
 
@@ -349,7 +355,7 @@ def _count_failure(cost: PeerCost, now: float, wasted_s: float, max_failures: in
 
 
 def newcomer(siblings: Iterable[PeerCost], incarnation: int, capacity: float = 0.0) -> PeerCost:
-    """Returns the first estimate of a peer: the median of its siblings in charged time, speed and distance.
+    """Returns the PeerCost of a new peer: medians of its siblings' charged time, service time and round trip.
 
     capacity: microbatches per second that the peer claims, 0 for unknown. It may only lower the expected speed, so that
     nobody gets more work by claiming more.
@@ -387,7 +393,7 @@ def attempt_deadline(now: float, deadline: float, expected_s: float, others: int
 
 
 def deadline_to_send(now: float, until: float, return_s: float) -> int:
-    """Returns the milliseconds that a callee is told: less than we wait, so that its answer still reaches us."""
+    """Returns the milliseconds that a callee is told: until - now, minus return_s or MAX_OWN_SHARE of it if less."""
     remaining = max(0.0, until - now)
     left = remaining - min(return_s, MAX_OWN_SHARE * remaining)
     return max(1, min(MAX_DEADLINE_MS, int(left * 1000.0)))

@@ -48,7 +48,9 @@ def _device_errors() -> Iterator[None]:
 
 
 class Compute:
-    """The stages of this peer's span behind one device queue. Made by `create`, ended by `close`.
+    """Runs forwards, backwards, steps and copies of this peer's stages, each as a job of the one device thread.
+
+    Made by `create`, ended by `close`.
 
     Its methods raise ProtocolError ("bad-tensor") for a tensor whose dtype, shape or values the run does not allow,
     NonFinite when this peer's own numbers are not finite, MemoryError_ or DeviceError when the device fails, Busy when
@@ -92,6 +94,7 @@ class Compute:
 
         @_device_errors()
         def build_stages() -> SpanTrainer:
+            """The first job on the device thread: builds the stages, which put their steps into `events`."""
             return SpanTrainer(manifest, span, chosen, report=report, in_flight=in_flight, on_step=events.put)
 
         async with AsyncExitStack() as undo:
@@ -101,7 +104,7 @@ class Compute:
         return compute
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """Ends the device thread. Returns False when a job still runs after `timeout_s`."""
+        """Fails all queued jobs and ends the device thread; returns False when a job still runs after `timeout_s`."""
         return await self._queue.close(timeout_s)
 
     # --- for the pipeline
@@ -117,6 +120,7 @@ class Compute:
 
         @_device_errors()
         def job() -> tuple[WireTensor, StashedForward | None]:
+            """On the device thread: decodes the tensors, runs the stages forward, and encodes their output."""
             if first not in self.span or self._holds_last_stage:
                 raise NotMyStage(f"stages {first} to {self.span.last} cannot run forward here, only {self.span}")
             entry, ids = self._decode(microbatch, first, boundary, tokens)
@@ -124,6 +128,7 @@ class Compute:
             return self._codec.encode(output, "forward"), forward
 
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
+            """Called with the job's result when the caller was cancelled meanwhile: frees the stashed forward."""
             if unused[1] is not None:
                 self.trainer.stashed.forget(microbatch, first, only=unused[1])
 
@@ -134,9 +139,13 @@ class Compute:
     async def finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
     ) -> SpanResult:
-        """Runs stages `first` to the model's last, the loss, and with `train` the backward, as one job."""
+        """Runs stages `first` to the model's last, the loss, and with `train` the backward, as one job.
+
+        Returns the loss, the seconds it took, and with `train` the encoded gradient of `boundary`.
+        """
 
         def job() -> SpanResult:
+            """On the device thread: decodes the tensors, runs the stages, and encodes the gradient."""
             if first not in self.span or not self._holds_last_stage:
                 raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
             begun = time.perf_counter()
@@ -156,6 +165,7 @@ class Compute:
         """
 
         def job() -> SpanResult:
+            """On the device thread: decodes and checks the gradient, runs the backward, encodes its result."""
             begun = time.perf_counter()
             key = gradient_dither_key(microbatch, self.span.last + 1)
             decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
@@ -173,7 +183,7 @@ class Compute:
     # --- how far the stages are, from any thread
 
     def progress(self) -> list[StageProgress]:
-        """How far each stage of the span is, in order."""
+        """Returns the StageProgress of each stage of the span: its steps, tokens, staleness, refused gradients."""
         return [stage.progress for stage in self.trainer.stages.values()]
 
     def step_of(self, stage: int) -> int:
@@ -212,7 +222,7 @@ class Compute:
         return await self._run_and_step(self.trainer.stage(stage).snapshot_blocks, blocks)
 
     async def apply_average(self, stage: int, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
-        """Changes the weights in `blocks` by an average that lies `delta` from `snapshot`."""
+        """Changes the weights in `blocks` by an average, `snapshot` + `delta`; `rule`: see StageReplica."""
         await self._run_and_step(self.trainer.stage(stage).apply_average, blocks, delta, snapshot, rule)
 
     async def replace_blocks(self, stage: int, blocks: Blocks, values: Flat) -> None:
@@ -220,11 +230,14 @@ class Compute:
         await self._run_and_step(self.trainer.stage(stage).replace_blocks, blocks, values)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Follows the other replicas of a stage, which have taken `step` steps."""
+        """Brings a stage to the `step` steps that its other replicas have taken.
+
+        One step behind, it takes the step along its own sum; further behind, it drops that and only counts the steps.
+        """
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
     async def take_mean_gradient(self, stage: int) -> MeanGradient:
-        """Takes this replica's share of the stage's next step, which only `step_with_gradient` takes from now on."""
+        """Takes the mean out of the stage's gradient sum; its next step is then taken by `step_with_gradient` only."""
         return await self._run_and_step(self.trainer.stage(stage).take_mean_gradient)
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
@@ -235,7 +248,7 @@ class Compute:
         await self._run_and_step(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)
 
     async def export_state(self, stage: int) -> StageState:
-        """Returns a consistent copy of weights and moments after the last step."""
+        """Returns a copy of the stage's weights and moments after its last step, all of the same step."""
         return await self._run_and_step(self.trainer.stage(stage).export_state)
 
     async def load_state(self, state: StageState) -> None:
@@ -254,7 +267,7 @@ class Compute:
     def _decode(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns what enters stage `first` (token ids [b, s] at stage 0), and the token ids [b, s + 1]."""
+        """Decodes and checks received tensors: returns what enters `first` (ids [b, s] at stage 0), ids [b, s + 1]."""
         if (boundary is None) != (first == 0):
             raise ProtocolError("bad-tensor", f"stage {first} takes {'token ids only' if first == 0 else 'a boundary'}")
         ids = decode_tokens(tokens, self._vocabulary, self.device, shape=self._tokens_shape)

@@ -47,11 +47,12 @@ class _DeviceJob:
     queued_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        """Makes the future on the caller's loop."""
         self.future = self.loop.create_future()
 
 
 class DeviceQueue:
-    """One compute thread and its bounded queue: backward before forward before evaluation, in order of arrival.
+    """Runs queued jobs on one thread: backward before forward before evaluation, each in order of arrival.
 
     Make one queue for each device, so that kernels of two jobs never compete for it.
     """
@@ -109,6 +110,7 @@ class DeviceQueue:
         except asyncio.CancelledError:
 
             def undo(future: asyncio.Future[T]) -> None:
+                """Called when a job whose caller was cancelled has ended: passes its result to `abandoned`."""
                 if future.exception() is None:
                     abandoned(future.result())
 
@@ -149,7 +151,11 @@ class DeviceQueue:
             self._stop("the compute thread has ended; restart this daemon")
 
     def _next(self) -> _DeviceJob | None:
-        """Waits for a job and takes the next one, see Priority and PATIENCE_S. Returns None when the queue closes."""
+        """Waits for a job, removes and returns the next one. Returns None when the queue closes.
+
+        The next is the oldest of the first Priority that has jobs; but an evaluation that has waited PATIENCE_S, unless
+        the job before was an evaluation too.
+        """
         with self._condition:
             self._condition.wait_for(lambda: self._closing or self.waiting())
             if self._closing:
@@ -162,7 +168,10 @@ class DeviceQueue:
             return queue.popleft()
 
     def _perform(self, job: _DeviceJob) -> None:
-        """Runs one job and its `then`. What is not an Exception ends the thread, after failing the caller's future."""
+        """Runs one job, sets its future to the result or the error, and after a result runs its `then`.
+
+        An error of `then` goes to `failed`. What is not an Exception ends the thread, after failing the future.
+        """
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         delivered = False
         try:
@@ -183,7 +192,7 @@ class DeviceQueue:
                 _deliver(job, None, failure)
 
     def _stop(self, reason: str) -> None:
-        """Closes the queue and fails all queued jobs with a DeviceError that says `reason`."""
+        """Closes the queue, which ends the thread, and fails all queued jobs with a DeviceError that says `reason`."""
         with self._condition:
             self._closing = True
             jobs = [job for queue in self._queues.values() for job in queue]

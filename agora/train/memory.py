@@ -26,12 +26,15 @@ LIBC = ctypes.CDLL(None)
 
 
 def graphs_fit(activation_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
-    """Returns whether `graphs_to_come` more graphs and a second version of the weights fit into SHARE of the memory."""
+    """Whether `graphs_to_come` graphs and `version_bytes` (a copy of the weights) fit into SHARE of available_bytes."""
     return activation_bytes * graphs_to_come + version_bytes <= SHARE * available_bytes
 
 
 def available_bytes(device: torch.device) -> int:
-    """Returns the bytes that this process could still allocate on the device, container limits included."""
+    """Returns the bytes that this process could still allocate on the device, container limits included.
+
+    Memory that torch or malloc keeps without using it counts as available.
+    """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -51,7 +54,7 @@ def _cgroup_left() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed memory, and threads that start later share one heap. Returns False without glibc.
+    """Makes malloc keep freed memory, and threads that start later share one heap. Returns False where it cannot.
 
     By default a graph's memory goes back to the kernel when the graph is freed, and the next graph causes page faults
     for it: 3 of 84 ms of each microbatch (12 in flight, a stage of 1.5 M parameters, AMD EPYC, 2026-11-21).
@@ -87,6 +90,7 @@ class AvailableMemory:
         self._measured_at = -REFRESH_S
 
     def __call__(self) -> int:
+        """Returns the bytes, measured again when the last measurement is older than REFRESH_S."""
         now = time.monotonic()
         if now - self._measured_at >= REFRESH_S:
             self._bytes, self._measured_at = available_bytes(self._device), now
@@ -101,6 +105,7 @@ def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: set[int]) ->
     sizes: dict[int, int] = {}
 
     def record_size(saved: Tensor) -> Tensor:
+        """Called by autograd for each tensor that the graph saves: notes its storage's bytes; returns it unchanged."""
         storage = saved.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
         return saved

@@ -52,7 +52,7 @@ class StepResult:
 
 
 class StageOptimizer:
-    """The optimizer of one stage. The moments stay in place; the weights may be another tensor at every step.
+    """Takes AdamW or NAdam steps for one stage. Owns the moments; the weights may be another tensor at every step.
 
     mean, square: the moments, flat like the weights. updates: the steps that changed them, without those in which this
     replica had no part. The manifest's `clip` bounds the gradient norm of the whole model, which no peer sees; a stage
@@ -75,7 +75,7 @@ class StageOptimizer:
         ]
 
     def step(self, weights: Tensor, gradient: Tensor, number: int, tokens: int = 1) -> StepResult | None:
-        """Changes `weights` [numel] in place by step `number` (0 the first) along gradient / tokens.
+        """Changes `weights` [numel] in place by step `number` (0 the first) along gradient / tokens, clipped.
 
         gradient: a sum over `tokens`, or with the default of 1 a mean; overwritten. Returns None when its norm is not
         finite; weights and moments are then unchanged.

@@ -26,7 +26,7 @@ from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward, StashedF
 
 
 class NonFinite(LocalError):
-    """This peer's own computation gave NaN or infinity from finite input; nothing was added."""
+    """Error: this peer's own computation gave NaN or infinity from finite input; nothing was added to the sums."""
 
     code = "non-finite"
 
@@ -83,7 +83,7 @@ class SpanTrainer:
         return self.stages[number]
 
     def take_due_steps(self) -> None:
-        """Takes the optimizer step of every stage whose policy allows it by now."""
+        """Takes the optimizer step of every stage for which one is due, see TrainedStage.step_if_due."""
         for stage in self.stages.values():
             stage.step_if_due()
 
@@ -116,7 +116,7 @@ class SpanTrainer:
     def finish(
         self, microbatch: MicrobatchId, first: int, entry: Tensor, tokens: Tensor, train: bool
     ) -> tuple[float, int, Tensor | None]:
-        """Runs stages `first` to the model's last, the loss, and when `train` the backward.
+        """Runs stages `first` to the model's last, the loss, and when `train` the backward, whose gradients it adds.
 
         Returns the loss summed over the supervised tokens, their number, and the gradient of that sum with respect to
         `entry` (None at stage 0 and when not `train`). Raises NonFinite; then nothing was added.
@@ -149,6 +149,7 @@ class SpanTrainer:
         return result, forward
 
     def _stages_from(self, first: int) -> list[StageReplica]:
+        """The stages from `first` to the span's last."""
         return [self.stages[number] for number in range(first, self.span.last + 1)]
 
     def _steps_from(self, first: int) -> tuple[int, ...]:
@@ -188,7 +189,7 @@ class SpanTrainer:
             return self._run(first, entry, inputs), versions if keeps_graph else ()
 
     def _keeps_graph(self, first: int) -> bool:
-        """Returns whether the graph of a microbatch that enters at `first` is kept for its backward."""
+        """Whether the graph of a microbatch that enters at `first` is kept: with "keep", or "auto" if graphs_fit."""
         if self._activations != "auto":
             return self._activations == "keep"
         graphs_to_come = max(self._in_flight - self.stashed.graph_count(), 1)
@@ -205,7 +206,7 @@ class SpanTrainer:
         output: Tensor,
         gradient: Tensor | None,
     ) -> Tensor | None:
-        """Computes and checks all gradients, then adds them to the sums. Returns that of `entry`, None at stage 0."""
+        """Computes all gradients; raises NonFinite, or adds them to the sums. Returns the one of `entry`, if any."""
         parameters = [parameter for version in versions for parameter in version.parameters]
         inputs = [entry, *parameters] if first > 0 else parameters
         computed = list(torch.autograd.grad([output], inputs, None if gradient is None else [gradient]))

@@ -90,7 +90,7 @@ class StageReplica(TrainedStage):
         return StageState(self.number, self.step, self.optimizer.updates, self.tokens_stepped, *copies)
 
     def load_state(self, state: StageState) -> None:
-        """Replaces weights, moments and step by those of `state`, and drops the gradient sum."""
+        """Replaces weights, moments and step by those of `state`, drops the gradient sum and forgets the drifts."""
         flats = []
         for name, array in (("weights", state.weights), ("mean", state.mean), ("square", state.square)):
             if array.dtype != np.float32 or array.shape != self.sum.flat.shape or not np.isfinite(array).all():
@@ -112,7 +112,10 @@ class StageReplica(TrainedStage):
         return self.weights.current.flat.view(-1, SLICE_BLOCK).index_select(0, blocks)
 
     def _write(self, blocks: Tensor, values: Tensor) -> None:
-        """Replaces the weights in `blocks` by `values` [blocks, SLICE_BLOCK]; padding among them becomes zero."""
+        """Replaces the weights in `blocks` by `values` [blocks, SLICE_BLOCK]; padding among them becomes zero.
+
+        Raises ProtocolError, and changes nothing, when a value is not finite.
+        """
         if not bool(values.isfinite().all()):
             raise ProtocolError("bad-tensor", "a slice holds values that are not finite")
         flat = self.writable_weights()

@@ -74,7 +74,9 @@ class GradientSum:
 
 
 class TrainedStage:
-    """One stage with its weights, its optimizer and its gradient sum. Used on the device thread only.
+    """Sums one stage's gradients and takes its optimizer steps: alone, or along the mean gradient of all replicas.
+
+    Used on the device thread only.
 
     step: the steps that the stage has taken in all its replicas. policy: decides when it takes the next one by itself;
     any thread may replace it, and read `progress`. While the replicas average their gradients, this one's share of the
@@ -118,7 +120,10 @@ class TrainedStage:
         self.progress = StageProgress(self.number, self.step, in_step, total, tuple(self._staleness), self._refused)
 
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
-        """Counts a microbatch whose gradient has been added to the sum, and reports GradientLate if it is."""
+        """Counts a microbatch whose gradient has been added to the sum.
+
+        Reports GradientLate when, in a synchronous run, this replica's share of the step was taken out before.
+        """
         staleness = max(self.step - step_at_forward, 0)
         contents = self.sum.contents
         contents.tokens += tokens
@@ -137,13 +142,16 @@ class TrainedStage:
         self._report(GradientRefused(self.number, microbatch, reason))
 
     def writable_weights(self) -> Tensor:
-        """Returns the flat weights [numel] to change in place, after making sure that no live graph needs them."""
+        """Returns the flat weights [numel] to change in place, a copy if live graphs need them: see StageWeights."""
         return self.weights.make_writable(self._stashed)
 
     # --- steps
 
     def step_if_due(self) -> None:
-        """Takes the next step by itself when the policy allows it and there is anything in the sum."""
+        """Takes the next step along the sum if that holds tokens, and as many as the policy needs.
+
+        Not while this replica's share of the step is taken out, or the policy waits for the mean of all replicas.
+        """
         tokens = self.sum.contents.tokens
         due = self._taken is None and 0 < tokens >= self.policy.tokens_needed(self.step)
         if due and not self.policy.waits_for_mean(self.step):
@@ -171,7 +179,8 @@ class TrainedStage:
     def take_mean_gradient(self) -> MeanGradient:
         """Takes this replica's share of the next step out of the sum and returns it; the same until the step is taken.
 
-        Gradients that arrive meanwhile go into the sum of the step after.
+        Gradients that arrive meanwhile go into the sum of the step after. A share that is not finite is refused: it
+        becomes zeros over 0 tokens.
         """
         if self._taken is None:
             mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
@@ -205,7 +214,7 @@ class TrainedStage:
         self._count_step(contents, result)
 
     def restart_at(self, step: int, tokens: int) -> None:
-        """Drops the sum and goes on at `step`, with weights and moments that were trained elsewhere on `tokens`."""
+        """Drops the sum and sets the counts of steps and tokens; the caller has replaced weights and moments before."""
         self.sum.clear()
         self._taken = None
         self.step, self.tokens_stepped = step, tokens
@@ -213,7 +222,7 @@ class TrainedStage:
         self._update_progress()
 
     def _step_along_sum(self) -> None:
-        """Takes the optimizer step over the sum. A sum that is not finite is dropped, and no step is taken."""
+        """Takes the optimizer step along the sum's mean and clears it. If it is not finite, drops it without a step."""
         result = self.optimizer.step(self.writable_weights(), self.sum.flat, self.step, self.sum.contents.tokens)
         contents = self.sum.clear()
         if result is None:
@@ -223,7 +232,7 @@ class TrainedStage:
             self._count_step(contents, result)
 
     def _count_step(self, contents: SumContents, result: StepResult | None) -> None:
-        """Counts a step that was taken, and reports it. result: None when this replica had no part in it."""
+        """Counts a step, reports StepTaken and calls `on_step`. result: None when the weights did not change here."""
         now = time.monotonic()
         self.step += 1
         self.tokens_stepped += contents.tokens

@@ -59,6 +59,7 @@ class StageWeights:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
+        """Copies the trainable parameters of `module` into the first version."""
         module = module.to(device)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.layout = lay_out((name, tuple(p.shape)) for name, p in trainable.items())
@@ -86,7 +87,7 @@ class StageWeights:
         return self.current.flat
 
     def begin_version(self) -> None:
-        """Makes a copy of the current version current. No graph may need the version before it any more."""
+        """Makes a copy of the current version current. It reuses the memory of `previous`, which no graph may need."""
         fresh = self.previous or WeightVersion(torch.empty_like(self.current.flat), self.layout, self.current.module)
         fresh.flat.copy_(self.current.flat)
         self.current, self.previous = fresh, self.current
@@ -116,15 +117,16 @@ class StashedForward:
     versions: tuple[WeightVersion, ...] = ()
 
     def drop_graph(self) -> None:
-        """Frees the graph. The backward then runs the forward again, with the weights of its own time."""
+        """Frees the graph. The backward will then run the forward again, on the weights of that time."""
         self.output, self.versions = None, ()
 
 
 class StashedForwards:
-    """The forwards of a span that wait for their backward, by microbatch and by the stage that they entered.
+    """Keeps the forwards of a span that wait for their backward, by microbatch and by the stage that they entered.
 
-    A microbatch may pass a span twice, entered at two stages, when its caller gave up and asked another peer. At most
-    `limit` forwards are kept. `forget` may be called from any thread, the other methods on the device thread.
+    A microbatch may pass a span twice, entered at two stages, when its caller gave up and asked another peer. From
+    `limit` forwards on, `require_room` raises Busy. `forget` may be called from any thread, the others on the device
+    thread.
     """
 
     def __init__(self, limit: int) -> None:
@@ -160,7 +162,7 @@ class StashedForwards:
                 self._forwards.pop((microbatch, first), None)
 
     def graph_count(self) -> int:
-        """Number of forwards whose graph is kept."""
+        """Number of stashed forwards whose graph is kept."""
         return sum(forward.output is not None for forward in list(self._forwards.values()))
 
     def with_graph_on(self, version: WeightVersion | None) -> list[StashedForward]:
