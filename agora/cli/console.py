@@ -44,7 +44,7 @@ LINK = Annotated[
 
 
 class Failure(Exception):
-    """Ends a command with exit code `code` and one sentence that says what is wrong and what to do."""
+    """Raised to end a command with exit code `code` and one sentence that says what is wrong and what to do."""
 
     def __init__(self, text: str, code: int = FAILED) -> None:
         super().__init__(text)
@@ -74,7 +74,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def run(app: typer.Typer) -> None:
-    """Runs a command line and ends the process with its exit code; no error shows a traceback."""
+    """Runs a command line and ends the process with its exit code; an error becomes one sentence, no traceback."""
     try:
         app()
         return
@@ -90,7 +90,7 @@ def run(app: typer.Typer) -> None:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """Returns the sentence and the exit code for an error; the sentence names the file with an unforeseen traceback."""
+    """Returns an error's sentence and exit code; an unforeseen one's traceback goes to a file that it names."""
     from agora_protocol.errors import AgoraError, InputError
 
     if isinstance(error, Failure):
@@ -103,7 +103,7 @@ def explain(error: Exception) -> tuple[str, int]:
 
 
 def _write_traceback(error: Exception) -> str:
-    """Writes an error's traceback to a temporary file and returns the file's path."""
+    """Writes an error's traceback to a temporary file; returns its path, or a remark that none could be written."""
     try:
         handle, path = tempfile.mkstemp(prefix="agora-error-", suffix=".txt", text=True)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -114,7 +114,10 @@ def _write_traceback(error: Exception) -> str:
 
 
 class ProgressDisplay:
-    """Shows what is being done and how far it has come; a `with` around the work leaves the terminal as it was."""
+    """Shows on standard error what is being done and how far it has come: a bar on a terminal, else lines of text.
+
+    A `with` around the work starts it, and leaves the terminal as it was.
+    """
 
     def __init__(self, what: str, total: float | None = None) -> None:
         """total: how much there is to do, in bytes for `advance`, else in any unit; None when nobody knows."""
@@ -126,6 +129,7 @@ class ProgressDisplay:
         self._task: TaskID | None = None
 
     def __enter__(self) -> ProgressDisplay:
+        """Starts the bar on a terminal; elsewhere prints a line with what begins."""
         if not sys.stderr.isatty():
             print_line(self._what)
             return self
@@ -139,12 +143,13 @@ class ProgressDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stops the bar, if there is one."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def advance(self, nbytes: int) -> None:
-        """Shows that so many bytes more are done."""
+        """Adds `nbytes` to what is done, and shows the sum in MB."""
         self._done += nbytes
         total = f" of {self._total / 1e6:,.0f}" if self._total else ""
         self.show(self._done, f"{self._what}  {self._done / 1e6:,.0f}{total} MB")

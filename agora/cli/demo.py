@@ -31,11 +31,15 @@ EVALUATE_BATCHES = 32
 
 
 class Stopped(BaseException):
-    """SIGINT, SIGTERM or SIGHUP has come: the demo leaves cleanly."""
+    """Raised by the first SIGINT, SIGTERM or SIGHUP, so that the demo leaves cleanly."""
 
 
 def run(plan: DemoPlan, *, as_json: bool) -> int:
-    """Runs a demo from start to end and returns the exit code. Raises Failure when it does not do what it should."""
+    """Trains a swarm as planned, stops its daemons, prints the result and returns the exit code.
+
+    A signal ends it early, without a result. Raises Failure when the result is not as it should be, such as a loss that
+    did not fall.
+    """
     manifest = demo_plan.manifest_of(plan)
     with _workspace(plan.directory) as directory:
         flags = ["--allow-files", *(["--link", plan.link] if plan.link else [])]
@@ -62,7 +66,10 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _workspace(chosen: Path | None) -> Iterator[Path]:
-    """Yields the directory of --dir, which stays, or without one a temporary directory, which is removed."""
+    """Yields the directory of --dir, which stays, or without one a temporary directory, which is removed.
+
+    Raises Failure when --dir is not empty or cannot be made.
+    """
     if chosen is None:
         with tempfile.TemporaryDirectory(prefix="agora-demo-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
@@ -79,10 +86,11 @@ def _workspace(chosen: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _stopped_by_signals(demo: Demo) -> Iterator[None]:
-    """Lets the first signal stop the demo cleanly and a second one end everything at once."""
+    """Within the block, the first signal raises Stopped, and the second kills all daemons and exits at once."""
     signals_seen = 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
+        """Signal handler: the first signal raises Stopped, unless the demo ends already; the second kills all."""
         nonlocal signals_seen
         signals_seen += 1
         if signals_seen > 1:
@@ -101,7 +109,7 @@ def _stopped_by_signals(demo: Demo) -> Iterator[None]:
 
 
 class Demo:
-    """One demo: its daemons, their totals, and when to start, kill and stop which."""
+    """Runs one demo: starts daemons, reads their journals, kills and replaces some, drains, evaluates, stops them."""
 
     def __init__(
         self,
@@ -124,7 +132,10 @@ class Demo:
         self._display = ProgressDisplay(what, plan.steps)
 
     def train(self) -> Measured:
-        """Starts the daemons, trains to the last step and evaluates. Raises Failure or SwarmFailed."""
+        """Starts the daemons, watches them until the last step, drains and evaluates; returns what it measured.
+
+        Raises Failure or SwarmFailed.
+        """
         from agora_protocol.invite import Invite
 
         began, began_unix = self._now(), time.time()
@@ -139,7 +150,7 @@ class Demo:
         return Measured(Invite.parse(self.swarm.invite).run, began_unix, total_seconds, trained, loss)
 
     def stop(self) -> None:
-        """Ends every daemon and reads the rest of the journals."""
+        """Ends every daemon, killing those that do not leave in time, and reads the rest of the journals."""
         self.is_stopping = True
         stubborn = [name for name, code in self.swarm.stop().items() if code is None]
         self._read_journals()
@@ -158,7 +169,10 @@ class Demo:
             self._sleep(POLL_SECONDS)
 
     def _watch_once(self) -> None:
-        """Reads all journals, starts a daemon that is due, shows the progress. Raises SwarmFailed when one has died."""
+        """Reads all journals and shows the progress; starts a daemon that is due, while fewer are starting than cores.
+
+        Raises SwarmFailed when a daemon has died.
+        """
         self._read_journals()
         self.swarm.check_alive()
         if self._not_started and len(self._living(serving=False)) < demo_plan.cores():
@@ -171,7 +185,7 @@ class Demo:
         self._display.show(step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {peers} peers")
 
     def _living(self, *, serving: bool) -> list[tuple[int, LocalDaemon]]:
-        """Returns the daemons that were not killed and serve their span, or do not serve yet, with their indices."""
+        """Returns daemons not told to end, with their indices: those that serve their span, or those that do not."""
         return [
             (index, daemon)
             for index, daemon in enumerate(self.swarm.daemons.values())
@@ -179,7 +193,7 @@ class Demo:
         ]
 
     def _start_one(self) -> None:
-        """Starts the next daemon, with the invite of a peer that serves now: who gave the last one may be dead."""
+        """Starts the next daemon with an invite that a serving peer gives now: who gave the last one may be dead."""
         answers = (daemon.try_ask("invite") for _, daemon in self._living(serving=True))
         self.swarm.invite = next((str(answer["invite"]) for answer in answers if answer), self.swarm.invite)
         self.swarm.start(f"peer-{len(self.swarm.daemons)}")
@@ -192,7 +206,7 @@ class Demo:
                 self.totals.add(index, fields)
 
     def _refuse_stall(self) -> None:
-        """Raises Failure when nothing was trained for STALL_SECONDS; an idle daemon's journal grows, too."""
+        """Raises Failure when for STALL_SECONDS no microbatch completed, no step was taken and no peer joined."""
         achieved = self.totals.achieved(self.plan.peers)
         if achieved != self._achieved:
             self._achieved, self._achieved_at = achieved, self._now()
@@ -205,7 +219,10 @@ class Demo:
             )
 
     def _kill_a_peer(self) -> bool:
-        """Kills a random peer whose every stage another serving peer holds; returns whether there was one."""
+        """Kills a random peer whose every stage another serving peer holds, and has a fresh one started in its place.
+
+        Returns whether there was such a peer.
+        """
         stages_of = {index: self.totals.peer(index).stages for index, _ in self._living(serving=True)}
         replicas = Counter(stage for stages in stages_of.values() for stage in stages)
         spare = [index for index, stages in stages_of.items() if stages and all(replicas[k] > 1 for k in stages)]
@@ -220,7 +237,7 @@ class Demo:
         return True
 
     def _await_joining_peers(self) -> None:
-        """Lets the daemons that are being started arrive, so that every peer of the plan was there; drains them."""
+        """Waits at most JOIN_SECONDS until every daemon of the plan has started and serves; drains all that serve."""
         deadline = self._now() + JOIN_SECONDS
         while (self._not_started or self._living(serving=False)) and self._now() < deadline:
             self._watch_once()
@@ -229,14 +246,17 @@ class Demo:
         self._drain()
 
     def _drain(self) -> None:
-        """Asks the serving peers to open no further microbatches, and waits until those in flight are back."""
+        """Asks each serving peer once to open no further microbatches, and waits until those in flight are back."""
         for index, daemon in self._living(serving=True):
             if index not in self._drained and daemon.try_ask("drain", DRAIN_SECONDS) is not None:
                 self._drained.add(index)
         self._read_journals()
 
     def _evaluate(self) -> float | None:
-        """Returns the held-out loss through the swarm, from the oldest origin that can tell; None if none can."""
+        """Asks serving peers with stage 0, oldest first, to evaluate the held-out loss through the swarm.
+
+        Returns the first answer; None if nobody answers.
+        """
         for index, daemon in self._living(serving=True):
             if 0 in self.totals.peer(index).stages:
                 answer = daemon.try_ask("evaluate", EVALUATE_SECONDS, batches=EVALUATE_BATCHES)

@@ -18,7 +18,7 @@ from agora.observe.journal import from_json
 
 @dataclass
 class PeerTotals:
-    """What one peer's journal adds up to."""
+    """What one peer's journal adds up to, and whether the demo has killed the peer."""
 
     is_killed: bool = False
     has_joined: bool = False
@@ -33,7 +33,7 @@ class PeerTotals:
 
 @dataclass
 class DemoTotals:
-    """The totals of all peers. target_tokens: the tokens of one optimizer step."""
+    """Adds up the journals of all peers, event by event. target_tokens: the tokens of one optimizer step."""
 
     target_tokens: int
     peers: dict[int, PeerTotals] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class DemoTotals:
     _loss_tokens: int = 0
 
     def peer(self, index: int) -> PeerTotals:
-        """Returns the totals of one peer, which are empty at its first mention."""
+        """Returns the totals of the peer with this index; makes empty ones at its first mention."""
         return self.peers.setdefault(index, PeerTotals())
 
     def add(self, index: int, fields: Mapping[str, Any]) -> None:
@@ -122,9 +122,9 @@ class DemoTotals:
         return len(self.stepped_tokens.get(0, ()))
 
     def achieved(self, peers: int) -> tuple[int, int, int]:
-        """Returns microbatches completed, steps, peers joined; one grows while training goes on.
+        """Returns (microbatches completed, steps of stage 0, peers joined); at least one grows while training goes on.
 
-        peers: how many the demo has at a time; further ones replace others, which alone is no training.
+        peers: how many the demo has at a time, the most that count as joined; further ones only replace others.
         """
         return self.completed, self.step, min(peers, sum(peer.has_joined for peer in self.peers.values()))
 
@@ -238,10 +238,10 @@ def summary_of(result: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(value: float | None, digits: int = 3) -> str:
-    """Returns a number as text, "-" for None."""
+    """Returns a number as text with `digits` decimals, "-" for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _rounded(value: float | None) -> float | None:
-    """Returns a number with four digits behind the point; None for None and for what JSON cannot have."""
+    """Returns a number rounded to four decimals; None for None, infinity and NaN, which JSON cannot have."""
     return None if value is None or not math.isfinite(value) else round(value, 4)

@@ -83,7 +83,7 @@ def parse_size(text: str) -> int:
 
 
 def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tuple[dict[str, FileDigest], int]:
-    """Checks everything, then writes the folder. Returns size and hash of every file, and the number of parameters."""
+    """Checks all weights, then writes the folder. Returns every file's size and hash, and the number of parameters."""
     from agora.model import family_of
     from agora.state.files import PUBLIC, fresh_folder, write_file, write_file_list
     from agora.state.merged_model import ITEM_BYTES, SOURCE_BYTES, open_stages
@@ -106,7 +106,10 @@ def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tu
 
 
 def _other_files(sources: Sources, family: Family, parameters: int, dtype: str) -> dict[str, bytes]:
-    """Returns the content of every file that is no shard, by name. dtype: as transformers calls it."""
+    """Returns the content of the files beside the shards, by name: tokenizer, configs, README.md, run.toml.
+
+    dtype: as transformers calls it.
+    """
     from agora.data.tokenizer_files import tokenizer_files
     from agora.state.model_card import model_card
 
@@ -125,7 +128,7 @@ def _other_files(sources: Sources, family: Family, parameters: int, dtype: str) 
 
 
 def _summary(sources: Sources, dtype: str) -> dict[str, Any]:
-    """Returns the fields that export.json and --json have in common: run, name, dtype, stages."""
+    """Returns the fields that export.json and --json have in common: run, name, source, dtype, steps by stage."""
     return {
         "schema": 1,
         "run_id": sources.signed.run_id,

@@ -25,7 +25,10 @@ COLLECT_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """A file for every stage. kind: "daemon" or "checkpoints"; base: the folder that the manifest's paths begin in."""
+    """What an export reads: a weights file for every stage, and the signed manifest.
+
+    kind: "daemon" or "checkpoints", where the files came from. base: the folder that the manifest's paths begin in.
+    """
 
     signed: SignedManifest
     kind: str
@@ -34,9 +37,10 @@ class Sources:
 
 
 def find_stages(run: str, directories: Sequence[Path]) -> Sources:
-    """Returns the newest file of every stage of RUN. Raises Failure with exit code 4 when a stage has none.
+    """Returns weights of every stage: collected by a running daemon of the run, else the newest checkpoints.
 
-    run: a name, run id, manifest file or invite; directories: data directories, or folders of them.
+    run: a name, run id, manifest file or invite. directories: data directories, or folders of them. Raises Failure with
+    exit code 4 when a stage has none.
     """
     homes = [home for directory in directories for home in _homes_in(directory)] or [paths.default_home()]
     reference = _resolve(run, homes)
@@ -57,7 +61,7 @@ def find_stages(run: str, directories: Sequence[Path]) -> Sources:
 
 
 def _homes_in(directory: Path) -> list[paths.Home]:
-    """Returns the data directory, or those in it: `swarm demo --dir` keeps one for each peer."""
+    """Returns `directory` if it is a data directory, else those in it: `swarm demo --dir` keeps one for each peer."""
     home = paths.home_at(directory)
     if home.runs.is_dir():
         return [home]
@@ -65,7 +69,7 @@ def _homes_in(directory: Path) -> list[paths.Home]:
 
 
 def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
-    """Returns the run that RUN means in the first data directory that knows it. Raises InputError when none does."""
+    """Returns the run that `run` means in the first data directory that knows it. Raises InputError if none does."""
     for home in homes[:-1]:
         with contextlib.suppress(InputError):
             return runs.resolve(run, home)
@@ -92,7 +96,7 @@ def _manifest(reference: RunReference, homes: Sequence[paths.Home], daemons: Seq
 
 
 def _collect_stages(entry: paths.Entry, count: int) -> tuple[StageFile, ...]:
-    """Asks a daemon to fetch every stage from the swarm. Raises DaemonUnreachable or DaemonRefused."""
+    """Has a daemon fetch every stage's weights from the swarm. Raises DaemonUnreachable or DaemonRefused."""
     with ProgressDisplay(f"the daemon in {entry.root} collects {count} stages from the swarm"):
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS)
     try:

@@ -32,7 +32,7 @@ CAUSE_SECONDS: Final = 3.0
 
 
 class SwarmFailed(LocalError):
-    """A daemon ended by itself, or what was waited for did not happen in time; the text says which and why."""
+    """Raised when a daemon ended by itself, or what was waited for did not happen in time; says which and why."""
 
 
 class DaemonProcess(Protocol):
@@ -51,7 +51,7 @@ Launch = Callable[[Sequence[str], Mapping[str, str], Path], DaemonProcess]
 
 @dataclass
 class LocalDaemon:
-    """One `agora-node join` process with its own data directory."""
+    """One `agora-node join` process with its own data directory: reads its journal, asks it questions, kills it."""
 
     name: str
     root: Path
@@ -66,6 +66,7 @@ class LocalDaemon:
 
     @property
     def is_alive(self) -> bool:
+        """Whether the process still runs."""
         return self.process.poll() is None
 
     def new_events(self) -> list[dict[str, Any]]:
@@ -96,20 +97,23 @@ class LocalDaemon:
         return control_client.ask(self._socket, question, timeout_s=timeout_s, **arguments)
 
     def try_ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any] | None:
-        """Returns the answer on its control socket; None while it cannot answer."""
+        """Returns the answer on its control socket; None when it does not answer or refuses."""
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
             return self.ask(question, timeout_s, **arguments)
         return None
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to the daemon's own process alone: its p2p daemon must notice by itself."""
+        """Sends a signal, SIGKILL by default, to the daemon's own process alone: its p2p daemon must notice by itself.
+
+        After SIGKILL, waits for the end, which counts as intended.
+        """
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.end_is_intended = True
             self.process.wait(10.0)
 
     def kill_group(self) -> None:
-        """Ends the daemon and all processes that it has started, and removes the files that find its socket."""
+        """Kills the daemon and all processes that it has started, and removes its socket and registry file."""
         self.end_is_intended = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -132,7 +136,7 @@ class LocalDaemon:
 
 
 class LocalSwarm:
-    """The daemons of one run, on loopback: the first founds the run, the others join by invite."""
+    """Starts, watches, kills and stops the daemons of one run, on loopback: a founder, and others that it invites."""
 
     def __init__(
         self,
@@ -238,6 +242,7 @@ def start_interpreter(arguments: Sequence[str], environment: Mapping[str, str], 
     """Starts `agora-node ARGUMENTS` in a new interpreter, as users do; it gets SIGTERM when this process dies."""
 
     def terminate_with_parent() -> None:
+        """Runs in the new process: has the kernel send it SIGTERM when its parent dies (PR_SET_PDEATHSIG)."""
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
     with log.open("wb") as output:

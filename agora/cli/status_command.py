@@ -46,7 +46,7 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
 
 
 def fetch(run: str, home: paths.Home) -> Status:
-    """Returns a run's status, from a daemon of this machine or over the network; UNREACHABLE if nobody answers."""
+    """Returns a run's status from a daemon of this machine, else from a peer over the network, else UNREACHABLE."""
     from agora_protocol.errors import AgoraError
     from agora_protocol.ids import RunId
 
@@ -95,14 +95,14 @@ def _print(status: Status) -> None:
 
 
 def _peer_cells(peer: Mapping[str, Any]) -> list[str]:
-    """Returns the table row of a peer."""
+    """Returns the cells of a peer's row: id, name, stages, state, step, tokens per second, path, last seen, note."""
     stages = "-".join(str(stage) for stage in dict.fromkeys(peer["span"]))
     beginning = [f"...{peer['peer'][-6:]}", peer["name"], stages, peer["state"]]
     return [*beginning, *_step_and_rate(peer), peer["path"], f"{peer['seen_seconds']:.0f} s", peer["note"]]
 
 
 def _step_and_rate(row: Mapping[str, Any]) -> list[str]:
-    """Returns the table cells of a step, "-" for None, and of tokens per second."""
+    """Returns two cells of a table row: the step, "-" for None, and the tokens per second."""
     return ["-" if row["step"] is None else str(row["step"]), f"{row['tokens_per_second']:.0f}"]
 
 

@@ -34,7 +34,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question that can be asked: its arguments with their JSON types, and how long the answer may take."""
+    """A question that can be asked: who answers it, arguments with JSON types, and seconds until it fails."""
 
     handler: Callable[..., Awaitable[Answer]]
     arguments: Mapping[str, type]
@@ -42,7 +42,7 @@ class Question:
 
 
 class _BadQuestion(Exception):
-    """A line that is no valid question."""
+    """Raised for a line that is no valid question; `code` and text go into the error that answers it."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -50,7 +50,10 @@ class _BadQuestion(Exception):
 
 
 class ControlSocket:
-    """Answers `questions` at `path` (mode 0600) from `start` until `close`."""
+    """Listens on the Unix socket `path` (mode 0600) from `start` until `close`, and answers `questions` by their names.
+
+    It refuses further clients while MAX_CONNECTIONS are connected, and hangs up on one that is idle for IDLE_SECONDS.
+    """
 
     def __init__(self, path: Path, questions: Mapping[str, Question]) -> None:
         self.path = path
@@ -59,7 +62,7 @@ class ControlSocket:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Binds the socket; raises LocalError when its directory is not this user's or cannot be written."""
+        """Binds the socket, over an old one; raises LocalError if its directory is another user's or not writable."""
         try:
             paths.make_private(self.path.parent)
             self.path.unlink(missing_ok=True)
@@ -72,7 +75,7 @@ class ControlSocket:
             ) from error
 
     async def close(self) -> None:
-        """Stops listening, ends the open connections, and removes the socket."""
+        """Stops listening, cancels open connections and their answers, removes the socket and its registry file."""
         if self._server is not None:
             self._server.close()
         for task in tuple(self._connections):
@@ -81,7 +84,7 @@ class ControlSocket:
         paths.unregister(self.path)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a new connection in a task, or refuses it when too many are open."""
+        """asyncio calls this for a new connection: serves it in a task, or answers "busy" and closes it."""
         if len(self._connections) >= MAX_CONNECTIONS:
             writer.write(_error("busy", f"{MAX_CONNECTIONS} connections are open; close some"))
             writer.close()
@@ -91,7 +94,7 @@ class ControlSocket:
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers the lines of one connection until it ends."""
+        """Answers the lines of one connection until the client ends it, is idle too long or sends too long a line."""
         try:
             while line := await asyncio.wait_for(_read_line(reader), IDLE_SECONDS):
                 writer.write(await self._answer_unless_gone(line, writer))
@@ -106,7 +109,7 @@ class ControlSocket:
                 await asyncio.wait_for(writer.wait_closed(), 1.0)
 
     async def _answer_unless_gone(self, line: bytes, writer: asyncio.StreamWriter) -> bytes:
-        """Returns the answer. When the client hangs up, cancels the work and raises ConnectionError."""
+        """Returns the answer to `line`. If the client hangs up first, cancels the work and raises ConnectionError."""
         work, gone = asyncio.create_task(self._answer(line)), asyncio.create_task(_wait_until_gone(writer))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +122,7 @@ class ControlSocket:
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _answer(self, line: bytes) -> bytes:
-        """Returns the line that answers `line`: an answer, or an error as data."""
+        """Runs the handler of the question within its deadline; returns its answer, or an error, as a JSON line."""
         try:
             question, arguments = self._parse(line)
             answer = await asyncio.wait_for(question.handler(**arguments), question.deadline_s)
@@ -130,7 +133,7 @@ class ControlSocket:
         return json.dumps({"answer": answer}).encode() + b"\n"
 
     def _parse(self, line: bytes) -> tuple[Question, dict[str, Any]]:
-        """Returns the question and its arguments. Raises _BadQuestion."""
+        """Returns the question in `line` and its arguments. Raises _BadQuestion for an unknown name or a wrong type."""
         try:
             question = json.loads(line)
         except ValueError:
@@ -150,7 +153,7 @@ class ControlSocket:
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """Returns the next line, b"" at the end. Raises _BadQuestion for a line longer than MAX_LINE_BYTES."""
+    """Returns the next line, b"" when the client has ended. Raises _BadQuestion after MAX_LINE_BYTES without an end."""
     try:
         return await reader.readuntil(b"\n")
     except asyncio.IncompleteReadError:
@@ -168,10 +171,11 @@ async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:
-    """Returns the end of an error sentence: the known name that is most like `name`, or all of them."""
+    """Returns the end of an error sentence: "; did you mean ...?" with the most similar known name, or all names."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known)) or 'nothing'}"
 
 
 def _error(code: str, text: str) -> bytes:
+    """Returns the JSON line of an error answer: its one-word `code` and a sentence."""
     return json.dumps({"error": {"code": code, "text": text}}).encode() + b"\n"

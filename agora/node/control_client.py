@@ -14,11 +14,11 @@ MAX_ANSWER_BYTES = 4 * 2**20
 
 
 class DaemonUnreachable(Exception):
-    """No daemon answers on the socket in time."""
+    """Raised by `ask` when no daemon answers on the socket in time."""
 
 
 class DaemonRefused(Exception):
-    """The daemon answered with an error: `code` is its word, the text a sentence."""
+    """Raised by `ask` when the daemon answers with an error: `code` is its word, the text a sentence."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -26,7 +26,10 @@ class DaemonRefused(Exception):
 
 
 def ask(path: Path, question: str, *, timeout_s: float = 5.0, **arguments: Any) -> dict[str, Any]:
-    """Returns the daemon's answer. Raises DaemonRefused, or DaemonUnreachable when nothing comes for `timeout_s`."""
+    """Sends `question` to the daemon whose control socket is `path`, and returns its answer.
+
+    Raises DaemonRefused when it answers with an error, DaemonUnreachable when nothing comes for `timeout_s`.
+    """
     line = json.dumps({"ask": question, **arguments}).encode() + b"\n"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as channel:

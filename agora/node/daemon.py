@@ -77,7 +77,7 @@ def _open_directory(root: Path) -> Iterator[Journal]:
 def lock_file(path: Path) -> Iterator[None]:
     """Locks a file and writes this process' id into it, while the block runs; the kernel frees a dead process' lock.
 
-    Raises OSError, or LocalError with the id of the process that holds it. The file stays, since one that is removed
+    Raises OSError, or LocalError that names the process that has locked it. The file stays, since one that is removed
     can be locked twice.
     """
     with path.open("a+", errors="replace") as file:
@@ -96,13 +96,13 @@ def lock_file(path: Path) -> Iterator[None]:
 
 
 async def _run_node(startup: Startup, reporter: Reporter, notifier: Notifier) -> None:
-    """Runs the node until SIGTERM, SIGINT or SIGHUP makes it leave; a second signal ends the process at once."""
+    """Runs the node; the first SIGTERM, SIGINT or SIGHUP makes it leave, a second one ends the process at once."""
     from agora.node.lifecycle import Node
 
     node = Node(startup, reporter, notifier)
 
     def handle() -> None:
-        """Asks the daemon to leave, or ends the process if it was asked already."""
+        """Signal handler: makes the daemon leave; called again, removes the socket and ends the process at once."""
         if node.stop.is_set():
             paths.unregister(paths.socket_of(startup.home))
             os._exit(1)

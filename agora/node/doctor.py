@@ -24,7 +24,10 @@ BASE_BYTES = 256 * 2**20
 
 
 def check_disk(directory: Path) -> str:
-    """Writes and removes a small file. Returns a note with the free space. Raises DiskError if there is too little."""
+    """Writes and removes a small file in `directory`; returns a note with the free space.
+
+    Raises DiskError when that fails, or less than LEAST_FREE_BYTES are free.
+    """
     probe = directory / f".probe-{os.getpid()}"
     try:
         with probe.open("wb") as file:
@@ -59,4 +62,5 @@ def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: flo
 
 
 def _in_mib(size: int) -> str:
+    """Returns a number of bytes as text in MiB."""
     return f"{size / 2**20:,.0f} MiB"

@@ -34,17 +34,17 @@ NEIGHBOUR_SECONDS = 60.0
 
 
 class RunUnreachable(LocalError):
-    """No peer of the run answers. The command ends with exit code 4."""
+    """Raised when no peer of the run answers a daemon that joins. The command ends with exit code 4."""
 
     code = "unreachable"
     exit_code = 4
 
 
 async def read_manifest(startup: Startup) -> SignedManifest:
-    """Returns the signed manifest of a file or of a run that this machine has joined, and adopts the run.
+    """Returns the signed manifest of a file or of a run that this machine has joined; stores and registers it.
 
-    An unsigned manifest is the run that a running daemon of this machine signed; if there is none, this daemon signs
-    it and founds the run.
+    An unsigned manifest is the run that a running daemon of this machine signed; if there is none, this daemon signs it
+    and founds the run.
     """
     reference, adopt = startup.run, partial(_adopt_run, startup)
     with startup.steps.step("manifest") as note:
@@ -62,7 +62,10 @@ async def read_manifest(startup: Startup) -> SignedManifest:
 
 
 async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
-    """Asks the invite's peers for the manifest and checks it. Raises RunUnreachable, ManifestError for a wrong one."""
+    """Asks the invite's peers for the manifest, checks it, stores it and registers this daemon under its run.
+
+    Raises RunUnreachable when nobody gives it, ManifestError for a wrong one.
+    """
     run = RunId(startup.run.run)
     with startup.steps.step("manifest") as note:
         signed = await _ask_every_peer(host, run, addresses)
@@ -72,7 +75,10 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
 
 
 async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> SignedManifest:
-    """Returns the manifest from the first peer that gives it. Raises RunUnreachable, ManifestError for a wrong one."""
+    """Asks peer after peer for the manifest until one gives it, and returns it.
+
+    Raises ManifestError at the first wrong one, RunUnreachable when nobody gives any.
+    """
     network = Network(host, lambda: hello(run, ()), _refuse_while_joining)
     failures: list[str] = []
     try:
@@ -96,6 +102,7 @@ async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> S
 
 
 async def _refuse_while_joining(_: IncomingCall) -> Reply:
+    """Handler of requests from other peers before this one has the manifest: refuses all of them."""
     raise LocalError("this peer is still joining")
 
 
@@ -116,7 +123,7 @@ def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
 
 @asynccontextmanager
 async def open_host(startup: Startup) -> AsyncIterator[tuple[Host, tuple[str, ...]]]:
-    """Runs the network process p2pd; yields the host and the addresses at which other machines can dial it."""
+    """Runs the network process p2pd until the block ends; yields the host and where other machines can dial it."""
     settings = startup.settings
     with startup.steps.step("host") as note:
         host = await Host.create(
@@ -136,7 +143,7 @@ async def open_host(startup: Startup) -> AsyncIterator[tuple[Host, tuple[str, ..
 
 
 async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
-    """Connects to known peers of the run; returns all addresses that are known.
+    """Dials known peers of the run and of this machine's other daemons; returns all addresses known but its own.
 
     signed: None for an invite whose manifest must still be fetched. Raises RunUnreachable in that case when nobody
     answers. A daemon that has the manifest may find nobody: it waits for others.
@@ -159,7 +166,7 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
 
 
 async def _addresses_of_neighbours(run: str) -> tuple[str, ...]:
-    """Asks this machine's other daemons of the run for addresses; waits for those that are just starting."""
+    """Asks this machine's other daemons of the run for addresses; waits up to 60 s for those just starting."""
     deadline, addresses = loop_time() + NEIGHBOUR_SECONDS, list[str]()
     for entry in paths.daemons():
         while entry.run == run and entry.pid != os.getpid() and entry.alive:
@@ -175,5 +182,5 @@ async def _addresses_of_neighbours(run: str) -> tuple[str, ...]:
 
 
 def hello(run: RunId, addresses: Sequence[str]) -> Hello:
-    """Returns the message with which this daemon begins every stream."""
+    """Returns the message that begins every stream: protocol version, run, software, and where to dial this peer."""
     return Hello(PROTOCOL_VERSION, bytes.fromhex(run), f"agora {__version__}", tuple(addresses))

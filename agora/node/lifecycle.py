@@ -51,22 +51,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A move that was asked for: to which span, and a future that ends with it."""
+    """A move that was asked for: to which span, and a future that ends when it is served, or with an error."""
 
     span: Span
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class _Stopped(Exception):
-    """The daemon was asked to leave."""
+    """Raised within the node when `stop` is set: the daemon was asked to leave, and leaves in order."""
 
 
 class _CannotGoOn(LocalError):
-    """Something that must not end has ended."""
+    """Raised when p2pd or a background task has ended by itself: the daemon leaves in order and fails."""
 
 
 class Node:
-    """One daemon. Whoever sets `stop` makes it leave. `span` is None again during a move."""
+    """One daemon: opens the peer, serves a span, moves to other stages when asked, and leaves once `stop` is set.
+
+    `span` is None before the first one is served and again during a move.
+    """
 
     def __init__(self, startup: Startup, reporter: Reporter, notifier: Notifier) -> None:
         self.startup = startup
@@ -89,7 +92,10 @@ class Node:
         self._span_closing = AsyncExitStack()
 
     async def run(self) -> None:
-        """Runs the daemon until it is asked to leave. Raises an AgoraError when it cannot start or cannot go on."""
+        """Opens the control socket, joins, serves until asked to leave, leaves in order and closes everything.
+
+        Raises an AgoraError when it cannot start or cannot go on.
+        """
         control = ControlSocket(paths.socket_of(self.startup.home), questions_of(self))
         await control.start()
         try:
@@ -116,7 +122,10 @@ class Node:
         return "still starting" if self._move is None else f"moving to stages {self._move.span}"
 
     def addresses(self) -> tuple[str, ...]:
-        """Returns where this peer can be dialled, then where some others can. Raises LocalError while it has none."""
+        """Returns up to 8 addresses of this peer, then one address each of up to 8 other serving peers.
+
+        Raises LocalError while it has none.
+        """
         if not self._addresses:
             raise LocalError("this daemon has no address yet; ask again in a moment")
         peers = self.peer.membership.view.peers.values() if self.peer is not None else ()
@@ -125,13 +134,13 @@ class Node:
         return (*self._addresses[:MORE_ADDRESSES], *others[:MORE_ADDRESSES])
 
     def invite(self) -> Invite:
-        """Returns what others need to join the run. Raises LocalError before the run and the addresses are known."""
+        """Returns the invite: run id, addresses, name. Raises LocalError before the run and the addresses are known."""
         if self.signed is None:
             raise LocalError("this daemon does not know its run yet; ask again in a moment")
         return Invite(self.signed.run_id, self.addresses(), self.signed.manifest.name)
 
     def take_report(self) -> NodeReport:
-        """Returns a snapshot of this daemon."""
+        """Returns a snapshot of this daemon (state, health, counters, traffic, span ...); updates the token rate."""
         startup, peer, counters, now_unix = self.startup, self.peer, self._reporter.snapshot(), time.time()
         self._rate.add(now_unix, counters.counted_tokens)
         view = peer.membership.view if peer else View()
@@ -158,7 +167,7 @@ class Node:
         )
 
     def _judge(self, view: View, stage_count: int, now_unix: float) -> Health:
-        """Returns the swarm's health as this peer sees it."""
+        """Returns the swarm's health as this peer sees it; DEGRADED while this daemon serves no span."""
         if self.span is None:
             step = self.startup.steps.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self._describe_state()}: {step}", "wait until it serves")
@@ -167,7 +176,10 @@ class Node:
     # --- start and serve
 
     async def _start_and_serve(self) -> None:
-        """Opens the peer, prints the invite, and holds one span after another until an exception ends the daemon."""
+        """Opens the peer, serves a span, prints the invite, and carries out each move that is asked for.
+
+        Only an exception ends it: _Stopped, _CannotGoOn or an AgoraError.
+        """
         peer = await self._unless_stopped(self._open_peer())
         await self._serve_span(peer, self.startup.settings.span)
         span, incarnation = self.serving_span().span, self.startup.incarnation
@@ -195,7 +207,10 @@ class Node:
         return working.result()
 
     async def _open_peer(self) -> Peer:
-        """Finds the run and opens the peer. What is known on the way can be asked for before the end."""
+        """Finds the run, connects to it and opens the peer.
+
+        Sets `signed`, the addresses and `peer` as soon as each is there, so that they can be asked for meanwhile.
+        """
         startup, closing = self.startup, self._peer_closing
         if startup.run.signed is not None or not startup.run.run:
             self.signed = await joining.read_manifest(startup)
@@ -208,7 +223,10 @@ class Node:
         return self.peer
 
     async def _serve_span(self, peer: Peer, wanted: Span | None) -> None:
-        """Loads a span and serves it. Raises _Stopped, or an AgoraError when it cannot; then nothing is held."""
+        """Loads a span (None: placement chooses), announces it as serving, and starts the origin if there is one.
+
+        Raises _Stopped, or an AgoraError when it cannot; then nothing is held.
+        """
         loading = load_span(peer, wanted)
         span = await self._unless_stopped(self._span_closing.enter_async_context(loading))
         if self.is_paused:
@@ -222,7 +240,7 @@ class Node:
             span.tasks.start("origin", span.origin.run())
 
     async def _until_asked_to_move(self, peer: Peer) -> None:
-        """Raises _Stopped when the daemon is asked to leave, _CannotGoOn when what must not end has ended."""
+        """Waits for a move. Raises _Stopped if asked to leave, _CannotGoOn if p2pd or a background task has ended."""
         groups = (peer.tasks, self.serving_span().tasks)
         waits = [asyncio.create_task(event.wait()) for event in (self.stop, peer.host.died, self._move_wanted)]
         try:
@@ -246,7 +264,7 @@ class Node:
     # --- move
 
     async def move(self, stages: Span) -> None:
-        """Holds other stages instead, on the same network connections; returns when they are served.
+        """Makes the daemon hold other stages, on the same network connections; returns when they are served.
 
         Raises LocalError or InputError, and changes nothing, when it cannot begin. When the new stages cannot be
         loaded, the former ones are loaded again and that error is raised.
@@ -264,7 +282,10 @@ class Node:
         await asyncio.shield(move.done)
 
     async def _carry_out_move(self, peer: Peer) -> None:
-        """Gives up the span and holds the wanted one, or the former one again when that fails."""
+        """Gives up the span and serves the wanted one, or the former one again when that cannot be loaded.
+
+        Then sets `done` of the move, with the error if it failed, for `move` to return or raise.
+        """
         move, former = self._move, self.serving_span()
         assert move is not None
         self._move_wanted.clear()
@@ -288,7 +309,7 @@ class Node:
                 move.done.exception()  # nobody may be waiting any more
 
     async def _give_up(self, peer: Peer, span: LoadedSpan) -> None:
-        """Finishes what the span has in hand, writes its checkpoints, and ends it."""
+        """Finishes or cancels what the span has in hand, writes its checkpoints, and closes it; `span` is then None."""
         # While a stage has no peer, this origin's own microbatches cannot come back.
         patience_s = MOVE_FINISH_SECONDS if not self.take_report().empty_stages else ORIGIN_SECONDS
         await self._finish(peer, span, patience_s, loop_time() + 2 * patience_s, "moving to other stages")
@@ -299,7 +320,7 @@ class Node:
     # --- leave
 
     async def _leave(self, reason: str) -> None:
-        """Announces the leaving, finishes what is in hand, and hands back what cannot be finished in time."""
+        """Announces the leaving, finishes what is in hand, cancels what is late, and writes checkpoints; within 9 s."""
         self._notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self.report(events.StateChanged("leaving", reason))
         peer, span, until = self.peer, self.span, loop_time() + LEAVE_SECONDS - 3.0
@@ -314,7 +335,7 @@ class Node:
         self._watchdog.report_traffic(self.take_report())
 
     async def _finish(self, peer: Peer, span: LoadedSpan, origin_s: float, until: float, reason: str) -> None:
-        """Announces that the span is given up, and finishes what is in hand; at `until` the rest is handed back.
+        """Announces "leaving", finishes what is in hand, and at `until` cancels the rest: its callers ask others.
 
         origin_s: how long it waits for this origin's own microbatches. reason: completes "this peer is ...".
         """
@@ -327,7 +348,7 @@ class Node:
         await peer.ledger.finish(max(0.1, until - loop_time()), reason)
 
     async def _announce_leaving(self, peer: Peer) -> None:
-        """Says in the directory that this peer leaves its stages."""
+        """Says in the directory that this peer leaves; gives up after ANNOUNCE_SECONDS, which is reported."""
         try:
             async with asyncio.timeout(ANNOUNCE_SECONDS):
                 await peer.membership.announce("leaving")
@@ -335,7 +356,7 @@ class Node:
             self.report(events.DirectoryTrouble("leave", "the directory did not answer in time"))
 
     async def _close(self) -> None:
-        """Closes the span and the peer; what takes too long is left to the end of the process."""
+        """Closes the span and the peer within CLOSE_SECONDS; the rest is left to the process' end, and reported."""
         self.span = None
         try:
             async with asyncio.timeout(CLOSE_SECONDS):

@@ -61,7 +61,10 @@ T = TypeVar("T")
 
 
 class LoadedSpan:
-    """The stages that this daemon holds, and all that works on them."""
+    """The stages that this daemon holds, and the hop, origin, replicas and keeper that work on them.
+
+    It wires these to each other, answers other peers' requests for work, pauses and resumes, and writes checkpoints.
+    """
 
     def __init__(self, peer: Peer, compute: Compute, keeper: StateKeeper, batches: OriginBatches | None) -> None:
         """Wires the rooms to each other. batches: what the origin draws, None without stage 0."""
@@ -95,7 +98,7 @@ class LoadedSpan:
         self.tasks = BackgroundTasks()
 
     def _make_origin(self, batches: OriginBatches) -> Origin:
-        """Returns the origin of this peer, which opens the microbatches that `batches` draws."""
+        """Returns the origin of this peer, which sends the microbatches that `batches` draws through the swarm."""
         peer, manifest = self._peer, self._peer.signed.manifest
         config = OriginConfig(
             me=peer.startup.peer,
@@ -106,7 +109,10 @@ class LoadedSpan:
         return Origin(config, self.hop, batches.draw, batches.heldout, peer.startup.report, self._look_around)
 
     def _look_around(self) -> Surroundings:
-        """Returns what the origin must know. Its share of a step is all of it while it is not seen in the view."""
+        """Returns what the origin must know: whether every stage has enough replicas, the path's time, and its share.
+
+        Its share of a step (synchronous runs only) is all of it while it is not seen in the view.
+        """
         manifest, view, me = self._peer.signed.manifest, self._peer.membership.view, self._peer.startup.peer
         least, path_s = manifest.schedule.least_replicas, self.hop.path_s()
         ready = least == 1 or all(len(view.replicas(stage)) >= least for stage in range(manifest.stage_count))
@@ -131,7 +137,7 @@ class LoadedSpan:
         return self._peer.ledger.taken + (self.origin.open_microbatches if self.origin else 0)
 
     def report(self) -> SpanReport:
-        """Returns a snapshot of the span."""
+        """Returns a snapshot of the span: steps, what each stage waits for, load, queue, and the origin's loss."""
         origin = self.origin
         return SpanReport(
             self.span,
@@ -147,7 +153,7 @@ class LoadedSpan:
         )
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers one of WORK_REQUESTS."""
+        """Answers a request of WORK_REQUESTS: Process by the hop, the others (averaging) by the replicas."""
         match call.message:
             case Process() as request:
                 return await self.hop.process(request, call.tensors, call.deadline, call.progress)
@@ -161,7 +167,7 @@ class LoadedSpan:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
 
     async def follow_steps(self) -> None:
-        """Passes each step that the device thread takes on to everyone whom it concerns, until cancelled."""
+        """Tells replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled."""
         async for event in self.compute.step_events():
             self.replicas.stepped(event.stage, event.step, event.own_tokens)
             self.keeper.note_step(event.stage, event.step)
@@ -170,7 +176,7 @@ class LoadedSpan:
                     waiting.stepped()
 
     def pause(self) -> None:
-        """Takes and opens no more microbatches; those in hand are finished."""
+        """Refuses others' new microbatches and opens none as origin; those in hand are finished."""
         self._peer.ledger.stop_accepting("paused by its owner")
         if self.origin is not None:
             self.origin.pause()
@@ -182,7 +188,10 @@ class LoadedSpan:
             self.origin.resume()
 
     async def write_checkpoints(self, within_s: float) -> None:
-        """Writes a checkpoint of every stage. One that takes longer than `within_s` is given up, which is reported."""
+        """Stops taking and following steps, and writes a checkpoint of every stage.
+
+        What takes longer than `within_s` is given up, which is reported.
+        """
         self.replicas.leave()
         try:
             async with asyncio.timeout(within_s):
@@ -199,7 +208,7 @@ def stage_layouts(manifest: Manifest) -> list[Layout]:
 
 
 def step_barrier(manifest: Manifest, compute: Compute) -> StepBarrier | None:
-    """Returns where microbatches wait for their step; None in an asynchronous run, in which none ever waits."""
+    """Returns where microbatches of a synchronous run wait for their step; None in others, where none ever waits."""
     return StepBarrier(compute.span, compute.step_of) if manifest.schedule.kind == "synchronous" else None
 
 
@@ -208,7 +217,7 @@ def step_barrier(manifest: Manifest, compute: Compute) -> StepBarrier | None:
 
 @asynccontextmanager
 async def load_span(peer: Peer, wanted: Span | None) -> AsyncIterator[LoadedSpan]:
-    """Claims and loads a span and answers requests for it until the block ends; it is not announced as serving.
+    """Claims and loads a span and answers requests for it until the block ends; the caller announces it as serving.
 
     wanted: None lets placement choose. Raises an AgoraError that says what to do.
     """
@@ -231,7 +240,10 @@ async def load_span(peer: Peer, wanted: Span | None) -> AsyncIterator[LoadedSpan
 
 
 async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) -> StateKeeper:
-    """Fills the stages with the newest state there is; until `closing` ends, gives copies of it to peers that join."""
+    """Fills the stages with the newest state, from checkpoints here or from other replicas; returns their keeper.
+
+    Until `closing` ends, other peers are given copies of the state.
+    """
     startup, membership, manifest = peer.startup, peer.membership, peer.signed.manifest
     slices = {
         stage: Slices(compute.layout(stage).numel, manifest.averaging.fraction, manifest.seed)
@@ -239,6 +251,7 @@ async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) ->
     }
 
     def claimants(stage: int) -> dict[PeerId, int]:
+        """Returns the peers that claim the stage, serving or not, with the steps that they have taken."""
         return {holder.peer: holder.step_of(stage) for holder in membership.view.claimants(stage)}
 
     keeper = StateKeeper(
@@ -253,6 +266,7 @@ async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) ->
     )
 
     async def answer(call: IncomingCall) -> Reply:
+        """Answers a request of STATE_REQUESTS, by the keeper."""
         await faults.reach("state.giving")
         assert isinstance(call.message, STATE_REQUESTS)
         return await keeper.answer(call.message)
@@ -268,7 +282,10 @@ async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) ->
 
 
 async def _claim(peer: Peer, wanted: Span | None) -> Span:
-    """Claims the wanted span, or the best one, and returns it. Raises InputError, MemoryError_."""
+    """Claims the wanted span, or the best one, and returns it.
+
+    Raises InputError for stages beyond the run's last, MemoryError_ for more than this machine's memory can hold.
+    """
     count = peer.signed.manifest.stage_count
     if wanted is not None and wanted.last >= count:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
@@ -303,9 +320,9 @@ async def load_until_it_stands(
     closing: AsyncExitStack,
     loads: int,
 ) -> T:
-    """Loads the span, and another one when `confirm` says so, at most `loads` times; two are never loaded at once.
+    """Loads the span and returns it; when `confirm` names another one, closes it and loads that one instead.
 
-    `closing` takes over the one that stays.
+    loads: at most so many in all; the last one stays unasked. `closing` takes over the one that stays.
     """
     while True:
         async with AsyncExitStack() as loading:
@@ -320,7 +337,10 @@ async def load_until_it_stands(
 
 @asynccontextmanager
 async def _load_stages(peer: Peer, span: Span) -> AsyncIterator[tuple[Compute, OriginBatches | None]]:
-    """Loads the corpus, if the span holds stage 0, and the stages with their initial weights."""
+    """Builds the stages with their initial weights; closes their device thread when the block ends.
+
+    Opens the corpus, too, if the span holds stage 0, and sets torch's number of threads as the owner wishes.
+    """
     startup, manifest = peer.startup, peer.signed.manifest
     batches = await _load_corpus(peer) if 0 in span else None
     if startup.settings.threads:
@@ -358,6 +378,7 @@ async def _load_corpus(peer: Peer) -> OriginBatches:
     cache = Path(startup.settings.corpus_cache or startup.home.root / "corpus")
 
     def load() -> tuple[Sampler, int]:
+        """Runs in a thread: opens tokenizer and corpus; returns the sampler and how many tokens there are."""
         tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
         corpus = open_corpus(manifest.data.corpus, tokenizer, cache, base=base)
         sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)

@@ -36,7 +36,7 @@ NO_TRAFFIC = Traffic(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
-    """The span held here; waits_for: by stage, in words.
+    """A snapshot of the span held here. waits_for: what each stage waits for, in words.
 
     busy_fraction: of the device thread's time, on jobs. queue: microbatches at the device. path_s: seconds from here to
     the end and back, None until measured. loss, credit (microbatches that may be in flight, in words): the origin's.
@@ -56,7 +56,7 @@ class SpanReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """One daemon at one moment.
+    """A snapshot of one daemon.
 
     state: of its claim (joining, serving, leaving). step_of_start: the one that runs, or "". tokens_per_second: counted
     here over the last 15 s. paths: how each connected peer is reached. span: None while no stages are loaded.
@@ -92,7 +92,7 @@ def status_json(report: NodeReport) -> dict[str, Any]:
 
 
 def progress_record(report: NodeReport) -> Progress | None:
-    """Returns this peer's signed record for the directory, before it is signed; None while no span is loaded."""
+    """Returns this peer's progress record for the directory, not signed yet; None while no span is loaded."""
     span, counters = report.span, report.counters
     if span is None:
         return None
@@ -118,7 +118,7 @@ def service_status(report: NodeReport, sentence: str) -> str:
 
 
 def report_json(report: NodeReport) -> dict[str, Any]:
-    """Returns all that is counted, as JSON values."""
+    """Returns the answer to the control question "report": the counters, the daemon's state and its span's."""
     own = {"peer": report.peer, "paused": report.is_paused, "link": report.link or None, "state": report.state}
     answer, span = report.counters.summary() | own, report.span
     if span is None:
@@ -145,7 +145,7 @@ class WindowedRate:
         self._samples: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, total: int) -> None:
-        """Takes a sample; `now` is in seconds."""
+        """Takes a sample of the total at `now`, in seconds; forgets samples that are older than 15 s."""
         self._samples.append((now, total))
         while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:
             self._samples.popleft()

@@ -32,7 +32,7 @@ RUNTIME_VARIABLE = "AGORA_RUNTIME_DIR"
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """One daemon's data directory."""
+    """One daemon's data directory; says where each file in it is."""
 
     root: Path
 
@@ -51,7 +51,7 @@ class Home:
         return self.runs / run / "run.toml"
 
     def peers(self, run: str) -> Path:
-        """Returns the path of a run's known addresses, one in a line."""
+        """Returns the path of the file with addresses of a run's peers, one in a line."""
         return self.runs / run / "peers.txt"
 
     def checkpoints(self, run: str) -> Path:
@@ -60,7 +60,7 @@ class Home:
 
     @property
     def name(self) -> str:
-        """A short name of this directory, for its socket and its registry file; the same at every start."""
+        """A hash of this directory's path, for the names of its socket and registry file; the same at every start."""
         return hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:16]
 
 
@@ -128,7 +128,7 @@ def socket_of(home: Home) -> Path:
 
 
 def register(entry: Entry) -> None:
-    """Writes a daemon's registry file, over that of an earlier daemon of the same data directory."""
+    """Writes the file by which commands find a running daemon, over that of an earlier one of its data directory."""
     path = Path(entry.socket).with_suffix(".json")
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(asdict(entry)))
@@ -142,7 +142,7 @@ def unregister(socket: Path) -> None:
 
 
 def daemons() -> list[Entry]:
-    """Returns this user's running daemons, and removes the files of daemons that were killed."""
+    """Returns this user's running daemons from their registry files; removes the files of daemons that were killed."""
     running: list[Entry] = []
     for path in sorted(runtime_directory().glob("*.json")):
         try:

@@ -43,7 +43,11 @@ REJOIN_S = 10.0
 
 
 class Peer:
-    """This machine's place in the run; a ReplicaListing. `seats`: how many microbatches may be inside it at once."""
+    """This machine's place in the run, whichever stages it holds: network, membership, router and work ledger.
+
+    It wires these to each other, and tells who replicates a stage (a ReplicaListing). `seats`: how many microbatches
+    may be inside it at once.
+    """
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class Peer:
         payload = self.signed.manifest.max_payload_bytes
 
         def report_failure(caller: PeerId, error: Exception) -> None:
+            """Called when answering `caller` failed by an unforeseen error: reports TaskFailed."""
             self.startup.report(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
 
         return Network(
@@ -117,7 +122,7 @@ class Peer:
         return [self.steps_of(stage).values() for stage in range(self.signed.manifest.stage_count)]
 
     def traffic(self) -> events.Traffic:
-        """Returns the bytes that were sent and received since the start."""
+        """Returns a Traffic event: bytes received and sent since the start, and of those sent the tensors by kind."""
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
 
@@ -131,7 +136,7 @@ async def open_peer(
     others: tuple[str, ...],
     take_report: Callable[[], NodeReport],
 ) -> AsyncIterator[Peer]:
-    """Opens the peer on a running host, and closes it when the block ends.
+    """Checks the disk, joins the directory (DHT), starts network and membership; closes the peer when the block ends.
 
     addresses: of this peer. others: of other peers. Raises an AgoraError that says what to do.
     """
@@ -152,7 +157,7 @@ async def open_peer(
 
 
 async def _rejoin_when_alone(directory: Directory, others: tuple[str, ...]) -> None:
-    """Dials all known addresses again while the directory has no neighbour, so that no swarm stays in two parts."""
+    """Every 10 s, dials `others` again if the directory has no neighbour, so that no swarm stays in two parts."""
     while True:
         await asyncio.sleep(REJOIN_S)
         if others and directory.neighbours == 0:
@@ -160,7 +165,7 @@ async def _rejoin_when_alone(directory: Directory, others: tuple[str, ...]) -> N
 
 
 async def _remember_addresses(peer: Peer) -> None:
-    """Writes addresses of other peers to the disk for the next start. A full disk costs that and nothing else."""
+    """Every 15 s, writes up to 16 addresses of other peers to the disk for the next start; a full disk is reported."""
     home, run, me = peer.startup.home, peer.signed.run_id, peer.startup.peer
     while True:
         await asyncio.sleep(REMEMBER_S)
@@ -173,15 +178,18 @@ async def _remember_addresses(peer: Peer) -> None:
 
 
 def usual_in_flight(manifest: Manifest) -> int:
-    """Returns for how many microbatches between forward and backward the graphs are kept, where memory allows."""
+    """Returns how many microbatches between forward and backward have their graphs kept, where memory allows.
+
+    It is max(32, 4 * stages, the schedule's max_in_flight).
+    """
     return max(LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
 
 
 def seats_of(manifest: Manifest, free_bytes: int) -> int:
-    """Returns how many microbatches may be inside this peer at once: the usual number, for long links up to 4 times it.
+    """Returns how many microbatches may be inside this peer at once: usual_in_flight, for long links up to 4 times it.
 
-    free_bytes: memory of this machine. A seat holds the boundary that came, its values as float32, the boundary that
-    left, and the gradient; where no graph is kept that is all of it.
+    More than the usual number may fill an eighth of `free_bytes`, the machine's memory, and 4 GiB at most. A seat holds
+    the boundary that came, its values as float32, the boundary that left, and the gradient.
     """
     usual, shape = usual_in_flight(manifest), manifest.boundary_shape()
     seat_bytes = 3 * manifest.max_payload_bytes + 4 * math.prod(shape)

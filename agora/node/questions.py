@@ -31,7 +31,7 @@ MOVE_SECONDS = 3600.0
 
 
 def questions_of(node: Node) -> Mapping[str, Question]:
-    """Returns everything that `node` can be asked."""
+    """Returns all questions that the control socket of `node` answers, by name, with arguments and deadlines."""
     answers = ControlAnswers(node)
     return {
         "status": Question(answers.status, {}),
@@ -50,17 +50,17 @@ def questions_of(node: Node) -> Mapping[str, Question]:
 
 
 class ControlAnswers:
-    """Answers each question about one node. Every method raises AgoraErrors."""
+    """Answers the control socket's questions about one node, each by a method, which may raise an AgoraError."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
     async def status(self) -> Answer:
-        """Returns what `swarm status --json` prints."""
+        """Returns the swarm as this daemon sees it: what `swarm status --json` prints."""
         return status_json(self._node.take_report())
 
     async def report(self) -> Answer:
-        """Returns everything that is counted."""
+        """Returns what this daemon has counted, and the state of its span."""
         return report_json(self._node.take_report())
 
     async def invite(self) -> Answer:
@@ -72,7 +72,7 @@ class ControlAnswers:
         return {"addresses": list(self._node.addresses())}
 
     async def pause(self) -> Answer:
-        """Stops taking and opening microbatches."""
+        """Takes and opens no more microbatches until `resume`; those in hand are finished."""
         node, span = self._node, self._node.serving_span()
         node.is_paused = True
         span.pause()
@@ -80,7 +80,7 @@ class ControlAnswers:
         return {"text": f"paused; {span.in_hand} microbatches in hand are finished. Go on with `agora-node resume`."}
 
     async def resume(self) -> Answer:
-        """Goes on after a pause."""
+        """Takes and opens microbatches again after `pause`."""
         node, span = self._node, self._node.serving_span()
         node.is_paused = False
         span.resume()
@@ -88,13 +88,13 @@ class ControlAnswers:
         return {"text": "resumed."}
 
     async def leave(self) -> Answer:
-        """Makes the daemon leave, in the background."""
+        """Makes the daemon leave, and answers at once; it is gone within 10 s."""
         self._node.reason = "asked to leave by its owner"
         self._node.stop.set()
         return {"text": "leaving: it finishes what it holds and is gone within 10 s."}
 
     async def move(self, stages: str = "") -> Answer:
-        """Changes the stages that the daemon holds, and returns when the new ones are served."""
+        """Changes the stages that the daemon holds to `stages` ("A-B"); returns when the new ones are served."""
         wanted, began = Span.parse(stages), loop_time()
         former = self._node.serving_span().span
         await self._node.move(wanted)
@@ -103,7 +103,10 @@ class ControlAnswers:
         return {"span": [wanted.first, wanted.last], "seconds": round(seconds, 3), "text": text}
 
     async def drain(self) -> Answer:
-        """Opens no more microbatches and waits until those in flight are back; others' work is served meanwhile."""
+        """Opens no more microbatches, and waits at most 90 s for those of this origin; returns how many are still open.
+
+        Others' microbatches are served meanwhile.
+        """
         origin, deadline = self._node.serving_span().origin, loop_time() + DRAIN_SECONDS
         if origin is None:
             return {"in_flight": 0}
@@ -113,7 +116,7 @@ class ControlAnswers:
         return {"in_flight": origin.open_microbatches}
 
     async def evaluate(self, batches: int = EVALUATE_BATCHES) -> Answer:
-        """Returns the held-out loss through the swarm, with this peer as origin."""
+        """Sends held-out batches from this peer through the swarm; returns their loss. LocalError without stage 0."""
         origin = self._node.serving_span().origin
         if origin is None:
             raise LocalError("this peer does not hold stage 0, so it has no text; ask one that does")
@@ -137,7 +140,7 @@ class ControlAnswers:
         return {"files": files}
 
     async def collect(self) -> Answer:
-        """Returns files with the weights of every stage of the run, fetched from the swarm where not held here."""
+        """Fetches the weights of every stage of the run that is not held here; returns files with all, and steps."""
         collected = await self._node.serving_span().collector.collect()
         files = {str(file.stage): str(file.path) for file in collected}
         return {"files": files, "steps": {str(file.stage): file.step for file in collected}}

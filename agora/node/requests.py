@@ -59,14 +59,14 @@ STATE_REQUESTS: Final = (GetState, GetChunk, GetSlice)
 
 @dataclass
 class SentTensors:
-    """Bytes of tensors that this peer has sent: boundaries and their gradients, averaging, state."""
+    """Counts the bytes of tensors that this peer has sent: boundaries and their gradients, averaging, state."""
 
     boundary_bytes: int = 0
     averaging_bytes: int = 0
     state_bytes: int = 0
 
     def add(self, request: Message, tensors: Sequence[WireTensor]) -> None:
-        """Counts tensors that were sent with `request`, or with the answer to it; tokens beside a boundary are not."""
+        """Counts tensors sent with `request`, or with the answer to it; not the tokens that go beside a boundary."""
         sent = sum(tensor.nbytes for tensor in tensors)
         match request:
             case Process():
@@ -78,7 +78,7 @@ class SentTensors:
 
 
 class RequestHandler:
-    """Answers the requests of other peers.
+    """Answers other peers' requests, after checking that they may ask: some itself, most by the span that is held.
 
     status: returns what `swarm status --json` prints. ledger: answers a repeat of a microbatch while no span is held.
     """
@@ -126,7 +126,7 @@ class RequestHandler:
     async def _answer_by_span(self, call: IncomingCall, request: Message) -> Reply:
         """Answers a request by the span; without one, by what a former span answered to the same microbatch.
 
-        A malformed request is an offence of the caller. Raises Busy when there is no answer.
+        Raises Busy when there is neither. A malformed request (not Process, Contribute) is an offence of the caller.
         """
         answerer = self._answerers.get(type(request))
         if answerer is None:
@@ -143,7 +143,7 @@ class RequestHandler:
             raise
 
     def _check_caller(self, call: IncomingCall) -> None:
-        """Raises WrongRun for a caller of another run, NotAdmitted when the caller may not ask this."""
+        """Raises WrongRun for another run's caller, NotAdmitted for observers and unlisted peers that ask for work."""
         request = call.message
         if call.run and call.run != self._run and not isinstance(request, Ping):
             raise WrongRun(f"this peer takes part in run {self._signed.run_id}; use an invite of that run")
@@ -154,7 +154,10 @@ class RequestHandler:
 
 
 def fitting(status: dict[str, Any]) -> bytes:
-    """Returns the status as JSON within the protocol's limit; `peers_left_out` says how many do not fit."""
+    """Returns the status as JSON of at most MAX_STATUS_BYTES, halving its list of peers until it fits.
+
+    `peers_left_out` says how many are missing.
+    """
     data, peers = json.dumps(status).encode(), status["peers"]
     kept = len(peers)
     while len(data) > MAX_STATUS_BYTES and kept:

@@ -45,14 +45,17 @@ class RunReference:
         return self.file.parent.absolute() if self.file is not None else Path.cwd()
 
     def is_of(self, entry: paths.Entry) -> bool:
-        """Whether a running daemon takes part in this run. A draft is the run that the daemon's founder made of it."""
+        """Whether a running daemon takes part in this run; for a draft, whether with its founder it makes that run."""
         if self.run:
             return entry.run == self.run
         return self.draft is not None and self.draft.model_copy(update={"founder": entry.founder}).run_id == entry.run
 
 
 def resolve(text: str, home: paths.Home) -> RunReference:
-    """Returns the run that `text` names. Raises InputError for an unknown one, ManifestError for a bad manifest."""
+    """Returns the run that `text` names: an invite, a manifest file, or the name or id of a run joined here.
+
+    Raises InputError for an unknown one, ManifestError for a bad manifest.
+    """
     if text.startswith(SCHEME):
         invite = Invite.parse(text)
         known = _remembered_addresses(home, invite.run)
@@ -87,7 +90,7 @@ def from_file(path: Path, home: paths.Home) -> RunReference:
 
 
 def entries_of(text: str, home: paths.Home, entries: Sequence[paths.Entry]) -> list[paths.Entry]:
-    """Returns the running daemons that take part in the run `text`, which may be the name that a daemon gives it."""
+    """Returns which of `entries` take part in the run `text`: the name or id they give it, or what `resolve` takes."""
     if named := [entry for entry in entries if text in (entry.name, entry.run)]:
         return named
     reference = resolve(text, home)
@@ -125,7 +128,10 @@ def sign(
 
 
 def _with_signature(text: str, signed: SignedManifest, source: str) -> str:
-    """Returns the author's text with founder and [signed] added; a text of our own where that would not verify."""
+    """Returns the draft's text with a founder line and the [signed] table added, comments kept.
+
+    Where that would not verify, returns the manifest written anew.
+    """
     from agora_protocol.manifest import SignedManifest
 
     table = signed.to_toml().rpartition("\n[signed]")[2]
@@ -157,7 +163,7 @@ def remember_addresses(home: paths.Home, run: str, addresses: Sequence[str]) -> 
 
 
 def _remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
-    """Returns the addresses that an earlier start has written."""
+    """Returns at most 16 addresses of the run's peers that an earlier start has written; () if there are none."""
     try:
         return tuple(home.peers(run).read_text(encoding="utf-8").split()[:16])
     except (OSError, UnicodeDecodeError):
@@ -165,7 +171,11 @@ def _remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
 
 
 def _by_name(text: str, home: paths.Home) -> RunReference:
-    """Returns the joined run of this name, id or beginning of an id. Raises InputError."""
+    """Returns the joined run of this name, id or beginning of an id (6 characters at least).
+
+    Looks in `home` and in the data directories of this user's running daemons. The full id of a run that was not joined
+    gives a reference with only the id. Raises InputError for no run or several.
+    """
     roots = dict.fromkeys([home.root, *(Path(entry.root) for entry in paths.daemons())])
     joined = {reference.run: reference for root in roots for reference in _joined(paths.Home(root))}
     matching = [r for r in joined.values() if text in (r.name, r.run) or (len(text) >= 6 and r.run.startswith(text))]
@@ -182,7 +192,10 @@ def _by_name(text: str, home: paths.Home) -> RunReference:
 
 
 def _joined(home: paths.Home) -> Iterator[RunReference]:
-    """Yields the runs whose manifests are in a data directory; they came over the network, not from a file."""
+    """Yields the runs whose signed manifests are in a data directory; those that cannot be read are left out.
+
+    `file` is None in them: they count as come over the network.
+    """
     for path in sorted(home.runs.glob("*/run.toml")):
         with suppress(DiskError, ManifestError):
             reference = from_file(path, home)

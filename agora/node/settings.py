@@ -29,7 +29,7 @@ _HOST_PORT = re.compile(r"(?P<host>\d+\.\d+\.\d+\.\d+):(?P<port>\d+)")
 
 
 class SettingsError(LocalError):
-    """A setting is unknown or impossible; the sentence names its source and what would be right."""
+    """Raised for an unknown or impossible setting; the sentence names its source and what would be right."""
 
     code = "settings"
 
@@ -58,7 +58,7 @@ class Settings(pydantic.BaseModel):
     @pydantic.field_validator("listen", "announce", mode="before")
     @classmethod
     def _split_addresses(cls, value: object) -> object:
-        """Returns the parts of a text with commas, as multiaddrs."""
+        """Before validation, turns a text with commas, or a list, into a tuple of multiaddrs."""
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(_as_multiaddr(str(part)) for part in value) if isinstance(value, list | tuple) else value
@@ -75,7 +75,7 @@ class Settings(pydantic.BaseModel):
 
 
 def _as_multiaddr(address: str) -> str:
-    """Returns a multiaddr for a multiaddr or HOST:PORT. Raises ValueError for anything else."""
+    """Returns a multiaddr as it is, and HOST:PORT as /ip4/HOST/tcp/PORT. Raises ValueError for anything else."""
     if address.startswith("/"):
         return address
     match = _HOST_PORT.fullmatch(address)
@@ -85,7 +85,10 @@ def _as_multiaddr(address: str) -> str:
 
 
 def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
-    """Returns the settings in force. flags: those of the command line, None for one not given. Raises SettingsError."""
+    """Returns the settings in force: `flags` win over AGORA_* variables, these over `file`, this over defaults.
+
+    flags: those of the command line, None for one not given. Raises SettingsError.
+    """
     variables = {key: value for key, value in environment.items() if key not in OTHER_VARIABLES}
     layers: list[tuple[str, dict[str, Any]]] = [
         (str(file), _read_toml(file)),
@@ -111,7 +114,7 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
 
 
 def _nearest(key: str, source: str) -> str:
-    """Returns the end of an error sentence: the setting that is most like `key`, or all of them."""
+    """Returns the end of an error sentence: the setting that is most like the unknown `key`, or all of them."""
     close = difflib.get_close_matches(key, Settings.model_fields, n=1, cutoff=0.5)
     if not close:
         return f"; known are {', '.join(sorted(Settings.model_fields))}"
@@ -119,7 +122,7 @@ def _nearest(key: str, source: str) -> str:
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
-    """Returns the settings of a TOML file, none when there is no file. Raises SettingsError."""
+    """Returns the settings in a TOML file, {} when there is no file. Raises SettingsError."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

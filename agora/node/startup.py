@@ -22,7 +22,7 @@ from agora.observe.events import Report, StartStep
 
 @dataclass
 class StepNote:
-    """The result of one step of the start, in a few words."""
+    """Given to the block of a step of the start, which sets `text` to its result in a few words."""
 
     text: str = ""
 
@@ -40,7 +40,10 @@ class StartSteps:
 
     @contextmanager
     def step(self, name: str) -> Iterator[StepNote]:
-        """Times the block and reports it when it ends without an error."""
+        """Tells systemd which step runs, times the block, and reports StartStep when it ends without an error.
+
+        After an error `current` keeps its name.
+        """
         note, began, self.current = StepNote(), time.perf_counter(), name
         self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=300_000_000)
         yield note

@@ -42,7 +42,10 @@ def may_feed(
 
 
 class Watchdog:
-    """Takes a report every second. `began_unix` is when the process started."""
+    """Takes a report every second: feeds systemd's watchdog while work goes on, and reports what has changed.
+
+    began_unix: when the process started.
+    """
 
     def __init__(
         self, take_report: Callable[[], NodeReport], report: Report, notifier: Notifier, began_unix: float
@@ -56,7 +59,7 @@ class Watchdog:
         self._traffic = NO_TRAFFIC
 
     async def run(self) -> None:
-        """Looks every second until cancelled."""
+        """Looks at the daemon every second, and every 2 s at its traffic, until cancelled."""
         traffic_due = 0.0
         while True:
             node = self._take_report()
@@ -68,13 +71,13 @@ class Watchdog:
             await asyncio.sleep(LOOK_S)
 
     def report_traffic(self, node: NodeReport) -> None:
-        """Reports the byte counts, if they have changed."""
+        """Reports the byte counts (a Traffic event), if they have changed since the last time."""
         if node.traffic != self._traffic:
             self._traffic = node.traffic
             self._report(node.traffic)
 
     def _report_changes(self, node: NodeReport) -> None:
-        """Reports once that the first microbatch was counted here, and the swarm's health when its state changes."""
+        """Reports FirstHopServed once the first microbatch is counted, and HealthChanged when the health changes."""
         first_unix, health = node.counters.first_counted_unix, node.health
         if first_unix is not None and node.span is not None and not self._has_served:
             self._has_served = True
@@ -84,7 +87,10 @@ class Watchdog:
             self._report(events.HealthChanged(health.state, health.why, health.do or ""))
 
     def _feed(self, node: NodeReport) -> None:
-        """Feeds systemd's watchdog if it may be fed, and sends the status line."""
+        """Feeds systemd's watchdog if `may_feed` allows it, and sends the status line.
+
+        Sends READY once the first microbatch was counted; before that, asks for more time to start.
+        """
         path_s, in_hand = (node.span.path_s or 0.0, node.span.in_hand) if node.span else (0.0, 0)
         limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)
         waiting_for = f"a peer of stage {node.empty_stages[0]}" if node.empty_stages else ""

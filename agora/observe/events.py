@@ -33,7 +33,7 @@ class Event:
         dataclass(frozen=True)(cls)
 
     def describe(self) -> str:
-        """Returns one line for a person."""
+        """Returns one line for a person: the filled template, or without one the name and all fields."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.template:
             return self.template.format(**values).rstrip(" ;")
@@ -48,7 +48,7 @@ Report = Callable[[Event], None]
 
 
 class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {note}"):
-    """A named step of a start, or of a move to other stages, ended after `seconds`; `note` tells its result."""
+    """Event: a named step of a start, or of a move to other stages, ended after `seconds`; `note`: its result."""
 
     name: str
     seconds: float
@@ -56,7 +56,7 @@ class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {not
 
 
 class PeerStarted(Event, template="peer {peer} (pid {pid}) holds stages {first_stage}-{last_stage} of run {run:.12}"):
-    """The daemon serves its first span; reported once in its life."""
+    """Event: the daemon serves its first span; reported once in its life."""
 
     peer: str
     run: str
@@ -68,21 +68,21 @@ class PeerStarted(Event, template="peer {peer} (pid {pid}) holds stages {first_s
 
 
 class FirstHopServed(Event, level="info", template="first microbatch through stage {stage} after {seconds:.1f} s"):
-    """The first microbatch went through this peer's span and back, `seconds` after the process started."""
+    """Event: this peer counted its first microbatch, `seconds` after its process started; `stage`: its first stage."""
 
     stage: int
     seconds: float
 
 
 class StateChanged(Event, level="info", template="{state}: {reason}"):
-    """The daemon's own state changed. `state`: serving, paused, moving, leaving or left."""
+    """Event: the daemon's own state changed. `state`: serving, paused, moving, leaving or left."""
 
     state: str
     reason: str
 
 
 class TaskFailed(Event, level="error", template="task {task} failed: {error}"):
-    """A task of this daemon failed; `error` is the error's type and text."""
+    """Event: a task of this daemon failed; `error` is the error's type and text."""
 
     task: str
     error: str
@@ -91,7 +91,7 @@ class TaskFailed(Event, level="error", template="task {task} failed: {error}"):
 class DiskTrouble(
     Event, level="error", template="cannot write {path}: {error}; free some space, the daemon goes on without it"
 ):
-    """A file of this daemon could not be written; the daemon goes on without it."""
+    """Event: a file of this daemon could not be written; the daemon goes on without it."""
 
     path: str
     error: str
@@ -101,14 +101,14 @@ class DiskTrouble(
 
 
 class MicrobatchStarted(Event):
-    """An origin drew a microbatch and entered its own first hop with it. `purpose` is "train" or "evaluate"."""
+    """Event: an origin drew a microbatch and entered its own first hop with it. `purpose`: "train" or "evaluate"."""
 
     microbatch: str
     purpose: str = "train"
 
 
 class MicrobatchCompleted(Event):
-    """The origin has the answer: `loss_sum` over `tokens` supervised tokens, `seconds` after it started."""
+    """Event: the origin has a microbatch's answer. `loss_sum`: over its `tokens`; `seconds`: since it started."""
 
     microbatch: str
     loss_sum: float
@@ -118,7 +118,7 @@ class MicrobatchCompleted(Event):
 
 
 class MicrobatchDropped(Event, level="warning", template="dropped microbatch {microbatch}: {reason}"):
-    """The origin gave up a microbatch that it had started."""
+    """Event: the origin gave up a microbatch that it had started, since this peer is leaving."""
 
     microbatch: str
     reason: str
@@ -126,7 +126,7 @@ class MicrobatchDropped(Event, level="warning", template="dropped microbatch {mi
 
 
 class MicrobatchRerouted(Event):
-    """A call for `stage` to `from_peer` failed; the microbatch goes to another replica, or to the same peer again."""
+    """Event: a call for `stage` to `from_peer` failed; the microbatch goes to another replica, or to that one again."""
 
     microbatch: str
     stage: int
@@ -135,7 +135,7 @@ class MicrobatchRerouted(Event):
 
 
 class MicrobatchCounted(Event):
-    """This peer added the microbatch's gradient to the sums of `stages`."""
+    """Event: this peer added the microbatch's gradient to the sums of `stages`."""
 
     microbatch: str
     stages: tuple[int, ...]
@@ -143,14 +143,14 @@ class MicrobatchCounted(Event):
 
 
 class RepeatServed(Event):
-    """A microbatch came again and was not counted again: it got the kept answer, or joined the work that still ran."""
+    """Event: a microbatch came again and was not counted again: it got the kept answer, or joined the running work."""
 
     microbatch: str
     stage: int
 
 
 class HopRefused(Event):
-    """This peer refused a microbatch before any work. `code` is the refusal's word, for example "busy"."""
+    """Event: this peer refused a microbatch before any work. `code` is the refusal's word, for example "busy"."""
 
     microbatch: str
     stage: int
@@ -158,7 +158,7 @@ class HopRefused(Event):
 
 
 class RouteChanged(Event):
-    """Routing now prefers `peer` for `stage` ("" when no peer can be asked), for `reason`."""
+    """Event: `stage` has no peer that can be asked any more (`peer` is ""), or has one again (`peer`)."""
 
     stage: int
     peer: str
@@ -166,7 +166,7 @@ class RouteChanged(Event):
 
 
 class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} over {tokens} tokens in {seconds:.1f} s"):
-    """The held-out loss per token was evaluated through the swarm."""
+    """Event: this origin evaluated the held-out loss per token through the swarm."""
 
     loss: float
     tokens: int
@@ -177,7 +177,7 @@ class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} ove
 
 
 class StepTaken(Event):
-    """A stage took an optimizer step.
+    """Event: a stage took an optimizer step.
 
     tokens: of this peer in the step; 0 when only the stage's other replicas took it, and this one took over its number.
     loss: mean loss per token of its microbatches where this peer knows it (last stage), else None. staleness: mean age
@@ -199,7 +199,7 @@ class StepsSkipped(
     level="warning",
     template="stage {stage} was {steps} steps behind and is at step {step} now; {tokens} of its tokens came too late",
 ):
-    """A stage was `steps` steps behind its other replicas and took over their step; its own `tokens` did not count."""
+    """Event: a stage, `steps` steps behind its replicas, took over their step; its own `tokens` did not count."""
 
     stage: int
     step: int
@@ -208,7 +208,7 @@ class StepsSkipped(
 
 
 class GradientLate(Event, level="warning"):
-    """In a synchronous run, a gradient came after its step's sum had gone to the replicas; the next step counts it."""
+    """Event, in synchronous runs: a gradient came after its step's sum had gone to the replicas; the next counts it."""
 
     stage: int
     step: int
@@ -217,7 +217,7 @@ class GradientLate(Event, level="warning"):
 
 
 class GradientRefused(Event, level="warning", template="refused a gradient of stage {stage}: {reason}"):
-    """A gradient was not finite and was not added; the weights are untouched."""
+    """Event: a gradient was not finite and was not added; no weight changed. `microbatch`: "" for a whole sum."""
 
     stage: int
     microbatch: str
@@ -228,7 +228,7 @@ class GradientRefused(Event, level="warning", template="refused a gradient of st
 
 
 class RoundDone(Event):
-    """An averaging round of one stage ended.
+    """Event: an averaging round of one stage ended.
 
     what: "weights" or "gradient". failed_parts: of `parts`, those that stayed as they were. members: replicas that took
     part in time, of `expected`, as a mean over the parts. distance, distance_others: root mean square difference from
@@ -250,7 +250,7 @@ class RoundDone(Event):
 
 
 class PartFailed(Event):
-    """A part of a round stayed as it was here: neither owner gave an average that could be used."""
+    """Event: a part of an averaging round stayed as it was here: neither owner gave an average that could be used."""
 
     stage: int
     what: str
@@ -260,7 +260,7 @@ class PartFailed(Event):
 
 
 class CheckpointWritten(Event):
-    """A checkpoint of one stage is on this peer's disk."""
+    """Event: a checkpoint of one stage was written to this peer's disk."""
 
     stage: int
     step: int
@@ -269,7 +269,7 @@ class CheckpointWritten(Event):
 
 
 class CheckpointDamaged(Event, level="error", template="{text}"):
-    """A checkpoint on this peer's disk is not as it was written, and is not used; `text` names the file and hashes."""
+    """Event: a checkpoint on this peer's disk is not as it was written, and is not used; `text`: file and hashes."""
 
     text: str
 
@@ -277,7 +277,7 @@ class CheckpointDamaged(Event, level="error", template="{text}"):
 class StateFetched(
     Event, level="info", template="stage {stage} fetched at step {step}: {bytes:,} bytes in {seconds:.1f} s"
 ):
-    """A stage's weights and moments came from peers. `fetched_again`: chunks that had to be asked for again."""
+    """Event: a stage's weights and moments came from peers. `fetched_again`: chunks that had to be asked for again."""
 
     stage: int
     step: int
@@ -289,7 +289,7 @@ class StateFetched(
 class StageFellBehind(
     Event, level="warning", template="stage {stage} is at step {step}, the others at {others}: it fetches their state"
 ):
-    """A stage of this peer is so far behind the other replicas that it fetches their state again."""
+    """Event: a stage at `step` is so far behind the others, at `others`, that it begins to fetch their whole state."""
 
     stage: int
     step: int
@@ -300,7 +300,7 @@ class StageFellBehind(
 
 
 class PeerSeen(Event):
-    """A peer of the run came into view, or changed its span or state."""
+    """Event: a peer of the run came into view, or changed its span, state, incarnation or addresses."""
 
     peer: str
     first_stage: int
@@ -309,14 +309,14 @@ class PeerSeen(Event):
 
 
 class PeerGone(Event):
-    """A peer left the view: it said so, its claim expired, or its connection broke."""
+    """Event: a peer left the view, since its claim ended: it was withdrawn or not renewed."""
 
     peer: str
     reason: str
 
 
 class SpanChosen(Event, template="takes stages {first_stage}-{last_stage}: {reason}"):
-    """Placement decided which stages this peer holds, and why."""
+    """Event: placement decided which stages this peer holds, and why."""
 
     first_stage: int
     last_stage: int
@@ -324,7 +324,7 @@ class SpanChosen(Event, template="takes stages {first_stage}-{last_stage}: {reas
 
 
 class HealthChanged(Event, level="info", template="health {state}: {why}; {do}"):
-    """This peer judges the swarm's health anew. `state`: OK, DEGRADED, STALLED, PAUSED; `do`: what a reader can do."""
+    """Event: the swarm's health, as this peer judges it, changed to OK, DEGRADED, STALLED or PAUSED; `do`: advice."""
 
     state: str
     why: str
@@ -332,7 +332,7 @@ class HealthChanged(Event, level="info", template="health {state}: {why}; {do}")
 
 
 class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offence}, {text}; {follows}"):
-    """A peer did what no honest peer does. offence: a word of swarm.conduct.Offence; follows: the consequence, and why.
+    """Event: a peer did what no honest peer does. offence: a word of swarm.conduct.Offence; follows: its consequence.
 
     shut_out_s: seconds for which the peer is shut out from now, 0.0 when it is not.
     """
@@ -345,14 +345,14 @@ class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offe
 
 
 class DirectoryTrouble(Event):
-    """A read or a write of the DHT failed or took too long; the last known view stays in use."""
+    """Event: a read or a write of the DHT failed or took too long; the last known view stays in use."""
 
     what: str
     reason: str
 
 
 class Traffic(Event):
-    """Bytes since the daemon's start: everything on its streams, and of what it sent the tensors of each kind."""
+    """Event: bytes since the daemon's start: all on its streams, and of what it sent the tensors of each kind."""
 
     boundary_bytes: int
     sent_bytes: int

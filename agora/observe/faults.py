@@ -42,12 +42,12 @@ ReachFault = Callable[[str], Awaitable[None]]
 
 
 class FaultSpecError(ValueError):
-    """AGORA_FAULTS names an unknown point or action, or a malformed number."""
+    """Raised when AGORA_FAULTS names an unknown point or action, or a malformed number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One entry of AGORA_FAULTS. `onward`: it acts at the nth arrival and at every later one."""
+    """One entry of AGORA_FAULTS: `action` at the `nth` arrival at `point`; `onward`: and at every later one."""
 
     point: str
     action: str
@@ -62,6 +62,7 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 
 def _parse_fault(text: str) -> Fault:
+    """Returns the fault of one entry "point:action[=seconds][:nth[+]]". Raises FaultSpecError."""
     point, _, rest = text.partition(":")
     action, _, nth = rest.partition(":")
     action, _, seconds = action.partition("=")
@@ -76,7 +77,7 @@ def _parse_fault(text: str) -> Fault:
 
 
 class Faults:
-    """The faults of one process, and how often each point was reached. Thread-safe."""
+    """Counts how often each named point of this process is reached, and acts the planned faults. Thread-safe."""
 
     def __init__(self, plan: tuple[Fault, ...], log_path: str | None) -> None:
         self._plan = plan
@@ -85,7 +86,10 @@ class Faults:
         self._lock = threading.Lock()
 
     def act(self, point: str) -> float:
-        """Counts an arrival at `point`; logs and does what is due there. Returns seconds that the caller must wait."""
+        """Counts an arrival at `point`; when a fault is due there, logs it and kills or freezes the process.
+
+        Returns the seconds that the caller must wait instead for "sleep" and "hang"; 0.0 when nothing is due.
+        """
         with self._lock:
             self._counts[point] += 1
             count = self._counts[point]
@@ -112,18 +116,18 @@ _active: Faults | None = None
 
 
 def activate(faults: Faults | None) -> None:
-    """Sets the faults of this process; None for none."""
+    """Sets the faults that `reach` and `reach_blocking` act in this process; None for none."""
     global _active
     _active = faults
 
 
 async def reach(point: str) -> None:
-    """Marks that a coroutine has reached `point`; the fault that is due there acts."""
+    """Called by coroutines at `point`: a fault that is due there kills or freezes the process, or delays this task."""
     if _active is not None and (wait_s := _active.act(point)):
         await asyncio.sleep(wait_s)
 
 
 def reach_blocking(point: str) -> None:
-    """Marks that a thread other than the event loop's has reached `point`; the fault that is due there acts."""
+    """Called by other threads at `point`: a fault that is due kills or freezes the process, or delays the thread."""
     if _active is not None and (wait_s := _active.act(point)):
         time.sleep(wait_s)

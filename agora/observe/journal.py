@@ -36,7 +36,7 @@ class Journal:
         self._open()
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Appends one line; rotates the file first when the line would exceed its limit."""
+        """Appends the event as a line; rotates the file first when the line would exceed its limit. Raises OSError."""
         line = encode(event, at_unix)
         if self._size and self._size + len(line) > self._max_file_bytes:
             self._rotate()
@@ -46,7 +46,7 @@ class Journal:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _rotate(self) -> None:
-        """Renames the files so that a new one begins, and the oldest is overwritten."""
+        """Renames events.jsonl to .1 and .1 to .2, over the oldest file, and begins a new events.jsonl."""
         os.close(self._handle)
         for number in range(KEPT_FILES - 1, 0, -1):
             older, newer = rotated(self.path, number), rotated(self.path, number - 1)
@@ -55,7 +55,7 @@ class Journal:
         self._open()
 
     def _open(self) -> None:
-        """Opens the file, which only this user can read."""
+        """Opens the file for appending; a new one can be read by this user alone."""
         self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._handle).st_size
 
@@ -66,7 +66,7 @@ def rotated(path: Path, number: int) -> Path:
 
 
 def encode(event: Event, at_unix: float) -> bytes:
-    """Returns the event's line. Numbers that are not finite become null, since JSON has none."""
+    """Returns the event's JSON line, with its time. Numbers that are not finite become null, since JSON has none."""
     fields = {"at_unix": round(at_unix, 6)} | to_json(event)
     try:
         return (json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n").encode()

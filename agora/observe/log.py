@@ -31,7 +31,7 @@ def under_systemd(stream: TextIO = sys.stderr) -> bool:
 class HumanLog:
     """A reporter's sink that writes `12:00:01 sentence` for each event of `level` or above.
 
-    Equal warnings within 10 s are written once; the next one says how many there were.
+    A sentence that is repeated within 10 s is written once (info events always); the next one says how many there were.
     """
 
     def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:
@@ -61,7 +61,7 @@ class HumanLog:
 
 
 class JsonLog:
-    """A reporter's sink for journald: a line `<priority>{json}` for each event, with the fields of the journal file."""
+    """A reporter's sink for journald: writes `<priority>{json}` for each event of `level` or above, and no others."""
 
     def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:
         self._stream = stream if stream is not None else sys.stderr
@@ -75,5 +75,5 @@ class JsonLog:
 
 
 def choose_log(level: str = "info") -> HumanLog | JsonLog:
-    """Returns JSON lines when standard error goes to journald, else lines for people."""
+    """Returns the sink that writes JSON lines when standard error goes to journald, else the one for people."""
     return JsonLog(level=level) if under_systemd() else HumanLog(level=level)

@@ -18,14 +18,14 @@ from agora.observe.events import Event
 
 
 class Sink(Protocol):
-    """Takes events in the order in which they were reported, until the process ends."""
+    """Interface of what a Reporter passes events to, in the order in which they were reported, until its end."""
 
     def take(self, event: Event, at_unix: float) -> None:
         """Takes one event, quickly, since a lock is held. at_unix: the wall clock when it was reported, in seconds."""
 
 
 class Reporter:
-    """Passes the events of all rooms of a daemon to the sinks and the counters."""
+    """Counts the events of all rooms of a daemon and passes each to every sink; drops a sink that fails."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
@@ -33,7 +33,7 @@ class Reporter:
         self.counters = Counters()
 
     def report(self, event: Event) -> None:
-        """Passes the event on. A sink that raises OSError is dropped, which is reported as DiskTrouble."""
+        """Counts the event and passes it on. A sink that raises OSError is dropped, and DiskTrouble reported."""
         now = time.time()
         broken: list[tuple[Sink, OSError]] = []
         with self._lock:
@@ -90,7 +90,7 @@ class Counters:
     offences: Counter[str] = field(default_factory=Counter)
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Counts one event."""
+        """Adds one event to the totals that it concerns, and notes its time if it is one of SIGNS_OF_PROGRESS."""
         match event:
             case events.MicrobatchStarted(_, purpose):
                 self.started[purpose] += 1
@@ -118,7 +118,7 @@ class Counters:
             self.last_sign_unix = at_unix
 
     def summary(self) -> dict[str, Any]:
-        """Returns the counters as JSON values; stage numbers become strings, as JSON requires of keys."""
+        """Returns most counters as JSON values; stage numbers become strings, as JSON requires of keys."""
         started, completed, dropped = (counts["train"] for counts in (self.started, self.completed, self.dropped))
         return {
             "microbatches": {
