@@ -109,7 +109,7 @@ async def _refuse_while_joining(_: IncomingCall) -> Reply:
 def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
     """Stores the manifest in the data directory, and registers this daemon under the run for commands of this machine.
 
-    Raises NotAdmitted when the manifest lists the peers that may join and this one is not among them.
+    Raises NotAdmitted, before either, when the manifest lists the peers that may join and this one is not among them.
     """
     home = startup.home
     if not signed.manifest.admits(startup.peer):

@@ -251,7 +251,7 @@ async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) ->
     }
 
     def claimants(stage: int) -> dict[PeerId, int]:
-        """Returns the peers that claim the stage, serving or not, with the steps that they have taken."""
+        """Returns the peers that serve the stage or are about to, with the steps that they have taken."""
         return {holder.peer: holder.step_of(stage) for holder in membership.view.claimants(stage)}
 
     keeper = StateKeeper(
