@@ -38,7 +38,7 @@ def _is_port(text: str) -> bool:
 
 
 def _is_host(text: str) -> bool:
-    """Tells whether `text` has the form of a DNS name: labels of letters, digits, - and _, 253 characters in all."""
+    """Tells whether `text` has the form of a DNS name: labels of letters, digits, - and _, at most 253 characters."""
     return _HOST.match(text) is not None
 
 

@@ -38,7 +38,7 @@ COLUMN_BYTES: Final = 2
 class DirectionCodec:
     """Says how many bytes a boundary takes in one direction, and in which dtype and shape it is sent.
 
-    bits: of each quantised value, 0 for bf16 and float32; rotated: values are rotated first.
+    bits: of each quantised value, 0 for bf16 and float32; rotated: values are rotated before they are quantised.
     """
 
     name: str
@@ -128,7 +128,7 @@ def _direction_codec(name: str) -> DirectionCodec:
 
 
 def _remedy(name: str) -> str:
-    """Returns the advice that ends the error for an unknown `name`: a known name that is near, if any, then all."""
+    """Returns the advice that ends the error for an unknown `name`: a known name that is near, if any, and all."""
     close = difflib.get_close_matches(name[:64], DIRECTION_CODEC_NAMES, n=1)
     suggestion = f"did you mean {close[0]!r}? " if close else ""
     return (

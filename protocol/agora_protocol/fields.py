@@ -91,7 +91,7 @@ def text_field(most: int, *, pattern: str | None = None, default: Any = REQUIRED
     compiled = re.compile(pattern, re.ASCII) if pattern else None
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not a valid text of at most `most` bytes that matches `pattern`; None if it is."""
+        """Returns why `value` is not valid Unicode of at most `most` bytes that matches `pattern`; None if it is."""
         if not isinstance(value, str):
             return f"is {describe(value)}; it must be a text"
         if len(value) > most or (not value.isascii() and _utf8_length(value) > most):
@@ -274,7 +274,7 @@ class Structure:
         return None
 
     def to_fields(self) -> dict[str, Any]:
-        """Returns the map of field names to plain values for the wire; maybe the instance's own: do not change it."""
+        """Returns field names and plain values for the wire. Do not change the map: it may be the instance's own."""
         fields = self.__dict__
         if self._dumps:
             fields = dict(fields)

@@ -42,9 +42,7 @@ class Identity:
 
     @classmethod
     def create(cls, path: Path) -> Identity:
-        """Writes a new identity to `path` with mode 0600 and returns it. IdentityError if the file exists or cannot be
-        made.
-        """
+        """Returns a new identity, written to `path` with mode 0600. IdentityError if it exists or cannot be made."""
         identity = cls.generate()
         try:
             written = _write_new(Path(path), identity.key_file_bytes())
@@ -58,7 +56,7 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Identity:
-        """Reads a key file. Raises IdentityError when it is missing, unreadable, open to others, or has another key."""
+        """Reads a key file. IdentityError if it is missing, unreadable, open to others, damaged, or not of Ed25519."""
         return cls(_parse_key_file(_read_private_file(Path(path)), Path(path)))
 
     @classmethod
@@ -94,7 +92,7 @@ def peer_id_bytes(peer: PeerId) -> bytes:
 
 
 def public_key_of(peer: PeerId) -> bytes:
-    """Returns the raw 32-byte public key inside a peer id. Raises ProtocolError("wrong-key")."""
+    """Returns the raw 32-byte public key inside a peer id. ProtocolError("wrong-key") if it is no Ed25519 peer id."""
     key = key_in_peer_id(peer)
     if key is None:
         raise ProtocolError("wrong-key", f"{peer[:64]!r} is not the peer id of an Ed25519 key.")

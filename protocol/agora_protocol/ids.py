@@ -70,7 +70,7 @@ class Span:
 
 
 def microbatch_id(session: bytes, counter: int) -> MicrobatchId:
-    """Returns a microbatch id: the 8 random bytes of the origin's session, then its counter as 8 big-endian bytes."""
+    """Returns a microbatch id: the 8 random bytes of the origin's `session`, then `counter` as 8 big-endian bytes."""
     if len(session) != 8:
         raise ValueError("a session is 8 random bytes")
     return MicrobatchId(session + counter.to_bytes(8, "big"))

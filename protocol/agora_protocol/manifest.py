@@ -132,7 +132,7 @@ class Manifest(Section):
 
     @property
     def run_id(self) -> RunId:
-        """Returns the hash of the canonical bytes: 64 hex characters that change with any field."""
+        """Returns the SHA-256 of RUN_TAG and the canonical bytes: 64 hex characters that change with any field."""
         return RunId(hashlib.sha256(RUN_TAG + self.canonical()).hexdigest())
 
     @property
@@ -167,7 +167,7 @@ class Manifest(Section):
     def max_payload_bytes(self) -> int:
         """Returns the largest payload of a frame in this run, in bytes.
 
-        It is a boundary in its larger direction with its tokens (b x (s + 1) of 4 bytes), or a chunk if larger.
+        The larger of: a boundary in its larger direction with its tokens, b x (s + 1) of 4 bytes; STATE_CHUNK_BYTES.
         """
         shape, codec = self.boundary_shape(), parse_codec(self.boundary.codec)
         boundary = max(codec.bytes_of(shape, direction) for direction in DIRECTIONS)
@@ -199,12 +199,14 @@ class SignedManifest:
 
     @classmethod
     def sign(cls, manifest: Manifest, identity: Identity) -> SignedManifest:
-        """Makes a signed manifest: `manifest` with `identity` as founder (changing the run id) and its signature."""
+        """Makes a signed manifest: a copy of `manifest` with `identity` as founder, which changes the run id, and its
+        signature by `identity`.
+        """
         founded = manifest.model_copy(update={"founder": identity.peer})
         return cls(founded, identity.sign(SIGNATURE_TAG + founded.canonical()))
 
     def verify(self, run: RunId | None = None) -> None:
-        """Raises ManifestError unless the founder signed exactly this, and it is `run` where one is given."""
+        """Raises ManifestError unless the founder signed exactly this manifest, and it is of `run` if one is given."""
         if not verify(self.founder, SIGNATURE_TAG + self.manifest.canonical(), self.signature):
             raise ManifestError(
                 "The manifest's signature is not its founder's, so somebody changed it; "
@@ -221,8 +223,8 @@ class SignedManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, run: RunId | None = None) -> SignedManifest:
-        """Reads and verifies what a peer sent. Raises ManifestError, also for bytes not in canonical form and where
-        `run` is given and it is of another run.
+        """Reads and verifies what a peer sent. Raises ManifestError, also when the bytes are not in canonical form, and
+        when the manifest is not of `run` where one is given.
         """
         try:
             parts = unpack(data, MAX_MANIFEST_BYTES)

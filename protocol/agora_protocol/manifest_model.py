@@ -34,21 +34,21 @@ class ModelSection(Section, abc.ABC):
         """Returns how many values of each token a boundary carries."""
 
     def full_boundary(self) -> dict[str, Any]:
-        """Returns the changes to [model] that make boundaries carry the whole residual stream; {} unless overridden."""
+        """Returns the changes to [model] that make boundaries carry the whole residual stream; the base returns {}."""
         return {}
 
     def check_values(self) -> str | None:
-        """Returns an error sentence with remedy for values that do not fit together, else None; by default None."""
+        """Returns an error sentence with remedy when values do not fit together, or None; the base returns None."""
         return None
 
     @classmethod
     def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns a [model] table's values and the defaults that depend on others; by default it adds none."""
+        """Returns a [model] table's values and the defaults that depend on others; the base adds none."""
         return values
 
     @classmethod
     def with_changes(cls, values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-        """Returns a [model] table's values with some changed, and, where a family overrides this, those that follow."""
+        """Returns a [model] table's values with some changed; families also change what follows from them."""
         return values | changes
 
 
@@ -82,7 +82,10 @@ class SubspaceSection(ModelSection):
 
     @property
     def embedding_is_fixed(self) -> bool:
-        """Returns whether tokens have fixed rows beside learnt ones: embedding fixed, or auto and subspace < width."""
+        """Returns whether every token has a fixed row beside its learnt one.
+
+        So it is if `embedding` is fixed, or auto with subspace < width.
+        """
         return self.embedding == "fixed" or (self.embedding == "auto" and self.subspace < self.width)
 
     @property
@@ -100,7 +103,7 @@ class SubspaceSection(ModelSection):
 
     @classmethod
     def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values with `subspace` = `width` where only `width` is given."""
+        """Returns the values, with `subspace` = `width` where `width` is given and `subspace` is not."""
         return {"subspace": values["width"], **values} if "width" in values else values
 
     @classmethod

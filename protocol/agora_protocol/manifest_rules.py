@@ -97,7 +97,7 @@ def _check_codec(manifest: Manifest) -> str | None:
 
 
 def _check_payload(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless a boundary with its tokens fits into one frame: MAX_PAYLOAD_BYTES."""
+    """Returns an error sentence when a boundary with its tokens exceeds MAX_PAYLOAD_BYTES, the payload of a frame."""
     needed = manifest.max_payload_bytes
     if needed > MAX_PAYLOAD_BYTES:
         model = manifest.model
@@ -110,7 +110,7 @@ def _check_payload(manifest: Manifest) -> str | None:
 
 
 def _check_size(manifest: Manifest) -> str | None:
-    """Returns an error sentence for text that is not Unicode, and for a signed manifest larger than peers accept."""
+    """Returns an error sentence for text that is not Unicode, and for more than MAX_MANIFEST_BYTES once signed."""
     try:
         size = len(manifest.canonical()) + SIGNING_BYTES
     except UnicodeEncodeError as error:  # a lone surrogate, where pydantic lets it pass
@@ -241,7 +241,7 @@ def _default_text(path: Sequence[str | int], section: type[BaseModel]) -> str | 
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Returns the remedy for an unknown word: the nearest known one, or all of them."""
+    """Returns the remedy for an unknown word: the nearest known one, or all of them where none is near."""
     names = list(known)
     close = difflib.get_close_matches(word[:64], names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}."

@@ -48,7 +48,7 @@ class Record(Structure):
     span: Span
 
     def __init_subclass__(cls, *, kind: int, name: str, **rest: Any) -> None:
-        """Registers the record under number `kind` and the word `name` of its DHT keys. TypeError for a taken kind."""
+        """Registers the record under number `kind` and the word `name` of its DHT keys; TypeError for a taken kind."""
         super().__init_subclass__(**rest)
         if kind in RECORDS:
             raise TypeError(f"kind {kind} is {RECORDS[kind].__name__} already")
@@ -112,7 +112,9 @@ NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}
 
 
 def record_key(run: RunId, kind: str | type[Record], stage: int) -> str:
-    """Returns the DHT key RUN/claim/STAGE or RUN/progress/STAGE; subkey: the peer id. ValueError for other kinds."""
+    """Returns the DHT key RUN/claim/STAGE or RUN/progress/STAGE, whose subkeys are peer ids. Raises ValueError for
+    another kind.
+    """
     name = kind if isinstance(kind, str) else kind.NAME
     if name not in NAMES:
         raise ValueError(f"{name!r} is no record; use one of {', '.join(NAMES)}")
@@ -120,7 +122,10 @@ def record_key(run: RunId, kind: str | type[Record], stage: int) -> str:
 
 
 def seal_record(record: Record, run: RunId, identity: Identity, expires_unix: float) -> bytes:
-    """Returns the signed bytes to publish. Raises ProtocolError: "too-large", "wrong-key" for another peer's record."""
+    """Returns the signed bytes to publish, valid until `expires_unix`.
+
+    Raises ProtocolError: "too-large" beyond MAX_RECORD_BYTES, "wrong-key" for another peer's record.
+    """
     if record.peer != identity.peer:
         raise ProtocolError("wrong-key", "A record can only be sealed by the peer that it is about.")
     payload = pack((RECORD_VERSION, record.KIND, float(expires_unix), record.to_fields()))
