@@ -26,7 +26,7 @@ class Reply:
 
 
 class Caller(Protocol):
-    """Makes calls to peers."""
+    """Makes calls to peers: sends a request and waits for the reply (net.network.Network does)."""
 
     async def call(
         self,
@@ -40,5 +40,6 @@ class Caller(Protocol):
         """Sends `request` with `tensors` to `peer` and returns its reply. deadline: see loop_time.
 
         Raises the peer's refusal as the error that it names, and an AgoraError when the connection breaks or cannot be
-        opened, or at the deadline. To stop waiting (deadline, cancellation) cancels the work at the peer.
+        opened, or at the deadline. When the caller stops waiting, by deadline or cancellation, the peer's work is
+        cancelled. on_progress: takes each progress frame before the reply.
         """

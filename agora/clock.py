@@ -9,5 +9,5 @@ import asyncio
 
 
 def loop_time() -> float:
-    """Seconds on the running event loop's monotonic clock. In tests under virtual time, the simulated clock."""
+    """Returns seconds on the running event loop's monotonic clock; in tests under virtual time, the simulated clock."""
     return asyncio.get_running_loop().time()

@@ -47,11 +47,14 @@ class StepPolicy:
     alone: bool = False
 
     def tokens_needed(self, step: int) -> int:
-        """Returns how many tokens this replica must have counted before the stage takes step number `step`."""
+        """Returns the tokens this replica must count for step `step`: tokens_to_go at self.step, else target_tokens."""
         return self.tokens_to_go if step == self.step else self.target_tokens
 
     def waits_for_mean(self, step: int) -> bool:
-        """Returns whether step number `step` is taken only along the mean gradient of all replicas."""
+        """Returns whether step number `step` waits for the mean gradient of all replicas.
+
+        So it does if step < exact_steps, unless it is self.step and this peer is `alone` with the stage.
+        """
         return step < self.exact_steps and not (self.alone and step == self.step)
 
 
@@ -79,7 +82,10 @@ class SpanResult:
 
 
 class StepEvents:
-    """A queue of StageStepped from any thread to one reader on the event loop on which it was made."""
+    """A queue of StageStepped from any thread to one reader, on the event loop on which it was made.
+
+    It holds MOST_EVENTS at most and then drops the oldest.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -87,7 +93,7 @@ class StepEvents:
         self._arrived = asyncio.Event()
 
     def put(self, event: StageStepped) -> None:
-        """Appends an event and wakes the reader. From any thread; never blocks."""
+        """Appends an event and wakes the reader; when full, drops the oldest event. From any thread; never blocks."""
         self._events.append(event)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._arrived.set)

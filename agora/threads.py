@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Returns or raises what `work` does. If the awaiting task is cancelled, the thread goes on, and nobody hears."""
+    """Runs `work` on a new daemon thread; returns or raises what it does. Cancelled, the thread goes on, unheard."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on the waiting task's cancellation does not reach the future
 
     def run() -> None:
-        """Runs the work and settles the future."""
+        """Runs on the thread: calls `work` and sets its result, or the exception it raised, on the future."""
         try:
             future.set_result(work())
         except Exception as error:

@@ -26,7 +26,7 @@ MOST_DISTANCE: Final = 1e30  # the protocol's limit for a distance; absurd value
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """The average of a part, float32 [n], and what an owner says of it; its distance is at most MOST_DISTANCE."""
+    """The average of a part, float32 [n], and the owner's message about it: counts, weight, median distance."""
 
     values: Tensor
     message: Averaged
@@ -40,10 +40,11 @@ def aggregate(
     center: Tensor | None,
     cap: bool,
 ) -> Average | None:
-    """Returns the average of `contributions`, float32 [n] each, finite.
+    """Returns the average of `contributions`, float32 [n] each, finite, by `aggregation`: weighted mean or centered clip.
 
-    cap: whether no weight counts for more than 2/n of all. center: where a centered clip begins; None for the median of
-    each coordinate. None when every weight is 0, and for values so absurd that their average is not finite.
+    Those of weight 0 are only counted as present. The message has the median of the others' root mean square distances
+    to the average, MOST_DISTANCE at most. cap: whether to lower the weights first, see `capped`. center: where a clip
+    begins; None for the median of each coordinate. Returns None when every weight is 0 or the average is not finite.
     """
     counted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
     if not counted:
@@ -71,25 +72,25 @@ def capped(weights: Sequence[float]) -> list[float]:
 
 
 def root_mean_square(values: Tensor, other: Tensor | None = None) -> float:
-    """Returns the root mean square of `values`, or of (values - other), on an even sample of the elements."""
+    """Returns the root mean square of `values`, or of (values - other), over about SAMPLES evenly spaced elements."""
     step = max(1, len(values) // SAMPLES)
     sample = values[::step] if other is None else values[::step] - other[::step]
     return _norm(sample) / math.sqrt(max(1, len(sample)))
 
 
 def magnitude(values: Tensor) -> float:
-    """Returns the root mean square over every element; a peer that is judged could know a sample."""
+    """Returns the root mean square over all elements, for judging: a judged peer could cheat where a sample counts."""
     return _norm(values) / math.sqrt(max(1, len(values)))
 
 
 def _norm(values: Tensor) -> float:
-    """Returns the Euclidean norm: in float32, three times as fast, where the squares fit; else in float64."""
+    """Returns the Euclidean norm: computed in float32, and again in float64 if not within LEAST_NORM to MOST_NORM."""
     norm = float(torch.linalg.vector_norm(values))
     return norm if LEAST_NORM < norm < MOST_NORM else float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Returns the mean, as the first value plus differences to it: equal values have exactly that mean."""
+    """Returns the weighted mean, as x0 + sum of share * (x - x0): the mean of equal values is exactly that value."""
     average = values[0]
     for value, share in zip(values[1:], shares[1:], strict=True):
         average = torch.add(average, value - values[0], alpha=share)
@@ -97,10 +98,10 @@ def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def _clip(values: Sequence[Tensor], shares: Sequence[float], center: Tensor | None) -> Tensor:
-    """Returns the centered clip: CLIP_ROUNDS times v += sum of share * (x - v) * min(1, tau / |x - v|).
+    """Returns the centered clip: CLIP_ROUNDS times v += sum of share * (x - v) * min(1, tau / |x - v|), from `center`.
 
-    tau: the median of the |x - v| that are not 0; of two middle ones the lower, so that half of the others cannot
-    choose it.
+    Without a center v begins as the median of each coordinate. tau: the median of the |x - v| that are not 0; of two
+    middle ones the lower, so that half of the others cannot choose it.
     """
     average = (torch.stack(list(values)).median(dim=0).values if center is None else center).clone()
     for _ in range(CLIP_ROUNDS):

@@ -55,7 +55,11 @@ class ReplicaProgress:
         return not self.is_silent(now) and self.heard_at > self.failed_at
 
     def advanced(self, step: int, tokens: int, heard_at: float) -> ReplicaProgress:
-        """Returns this with newer numbers; after exactly one more step the old tokens become `previous_tokens`."""
+        """Returns this with newer numbers.
+
+        previous_tokens: after exactly one more step the old tokens; at the same step unchanged; 0 after a jump, or when
+        the tokens of the same step have become fewer, as after a restart.
+        """
         if step == self.step:
             previous = self.previous_tokens if tokens >= self.tokens else 0
         else:
@@ -93,12 +97,12 @@ def merge_gossip(
 
 
 def record_failure(known: KnownReplicas, peer: PeerId, now: float) -> dict[PeerId, ReplicaProgress]:
-    """Returns what is known after a call to `peer` failed. One that was never heard counts as heard now."""
+    """Returns `known` after a call to `peer` failed now; one never heard of is added as heard now, at step 0."""
     return dict(known) | {peer: replace(known.get(peer) or ReplicaProgress(0, 0, 0, now), failed_at=now)}
 
 
 def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
-    """Returns `known` with the listed replicas marked, and without those that are neither listed nor live."""
+    """Returns `known` with the listed replicas marked as `listed`, without those that are neither listed nor live."""
     return {
         peer: replace(last, listed=True) if peer in listed and not last.listed else last
         for peer, last in known.items()
@@ -119,7 +123,8 @@ def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 def exact_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
     """Returns the other replicas whose gradients belong to an exact step: all that may be alive, see docs/averaging.md.
 
-    Those are the listed ones that are not silent, even if a call to them failed, and live ones not listed yet.
+    Those are the listed ones that are not silent, even if a call to them failed or they were never heard, and live ones
+    that have reported themselves but were never listed.
     """
     silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
     unlisted = {p for p, last in known.items() if last.reported_step >= 0 and not last.listed and last.is_live(now)}
@@ -127,7 +132,7 @@ def exact_members(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 
 
 def count_tokens(others: KnownReplicas, step: int) -> int:
-    """Returns the tokens that `others` have counted for step number `step`, also those that have just taken it."""
+    """Returns the tokens counted for step `step`: `tokens` of those at it, `previous_tokens` of those one step on."""
     return sum(
         last.tokens if last.step == step else last.previous_tokens if last.step == step + 1 else 0
         for last in others.values()
@@ -135,12 +140,12 @@ def count_tokens(others: KnownReplicas, step: int) -> int:
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
-    """Returns the tokens, at least 1, that this replica must have counted for step number `step` to be complete."""
+    """Returns how many tokens this replica must count for step number `step`: `target` less the others', at least 1."""
     return max(1, target - count_tokens(others, step))
 
 
 def step_to_follow(others: KnownReplicas, present: int, step: int, own_tokens: int, target: int) -> int:
-    """Returns the number of steps that the stage has reached; `step` when this replica is not behind.
+    """Returns which step this replica should follow the others to; `step`, its own, when it is not behind.
 
     others: the live ones. present: how many other replicas are listed and not unreachable, also those never heard.
     Only what a replica reported of itself counts.
@@ -148,7 +153,7 @@ def step_to_follow(others: KnownReplicas, present: int, step: int, own_tokens: i
     | reported | result |
     |---|---|
     | half of `present` are beyond `step` | the step that half of them have reached |
-    | a quarter of `present` is at step + 1, and a quarter of its tokens is known | step + 1 |
+    | a quarter of `present` is at step + 1; a quarter of `target` is known to be counted for `step` | step + 1 |
     | else | step |
     """
     reached = sorted((last.reported_step for last in others.values()), reverse=True)
@@ -169,12 +174,12 @@ def choose_targets(listed: Collection[PeerId], me: PeerId, rng: random.Random) -
 def compose_gossip(
     known: KnownReplicas, own: tuple[PeerId, int, int], listed: Collection[PeerId], now: float
 ) -> tuple[GossipEntry, ...]:
-    """Returns the entries to send: this peer's own, then the freshest of the others, up to the protocol's limit."""
+    """Returns the entries to send: `own` (id, step, tokens), then live listed others, freshest first, up to a limit."""
     others = sorted(live_replicas(known, listed, now).items(), key=lambda item: -item[1].heard_at)
     entries = ((peer, last.step, last.tokens, round(1000 * (now - last.heard_at))) for peer, last in others)
     return ((*own, 0), *entries)[:MAX_GOSSIPED_REPLICAS]
 
 
 def leading_step(steps: Collection[Collection[int]]) -> int:
-    """Returns the step of the run's furthest stage: the largest of the lower medians of each stage's `steps`."""
+    """Returns the step of the run's furthest stage: each stage counts as the lower median of its replicas' `steps`."""
     return max((statistics.median_low(of_stage) for of_stage in steps if of_stage), default=0)

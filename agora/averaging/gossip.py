@@ -40,7 +40,8 @@ class _StageGossip:
 class StepGossip:
     """Exchanges progress with the other replicas of each stage of the span, and keeps what it hears as `known`.
 
-    `run` until cancelled; `answer` serves the others' calls.
+    `run` sends news and heartbeats until cancelled; `answer` serves the others' calls. A replica that a call does not
+    reach is recorded as unreachable.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class StepGossip:
         self._calls: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Sends gossip until cancelled; then cancels the calls that are open."""
+        """Calls `tick` every `interval_s` seconds until cancelled; then cancels the open calls and waits for them."""
         try:
             while True:
                 self.tick()
@@ -87,11 +88,14 @@ class StepGossip:
         return set(self._listed(stage)) - {self._me}
 
     def known(self, stage: int) -> KnownReplicas:
-        """Returns what was heard of the other replicas of a stage."""
+        """Returns the last known progress of each other replica of a stage, by id."""
         return self._stages[stage].known
 
     def tick(self) -> None:
-        """Sends each stage's progress if it has changed or a heartbeat is due, and reports every stage as changed."""
+        """Sends each stage's progress if it has changed or a heartbeat is due, and calls `changed` for every stage.
+
+        A replica to which a call about the stage is still open is left out, and asked again at the next tick.
+        """
         now, counts = loop_time(), self._counts()
         for stage, state in self._stages.items():
             state.known = agreement.record_view(state.known, self.others(stage), now)
@@ -106,7 +110,7 @@ class StepGossip:
             self._changed(stage)
 
     def answer(self, peer: PeerId, message: GossipSteps) -> GossipedSteps:
-        """Takes in another replica's gossip and returns this peer's. Raises NotMyStage."""
+        """Takes in another replica's gossip and returns this peer's. Raises NotMyStage for a stage outside the span."""
         if message.stage not in self._span:
             raise NotMyStage(f"this peer holds stages {self._span}, not {message.stage}; read the directory again")
         own = self._counts()[message.stage]
@@ -118,7 +122,7 @@ class StepGossip:
         return agreement.compose_gossip(self.known(stage), (self._me, *own), self.others(stage), loop_time())
 
     async def _exchange(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
-        """Sends one request and takes in the answer; a call that fails makes the peer unreachable."""
+        """Sends one request and takes in the answer; a call that fails is recorded: the peer is unreachable."""
         state = self._stages[stage]
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
@@ -130,7 +134,7 @@ class StepGossip:
             del self._calls[stage, peer]
 
     def _take_in(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> None:
-        """Merges what `sender` reported of itself, and, if it is listed, what it reported of other listed replicas."""
+        """Merges what `sender` reported of itself and, if it is listed, of other listed replicas; calls `changed`."""
         state, listed, now = self._stages[stage], self.others(stage), loop_time()
         believed = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
         known = agreement.merge_gossip(state.known, believed, sender, self._me, now)

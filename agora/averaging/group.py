@@ -44,7 +44,10 @@ LOOK_S: Final = 5.0
 
 
 class ReplicatedStages(Protocol):
-    """The stages of this peer's span (train.Compute). Each method raises NotMyStage for a stage that is not held."""
+    """The stages of this peer's span (train.Compute). Each method raises NotMyStage for a stage that is not held.
+
+    step_of: returns the optimizer steps taken. publish_policy: replaces what decides when the stage steps by itself.
+    """
 
     @property
     def span(self) -> Span: ...
@@ -57,19 +60,19 @@ class ReplicatedStages(Protocol):
     def step_of(self, stage: int) -> int: ...
     def publish_policy(self, stage: int, policy: StepPolicy) -> None: ...
     async def snapshot_blocks(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, int]:
-        """Returns a copy of the weights in `blocks`, and the step they are of."""
+        """Returns a flat copy of the weights in `blocks`, and the number of steps they have taken."""
 
     async def apply_average(self, stage: int, blocks: NDArray[Any], delta: Tensor, snapshot: Tensor, rule: Any) -> None:
-        """Takes in an average that differs from `snapshot` by `delta`."""
+        """Changes the weights in `blocks` by an average, which is snapshot + delta, as `rule` says."""
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Sets the stage to the number of steps that other replicas have taken, and takes an own step that is due."""
+        """Goes on at the others' `step`: if one behind, along the own sum, else dropping it. Takes a due own step."""
 
     async def take_mean_gradient(self, stage: int) -> Any:
-        """Returns this replica's share of the next step (train.MeanGradient), and keeps the stage from taking it."""
+        """Returns this replica's share of the next step, a train.MeanGradient; only `step_with_gradient` takes it."""
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
-        """Takes step `number` along the mean over `tokens` tokens of all replicas."""
+        """Takes step `number` along the mean gradient over all replicas' `tokens`; with 0 tokens it is only counted."""
 
 
 class StateFetcher(Protocol):
@@ -82,7 +85,7 @@ class StateFetcher(Protocol):
 
 
 class ReplicaListing(Protocol):
-    """What this peer's view says. listed: a stage's replicas, with bandwidths in bytes per second, 0 when unknown."""
+    """What this peer's view says. listed: the stage's replicas, with bandwidths in bytes per second, 0 when unknown."""
 
     def listed(self, stage: int) -> Mapping[PeerId, float]: ...
     def steps_of_run(self) -> Collection[Collection[int]]:
@@ -161,7 +164,7 @@ class ReplicaGroup:
             await self.owner.close()
 
     def leave(self) -> None:
-        """Takes and follows no step from now on: the state that a leaving peer writes is its last one."""
+        """Sets a flag: no step, fetch or slice round begins any more, a state written from now on is the last."""
         self._leaving = True
 
     # --- what other replicas and other rooms ask
@@ -169,7 +172,7 @@ class ReplicaGroup:
     async def contribute(
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
-        """Averages a part that this peer owns with what a replica has sent. Raises Refused, Busy, ProtocolError."""
+        """Calls Owner.contribute with a replica's values; reports a ProtocolError as its offence, and raises it."""
         try:
             return await self.owner.contribute(peer, message, tensors, deadline)
         except ProtocolError as error:
@@ -179,14 +182,14 @@ class ReplicaGroup:
             raise
 
     def missing_tokens(self, stage: int) -> int:
-        """Returns the tokens that the stage's replicas together still lack for the step this peer is at."""
+        """Returns how many tokens this replica and the live others together still lack for the step this peer is at."""
         step, tokens = self._counts()[stage]
         others = OtherReplicas(self.gossip.known(stage), self.gossip.others(stage))
         _, live = next_action.counting_replicas(loop_time(), step, others, self._config)
         return max(0, self._config.target_tokens - tokens - agreement.count_tokens(live, step))
 
     def reason(self, stage: int) -> str:
-        """Returns in words why the stage does what it does, or waits."""
+        """Returns, in words, the reason that `next_action` last gave for what the stage does or waits for."""
         return self._stages[stage].reason
 
     # --- the owner's view of rounds
@@ -205,11 +208,11 @@ class ReplicaGroup:
         return {peer: listed.get(peer, 0.0) for peer in {*others, self._me}}
 
     def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
-        """Returns those of `peers` whose last call failed, or that are silent."""
+        """Returns those of `peers` that are silent, or to which a call failed after their last report."""
         return agreement.unreachable_replicas(self.gossip.known(stage), peers, loop_time())
 
     def numel_of(self, part: Part) -> int:
-        """Returns a part's number of elements. Raises Refused for a round too far from here, else ProtocolError."""
+        """Returns a part's number of elements. Raises Refused if its round is far off, ProtocolError if unknown."""
         state, gradient = self._stages.get(part.stage), part.what == "gradient"
         if state is None or (gradient and not self._config.is_exact(part.number)):
             raise ProtocolError("bad-message", f"stage {part.stage} averages no {part.what} here")
@@ -226,7 +229,10 @@ class ReplicaGroup:
     # --- deciding
 
     def stepped(self, stage: int, step: int, tokens: int) -> None:
-        """Reports a step to the others, and begins a slice round if one is due. tokens: this replica's in the step."""
+        """Gossips that the stage has taken its `step`-th step; after every `every`-th one a slice round begins.
+
+        tokens: this replica's in the step, added to its weight in that round. None begins while another runs.
+        """
         state = self._stages[stage]
         state.tokens = min(state.tokens + tokens, int(self.owner.config.max_weight))
         number, rest = divmod(step, self._averaging.every)
@@ -236,7 +242,7 @@ class ReplicaGroup:
         state.slice_due = None
 
     def _decide_and_begin(self, stage: int) -> None:
-        """Publishes what is known to the device thread, and begins what `next_action` decides."""
+        """Publishes a new StepPolicy for the device thread, and starts the task for what `next_action` decides."""
         now, state = loop_time(), self._stages[stage]
         step, tokens = self._counts()[stage]
         others = OtherReplicas(self.gossip.known(stage), self.gossip.others(stage), self._leading)
@@ -282,9 +288,10 @@ class ReplicaGroup:
         return {progress.stage: (progress.step, progress.tokens_in_step) for progress in self._held.progress()}
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts a task whose failure is reported as an event."""
+        """Starts a task and returns it; if it fails, TaskFailed is reported."""
 
         def report_failure(task: asyncio.Task[None]) -> None:
+            """Called when the task has ended: reports the error it ended by as TaskFailed; cancelling is none."""
             if not task.cancelled() and (error := task.exception()) is not None:
                 code = error.code if isinstance(error, AgoraError) else type(error).__name__
                 self._report(events.TaskFailed("averaging", f"{code}: {error}"))
@@ -306,7 +313,10 @@ class ReplicaGroup:
             number = newest
 
     async def _slice_round(self, stage: int, number: int) -> None:
-        """Averages one slice of the weights, weighted by the tokens since the last round, and takes the average in."""
+        """Averages slice `number` of the weights, weighted by the tokens since the last round, and takes it in.
+
+        A newcomer's weight is 0. Parts that failed stay as they are; after a round without any it may cease to be one.
+        """
         state = self._stages[stage]
         state.last_slice_round, blocks = number, state.slices.blocks(number)
         weight, state.tokens = float(state.tokens if state.newcomer.counts else 0), 0
@@ -321,7 +331,11 @@ class ReplicaGroup:
             state.newcomer = state.newcomer.after_round(*distances, cover=state.slices.count)
 
     async def _step_together(self, stage: int, step: int) -> None:
-        """Takes an exact step. A newcomer's own gradient has weight 0, because it was computed on other weights."""
+        """Takes exact step `step` along the mean gradient of a round; a newcomer's gradient has weight 0 in it.
+
+        With failed parts a synchronous stage fetches the state of a replica that has taken the step. If none has, and
+        in asynchronous runs, its own gradient stands for them. These only count a step whose gradient is not usable.
+        """
         share = await self._held.take_mean_gradient(stage)
         if share.step != step:
             return
@@ -339,13 +353,13 @@ class ReplicaGroup:
             await self._held.step_with_gradient(stage, step, share.values, tokens=0)
 
     async def _run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
-        """Takes part in one round with its members of now."""
+        """Takes part in one round, with those who are members now, which ends at most `round_s` from now."""
         deadline = loop_time() + self._averaging.round_s
         members = self.members(stage, what)
         return await Round(self.owner, self._report, stage, what, number, weight, members, deadline).run(values)
 
     async def _fetch_step(self, stage: int, at_least: int) -> bool:
-        """Fetches the state of a replica that has taken `at_least` steps; returns whether that succeeded.
+        """Fetches the state of a replica that has taken `at_least` steps, again and again; returns whether it has one.
 
         False when all others are silent or have left, or when none has taken the step after FETCH_TRIES and this peer
         has the least id: then it takes the step, and the others fetch it.
@@ -364,7 +378,10 @@ class ReplicaGroup:
         return False
 
     async def _recover(self, stage: int, at_least: int, reached: int) -> None:
-        """Fetches the others' state; in an asynchronous run in which nobody gives it, goes on at their step number."""
+        """Fetches the others' state of `at_least` steps, which in an asynchronous run makes this peer a newcomer again.
+
+        If nobody gives it, a synchronous stage waits a second; an asynchronous one goes on at `reached` as it is.
+        """
         try:
             await self._state.fetch(stage, sorted(self.gossip.others(stage)), at_least)
             self._stages[stage].newcomer = Newcomer(counts=self._config.synchronous)

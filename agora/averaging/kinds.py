@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
     @property
     def round(self) -> tuple[int, str, int]:
-        """The round that the part belongs to."""
+        """The name of the round that the part belongs to: (stage, what, number)."""
         return self[:3]
 
 
@@ -69,16 +69,16 @@ class RoundConfig:
         return f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}"
 
     def encode(self, part: Part, values: Tensor) -> list[WireTensor]:
-        """Encodes a member's values as it contributes them, with dither."""
+        """Encodes a member's values in the run's wire format, with the part's dither, as it sends them to an owner."""
         return PartCodec(self.wire).encode(values, self.dither(part))
 
     def decode(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
-        """Decodes contributed values, float32 [numel], to the same bits at every receiver. Raises ProtocolError."""
+        """Undoes `encode`: float32 [numel], the same bits at every receiver. Raises ProtocolError for another form."""
         return PartCodec(self.wire).decode(list(tensors), numel, self.dither(part))
 
 
 class WeightRound:
-    """Rounds that average a slice of the weights: how an owner answers, and what a member makes of the answer."""
+    """Rounds of weights: owners answer by average - values; members reject one far beyond the usual distance."""
 
     def __init__(self, config: RoundConfig) -> None:
         self._config = config
@@ -86,17 +86,17 @@ class WeightRound:
         self._recorded: defaultdict[int, dict[int, float]] = defaultdict(dict)  # of the running round: stage, part
 
     def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Average | None:
-        """Returns the owner's average; newcomers among themselves count equally. center: where a clip begins."""
+        """Returns the owner's average, weights capped; several that all weigh 0 count equally. center: of a clip."""
         if len(weights) > 1 and not any(weights):
             weights = [1.0] * len(weights)
         return aggregate(values, weights, self._config.aggregation, center=center, cap=True)
 
     def encode_answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
-        """Encodes average - values for a member that sent `values`, without dither: it keeps its own rounding."""
+        """Encodes average - values, the answer to the member that sent `values`; without dither."""
         return PartCodec(self._config.wire).encode(average - values)
 
     def own_answer(self, part: Part, average: Tensor, values: Tensor) -> Tensor:
-        """Returns the owner's answer to itself: the difference, which need not travel and is not rounded."""
+        """Returns average - values, the owner's answer to itself: it does not travel, so it is not rounded."""
         return average - values
 
     def decode_answer(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
@@ -112,9 +112,9 @@ class WeightRound:
         return Average(self._config.decode(part, sent, len(answer)) + answer, message)
 
     def check_and_record(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
-        """Returns the root mean square of (values - average). Raises PeerFailed for an average too far away.
+        """Returns the root mean square of (values - average). Raises PeerFailed for one above Drift.limit.
 
-        Either way it moves the usual distance, unless a single member made the average: that says nothing.
+        Either way a distance is recorded for `end_round`, unless a single member made the average: that says nothing.
         """
         distance, size, drift = magnitude(answer), magnitude(values), self._drifts[part.stage]
         recorded = self._recorded[part.stage]
@@ -134,14 +134,14 @@ class WeightRound:
 
 
 class GradientRound:
-    """Rounds that average the replicas' gradients of one exact step; the methods are those of WeightRound."""
+    """Rounds of gradients of one exact step: owners answer by the average itself; methods as those of WeightRound."""
 
     def __init__(self, config: RoundConfig) -> None:
         self._config = config
         self._sizes: defaultdict[tuple[int, int], GradientSize] = defaultdict(GradientSize)  # by stage and part
 
     def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Average | None:
-        """Returns the owner's average; in a synchronous run the plain mean by tokens."""
+        """Returns the owner's average: by the run's aggregation, weights capped; in a synchronous run the mean, uncapped."""
         if self._config.exact:
             return aggregate(values, weights, "mean", center=None, cap=False)
         return aggregate(values, weights, self._config.aggregation, center=center, cap=True)
@@ -151,11 +151,11 @@ class GradientRound:
         return self._config.encode(part, average)
 
     def own_answer(self, part: Part, average: Tensor, values: Tensor) -> Tensor:
-        """Returns the average after encoding and decoding: the same bits as for the other members."""
+        """Returns the average, encoded and decoded again, so that the owner gets the same bits as the other members."""
         return self._config.decode(part, self._config.encode(part, average), len(values))
 
     def decode_answer(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
-        """Returns the average, float32 [numel]."""
+        """Returns the average that an owner's answer brought, float32 [numel]."""
         return self._config.decode(part, tensors, numel)
 
     def answer_of_failed(self, values: Tensor) -> Tensor:
@@ -167,7 +167,10 @@ class GradientRound:
         return Average(answer, message)
 
     def check_and_record(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
-        """Returns the root mean square of (values - average), sampled. Raises PeerFailed for a far too large mean."""
+        """Returns the root mean square of (values - average), sampled. Raises PeerFailed above GradientSize.limit.
+
+        A mean that is accepted moves the part's usual size. In a synchronous run nothing is judged.
+        """
         if not self._config.exact:
             own, mean, usual = magnitude(values), magnitude(answer), self._sizes[part.stage, part.part]
             if why := usual.why_implausible(mean, own):
@@ -176,7 +179,7 @@ class GradientRound:
         return root_mean_square(answer, values)
 
     def end_round(self, stage: int) -> None:
-        """Does nothing."""
+        """Does nothing: `check_and_record` has recorded the sizes already."""
 
 
 RoundKind = WeightRound | GradientRound

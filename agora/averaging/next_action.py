@@ -58,7 +58,7 @@ class ActionConfig:
 
     @classmethod
     def of(cls, manifest: Manifest) -> ActionConfig:
-        """Returns what the manifest says; in a synchronous run every step is exact, and two steps behind is too far."""
+        """Returns what the manifest says; in a synchronous run all steps are exact, and two steps behind is too far."""
         averaging, target = manifest.averaging, manifest.optimizer.target_tokens
         if manifest.schedule.kind == "synchronous":
             return cls(target, True, sys.maxsize, most_behind=1)
@@ -66,7 +66,7 @@ class ActionConfig:
         return cls(target, False, averaging.exact_steps, most_behind)
 
     def is_exact(self, step: int) -> bool:
-        """Returns whether step number `step` is taken along the mean gradient of all replicas."""
+        """Returns step < exact_steps: the first steps of a run are taken along the mean gradient of all replicas."""
         return step < self.exact_steps
 
 
@@ -88,7 +88,7 @@ class OwnStage:
 
 @dataclass(frozen=True, slots=True)
 class OtherReplicas:
-    """The other replicas of a stage. listed: those in the view. leading_step: steps of the run's furthest stage."""
+    """The other replicas of a stage: what they reported, who is in the view; the step of the run's furthest stage."""
 
     known: agreement.KnownReplicas
     listed: Collection[PeerId]

@@ -48,7 +48,11 @@ KEPT_NUMBERS: Final = 4
 
 
 class RoundView(Protocol):
-    """What an owner asks of its group of replicas; ReplicaGroup describes the methods."""
+    """What an owner asks of its group of replicas; ReplicaGroup has the methods.
+
+    members: who takes part in a stage's rounds, with bandwidths. unreachable: which of `peers` are silent, or a call to
+    them failed. numel_of: a part's number of elements; raises Refused or ProtocolError for one not averaged now.
+    """
 
     def members(self, stage: int, what: str) -> Mapping[PeerId, float]: ...
     def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]: ...
@@ -57,7 +61,10 @@ class RoundView(Protocol):
 
 @dataclass(slots=True)
 class _Gathering:
-    """A part that is being averaged. recall: asks the members for the first owner's average."""
+    """A part that is being averaged: who is expected, what has come, and the future that all contributors await.
+
+    timer: ends the wait for those missing. recall: asks the members for the first owner's average.
+    """
 
     numel: int
     expected: frozenset[PeerId]
@@ -75,9 +82,9 @@ class _Gathering:
 
 @dataclass(slots=True)
 class _RoundRecord:
-    """What is known of a round. members: with their bandwidths. given_up: members that no part waits for any more.
+    """What is known of a round. members: with bandwidths. given_up: members that no part waits for.
 
-    The other fields are by part index.
+    By part index: who has `contributed`, and functions that return the `averages`.
     """
 
     members: dict[PeerId, float] = field(default_factory=dict)
@@ -87,7 +94,11 @@ class _RoundRecord:
 
 
 class Owner:
-    """Averages the parts of rounds that this peer owns, and keeps averages so that others can recall them."""
+    """Averages the parts that this peer owns: gathers members' values until all or a window's end, answers each.
+
+    It remembers rounds for a while, with averages for late contributions and recalls. As second owner it first asks the
+    members for the average of the first. `close` ends it.
+    """
 
     def __init__(
         self, config: RoundConfig, caller: Caller, view: RoundView, reach: faults.ReachFault = faults.reach
@@ -101,22 +112,25 @@ class Owner:
         self._rounds: dict[tuple[int, str, int], _RoundRecord] = {}
 
     def newest(self, stage: int, what: str) -> int:
-        """Returns the highest round of a kind that anybody has lately contributed to here; -1 without one."""
+        """Returns the highest round number of a stage and kind that is still remembered here; -1 without one."""
         return max((round_[2] for round_ in self._rounds if round_[:2] == (stage, what)), default=-1)
 
     def give_up_on(self, peer: PeerId, part: Part) -> None:
-        """Records that a member does not answer: no part of this round waits for it, until it contributes again."""
+        """Records that a member does not answer: no part of this round waits for it, until it contributes again.
+
+        Open parts of the round for which it was the last one missing are averaged now.
+        """
         self._round(part).given_up.add(peer)
         for other, gathering in list(self._open.items()):
             if other.round == part.round:
                 self._expect_no_more(other, gathering, peer)
 
     def is_given_up(self, peer: PeerId, part: Part) -> bool:
-        """Returns whether the part's round does not wait for the member."""
+        """Returns whether the member was given up, see `give_up_on`, in the part's round."""
         return part.round in self._rounds and peer in self._rounds[part.round].given_up
 
     async def close(self) -> None:
-        """Ends everything; whoever still waits for an average gets none."""
+        """Cancels all gatherings and recalls: whoever still waits for an average gets CancelledError."""
         for gathering in self._open.values():
             gathering.timer.cancel()
             gathering.result.cancel()
@@ -129,7 +143,10 @@ class Owner:
     async def contribute(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
-        """Takes a member's values and returns its answer. Raises Refused, Busy, ProtocolError, TimeoutError."""
+        """Takes a member's values, waits until the part is averaged, and returns the encoded answer for that member.
+
+        Raises Refused, Busy or ProtocolError, and TimeoutError at the deadline.
+        """
         part, values, average = await self._average_with(peer, message, tensors, deadline)
         answer = self.kinds[part.what].encode_answer(part, average.values, values)
         await self.reach("averaging.answered")
@@ -138,7 +155,7 @@ class Owner:
     async def contribute_own(
         self, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> tuple[Tensor, Averaged]:
-        """Takes this peer's own values and returns the answer to itself, float32 [n], which needs no bytes."""
+        """Does as `contribute` for this peer's own values; the answer is a tensor, float32 [n], not encoded."""
         part, values, average = await self._average_with(self.config.me, message, tensors, deadline)
         answer = self.kinds[part.what].own_answer(part, average.values, values)
         await self.reach("averaging.answered")
@@ -147,7 +164,10 @@ class Owner:
     async def _average_with(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> tuple[Part, Tensor, Average]:
-        """Returns which part it is, the values as they are decoded, and their average with those of the others."""
+        """Returns the part, the decoded values and their average: the one kept already, else the one now gathered.
+
+        Raises ProtocolError for too large a weight, values of a wrong form, or a part contributed before.
+        """
         part = Part(message.stage, message.what, message.round, message.part)
         numel = self._view.numel_of(part)
         if message.weight > self.config.max_weight:
@@ -161,7 +181,7 @@ class Owner:
         return part, values, average
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
-        """Returns the average of a part if this peer has it, else a message without a tensor."""
+        """Answers a second owner: returns the part's average, as float32, if it is kept here, else no tensor."""
         kept = self._kept(Part(message.stage, message.what, message.round, message.part))
         if kept is None:
             return Recalled(0, 0, 0.0, 0.0), []
@@ -170,32 +190,38 @@ class Owner:
         return Recalled(counts.members, counts.present, counts.weight, counts.distance), tensors
 
     def keep(self, part: Part, average: Callable[[], Average]) -> None:
-        """Keeps for a while a function that returns a part's average, for late contributions and for Recall."""
+        """Keeps for a while a function that returns a part's average, for late contributions and for Recall.
+
+        The first one stays. Drops the averages of the round KEPT_NUMBERS before.
+        """
         self._round(part).averages.setdefault(part.part, average)
         if old := self._rounds.get((part.stage, part.what, part.number - KEPT_NUMBERS)):
             old.averages.clear()
 
     def _kept(self, part: Part) -> Callable[[], Average] | None:
-        """Returns what `keep` was given for the part, None for nothing."""
+        """Returns the function that `keep` was given for the part; None without one."""
         return self._rounds[part.round].averages.get(part.part) if part.round in self._rounds else None
 
     # --- gathering
 
     def _round(self, part: Part) -> _RoundRecord:
-        """Returns what is known of the part's round."""
+        """Returns the record of the part's round; makes it at first use, and forgets it KEPT_ROUNDS * round_s later."""
         if part.round not in self._rounds:
             self._rounds[part.round] = _RoundRecord()
             asyncio.get_running_loop().call_later(KEPT_ROUNDS * self.config.round_s, self._rounds.pop, part.round)
         return self._rounds[part.round]
 
     def _members(self, part: Part) -> Mapping[PeerId, float]:
-        """Returns the round's members: those there were when it began here, and those that came since."""
+        """Returns all who were members at any look since the round began here, with the bandwidths they had first."""
         record = self._round(part)
         record.members = {**self._view.members(part.stage, part.what), **record.members}
         return record.members
 
     def _note_contribution(self, peer: PeerId, part: Part) -> None:
-        """Stops waiting for the peer in earlier rounds. Raises ProtocolError for a part that it contributed before."""
+        """Records that the peer contributes the part: it is not given up in this round, and no earlier round waits for it.
+
+        Raises ProtocolError for a part that it contributed before.
+        """
         record = self._round(part)
         if peer in record.contributed[part.part]:
             raise ProtocolError("bad-message", "this part was contributed before")
@@ -206,14 +232,18 @@ class Owner:
                 self._expect_no_more(other, gathering, peer)
 
     def _expect_no_more(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
-        """Stops waiting for a member, and averages if it was the last one missing."""
+        """Stops waiting for a member; averages now if it was the last one missing and no recall is running."""
         if peer in gathering.expected - gathering.values.keys():
             gathering.expected -= {peer}
             if gathering.is_complete and gathering.recall is None:
                 self._average(part, gathering)
 
     async def _gather(self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float) -> Average:
-        """Adds a contribution and waits for the average. Who is the first owner in its own view never recalls."""
+        """Adds a contribution, if the peer is a member, and waits until `deadline` for the average.
+
+        Averages at once when it was the last one missing. Sent to the second owner because the first failed, it starts
+        a recall instead, unless this peer is the first owner in its own view.
+        """
         second = message.first_owner_failed and self._first_owner(part) != self.config.me
         gathering = self._open.get(part) or self._begin(part, peer, len(values), second)
         if is_member := peer in self._members(part):
@@ -226,7 +256,7 @@ class Owner:
             return await asyncio.shield(gathering.result)
 
     def _begin(self, part: Part, peer: PeerId, numel: int, second: bool) -> _Gathering:
-        """Opens the gathering of a part. Raises Busy when too many are open."""
+        """Opens the gathering of a part and starts its window's timer. Raises Busy when MAX_OPEN are open."""
         if len(self._open) >= MAX_OPEN:
             raise Busy("too many parts are being averaged here; ask the second owner", 1000)
         loop, window_s = asyncio.get_running_loop(), (SECOND_WINDOW if second else FIRST_WINDOW) * self.config.round_s
@@ -236,9 +266,10 @@ class Owner:
         return gathering
 
     def _expected(self, part: Part, peer: PeerId, second: bool) -> frozenset[PeerId]:
-        """Returns whom to wait for: the members, without those that are known not to come.
+        """Returns whom to wait for: the members, less those that are given up or were answered before.
 
-        Unreachable ones are waited for only when they are all the others there are: they may be alive.
+        A second owner does not wait for the first. Unreachable members are waited for only when they are all the others
+        there are: they may be alive.
         """
         members = frozenset(self._view.members(part.stage, part.what))
         reachable = members - self._view.unreachable(part.stage, members)
@@ -252,7 +283,7 @@ class Owner:
         return choose_owners(self.config.run, *part, self._members(part))[0]
 
     def _end_window(self, part: Part) -> None:
-        """Averages without those that are missing; no other part waits for them, once this peer has begun the round."""
+        """Called when the window is over: averages what came; those missing are given up if it contributed."""
         gathering = self._open[part]
         missing = gathering.expected - gathering.values.keys() if self.config.me in gathering.values else ()
         self._average(part, gathering)
@@ -260,13 +291,16 @@ class Owner:
             self.give_up_on(peer, part)
 
     def _average(self, part: Part, gathering: _Gathering) -> None:
-        """Averages what is there, and answers everyone who waits."""
+        """Averages what has come and ends the gathering. A clip begins at this peer's own values, if they count."""
         me, weights = self.config.me, list(gathering.weights.values())
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
         self._end(part, gathering, self.kinds[part.what].combine(list(gathering.values.values()), weights, center))
 
     def _end(self, part: Part, gathering: _Gathering, average: Average | None) -> None:
-        """Ends a gathering; an average to which one peer alone contributed is not kept for those who come later."""
+        """Closes a gathering, cancels its timer and recall, and gives all who wait the average, or Refused for None.
+
+        The average is kept, unless one peer alone contributed to it. Does nothing when the gathering was ended before.
+        """
         if self._open.get(part) is not gathering:
             return
         del self._open[part]
@@ -284,7 +318,10 @@ class Owner:
     # --- as second owner
 
     async def _recall_average(self, part: Part, gathering: _Gathering) -> None:
-        """Asks the other members for the average that the first owner may have given them before it failed."""
+        """Asks the other members for the average that the first owner may have given them before it failed.
+
+        The first one found ends the gathering; without any, it is averaged here as soon as it is complete.
+        """
         deadline = loop_time() + RECALL_SHARE * self.config.round_s
         others = gathering.expected - {self.config.me}
         calls = [asyncio.create_task(self._recall_from(peer, part, gathering.numel, deadline)) for peer in others]
@@ -300,7 +337,7 @@ class Owner:
             self._average(part, gathering)
 
     async def _recall_from(self, peer: PeerId, part: Part, numel: int, deadline: float) -> Average | None:
-        """Asks a member, by Recall, for the average that it has; None when it has none or does not answer."""
+        """Asks a member, by Recall, for the average that it has; None when it has none, fails, or sends a bad one."""
         request = Recall(*part, max(1, int(1000 * (deadline - loop_time()))))
         try:
             reply = await self.caller.call(peer, request, (), deadline=deadline)

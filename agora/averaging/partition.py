@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 
 class Slices:
-    """The slices of a vector of `numel` elements, in blocks of SLICE_BLOCK elements.
+    """Says which blocks of SLICE_BLOCK elements, of a vector of `numel`, round `number` averages: slice number % count.
 
     Block i is in slice ((a i + b) mod blocks) mod count.
     `count` is ceil(1 / fraction), or the number of blocks where that is less; `count` rounds average each element once.
@@ -48,7 +48,7 @@ class Slices:
 
 
 def cut_into_parts(numel: int) -> list[slice]:
-    """Returns the parts of a vector of `numel` elements: PART_ELEMENTS each, the last one what is left."""
+    """Returns the parts of a vector of `numel` elements as slices of PART_ELEMENTS each; the last has what is left."""
     return [slice(start, min(start + PART_ELEMENTS, numel)) for start in range(0, numel, PART_ELEMENTS)]
 
 
@@ -66,6 +66,7 @@ def choose_owners(
     label = f"agora owner 1\0{run}\0{stage}\0{what}\0{number}\0{part}\0"
 
     def place(peer: PeerId) -> tuple[float, PeerId]:
+        """Returns the key by which owners are sorted: -ln(u) / bandwidth, then the id."""
         whole = int.from_bytes(hashlib.sha256((label + peer).encode()).digest()[:8], "big")
         return -math.log((whole + 0.5) / 2.0**64) / (members[peer] or usual), peer
 

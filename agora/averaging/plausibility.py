@@ -19,22 +19,22 @@ NEAR: Final = 1.25
 
 
 def _usual_after(usual: float | None, sample: float) -> float:
-    """Returns the usual value after one more sample. Unlike MovingAverage, no second sample weighs half."""
+    """Returns usual + 0.3 * (sample - usual), or the first sample. Unlike MovingAverage, no second one weighs half."""
     return sample if usual is None else usual + USUAL_WEIGHT * (sample - usual)
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far a stage's averages usually lie from its own weights; `usual` is None before the first round."""
+    """How far averages usually lie from a stage's own weights, and so how far they may; `usual`: None at first."""
 
     usual: float | None = None
 
     def limit(self, size: float) -> float:
-        """Returns how far an average may lie from own values of root mean square `size`; `size` in the first round."""
+        """Returns how far an average may lie: max(8 * usual, 0.02 * size), size being the own values'; first `size`."""
         return size if self.usual is None else max(MOST_TIMES_USUAL * self.usual, LEAST_LIMIT * size)
 
     def why_implausible(self, distance: float, size: float) -> str:
-        """Returns why an average at `distance` from own values of size `size` is rejected; "" if it is not."""
+        """Returns why an average at `distance` from own values of size `size` is rejected; "" within `limit`."""
         limit = self.limit(size)
         why = f"the average lies {distance:.3g} from the own values, {limit:.3g} would be the most"
         return "" if distance <= limit else why
@@ -61,12 +61,12 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class GradientSize:
-    """How large the mean gradients of one part of a stage usually are; `usual` is None before the first."""
+    """How large a part's mean gradients usually are, and so how large they may be; `usual`: None before the first."""
 
     usual: float | None = None
 
     def limit(self, own: float) -> float:
-        """Returns how large a mean gradient may be: 8 times the usual or the own size; infinite when both are 0."""
+        """Returns how large a mean gradient may be: 8 * max(usual, own); infinite when both are 0 or unknown."""
         largest = max(self.usual or 0.0, own)
         return MOST_TIMES_USUAL * largest if largest else math.inf
 
@@ -77,7 +77,7 @@ class GradientSize:
         return "" if math.isfinite(mean) and mean <= limit else why
 
     def updated(self, mean: float, own: float) -> GradientSize:
-        """Returns the size after an accepted mean gradient; a first counts as min(mean, own), if own > 0."""
+        """Returns the usual size after an accepted mean; the first counts as min(mean, own), not at all if own is 0."""
         if self.usual is None:
             return GradientSize(min(mean, own) if own else None)
         return GradientSize(_usual_after(self.usual, mean))
@@ -96,9 +96,9 @@ class Newcomer:
     def after_round(self, own: float, others: float, members: float, cover: int) -> Newcomer:
         """Returns the state after a slice round in which every part was averaged.
 
-        own: this replica's distance to the average. others: the median distance of the `members`; after `cover` rounds
-        it counts in any case. Of replicas at distance s from their true mean, n are s sqrt(1 - 1/n) from their average,
-        and another one s sqrt(1 + 1/n). With a single other there is nothing to compare.
+        It counts from now on if own <= NEAR * others * sqrt((members + 1) / (members - 1)), with fewer than 2 members,
+        or after `cover` rounds. own: this replica's distance to the average. others: the median of the members'. Of
+        replicas at distance s from their true mean, n are s sqrt(1 - 1/n) from their average, another s sqrt(1 + 1/n).
         """
         near = members < 2 or own <= NEAR * others * math.sqrt((members + 1) / (members - 1))
         return Newcomer(self.counts or near or self.rounds + 1 >= cover, self.rounds + 1)

@@ -59,12 +59,12 @@ class RoundResult:
         return self.done.count(False)
 
     def averaged_blocks(self) -> NDArray[np.int64]:
-        """Returns which of the slice's blocks of SLICE_BLOCK elements are in a part that was averaged; rising."""
+        """Returns the indices of the slice's blocks of SLICE_BLOCK elements whose part was averaged; rising."""
         return np.flatnonzero(np.repeat(self.done, PART_ELEMENTS // SLICE_BLOCK)[: len(self.answer) // SLICE_BLOCK])
 
 
 class _PartAnswer(NamedTuple):
-    """An owner's answer, decoded. distance: root mean square of (values - average)."""
+    """An owner's answer for one part, decoded, with its message. distance: root mean square of (values - average)."""
 
     answer: Tensor
     message: Averaged
@@ -73,7 +73,7 @@ class _PartAnswer(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """One round in which this peer takes part as a member; `run` once.
+    """One round in which this peer is a member: sends each part to its owner, if that fails to the second; `run` once.
 
     owner: averages the parts that this peer owns itself. what: "weights" or "gradient". weight: tokens behind the
     values; with 0 they are in no average. members: this peer included, with their bandwidths. deadline: time of the
@@ -92,7 +92,9 @@ class Round:
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
 
     async def run(self, values: Tensor) -> RoundResult:
-        """Has `values` averaged with those of the others, and returns by the deadline, whoever is missing.
+        """Has all parts of `values` averaged with the others', and returns by the deadline, whoever is missing.
+
+        A failed part gets the kind's answer_of_failed. Reports RoundDone.
 
         values: float32 [n], finite, on the CPU; not to be changed afterwards, because they may be asked for again.
         """
@@ -125,7 +127,11 @@ class Round:
         return result
 
     async def _average_part(self, index: int, values: Tensor) -> _PartAnswer | None:
-        """Returns one part's answer from its first or second owner; None when neither gave a usable one."""
+        """Returns one part's answer from its first or second owner; reports PartFailed and returns None without one.
+
+        No usable answer is one that is implausible, or an average of this peer alone although there are others. An
+        owner that does not answer is given up; the average that is used is kept for Recall.
+        """
         part = Part(self.stage, self.what, self.number, index)
         kind, config = self.owner.kinds[self.what], self.owner.config
         async with self._slots:
@@ -153,7 +159,10 @@ class Round:
     async def _ask(
         self, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], numel: int
     ) -> tuple[Tensor, Averaged]:
-        """Sends a part to an owner and returns its answer. Raises an AgoraError, or TimeoutError, without one."""
+        """Sends a part to an owner and returns its decoded answer. Raises an AgoraError, or TimeoutError, without one.
+
+        The first owner gets FIRST_PATIENCE of the time left, the second all. An own part goes to `owner` directly.
+        """
         now = loop_time()
         left = self.deadline - now
         if left < LEAST_S:
@@ -171,7 +180,7 @@ class Round:
 
 
 def _add_means(result: RoundResult, averaged: Sequence[_PartAnswer]) -> None:
-    """Sets the means of a round's result from the answers to its averaged parts."""
+    """Sets the means in a round's result from the answers to its averaged parts; without any they stay 0."""
     if averaged:
         result.present = sum(found.message.present for found in averaged) / len(result.done)
         result.members = statistics.fmean(found.message.members for found in averaged)

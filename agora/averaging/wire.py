@@ -45,7 +45,7 @@ def dither_fractions(label: str, numel: int) -> Tensor:
 
 
 class PartCodec:
-    """Turns float32 vectors into wire tensors and back, in the format of the manifest's averaging.wire.
+    """Turns float32 vectors into wire tensors and back, in the format `name`: int8, bf16 or float32.
 
     dither: the label of `dither_fractions`; None for none. Only int8 uses it.
     """
@@ -72,7 +72,10 @@ class PartCodec:
         return [WireTensor("int8", array.shape, array.view(np.uint8).data) for array in arrays]
 
     def decode(self, tensors: list[WireTensor], numel: int, dither: str | None = None) -> Tensor:
-        """Returns float32 [numel], finite, the same bits at every receiver. Raises ProtocolError ("bad-tensor")."""
+        """Undoes `encode`: float32 [numel], finite, the same bits at every receiver.
+
+        Raises ProtocolError ("bad-tensor") for another count, type or shape of tensors, or values out of range.
+        """
         if self.name != "int8":
             if len(tensors) != 1:
                 raise ProtocolError("bad-tensor", f"a part is one tensor, not {len(tensors)}")
@@ -98,12 +101,12 @@ def _rows_of_blocks(values: Tensor) -> Tensor:
 
 
 def _powers_of_two(exponents: NDArray[np.int32]) -> Tensor:
-    """Returns 2 ** exponents, float32 [blocks, 1], made from their bits. exponents: of normal float32 numbers."""
+    """Returns 2 ** exponents, float32 [blocks, 1], made from their bits: only for normal float32 numbers."""
     return torch.from_numpy(((exponents + 127) << 23).view(np.float32))[:, None]
 
 
 def _from_int8(wire: WireTensor, numel: int) -> NDArray[np.int8]:
-    """Returns an int8 wire tensor's values, which must not be changed. Raises ProtocolError for another form."""
+    """Returns an int8 wire tensor's values, read-only. Raises ProtocolError for another type or shape than (numel,)."""
     if wire.dtype != "int8" or wire.shape != (numel,):
         raise ProtocolError("bad-tensor", f"a part's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},)")
     return np.frombuffer(wire.data, np.int8)

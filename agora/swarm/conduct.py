@@ -30,7 +30,7 @@ POINTS_TO_SHUT_OUT: Final = 3
 
 
 class Offence(Enum):
-    """What a peer did wrong; see the table at the top of this module."""
+    """The kinds of wrong that a peer can do; the table at the top of this module tells what each is."""
 
     BAD_FRAME = "bad-frame"
     BAD_REQUEST = "bad-request"
@@ -42,7 +42,7 @@ class Offence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """What one offence costs: it adds `points` for `heals_s` seconds; a full sum shuts out for `shut_out_s` seconds."""
+    """One offence adds `points` for `heals_s` s; a sum of POINTS_TO_SHUT_OUT shuts the peer out for `shut_out_s` s."""
 
     points: int = 1
     heals_s: float = 600.0
@@ -61,9 +61,10 @@ class Consequence:
 
 
 class ReportOffence(Protocol):
-    """Records an offence of `peer` that was detected now. text: what exactly was wrong. Never raises.
+    """A function to call when an offence of `peer` is detected: records it. text: what was wrong. Never raises.
 
-    Offences of one peer, kind and non-empty `occasion`, such as one round, are counted once.
+    An offence of the same peer and kind on the same `occasion`, such as one round, as the last is not counted again;
+    "" is no occasion.
     """
 
     def __call__(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None: ...
@@ -71,7 +72,7 @@ class ReportOffence(Protocol):
 
 @dataclass(slots=True)
 class _Record:
-    """What is remembered of one peer. unhealed: (when it heals, points). occasions: the last of each kind."""
+    """What is remembered of one peer. unhealed: offences as (when it heals, points). occasions: each kind's last."""
 
     unhealed: list[tuple[float, int]] = field(default_factory=list)
     shut_out_until: float = 0.0
@@ -79,7 +80,10 @@ class _Record:
 
 
 class Conduct:
-    """The offences of all peers, for as long as the daemon lives. `now` is in seconds on any monotonic clock."""
+    """Counts the offences of all peers, and says who is shut out; for as long as the daemon lives.
+
+    It forgets the peer with the oldest last offence beyond `max_peers`. `now`: seconds on any monotonic clock.
+    """
 
     def __init__(self, penalties: Mapping[Offence, Penalty] = PENALTIES, max_peers: int = MAX_PEERS) -> None:
         self._penalties = penalties
@@ -87,7 +91,10 @@ class Conduct:
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
     def record(self, peer: PeerId, offence: Offence, now: float, occasion: str = "") -> Consequence | None:
-        """Adds an offence to the peer's record. Returns what follows; None when the occasion was counted before."""
+        """Adds an offence to the peer's record, and shuts it out when its points are full. Returns what follows.
+
+        None when this kind's last offence of the peer was on the same `occasion`: then it is not counted.
+        """
         record = self._records.setdefault(peer, _Record())
         self._records.move_to_end(peer)
         if len(self._records) > self._max_peers:

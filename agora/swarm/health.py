@@ -27,7 +27,7 @@ PATIENCE_STEPS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The state (see the table), why, and what a reader can do about it: None when nothing is needed."""
+    """The swarm's state (OK, DEGRADED, STALLED, PAUSED, UNREACHABLE), why, and what to do; None when nothing is."""
 
     state: str
     why: str
@@ -35,7 +35,11 @@ class Health:
 
 
 def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, paused: bool = False) -> Health:
-    """Returns the swarm's health as one peer sees it. since_unix: when that peer began to look."""
+    """Returns the swarm's health as one peer sees it: PAUSED, UNREACHABLE, STALLED, DEGRADED or OK.
+
+    STALLED is a swarm of which any stage has no serving peer, or took no step for longer than 10 usual step times.
+    since_unix: when that peer began to look; steps are missed only from then on. paused: by this peer's owner.
+    """
     if paused:
         return Health(PAUSED, "this peer was paused by its owner", "run `agora-node resume` to go on")
     if not view.peers:
@@ -56,7 +60,7 @@ def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, p
 
 
 def _judge_vacant(view: View, empty: list[int]) -> Health:
-    """Returns the health of a swarm in which the stages of `empty` have no serving peer."""
+    """Returns STALLED for stages `empty`, which nobody serves: wait when all are claimed, else start a peer there."""
     names = f"stage {empty[0]} has" if len(empty) == 1 else "stages " + ", ".join(map(str, empty)) + " have"
     unclaimed = [stage for stage in empty if not view.claimants(stage)]
     if not unclaimed:
@@ -66,7 +70,10 @@ def _judge_vacant(view: View, empty: list[int]) -> Health:
 
 
 def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) -> Health:
-    """Returns the health of a swarm in which no stage is stalled. last: when each stage was last seen to step."""
+    """Returns DEGRADED when a stage has not stepped yet or has a single replica, else OK.
+
+    last: when each stage was last seen to step, None for never.
+    """
     steps = [stepped for stepped in last.values() if stepped is not None]
     if len(steps) < len(last):
         waiting = next(stage for stage, stepped in last.items() if stepped is None)
@@ -82,7 +89,7 @@ def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) 
 
 
 def _patience_s(replicas: Sequence[PeerView]) -> float:
-    """Returns for how many seconds these replicas of a stage may take no step before the stage counts as stalled."""
+    """Returns after how many seconds without a step a stage is stalled: 10 times its usual step time, 60 at least."""
     usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
     return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)
 

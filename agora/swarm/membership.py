@@ -39,18 +39,18 @@ JITTER = 0.2
 
 
 class RecordStore(Protocol):
-    """Stores and returns signed records (net.directory.Directory does)."""
+    """Publishes this peer's records, signed, and reads those of all (net.directory.Directory does)."""
 
     async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> object:
-        """Stores this peer's record under every stage of its span."""
+        """Signs this peer's record and stores it under every stage of its span, for `lifetime_s` seconds."""
 
     async def read_many(self, kind: type[Record], stages: Sequence[int]) -> Mapping[int, Sequence[Record]]:
-        """Returns the verified live records of one kind under some stages; none where no answer came in time."""
+        """Returns the verified live records of one kind, by stage; an empty sequence where no answer came in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """The run, and this peer in it. incarnation: of its first claim; each claim of another span has the next one."""
+    """The run, and this peer in it. incarnation: number of its first claim; each new claim of a span has the next."""
 
     run: RunId
     stage_count: int
@@ -59,9 +59,10 @@ class MembershipConfig:
 
 
 class Membership:
-    """This peer's place among the others, for as long as the daemon lives; the span that it claims may change.
+    """Chooses and publishes which span this peer holds, and keeps its view of all peers fresh.
 
-    `claim_span` claims a span, `announce` changes the claim's state, and `run` keeps everything fresh until cancelled.
+    `claim_span` claims a span, `announce` changes the claim's state, and `run` publishes the claim and progress again,
+    reads the others' and reports who came, changed or went, until cancelled.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Membership:
         self.view = View()
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
-        """Has `on_change` called, on the loop, whenever a peer came, went, or changed span, state or addresses."""
+        """Has `on_change` called, on the loop, after each merge in which a peer came, went or changed its claim."""
         self._subscribers.append(on_change)
 
     # --- the own claim
@@ -121,7 +122,10 @@ class Membership:
         return placement if placement.span != claimed else None
 
     async def _settle(self, settling: Settling) -> Placement:
-        """Claims the placement and settles it: waits, looks at the other claims, and claims another span if it must."""
+        """Claims the placement, then waits, reads the other claims and claims another span if it must, until settled.
+
+        Reports SpanChosen and returns the placement that stands.
+        """
         await self._publish_new_claim(settling.placement.span)
         while not settling.settled:
             await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
@@ -136,38 +140,39 @@ class Membership:
         return settling.placement
 
     def _judge_collision(self) -> Placement:
+        """Returns which span this peer should hold by its present view; see placement.judge_collision."""
         return judge_collision(self.view, self.view.peers[self._me], self._config.stage_count, self._config.run)
 
     async def announce(self, state: str) -> None:
-        """Publishes the claim with another state ("serving", "leaving"), now and from now on."""
+        """Sets the claim's state ("serving", "leaving") and publishes it now; does nothing without a claim."""
         if self.claim is not None:
             await self._publish_changed(replace(self.claim, state=state))
 
     async def _publish_new_claim(self, span: Span) -> None:
-        """Claims a span as joining, as the next incarnation: readers prefer it to a claim that has not expired yet."""
+        """Claims a span as joining, under the next incarnation: readers prefer it to this peer's older claims."""
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
         await self._publish_changed(Claim(self._me, span, incarnation, self._config.addresses, "joining", 0.0))
 
     async def _publish_changed(self, claim: Claim) -> None:
-        """Makes `claim` this peer's claim, in its own view and in the directory."""
+        """Makes `claim` this peer's claim, merges it into the own view and publishes it."""
         self.claim = claim
         self._merge([claim])
         await self._publish_claim()
 
     async def _publish_claim(self) -> None:
-        """Stores the claim in the directory, which renews it there."""
+        """Stores the claim, if there is one, in the directory again; a leaving one with a shorter lifetime."""
         if self.claim is not None:
             await self._publish(self.claim, LEAVING_LIFETIME_S if self.claim.state == "leaving" else LIFETIME_S)
 
     async def publish_progress(self, progress: Progress) -> None:
-        """Publishes this peer's progress now, as that of the present claim; does nothing when it is of other stages."""
+        """Merges progress into the own view and publishes it, with the claim's incarnation; not if of another span."""
         if self.claim is not None and self.claim.span == progress.span:
             progress = replace(progress, incarnation=self.claim.incarnation)
             self._merge([progress])
             await self._publish(progress, LIFETIME_S)
 
     async def _publish(self, record: Record, lifetime_s: float) -> None:
-        """Stores a record in the directory; trouble with it is reported, not raised."""
+        """Stores a record in the directory; an AgoraError is reported as DirectoryTrouble, not raised."""
         try:
             await self._directory.publish(record, self._identity, lifetime_s)
         except AgoraError as error:
@@ -176,36 +181,36 @@ class Membership:
     # --- staying
 
     async def run(self) -> None:
-        """Publishes and reads until cancelled."""
+        """Until cancelled, publishes the claim and the progress every few seconds and reads the directory."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._repeat(PUBLISH_CLAIM_S, self._publish_claim), name="publish claim")
             group.create_task(self._repeat(PUBLISH_PROGRESS_S, self._publish_own_progress), name="publish progress")
             group.create_task(self._keep_reading(), name="read directory")
 
     async def _repeat(self, every_s: float, publish: Callable[[], Awaitable[None]]) -> None:
-        """Calls `publish` about every `every_s` seconds."""
+        """Waits `every_s` seconds, jittered, then calls `publish`, again and again until cancelled."""
         while True:
             await asyncio.sleep(self._jittered(every_s))
             await publish()
 
     async def _publish_own_progress(self) -> None:
-        """Publishes what the daemon says of its progress, if anything."""
+        """Publishes the progress that the `progress` callback returns, if it returns any."""
         if progress := self._progress():
             await self.publish_progress(progress)
 
     async def _keep_reading(self) -> None:
-        """Reads the directory again and again."""
+        """Refreshes the view until cancelled; rests between, longer when nothing changes or reads are slow."""
         while True:
             took_s = await self.refresh()
             await asyncio.sleep(self._jittered(read_interval_s(self._is_calm(), took_s)))
 
     def _is_calm(self) -> bool:
-        """Whether every stage is served and nothing has changed lately."""
+        """Returns whether every stage has a serving peer and no peer has come, changed or gone for CALM_AFTER_S."""
         is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
         return is_complete and loop_time() - self._changed_at > CALM_AFTER_S
 
     async def refresh(self) -> float:
-        """Reads every stage's claims and progress once, and merges them. Returns how many seconds that took."""
+        """Reads all stages' claims and progress once, and merges the others' into the view. Returns its duration."""
         started = loop_time()
         claims, progress = await asyncio.gather(self._read(Claim), self._read(Progress))
         took_s = loop_time() - started
@@ -214,7 +219,7 @@ class Membership:
         return took_s
 
     async def _read(self, kind: type[Record]) -> list[Record]:
-        """Returns all records of one kind; none when the directory is in trouble, which is reported."""
+        """Returns all stages' records of one kind; after an AgoraError, reported as DirectoryTrouble, an empty list."""
         try:
             by_stage = await self._directory.read_many(kind, range(self._config.stage_count))
         except AgoraError as error:
@@ -229,7 +234,10 @@ class Membership:
     # --- the view
 
     def _merge(self, records: Sequence[Record]) -> None:
-        """Merges records into the view, in which this peer itself never expires; reports and notifies of changes."""
+        """Merges records and this peer's own claim, so that it never expires, into the view.
+
+        Reports each change as an event; after any, calls all subscribers.
+        """
         renewed = [*records, self.claim] if self.claim is not None else records
         former, self.view = self.view, merge(self.view, renewed, self._unix(), self._linger_s)
         changed = changes(former, self.view)
@@ -242,7 +250,7 @@ class Membership:
 
 
 def read_interval_s(is_calm: bool, took_s: float) -> float:
-    """Returns how long to rest after a read that took `took_s`: 1 s while things change, 4 s when calm, or longer."""
+    """Returns how long to rest after a read that took `took_s`: 3 times that, at least 1 s (calm: 4 s), at most 8 s."""
     return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
 
 
@@ -256,7 +264,7 @@ def linger_s(took_s: float) -> float:
 
 
 def changes(former: View, view: View) -> list[events.Event]:
-    """Returns one event for each peer that came, went, or changed span, state, incarnation or addresses."""
+    """Returns PeerSeen for each peer that came or changed span, state, incarnation or addresses, PeerGone if gone."""
     changed: list[events.Event] = []
     for peer, seen in view.peers.items():
         known = former.peers.get(peer)

@@ -22,13 +22,13 @@ class OffenceLog:
         self._conduct = conduct or Conduct()
 
     def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
-        """Records an offence that was detected now; see `ReportOffence`."""
+        """Records an offence detected now, and reports it as OffenceRecorded unless its `occasion` was counted."""
         if consequence := self._conduct.record(peer, offence, loop_time(), occasion):
             kind, follows = offence.value, consequence.reason
             self._report(events.OffenceRecorded(peer, kind, text, follows, consequence.shut_out_s))
 
     def report_violation(self, peer: PeerId, error: ProtocolError) -> None:
-        """Records that a peer sent a frame which the protocol forbids."""
+        """Records a BAD_FRAME offence: the peer sent a frame that the protocol forbids, as `error` tells."""
         self.report_offence(peer, Offence.BAD_FRAME, f"{error.code}: {error}")
 
     def shut_out_s(self, peer: PeerId) -> float:

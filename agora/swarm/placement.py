@@ -33,7 +33,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """The progress of settling a claim: the placement claimed, the rounds done, the last that kept it, and the end."""
+    """How far settling a claim is. rounds: of looking at the others. kept: the last in a row that kept the span."""
 
     placement: Placement
     rounds: int = 0
@@ -59,7 +59,10 @@ def next_settling_step(settling: Settling, judged: Placement) -> Settling:
 
 
 def choose_span(view: View, stage_count: int, length: int, rng: random.Random) -> Placement:
-    """Returns the contiguous span of `length` stages, at most all, that raises the stage with the fewest holders."""
+    """Returns the contiguous span of `length` stages, at most all, whose stages have the fewest holders.
+
+    Spans are compared by their numbers of holders in ascending order; `rng` chooses among equals.
+    """
     length = max(1, min(length, stage_count))
     holders = holders_by_stage(view, stage_count)
     first = rng.choice(_best_starts(holders, length))
@@ -68,12 +71,12 @@ def choose_span(view: View, stage_count: int, length: int, rng: random.Random) -
 
 
 def pinned_span(view: View, stage_count: int, span: Span) -> Placement:
-    """Returns the span that the owner asked for, and how many peers hold its stages."""
+    """Returns a placement on `span`, as its owner asked; its reason says how many hold the span's thinnest stage."""
     return Placement(span, "as asked for; " + _reason(holders_by_stage(view, stage_count), span))
 
 
 def holders_by_stage(view: View, stage_count: int) -> list[int]:
-    """Returns how many peers serve each stage or are about to."""
+    """Returns how many peers each stage has that serve it or are joining."""
     return [len(view.claimants(stage)) for stage in range(stage_count)]
 
 
@@ -103,13 +106,13 @@ def judge_collision(view: View, me: PeerView, stage_count: int, run: RunId) -> P
 
 
 def _is_best_choice(everybody: Sequence[int], peer: PeerView) -> bool:
-    """Whether the peer's span is a best choice beside all others. everybody: holders of each stage, itself included."""
+    """Returns whether the peer's span is a best choice beside all others. everybody: each stage's holders, with it."""
     others = [count - (stage in peer.span) for stage, count in enumerate(everybody)]
     return peer.span.first in _best_starts(others, len(peer.span))
 
 
 def _span_in_turn(holders: Sequence[int], turn: PeerView, run: RunId) -> Span:
-    """Returns what a joiner holds when its turn comes. Its hash breaks ties, so that every peer computes the same."""
+    """Returns the joiner's claimed span if that is a best choice beside `holders`, else the one its hash picks."""
     starts = _best_starts(holders, len(turn.span))
     if turn.span.first in starts:
         return turn.span
@@ -118,12 +121,12 @@ def _span_in_turn(holders: Sequence[int], turn: PeerView, run: RunId) -> Span:
 
 
 def hash_order(run: RunId, peer: PeerId) -> bytes:
-    """Returns the key by which peers that act at the same time are sorted; nobody can choose its own for a run."""
+    """Returns the hash of (run, peer) by which peers that act at once take turns; nobody can choose its own."""
     return hashlib.sha256(f"agora order 1\0{run}\0{peer}".encode()).digest()
 
 
 def _best_starts(holders: Sequence[int], length: int) -> list[int]:
-    """Returns the first stages of all best spans of `length` stages; see the rule at the top of this module."""
+    """Returns the first stage of each best span of `length` stages: its ascending numbers of holders are the least."""
     length = min(length, len(holders))  # a claim may name stages that the run does not have
     starts = range(len(holders) - length + 1)
     counts = {start: sorted(holders[start : start + length]) for start in starts}
@@ -132,7 +135,7 @@ def _best_starts(holders: Sequence[int], length: int) -> list[int]:
 
 
 def _reason(holders: Sequence[int], span: Span) -> str:
-    """Returns how many peers hold the span's stage with the fewest holders, in words."""
+    """Returns in words how many peers hold the span's stage with the fewest holders, and whether no stage has fewer."""
     thinnest = min(span.stages, key=lambda stage: holders[stage])
     count = holders[thinnest]
     peers = "nobody" if count == 0 else "1 peer" if count == 1 else f"{count} peers"

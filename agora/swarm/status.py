@@ -34,9 +34,10 @@ def status(
     paths: Mapping[PeerId, str] | None = None,
     notes: Mapping[PeerId, str] | None = None,
 ) -> dict[str, Any]:
-    """Returns the status object. `step` is that of stage 0; `tokens_per_second` is that of the slowest stage.
+    """Returns what `swarm status --json` prints; `step` is stage 0's, `tokens_per_second` the slowest stage's.
 
-    paths: how the asked peer reaches others: "direct" (also where none is given), "relayed" or "self".
+    paths: how the asked peer reaches others: "direct" (also where none is given), "relayed" or "self". notes: a remark
+    on a peer. The state "serving" is shown as "training".
     """
     stages = [_stage_status(view, stage) for stage in range(run.stage_count)]
     known = sorted(view.peers.values(), key=lambda seen: (seen.span.first, seen.span.last, seen.peer))
@@ -67,7 +68,7 @@ def status(
 
 
 def _stage_status(view: View, stage: int) -> dict[str, Any]:
-    """Returns one row of `stages`."""
+    """Returns a stage's row of the status: its serving replicas, their highest step, their tokens per second summed."""
     replicas = view.replicas(stage)
     return {
         "stage": stage,

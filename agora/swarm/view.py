@@ -43,31 +43,32 @@ class PeerView:
     mean_step_s: MovingAverage = _NO_STEPS
 
     def step_of(self, stage: int) -> int:
-        """Optimizer steps taken at `stage`; 0 when unknown or outside the span."""
+        """Returns the optimizer steps taken at `stage`; 0 when unknown or outside the span."""
         index = stage - self.span.first
         return self.steps[index] if 0 <= index < len(self.steps) else 0
 
 
 @dataclass(frozen=True)
 class View:
-    """Every peer that is believed to be live, by id. The peers of each stage are sorted once for each view object."""
+    """Every peer that is believed to be live, with its id as key. Each stage's peers are found and sorted only once."""
 
     peers: Mapping[PeerId, PeerView] = field(default_factory=dict)
 
     def replicas(self, stage: int) -> tuple[PeerView, ...]:
-        """The peers that serve `stage` now, by id; only these are sent microbatches."""
+        """Returns the peers that serve `stage` now, sorted by id; only these are sent microbatches."""
         return self._serving_by_stage.get(stage, ())
 
     def claimants(self, stage: int) -> tuple[PeerView, ...]:
-        """The peers that serve `stage` or are about to, by id; what placement counts."""
+        """Returns the peers that serve `stage` or are joining, sorted by id; placement counts these."""
         return self._claiming_by_stage.get(stage, ())
 
     def without(self, peer: PeerId) -> View:
-        """The view as it would be if `peer` were gone."""
+        """Returns a new view without `peer`."""
         return View({other: seen for other, seen in self.peers.items() if other != peer})
 
     @cached_property
     def _serving_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
+        """The serving peers of each stage, sorted by id."""
         return {
             stage: tuple(p for p in held_by if p.state == "serving")
             for stage, held_by in self._claiming_by_stage.items()
@@ -103,7 +104,10 @@ _STATES = ("joining", "serving", "leaving")
 
 
 def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:
-    """Puts a claim into `peers`, unless a newer one is known."""
+    """Puts a claim into `peers`, or renews the one known there, for `linger_s`.
+
+    Ignored when a later incarnation or state is known. Another incarnation or span drops the progress known before.
+    """
     known = peers.get(claim.peer)
     if known is not None and known.incarnation > claim.incarnation:
         return
@@ -123,7 +127,10 @@ def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, l
 
 
 def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: float) -> None:
-    """Puts progress into `peers`, if it belongs to the claim that is known and is not older than what is known."""
+    """Puts progress into `peers`, unless the known claim is of another incarnation or span, or any step would fall.
+
+    Steps that have grown update the mean time of a step.
+    """
     known = peers.get(progress.peer)
     if known is None or known.incarnation != progress.incarnation or known.span != progress.span:
         return
