@@ -60,7 +60,7 @@ class StepPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StageStepped:
-    """A stage has taken an optimizer step. `step`: steps taken so far; `own_tokens`: this replica's tokens in it."""
+    """Event: a stage has taken an optimizer step. step: steps taken so far. own_tokens: this replica's tokens in it."""
 
     stage: int
     step: int

@@ -40,7 +40,7 @@ def aggregate(
     center: Tensor | None,
     cap: bool,
 ) -> Average | None:
-    """Returns the average of `contributions`, float32 [n] each, finite, by `aggregation`: weighted mean or centered clip.
+    """Returns the average of `contributions`, float32 [n] each, finite, by `aggregation`: a mean or a centered clip.
 
     Those of weight 0 are only counted as present. The message has the median of the others' root mean square distances
     to the average, MOST_DISTANCE at most. cap: whether to lower the weights first, see `capped`. center: where a clip

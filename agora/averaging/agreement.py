@@ -55,7 +55,7 @@ class ReplicaProgress:
         return not self.is_silent(now) and self.heard_at > self.failed_at
 
     def advanced(self, step: int, tokens: int, heard_at: float) -> ReplicaProgress:
-        """Returns this with newer numbers.
+        """Returns a copy with newer numbers.
 
         previous_tokens: after exactly one more step the old tokens; at the same step unchanged; 0 after a jump, or when
         the tokens of the same step have become fewer, as after a restart.
@@ -111,12 +111,12 @@ def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) ->
 
 
 def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: float) -> set[PeerId]:
-    """Returns those of `peers` that are silent or unreachable; one that was never heard of is neither."""
+    """Returns those of `peers` that are silent, or to which a call failed since; never one that was not heard of."""
     return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
 
 
 def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
-    """Returns what is known of the replicas that are both listed and live."""
+    """Returns those entries of `known` whose replicas are both listed and live: heard lately, no failed call since."""
     return {peer: last for peer, last in known.items() if peer in listed and last.is_live(now)}
 
 

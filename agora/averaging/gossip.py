@@ -30,7 +30,7 @@ CALL_S: Final = 3.0
 
 @dataclass(slots=True)
 class _StageGossip:
-    """What was heard of one stage, and what this peer has last sent: (step, tokens), and when."""
+    """What was heard of one stage's replicas, and the (step, tokens) that this peer has last sent them, and when."""
 
     known: KnownReplicas = field(default_factory=dict)
     sent: tuple[int, int] = (-1, -1)

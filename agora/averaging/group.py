@@ -112,7 +112,7 @@ class _StageTasks:
 
 
 class ReplicaGroup:
-    """Steps and averages the stages of this peer's span together with their replicas on other peers.
+    """Gossips with the replicas of each own stage, and starts the steps, slice rounds and fetches that are due.
 
     `run` until cancelled; call `stepped`, on the loop, after every step of a stage.
     """
@@ -172,7 +172,7 @@ class ReplicaGroup:
     async def contribute(
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
-        """Calls Owner.contribute with a replica's values; reports a ProtocolError as its offence, and raises it."""
+        """Has the owner average a replica's values; a ProtocolError is reported as that peer's offence, and raised."""
         try:
             return await self.owner.contribute(peer, message, tensors, deadline)
         except ProtocolError as error:

@@ -28,7 +28,7 @@ MOST_ROUNDS_OF_WEIGHT: Final = 64
 
 
 class Part(NamedTuple):
-    """Names a part of a round, as Contribute does. what: "weights" or "gradient"."""
+    """Names a part of a round, as Contribute does. what: "weights" or "gradient". number: of the round. part: index."""
 
     stage: int
     what: str
@@ -112,7 +112,7 @@ class WeightRound:
         return Average(self._config.decode(part, sent, len(answer)) + answer, message)
 
     def check_and_record(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
-        """Returns the root mean square of (values - average). Raises PeerFailed for one above Drift.limit.
+        """Returns the root mean square of (values - average). Raises PeerFailed for a distance above Drift.limit.
 
         Either way a distance is recorded for `end_round`, unless a single member made the average: that says nothing.
         """
@@ -141,7 +141,7 @@ class GradientRound:
         self._sizes: defaultdict[tuple[int, int], GradientSize] = defaultdict(GradientSize)  # by stage and part
 
     def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Average | None:
-        """Returns the owner's average: by the run's aggregation, weights capped; in a synchronous run the mean, uncapped."""
+        """Returns the owner's average: by the run's aggregation, weights capped; the plain mean if synchronous."""
         if self._config.exact:
             return aggregate(values, weights, "mean", center=None, cap=False)
         return aggregate(values, weights, self._config.aggregation, center=center, cap=True)
@@ -167,9 +167,9 @@ class GradientRound:
         return Average(answer, message)
 
     def check_and_record(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
-        """Returns the root mean square of (values - average), sampled. Raises PeerFailed above GradientSize.limit.
+        """Returns the root mean square of (values - average), sampled. Raises PeerFailed for too large a mean.
 
-        A mean that is accepted moves the part's usual size. In a synchronous run nothing is judged.
+        The most is GradientSize.limit. An accepted mean moves the usual size. A synchronous run judges none.
         """
         if not self._config.exact:
             own, mean, usual = magnitude(values), magnitude(answer), self._sizes[part.stage, part.part]
@@ -186,5 +186,5 @@ RoundKind = WeightRound | GradientRound
 
 
 def round_kinds(config: RoundConfig) -> dict[str, RoundKind]:
-    """Returns the two kinds of rounds by the `what` of a Contribute message; a daemon has one instance of each."""
+    """Makes the two kinds of rounds, with keys "weights" and "gradient", the `what` of a Contribute message."""
     return {"weights": WeightRound(config), "gradient": GradientRound(config)}

@@ -76,7 +76,7 @@ class _Gathering:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everyone expected has contributed."""
+        """Whether every expected member has contributed, so that nothing but a recall can hold up the average."""
         return self.expected <= self.values.keys()
 
 
@@ -218,7 +218,7 @@ class Owner:
         return record.members
 
     def _note_contribution(self, peer: PeerId, part: Part) -> None:
-        """Records that the peer contributes the part: it is not given up in this round, and no earlier round waits for it.
+        """Records that the peer contributes the part: it is not given up here, and no earlier round waits for it.
 
         Raises ProtocolError for a part that it contributed before.
         """

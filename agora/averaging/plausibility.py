@@ -25,12 +25,12 @@ def _usual_after(usual: float | None, sample: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far averages usually lie from a stage's own weights, and so how far they may; `usual`: None at first."""
+    """How far averages usually lie from a stage's own weights, and so how far they may; `usual` is None before any."""
 
     usual: float | None = None
 
     def limit(self, size: float) -> float:
-        """Returns how far an average may lie: max(8 * usual, 0.02 * size), size being the own values'; first `size`."""
+        """Returns how far an average may lie: max(8 * usual, 0.02 * size), size: of own values; or size, at first."""
         return size if self.usual is None else max(MOST_TIMES_USUAL * self.usual, LEAST_LIMIT * size)
 
     def why_implausible(self, distance: float, size: float) -> str:
@@ -55,7 +55,7 @@ class Drift:
         return max(distance, min(median, MOST_TIMES_USUAL * distance))
 
     def updated(self, distance: float) -> Drift:
-        """Returns the drift after a round whose recorded distances have the median `distance`."""
+        """Returns the drift after a round with the median recorded `distance`: usual + 0.3 * (distance - usual)."""
         return Drift(_usual_after(self.usual, distance))
 
 
@@ -85,7 +85,7 @@ class GradientSize:
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """Whether this replica's values count in averages; one that joined has weight 0 until it is near the others.
+    """Whether this replica's values count in averages; after joining it has weight 0 until it is near the others.
 
     rounds: complete slice rounds that it has taken part in.
     """

@@ -73,7 +73,7 @@ class _PartAnswer(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """One round in which this peer is a member: sends each part to its owner, if that fails to the second; `run` once.
+    """One round in which this peer is a member: sends each part to its owner, else to the second; call `run` once.
 
     owner: averages the parts that this peer owns itself. what: "weights" or "gradient". weight: tokens behind the
     values; with 0 they are in no average. members: this peer included, with their bandwidths. deadline: time of the
@@ -92,9 +92,9 @@ class Round:
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
 
     async def run(self, values: Tensor) -> RoundResult:
-        """Has all parts of `values` averaged with the others', and returns by the deadline, whoever is missing.
+        """Sends all parts of `values` to be averaged with the others', and returns by the deadline, whoever is missing.
 
-        A failed part gets the kind's answer_of_failed. Reports RoundDone.
+        A part that fails is answered by the kind's `answer_of_failed`. Reports RoundDone at the end.
 
         values: float32 [n], finite, on the CPU; not to be changed afterwards, because they may be asked for again.
         """
@@ -129,8 +129,8 @@ class Round:
     async def _average_part(self, index: int, values: Tensor) -> _PartAnswer | None:
         """Returns one part's answer from its first or second owner; reports PartFailed and returns None without one.
 
-        No usable answer is one that is implausible, or an average of this peer alone although there are others. An
-        owner that does not answer is given up; the average that is used is kept for Recall.
+        An implausible answer is not used; nor is an average of this peer alone if there are others, after which the
+        second is not asked. An owner that does not answer is given up. A used average is kept for Recall.
         """
         part = Part(self.stage, self.what, self.number, index)
         kind, config = self.owner.kinds[self.what], self.owner.config

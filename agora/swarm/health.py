@@ -95,5 +95,5 @@ def _patience_s(replicas: Sequence[PeerView]) -> float:
 
 
 def _last_step(replicas: Sequence[PeerView]) -> float | None:
-    """Returns when any of these replicas was last seen to step, in unix seconds; None when none was."""
+    """Returns the latest unix time at which any of these replicas was seen to step; None when none was."""
     return max((p.stepped_unix for p in replicas if p.stepped_unix is not None), default=None)

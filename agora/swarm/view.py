@@ -85,7 +85,7 @@ class View:
 
 
 def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: float) -> View:
-    """Returns the view after these verified, unexpired records were read at `now_unix`.
+    """Returns a new view, after these verified, unexpired records were read at `now_unix`.
 
     The newest incarnation of a peer wins. A peer whose records were not read for `linger_s` is dropped. Progress of a
     peer that has no claim of the same incarnation is ignored. A record that repeats what is known renews it.
