@@ -67,7 +67,7 @@ class Claim(Record, kind=1, name="claim"):
     incarnation: int = int_field(
         0,
         MAX_UINT,
-        doc="unix nanoseconds at which the daemon started, plus 1 for each later claim of other stages; the newest wins",
+        doc="unix nanoseconds when the daemon started, plus 1 for each later claim of other stages; the newest wins",
     )
     addresses: tuple[str, ...] = addresses_field(doc="where the peer can be dialled, each ending in its own /p2p/PEER")
     state: str = choice_field("joining", "serving", "leaving", doc="only serving peers are sent microbatches")
