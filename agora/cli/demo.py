@@ -90,7 +90,10 @@ def _stopped_by_signals(demo: Demo) -> Iterator[None]:
     signals_seen = 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        """Signal handler: the first signal raises Stopped, unless the demo ends already; the second kills all."""
+        """Signal handler: the first signal raises Stopped, the second kills all daemons and exits at once.
+
+        The first one is ignored when the demo is stopping already.
+        """
         nonlocal signals_seen
         signals_seen += 1
         if signals_seen > 1:
@@ -206,7 +209,10 @@ class Demo:
                 self.totals.add(index, fields)
 
     def _refuse_stall(self) -> None:
-        """Raises Failure when for STALL_SECONDS no microbatch completed, no step was taken and no peer joined."""
+        """Raises Failure when for STALL_SECONDS no microbatch completed, no step was taken and no peer joined.
+
+        New lines in the journals are no proof: an idle daemon's journal grows, too.
+        """
         achieved = self.totals.achieved(self.plan.peers)
         if achieved != self._achieved:
             self._achieved, self._achieved_at = achieved, self._now()

@@ -18,7 +18,7 @@ from agora.observe.journal import from_json
 
 @dataclass
 class PeerTotals:
-    """What one peer's journal adds up to, and whether the demo has killed the peer."""
+    """What one peer's journal adds up to: whether it joined and serves, its open microbatches, traffic, stages."""
 
     is_killed: bool = False
     has_joined: bool = False
@@ -85,7 +85,7 @@ class DemoTotals:
                 self._add_rare(peer, event)
 
     def _add_rare(self, peer: PeerTotals, event: events.Event | None) -> None:
-        """Adds an event that is not about one microbatch or one step."""
+        """Adds an event of any other kind: a state, the stages, traffic, an averaging round, a step of the start."""
         match event:
             case events.StateChanged("serving", _):
                 peer.is_serving = peer.has_joined = True
@@ -154,7 +154,7 @@ class DemoTotals:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the demo has measured itself, beside the totals of the journals."""
+    """What the demo has measured itself: times, tokens trained, held-out loss; the rest comes from the journals."""
 
     run_id: str
     began_unix: float
@@ -210,7 +210,10 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
 
 
 def failure_of(result: Mapping[str, Any]) -> str:
-    """Returns why the demo failed and what to do, or "" when it did not fail."""
+    """Returns why the demo failed and what to do, or "" when it did not fail.
+
+    It fails when stage 0 took too few steps, a microbatch was dropped, or the loss was not evaluated or did not fall.
+    """
     loss, microbatches, steps = result["loss"], result["microbatches"], result["optimizer_steps"][0]
     if steps < result["steps"]:
         return f"stage 0 took {steps} of {result['steps']} steps"

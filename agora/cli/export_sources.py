@@ -37,7 +37,7 @@ class Sources:
 
 
 def find_stages(run: str, directories: Sequence[Path]) -> Sources:
-    """Returns weights of every stage: collected by a running daemon of the run, else the newest checkpoints.
+    """Returns the weights of every stage: collected by a running daemon of the run, else the newest checkpoints.
 
     run: a name, run id, manifest file or invite. directories: data directories, or folders of them. Raises Failure with
     exit code 4 when a stage has none.

@@ -60,6 +60,7 @@ class LocalDaemon:
     """Whether the daemon was told to end, so that its end is no failure of the swarm."""
 
     def __post_init__(self) -> None:
+        """Finds its journal and its control socket."""
         self._journal = Follower(self.root)
         self._socket = paths.socket_of(paths.Home(self.root))
         self._history: list[dict[str, Any]] = []
@@ -123,7 +124,7 @@ class LocalDaemon:
         paths.unregister(self._socket)
 
     def log(self) -> str:
-        """Returns the last 3000 characters that it has printed."""
+        """Returns the last 3000 characters that it has printed, from log.txt; "" when that cannot be read."""
         with contextlib.suppress(OSError):
             return (self.root / "log.txt").read_text(errors="replace")[-3000:]
         return ""

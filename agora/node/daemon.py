@@ -30,7 +30,7 @@ from agora.observe.reporter import Reporter
 
 
 def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
-    """Runs the daemon of the run `text` until it leaves.
+    """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
 
     text: a manifest file, an invite, or the name of a run. flags: the settings given on the command line. Raises an
     AgoraError that says what to do when the daemon cannot begin, or ends by an error.

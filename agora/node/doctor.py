@@ -46,9 +46,10 @@ def check_disk(directory: Path) -> str:
 
 
 def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: float) -> str:
-    """Returns a note with the memory that the span needs at least. Raises MemoryError_ if it is more than allowed.
+    """Returns a note with the memory that the daemon and the span's layers need at least.
 
-    free_bytes: of this machine; limit_gib: what its owner allows, 0 for all that is free.
+    Raises MemoryError_ if it is more than allowed. free_bytes: of this machine; limit_gib: what its owner allows, 0 for
+    all that is free.
     """
     allowed = min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
     family = family_of(manifest.model)

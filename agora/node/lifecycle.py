@@ -118,7 +118,7 @@ class Node:
         return self.span
 
     def _describe_state(self) -> str:
-        """Returns what a daemon without a span does: completes "this daemon is ..."."""
+        """Completes "this daemon is ..." while no span is held: "still starting" or "moving to stages A-B"."""
         return "still starting" if self._move is None else f"moving to stages {self._move.span}"
 
     def addresses(self) -> tuple[str, ...]:
@@ -240,7 +240,7 @@ class Node:
             span.tasks.start("origin", span.origin.run())
 
     async def _until_asked_to_move(self, peer: Peer) -> None:
-        """Waits for a move. Raises _Stopped if asked to leave, _CannotGoOn if p2pd or a background task has ended."""
+        """Returns when a move is asked for. Raises _Stopped to leave, _CannotGoOn if p2pd or a task has ended."""
         groups = (peer.tasks, self.serving_span().tasks)
         waits = [asyncio.create_task(event.wait()) for event in (self.stop, peer.host.died, self._move_wanted)]
         try:

@@ -182,7 +182,7 @@ class LoadedSpan:
             self.origin.pause()
 
     def resume(self) -> None:
-        """Takes and opens microbatches again."""
+        """Takes and opens microbatches again after `pause`."""
         self._peer.ledger.start_accepting()
         if self.origin is not None:
             self.origin.resume()
@@ -303,7 +303,7 @@ def _describe_placement(peer: Peer, placement: Placement) -> str:
 
 
 async def _confirm(peer: Peer) -> Span | None:
-    """Asks whether the claimed span still stands; returns None, or the span to load instead, already claimed."""
+    """Asks whether the claimed span still stands; None if so, else the span to load instead, already claimed."""
     with peer.startup.steps.step("confirm") as note:
         placement = await peer.membership.confirm()
         if placement is None:
@@ -320,9 +320,9 @@ async def load_until_it_stands(
     closing: AsyncExitStack,
     loads: int,
 ) -> T:
-    """Loads the span and returns it; when `confirm` names another one, closes it and loads that one instead.
+    """Loads the span and returns it; when `confirm` then names another one, closes it and loads that one instead.
 
-    loads: at most so many in all; the last one stays unasked. `closing` takes over the one that stays.
+    loads: the most loads in all; after the last one, `confirm` is not asked. `closing` takes over the one that stays.
     """
     while True:
         async with AsyncExitStack() as loading:

@@ -110,7 +110,7 @@ def progress_record(report: NodeReport) -> Progress | None:
 
 
 def service_status(report: NodeReport, sentence: str) -> str:
-    """Returns systemd's STATUS line. sentence: what the watchdog says of the work."""
+    """Returns systemd's STATUS line: health, `sentence` (the watchdog's, about the work), steps, tokens per second."""
     held = report.span.span.stages if report.span else range(0)
     taken = {stage: step for stage, step in sorted(report.counters.steps.items()) if stage in held}
     steps = ", ".join(f"stage {stage} step {step}" for stage, step in taken.items())

@@ -38,7 +38,7 @@ class Home:
 
     @property
     def identity(self) -> Path:
-        """The key file."""
+        """The file with this machine's Ed25519 key."""
         return self.root / "identity.key"
 
     @property
@@ -136,7 +136,7 @@ def register(entry: Entry) -> None:
 
 
 def unregister(socket: Path) -> None:
-    """Removes a daemon's socket and registry file, if they are there."""
+    """Removes a daemon's socket and the registry file beside it, if they are there."""
     socket.unlink(missing_ok=True)
     socket.with_suffix(".json").unlink(missing_ok=True)
 

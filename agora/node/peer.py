@@ -122,7 +122,10 @@ class Peer:
         return [self.steps_of(stage).values() for stage in range(self.signed.manifest.stage_count)]
 
     def traffic(self) -> events.Traffic:
-        """Returns a Traffic event: bytes received and sent since the start, and of those sent the tensors by kind."""
+        """Returns a Traffic event: bytes received and sent since the start.
+
+        Of those sent, it names the tensors' shares: boundaries, averaging, state.
+        """
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
 

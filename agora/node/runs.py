@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunReference:
-    """What is known of a run before any peer is asked: of its id, "" for a draft, and of addresses of its peers.
+    """What is known of a run before any peer is asked: its id ("" for a draft), name, and addresses of its peers.
 
-    signed: None when it must be fetched, or for a draft, which is not signed yet. file: that of the manifest, if any.
+    signed: the signed manifest; None when it must be fetched, or for a draft. draft: an unsigned manifest. file: that
+    of the manifest, if any.
     """
 
     run: str
@@ -71,7 +72,7 @@ def resolve(text: str, home: paths.Home) -> RunReference:
 
 
 def from_file(path: Path, home: paths.Home) -> RunReference:
-    """Returns the run of a manifest file, signed or not. Raises ManifestError or DiskError."""
+    """Returns what a manifest file says of its run; an unsigned one is a draft. Raises ManifestError or DiskError."""
     from agora_protocol.manifest import Manifest, SignedManifest, is_signed
 
     try:
@@ -102,7 +103,8 @@ def sign(
 ) -> tuple[SignedManifest, str]:
     """Signs a draft and writes the signature into its file; returns the signed manifest and a note of what was done.
 
-    The file is locked until `founded` has registered the daemon, so that two that start from one draft found one run.
+    The file is locked until `founded` has registered the daemon, so that two that start from one draft found one run. A
+    file signed meanwhile is read; one that cannot be written stays unsigned.
     """
     from agora_protocol.manifest import SignedManifest, is_signed
 
@@ -158,7 +160,7 @@ def remember(home: paths.Home, signed: SignedManifest) -> None:
 
 
 def remember_addresses(home: paths.Home, run: str, addresses: Sequence[str]) -> None:
-    """Writes addresses of peers to the data directory for the next start. Raises OSError."""
+    """Writes addresses of the run's peers to the data directory for the next start, over the old. Raises OSError."""
     home.peers(run).write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
 
 

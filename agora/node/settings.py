@@ -39,7 +39,7 @@ class SettingsError(LocalError):
 
 
 class Settings(pydantic.BaseModel):
-    """What the owner of a machine decides about its daemon."""
+    """What the owner of a machine decides about its daemon: device, stages, addresses, link, memory, log; read only."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 

@@ -53,7 +53,10 @@ class StartSteps:
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What a daemon is started with. `incarnation` is the unix time of its start, in nanoseconds."""
+    """What a daemon is started with: its run, data directory, settings, key, where to report, and its start's steps.
+
+    incarnation: the unix time of its start, in nanoseconds.
+    """
 
     run: RunReference
     home: Home

@@ -29,6 +29,7 @@ class Event:
     template: ClassVar[str] = ""
 
     def __init_subclass__(cls, level: Level = "debug", template: str = "") -> None:
+        """Makes the subclass a frozen dataclass with this level and template."""
         cls.level, cls.template = level, template
         dataclass(frozen=True)(cls)
 

@@ -57,7 +57,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Returns the entries of "point:action[:nth][,...]". Raises FaultSpecError, which names the mistake."""
+    """Returns the faults of "point:action[:nth][,...]", the text of AGORA_FAULTS. Raises FaultSpecError."""
     return tuple(_parse_fault(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -77,7 +77,7 @@ def _parse_fault(text: str) -> Fault:
 
 
 class Faults:
-    """Counts how often each named point of this process is reached, and acts the planned faults. Thread-safe."""
+    """Counts how often each point of this process is reached; kills, freezes or delays where planned. Thread-safe."""
 
     def __init__(self, plan: tuple[Fault, ...], log_path: str | None) -> None:
         self._plan = plan
@@ -116,7 +116,7 @@ _active: Faults | None = None
 
 
 def activate(faults: Faults | None) -> None:
-    """Sets the faults that `reach` and `reach_blocking` act in this process; None for none."""
+    """Sets the plan that `reach` and `reach_blocking` follow in this process; None: they do nothing."""
     global _active
     _active = faults
 

@@ -41,7 +41,7 @@ class HumanLog:
         self._last: dict[str, tuple[float, int]] = {}
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Writes the event's sentence, unless its level is too low or the sentence was written just before."""
+        """Writes the event's sentence, unless its level is too low or it repeats one, not info, of the last 10 s."""
         if LEVELS.index(event.level) < self._floor:
             return
         sentence = event.describe()
