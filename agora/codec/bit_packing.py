@@ -63,7 +63,7 @@ def _as_words(rows: Tensor) -> Tensor:
 
 
 def _pad_columns(rows: Tensor, size: int) -> Tensor:
-    """Returns the rows padded with zeros to `size` columns."""
+    """Returns rows [..., n] padded with zeros at the end to `size` columns; the same tensor when n is `size`."""
     missing = size - rows.shape[-1]
     return F.pad(rows, (0, missing)) if missing else rows
 

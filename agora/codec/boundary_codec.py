@@ -24,7 +24,7 @@ COLUMN_DTYPE: np.dtype[np.uint16] = np.dtype("<u2")
 
 
 def gradient_dither_key(microbatch: bytes, stage: int) -> str:
-    """Returns the dither key of one gradient: that of the boundary which enters `stage`, for one microbatch."""
+    """Returns the dither key for the gradient of the boundary that enters `stage`, for one microbatch."""
     return f"gradient {stage} {microbatch.hex()}"
 
 
@@ -42,7 +42,7 @@ class BoundaryCodec:
     def encode(
         self, tensor: Tensor, direction: Direction, key: str | None = None, boundary: Tensor | None = None
     ) -> WireTensor:
-        """Returns a boundary or gradient [b, s, k], of any float dtype, layout and device, as a wire tensor.
+        """Encodes a boundary or gradient [b, s, k], of any float dtype, layout and device, as a wire tensor.
 
         key: of the dither (see gradient_dither_key), the same as for `decode`; None rounds to nearest. float32 and bf16
         ignore it, and share the memory of a contiguous CPU tensor of their dtype: change that only after sending.
@@ -66,7 +66,7 @@ class BoundaryCodec:
         key: str | None = None,
         device: torch.device | str = CPU,
     ) -> Tensor:
-        """Returns the boundary as float32 [b, s, k] = `shape` on `device`; columns that were not sent are zeros.
+        """Decodes a wire tensor to float32 [b, s, k] = `shape` on `device`; columns that were not sent are zeros.
 
         Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape`, before anything is
         allocated, for a false scale, and for false column numbers. Quantised values are always finite; for float32 and
@@ -140,7 +140,7 @@ def strongest_columns(tensor: Tensor, count: int) -> Tensor:
 
 
 def unpack_columns(data: memoryview, count: int, k: int) -> tuple[Tensor, memoryview]:
-    """Returns the numbers of the columns that were sent, int64 [count], and the bytes of their values.
+    """Splits the data of a wire tensor: the numbers of the columns that were sent, int64 [count], and their values.
 
     data: COLUMN_BYTES for each number, then the values. Raises ProtocolError "bad-tensor" for numbers that do not
     ascend, or are not below `k`.

@@ -58,7 +58,7 @@ def _hadamard_matrix(size: int) -> Tensor:
 
 
 def _cosine_matrix(size: int) -> Tensor:
-    """Returns the DCT-II's matrix, float64 [size, size], orthogonal."""
+    """Returns the matrix of the discrete cosine transform DCT-II, float64 [size, size], orthogonal."""
     index = torch.arange(size, dtype=torch.float64)
     matrix = torch.cos(torch.outer(2 * index + 1, index) * (math.pi / (2 * size))) * math.sqrt(2 / size)
     matrix[:, 0] = 1 / math.sqrt(size)

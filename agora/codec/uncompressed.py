@@ -58,7 +58,7 @@ def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
 def decode_tokens(
     wire: WireTensor, vocabulary: int, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Returns token ids as int32 on `device`; the id -1 marks a target that is not supervised.
+    """Decodes token ids to int32 on `device`; the id -1 marks a target that is not supervised.
 
     Raises ProtocolError "bad-tensor" for another dtype or shape, and for an id outside -1 .. vocabulary - 1.
     """

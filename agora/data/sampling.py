@@ -90,7 +90,7 @@ class Sampler:
         return np.less(hashes, self._limit)
 
     def windows_of(self, sample_ids: Sequence[int] | Hashes) -> NDArray[np.int64]:
-        """Returns the training window that each sample id [b] draws, uniformly among those not held out."""
+        """Draws a window number for each sample id [b], uniformly; a held-out window is replaced by another draw."""
         state = mix(np.asarray(sample_ids, np.uint64), self._draw_key)
         drawn = state % np.uint64(self.windows)
         while (again := self.is_held_out(drawn)).any():
@@ -100,7 +100,7 @@ class Sampler:
         return windows
 
     def batch(self, sample_ids: Sequence[int] | Hashes) -> Tokens:
-        """Returns the samples of these ids, int32 [b, context + 1]: inputs [:, :-1], targets [:, 1:]."""
+        """Returns the training samples with these ids, int32 [b, context + 1]: inputs [:, :-1], targets [:, 1:]."""
         return self._gather(self.windows_of(sample_ids))
 
     def heldout_windows(self) -> NDArray[np.int64]:
@@ -153,7 +153,7 @@ class OriginBatches:
         self._reserved = self._first
 
     def draw(self, counter: int) -> WireTensor:
-        """Returns the tokens [b, s + 1] of training microbatch number `counter` since this object was made."""
+        """Returns the tokens [b, s + 1] of training microbatch `counter`, counted from 0 since this object was made."""
         number = self._first + counter
         if number >= self._reserved:
             self._reserve(number + RESERVED_AT_ONCE)
@@ -162,7 +162,7 @@ class OriginBatches:
         return encode_tokens(self._sampler.batch(ids))
 
     def heldout(self, count: int) -> Iterator[WireTensor]:
-        """Yields at most `count` microbatches that are never trained on, the same at every call."""
+        """Yields at most `count` microbatches of held-out windows, as wire tensors, the same at every call."""
         for tokens in self._sampler.heldout_batches(self._microbatch, count):
             yield encode_tokens(tokens)
 

@@ -35,7 +35,7 @@ NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test",
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of a document. The document's last piece has `ends_document`."""
+    """Consecutive text of one document, all or part of it. ends_document: it is the document's last piece."""
 
     text: str
     ends_document: bool
@@ -52,7 +52,7 @@ class SourceFile:
     read: Reader
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the file's text in order. Raises DiskError, ManifestError or LocalError with the file's name."""
+        """Reads the file piece by piece. Raises DiskError, ManifestError or LocalError with the file's name."""
         try:
             yield from self.read(self.path)
         except OSError as error:
@@ -137,7 +137,7 @@ def stdlib_files(root: Path | None = None) -> list[SourceFile]:
 
 
 def _read_source(path: Path) -> Iterator[Piece]:
-    """Yields a Python file as one document; nothing when it is not UTF-8."""
+    """Yields the whole text of a Python source file as one document; yields nothing when it is not UTF-8."""
     with contextlib.suppress(UnicodeDecodeError):
         yield Piece(path.read_bytes().decode(), True)
 
@@ -160,7 +160,10 @@ def _read_text(path: Path) -> Iterator[Piece]:
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, offset: int) -> str:
-    """Returns the text of the bytes at `offset`; an empty chunk ends the file. Raises ManifestError if not UTF-8."""
+    """Decodes the next bytes of a file, at `offset`, which UTF-8 characters may cross; an empty chunk ends the file.
+
+    Raises ManifestError for bytes that are not UTF-8.
+    """
     try:
         return decoder.decode(chunk, final=not chunk)
     except UnicodeDecodeError as error:

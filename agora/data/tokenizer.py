@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids, vocabulary 256, nothing extra. Id 0 (NUL, which text does not contain) ends each document."""
+    """Tokenizer whose ids are UTF-8 bytes, vocabulary 256. Id 0 (NUL, which text does not contain) ends a document."""
 
     vocabulary = 256
     separator: Ids = np.zeros(1, np.uint8)
@@ -61,7 +61,7 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` of the Hugging Face `tokenizers` package; `content` is the file.
+    """Tokenizer that a `tokenizer.json` of the Hugging Face package `tokenizers` defines; `content`: the file's bytes.
 
     Documents are separated by `end_of_text`, the first token of END_OF_TEXT that the vocabulary has, else (None) by the
     ids of a newline.

@@ -56,7 +56,7 @@ class SubspaceFamily(Family):
         return TRAINING_BYTES * self.parameter_count(layers) + ACTIVATION_BYTES * tokens * self._model.width
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns the tensors of `layers` under LlamaForCausalLM's names and with its shapes."""
+        """Returns for each tensor of `layers` its name, shape and conversion as LlamaForCausalLM has it."""
         return [self._exported_tensor(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
 
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
@@ -91,7 +91,7 @@ class SubspaceFamily(Family):
         return ExportedTensor(name, llama, shape)
 
     def _expand_embedding(self, learnt: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
-        """Returns the embedding [V, d] = learnt U^T + T, from the learnt rows [V, k]."""
+        """Returns the whole embedding [V, d] = learnt U^T + T, from the learnt rows [V, k] and the fixed table T."""
         model = self._model
         table = fixed_tensors.derive_embedding(seed, model.vocabulary, model.width)
         table *= np.float32(FIXED_SCALE)

@@ -63,7 +63,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(model.width, outputs, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """Returns the attention's output [b, s, outputs] for x [b, s, d]. table: of rotary_table."""
+        """Returns the attention's output [b, s, outputs] for x [b, s, d]. table: what rotary_table returns."""
         query = apply_rotary(self._split_heads(self.query(x), self.heads), table)
         key = apply_rotary(self._split_heads(self.key(x), self.key_value_heads), table)
         value = self._split_heads(self.value(x), self.key_value_heads)
@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate x) * up x)."""
+    """The feed-forward sublayer, SwiGLU: x [b, s, d] becomes down(silu(gate x) * up x), [b, s, outputs]."""
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(model, outputs)
 
     def forward(self, hidden: Tensor, table: Tensor, expand: Expand) -> Tensor:
-        """Returns the residual stream after the layer, same shape as `hidden`. expand: what makes sublayer inputs."""
+        """Returns the residual stream after the layer, same shape as `hidden`. expand: makes each sublayer's input."""
         hidden = hidden + self.attention(self.attention_norm(expand(hidden)), table)
         return hidden + self.feed_forward(self.feed_forward_norm(expand(hidden)))  # type: ignore[no-any-return]
 
@@ -153,7 +153,7 @@ class Subspace(nn.Module):
         return expand
 
     def fixed_rows(self, tokens: Tensor) -> Tensor:
-        """Returns T[tokens], [..., d]; every value is FIXED_SCALE or -FIXED_SCALE."""
+        """Returns the fixed embedding rows T[tokens], [..., d]; every value is FIXED_SCALE or -FIXED_SCALE."""
         packed = self.signs[tokens.clamp(min=0).long()]
         signs = (packed.unsqueeze(-1) >> self.bits & 1).flatten(-2)[..., : self.width]
         return torch.where(signs.bool(), FIXED_SCALE, -FIXED_SCALE)

@@ -114,7 +114,10 @@ def newest_checkpoint(
 
 
 def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
-    """Checks every byte of the checkpoint in the folder `path` and returns it. Raises CheckpointError. Blocks."""
+    """Checks the checkpoint in the folder `path` and returns it. Blocks.
+
+    Raises CheckpointError when it is of another run or stage, or the hash or size of a file is wrong.
+    """
     index = _read_index(path)
     if (index.run, index.stage) != (run, stage):
         raise CheckpointError(f"{path} is of stage {index.stage} of run {index.run}, not of stage {stage} of {run}.")

@@ -140,8 +140,8 @@ class StateKeeper:
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
         """Fetches a stage's state from replicas, loads it, and then fetches the slices that they averaged meanwhile.
 
-        In synchronous runs the state is of one step and no slices follow: only then is it exact. Returns a sentence
-        about the transfer. Raises Unavailable when for `patience_s` nobody could go on with it.
+        In synchronous runs it fetches again until all chunks are of one step, and no slices: that state is exact.
+        Returns a sentence about the transfer. Raises Unavailable when for `patience_s` nobody could go on with it.
         """
         began, lag_limit = loop_time(), self._lag_limit
         exact = self._manifest.schedule.kind == "synchronous"

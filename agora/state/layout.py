@@ -30,7 +30,7 @@ CHUNK_ELEMENTS: Final = STATE_CHUNK_BYTES // ELEMENT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Everything that a stage has learnt: its weights and the optimizer's two moments.
+    """Everything that a stage has learnt, in flat arrays: its weights and the optimizer's two moments.
 
     step: the stage's optimizer steps. updates: those that went into the moments. tokens_total: the supervised tokens
     behind them, 0 when unknown.

@@ -47,9 +47,9 @@ class StageFile:
 
 @dataclass(frozen=True, slots=True)
 class ExportedTensor:
-    """One tensor of an exported model, and the tensor `source` in a stage's file that it is made from.
+    """How one tensor of an exported model is made: from the tensor `source` in a stage's file, by `convert`.
 
-    source_shape, convert: the shape in the file, and what makes the result of it; None where both are the same.
+    name, shape: of the result. source_shape: in the file. source_shape and convert are None where nothing changes.
     """
 
     source: str
@@ -165,7 +165,7 @@ def cut_shards(tensors: Sequence[ExportedTensor], item_bytes: int, shard_bytes: 
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Returns the bits of finite values in bfloat16, rounded to nearest, ties to even, as torch does."""
+    """Returns finite values as the bits of bfloat16, uint16, rounded to nearest, ties to even, as torch does."""
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return rounded.astype("<u2")

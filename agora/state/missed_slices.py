@@ -84,7 +84,7 @@ class SliceFetch:
         missing = set(sizes)
 
         async def fetch_and_put(number: int, size: int) -> None:
-            """Fetches the slice of round `number` and hands it to `put` when all of its chunks have come."""
+            """Fetches all chunks of round `number`'s slice; if all come, awaits `put` and the round is not missing."""
             firsts = enumerate(range(0, size, SLICE_CHUNK))
             calls = [self._fetch_chunk(number, chunk, min(SLICE_CHUNK, size - first)) for chunk, first in firsts]
             chunks = await asyncio.gather(*calls)

@@ -41,7 +41,7 @@ class _Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights and moments."""
+        """How many bytes the copy's weights and moments have."""
         return ELEMENT_BYTES * self.state.numel
 
 
@@ -69,7 +69,7 @@ class Snapshots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the snapshots hold now."""
+        """How many bytes all kept snapshots have together."""
         return sum(snapshot.nbytes for snapshot in self._kept.values())
 
     async def get_state(self, request: GetState) -> Reply:

@@ -47,7 +47,7 @@ class StageSlices(Protocol):
     count: int
 
     def blocks(self, number: int) -> NDArray[np.int64]:
-        """Returns the ids of the blocks that round `number` averages, rising."""
+        """Returns the ids of the blocks that round `number` averages, in ascending order."""
 
     def numel_of(self, number: int) -> int:
         """Returns how many elements round `number` averages."""

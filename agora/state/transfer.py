@@ -176,7 +176,7 @@ class StateFetch:
     # --- starting calls
 
     def _ask_for_offers(self, now: float) -> None:
-        """Asks waiting sources for their offers, until `sources_at_once` of them are at work and not slow."""
+        """Asks idle sources for an offer until `sources_at_once` of them, without slow ones, have one or are asked."""
         usable = [source for source in self._sources if not source.given_up]
         at_work = sum(1 for s in usable if (s.offer or s.offer_pending) and not self._is_slow(s, now))
         waiting = [s for s in usable if not (s.offer or s.offer_pending) and now >= s.not_before]
@@ -266,7 +266,7 @@ class StateFetch:
         | error                                   | consequence                                             |
         |-----------------------------------------|---------------------------------------------------------|
         | false state                             | given up, and reported as an offence                    |
-        | busy                                    | asked again when it said                                |
+        | busy                                    | asked again after the time it asks for, at most 10 s    |
         | protocol error, or the offer is refused | given up                                                |
         | anything else, up to FAILURES in a row  | a pause that doubles; it must offer its snapshot again  |
         """
