@@ -144,7 +144,7 @@ class Hop:
             self.queue -= 1
 
     async def _finish(self, job: Job, work: Work) -> HopAnswer:
-        """Computes the last hop: forward, loss and, when training, backward in one job, which is committed before."""
+        """Computes the last hop: forward, loss and, when training, backward as one job; commits the work first."""
         work.committed = job.train
         result = await self._in_queue(
             self._compute.finish(job.message.microbatch, job.message.stage, job.boundary, job.tokens, job.train)

@@ -45,7 +45,7 @@ class SpanCompute(Protocol):
         """Runs stages `first` to the model's last, the loss and, when `train`, the backward, as one job."""
 
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
-        """Runs the backward of an earlier `forward`. After a ProtocolError (unusable gradient) that is still kept."""
+        """Runs the backward of an earlier `forward`. After a ProtocolError another gradient may follow."""
 
     def forget(self, microbatch: MicrobatchId, first: int) -> None:
         """Drops the forward that entered at `first` and gets no backward; does nothing when there is none."""

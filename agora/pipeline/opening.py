@@ -146,7 +146,7 @@ class StepQuota:
 
 @dataclass(frozen=True, slots=True)
 class OriginState:
-    """What the decision to open a microbatch depends on. open_count: microbatches in flight."""
+    """The state of an origin from which next_opening decides. open_count: microbatches in flight."""
 
     credit: Credit
     seen: Surroundings = Surroundings()
@@ -157,7 +157,7 @@ class OriginState:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What the origin does now, and why; `quota` is the quota after it."""
+    """The decision of next_opening: open a microbatch, wait or stop, and why; `quota` is the quota after it."""
 
     action: Literal["open", "wait", "stop"]
     reason: str

@@ -153,7 +153,7 @@ class Router:
             await self._changed.wait(min(trip.deadline, choice.look_again_at))
 
     def _choose(self, now: float, trip: Trip) -> Choice:
-        """Chooses a peer among those that serve the stage now; reports when a stage becomes empty or is so no more."""
+        """Chooses a peer of the stage that is not shut out; reports RouteChanged when none or the first serves it."""
         stage = trip.process.stage
         replicas = self._view_of().replicas(stage)
         shut_out = {view.peer: s for view in replicas if (s := self._offences.shut_out_s(view.peer)) > 0.0}
@@ -191,7 +191,7 @@ class Router:
         limit, counts = NEWS_PER_STAGE * (self._stage_count - stage), Counter[str]()
 
         def on_progress(news: Advance) -> None:
-            """Learns from one progress message, and passes it on when our own callers do not know it yet."""
+            """Records one progress message and passes it on if it is new to our callers; ignores it beyond `limit`."""
             counts[news.event] += 1
             if counts[news.event] > limit:
                 return
@@ -245,6 +245,6 @@ class Router:
         self._report(events.MicrobatchRerouted(microbatch, attempt.stage, attempt.peer, reason))
 
     def report_useless_gradient(self, stage: int, peer: PeerId, error: ProtocolError) -> None:
-        """Records that `peer` answered with a gradient that no backward can use; its siblings are asked instead."""
+        """Reports a USELESS_GRADIENT of `peer`, and counts a failure in the table, so that its siblings are asked."""
         self._offences.report_offence(peer, Offence.USELESS_GRADIENT, f"{error.code}: {error}")
         self.table.rejected(loop_time(), stage, peer)

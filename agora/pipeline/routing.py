@@ -247,7 +247,7 @@ class RoutingTable:
         return {peer: cost for peer, cost in self._costs.get(stage, {}).items() if peer in live}
 
     def update(self, stage: int, replicas: Sequence[PeerView], shut_out: Collection[PeerId] = frozenset()) -> None:
-        """Sets which peers serve `stage`: newcomers enter, those gone or shut out are forgotten, restarts are forgiven.
+        """Sets which peers serve `stage`: adds newcomers, forgets those gone or shut out, forgives restarted ones.
 
         Costs nothing while `replicas` is the object of the call before and the same peers are shut out.
         """
@@ -307,7 +307,7 @@ class RoutingTable:
         cost.seat_waits_s.append(waited_s)
 
     def answered(self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float) -> float:
-        """Records that the peer answered, after `service_s` on its device by its own word.
+        """Records an answer, which took `service_s` on the peer's device by its own word, and forgives its failures.
 
         Returns the seconds that the microbatch and its answer needed on the link if nothing had waited; period_s: time
         between two answers to this caller.
@@ -329,14 +329,14 @@ class RoutingTable:
         cost.sent_since = max(0, cost.sent_since - 1)
 
     def busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
-        """Records that the peer had no free seat: from now on it gets no more calls at a time than it has of ours."""
+        """Records BUSY: takes back the charge, limits the peer to its present calls, none new in `retry_after_s`."""
         self.abandoned(attempt)
         cost = attempt.cost
         cost.call_limit = float(max(1, cost.open_calls))
         cost.busy_until = max(cost.busy_until, now + min(max(retry_after_s, MIN_BUSY_S), MAX_BUSY_S))
 
     def failed(self, now: float, attempt: Attempt, wasted_s: float, max_failures: int = MAX_FAILURES) -> None:
-        """Records that the call failed after costing us `wasted_s`; `failures` grows to at most `max_failures`."""
+        """Takes back the charge and counts a failure, up to `max_failures`. wasted_s: seconds that the call cost us."""
         self.abandoned(attempt)
         _count_failure(attempt.cost, now, wasted_s, max_failures)
 

@@ -243,7 +243,7 @@ class Compute:
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
         """Takes step `number`, whose share was taken out, along the mean gradient [numel] over all replicas' `tokens`.
 
-        Raises LocalError when the stage does not wait for that step; after a ProtocolError it still does.
+        Raises LocalError when the stage does not wait for that step; after a ProtocolError it still waits for it.
         """
         await self._run_and_step(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)
 

@@ -110,7 +110,7 @@ class DeviceQueue:
         except asyncio.CancelledError:
 
             def undo(future: asyncio.Future[T]) -> None:
-                """Called when a job whose caller was cancelled has ended: passes its result to `abandoned`."""
+                """Called when a job whose caller was cancelled has ended: passes its result, if any, to `abandoned`."""
                 if future.exception() is None:
                     abandoned(future.result())
 

@@ -161,7 +161,7 @@ class SpanTrainer:
         return tuple(stage.weights.current for stage in self._stages_from(first))
 
     def _run(self, first: int, entry: Tensor, inputs: Tensor) -> Tensor:
-        """Runs stages `first` to the span's last on their current weights. Returns their output, or the logits.
+        """Runs stages `first` to the span's last on their current weights. Returns their output: a boundary or logits.
 
         When gradients are on, the output is differentiable with respect to `entry` as well, except at stage 0.
         """
@@ -174,7 +174,7 @@ class SpanTrainer:
         return hidden
 
     def _run_for_training(self, first: int, entry: Tensor, inputs: Tensor) -> tuple[Tensor, tuple[WeightVersion, ...]]:
-        """Returns the output, and the weights that its graph needs; none when no graph is kept.
+        """Runs `_run` for a backward that follows. Returns its output, and the weights of its graph: () if not kept.
 
         With "auto", the graph of the first microbatch that enters at `first` is measured and dropped.
         """

@@ -51,7 +51,7 @@ class StageReplica(TrainedStage):
     before the weight's first round. No part of the stage's state: a restart begins anew."""
 
     def snapshot_blocks(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """Returns a copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and their step."""
+        """Returns a copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and the step."""
         return self._read(self._block_numbers(blocks)).flatten().cpu(), self.step
 
     def apply_average(self, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:

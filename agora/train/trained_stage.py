@@ -114,7 +114,7 @@ class TrainedStage:
         self._update_progress()
 
     def _update_progress(self) -> None:
-        """Replaces `progress` by the present counts. A share that was taken out still counts in its step."""
+        """Replaces `progress` by the present counts. A share that was taken out still counts in tokens_in_step."""
         summed, taken = self.sum.contents.tokens, self._taken[1].tokens if self._taken else 0
         in_step, total = taken if self._taken else summed, self.tokens_stepped + taken + summed
         self.progress = StageProgress(self.number, self.step, in_step, total, tuple(self._staleness), self._refused)
@@ -136,7 +136,7 @@ class TrainedStage:
             self._report(GradientLate(self.number, self.step, name, tokens))
 
     def count_refused(self, microbatch: str, reason: str) -> None:
-        """Counts and reports a gradient that is not finite. microbatch: empty for a whole sum."""
+        """Counts a gradient that is not finite and reports GradientRefused. microbatch: empty for a whole sum."""
         self._refused += 1
         self._update_progress()
         self._report(GradientRefused(self.number, microbatch, reason))

@@ -135,6 +135,7 @@ class StashedForwards:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
+        """Number of forwards kept, with their graph or without."""
         return len(self._forwards)
 
     def require_room(self, microbatch: MicrobatchId, first: int) -> None:
