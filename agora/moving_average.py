@@ -20,6 +20,6 @@ class MovingAverage:
     samples: int = 0
 
     def updated(self, sample: float) -> MovingAverage:
-        """Returns it after one more sample: value + w * (sample - value), w = max(weight, 1 / (samples + 1))."""
+        """Returns the new average after a sample: value + w * (sample - value), w = max(weight, 1 / (samples + 1))."""
         weight, value = max(self.weight, 1.0 / (self.samples + 1)), sample if self.value is None else self.value
         return MovingAverage(self.weight, value + weight * (sample - value), self.samples + 1)

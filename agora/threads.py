@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Runs `work` on a new daemon thread; returns or raises what it does. Cancelled, the thread goes on, unheard."""
+    """Runs `work` on a new daemon thread; returns or raises what it does. Cancelling does not stop the thread."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on the waiting task's cancellation does not reach the future
 

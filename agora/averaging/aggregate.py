@@ -42,7 +42,7 @@ def aggregate(
 ) -> Average | None:
     """Returns the average of `contributions`, float32 [n] each, finite, by `aggregation`: a mean or a centered clip.
 
-    Those of weight 0 are only counted as present. The message has the median of the others' root mean square distances
+    Those of weight 0 are only counted as present. The message has the median of the others' root mean square distance
     to the average, MOST_DISTANCE at most. cap: whether to lower the weights first, see `capped`. center: where a clip
     begins; None for the median of each coordinate. Returns None when every weight is 0 or the average is not finite.
     """
@@ -79,7 +79,7 @@ def root_mean_square(values: Tensor, other: Tensor | None = None) -> float:
 
 
 def magnitude(values: Tensor) -> float:
-    """Returns the root mean square over all elements, for judging: a judged peer could cheat where a sample counts."""
+    """Returns the root mean square over all elements: a peer judged by a known sample could cheat on the others."""
     return _norm(values) / math.sqrt(max(1, len(values)))
 
 

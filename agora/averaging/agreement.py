@@ -111,7 +111,7 @@ def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) ->
 
 
 def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: float) -> set[PeerId]:
-    """Returns those of `peers` that are silent, or to which a call failed since; never one that was not heard of."""
+    """Returns those of `peers` that are silent, or to which a call failed since their report; none never heard of."""
     return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
 
 

@@ -66,7 +66,7 @@ class ReplicatedStages(Protocol):
         """Changes the weights in `blocks` by an average, which is snapshot + delta, as `rule` says."""
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Goes on at the others' `step`: if one behind, along the own sum, else dropping it. Takes a due own step."""
+        """Follows the others to `step`: one behind, it steps along its sum; else it drops that. Takes a due step."""
 
     async def take_mean_gradient(self, stage: int) -> Any:
         """Returns this replica's share of the next step, a train.MeanGradient; only `step_with_gradient` takes it."""
@@ -164,7 +164,7 @@ class ReplicaGroup:
             await self.owner.close()
 
     def leave(self) -> None:
-        """Sets a flag: no step, fetch or slice round begins any more, a state written from now on is the last."""
+        """Sets a flag: no step, fetch or slice round begins any more; a state written from now on is final."""
         self._leaving = True
 
     # --- what other replicas and other rooms ask
@@ -334,7 +334,7 @@ class ReplicaGroup:
         """Takes exact step `step` along the mean gradient of a round; a newcomer's gradient has weight 0 in it.
 
         With failed parts a synchronous stage fetches the state of a replica that has taken the step. If none has, and
-        in asynchronous runs, its own gradient stands for them. These only count a step whose gradient is not usable.
+        in asynchronous runs, its own gradient stands for them. The latter only count a step whose gradient is unusable.
         """
         share = await self._held.take_mean_gradient(stage)
         if share.step != step:
@@ -359,7 +359,7 @@ class ReplicaGroup:
         return await Round(self.owner, self._report, stage, what, number, weight, members, deadline).run(values)
 
     async def _fetch_step(self, stage: int, at_least: int) -> bool:
-        """Fetches the state of a replica that has taken `at_least` steps, again and again; returns whether it has one.
+        """Fetches the state of a replica that has taken `at_least` steps, trying again; returns whether one gave it.
 
         False when all others are silent or have left, or when none has taken the step after FETCH_TRIES and this peer
         has the least id: then it takes the step, and the others fetch it.

@@ -108,7 +108,7 @@ class WeightRound:
         return zeros_like(values)
 
     def recalled(self, part: Part, sent: Sequence[WireTensor], answer: Tensor, message: Averaged) -> Average:
-        """Returns a part's average again, from what this member has sent and the answer to it."""
+        """Returns a part's average again: what this member has `sent`, decoded, plus the `answer` to it."""
         return Average(self._config.decode(part, sent, len(answer)) + answer, message)
 
     def check_and_record(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:

@@ -37,7 +37,7 @@ class Health:
 def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, paused: bool = False) -> Health:
     """Returns the swarm's health as one peer sees it: PAUSED, UNREACHABLE, STALLED, DEGRADED or OK.
 
-    STALLED is a swarm of which any stage has no serving peer, or took no step for longer than 10 usual step times.
+    STALLED is a swarm of which any stage has no serving peer, or took no step for longer than `_patience_s`.
     since_unix: when that peer began to look; steps are missed only from then on. paused: by this peer's owner.
     """
     if paused:

@@ -210,7 +210,7 @@ class Membership:
         return is_complete and loop_time() - self._changed_at > CALM_AFTER_S
 
     async def refresh(self) -> float:
-        """Reads all stages' claims and progress once, and merges the others' into the view. Returns its duration."""
+        """Reads all stages' claims and progress once, merges the others' into the view. Returns the seconds it took."""
         started = loop_time()
         claims, progress = await asyncio.gather(self._read(Claim), self._read(Progress))
         took_s = loop_time() - started
@@ -228,7 +228,7 @@ class Membership:
         return [record for records in by_stage.values() for record in records]
 
     def _jittered(self, seconds: float) -> float:
-        """Returns a time that is up to a fifth longer or shorter, so that peers do not act in step."""
+        """Returns `seconds` made longer or shorter at random, by a fifth at most, so that peers do not act in step."""
         return seconds * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     # --- the view

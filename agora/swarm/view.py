@@ -87,8 +87,8 @@ class View:
 def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: float) -> View:
     """Returns a new view, after these verified, unexpired records were read at `now_unix`.
 
-    The newest incarnation of a peer wins. A peer whose records were not read for `linger_s` is dropped. Progress of a
-    peer that has no claim of the same incarnation is ignored. A record that repeats what is known renews it.
+    The newest incarnation of a peer wins. A claim, also one that repeats what is known, keeps its peer in the view for
+    `linger_s` seconds; then it is dropped. Progress of a peer without a claim of the same incarnation is ignored.
     """
     peers = dict(view.peers)
     for record in sorted(records, key=lambda record: record.KIND):  # claims first
