@@ -21,7 +21,7 @@ ENCODE_CHARACTERS = 1 << 20
 
 
 def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *, base: Path | None = None) -> Ids:
-    """Returns the tokens [n] of all sources: from the cache if the files have not changed, else tokenised now.
+    """Returns the tokens [n] of all sources: from the cache if the files have not changed, else tokenised and cached.
 
     sources: "stdlib", files, folders or globs (see text_sources.find_files), relative to `base`. The tokenizer's
     separator follows each document. Several processes may open the same corpus at once: one builds it, the others

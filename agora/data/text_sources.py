@@ -160,7 +160,7 @@ def _read_text(path: Path) -> Iterator[Piece]:
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, offset: int) -> str:
-    """Decodes the next bytes of a file, at `offset`, which UTF-8 characters may cross; an empty chunk ends the file.
+    """Decodes the next chunk of a file, from byte `offset`; characters may span chunks; an empty chunk ends it.
 
     Raises ManifestError for bytes that are not UTF-8.
     """

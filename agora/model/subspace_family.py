@@ -78,8 +78,8 @@ class SubspaceFamily(Family):
     def _exported_tensor(self, name: str, shape: tuple[int, ...], seed: int) -> ExportedTensor:
         """Returns how the parameter `name` of this shape is exported: its Llama name, its shape there, its conversion.
 
-        A fixed embedding becomes learnt U^T + T, a STREAM_PROJECTION into k coordinates U times its matrix; every other
-        parameter keeps its values.
+        A fixed embedding is expanded to learnt U^T + T; a matrix of STREAM_PROJECTIONS with k rows is multiplied by U;
+        every other parameter keeps its values.
         """
         model, llama = self._model, llama_name(name)
         if name == EMBEDDING and model.embedding_is_fixed:

@@ -104,7 +104,7 @@ def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], me
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until files created, renamed or removed in `folder` are so on the disk, too (fsync). Raises OSError."""
+    """Waits until the disk knows which files were created, renamed or removed in `folder` (fsync). Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

@@ -77,7 +77,7 @@ class StateKeeper:
     # --- filling the stages
 
     async def find_checkpoints(self) -> tuple[int, ...]:
-        """Finds the newest intact checkpoint of each stage on this disk, without loading it.
+        """Finds the newest intact checkpoint of each stage on this disk and remembers it for `fill_stages`.
 
         Returns the step of each stage's checkpoint in the order of the span, 0 where there is none.
         """

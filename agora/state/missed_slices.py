@@ -84,7 +84,7 @@ class SliceFetch:
         missing = set(sizes)
 
         async def fetch_and_put(number: int, size: int) -> None:
-            """Fetches all chunks of round `number`'s slice; if all come, awaits `put` and the round is not missing."""
+            """Fetches all chunks of round `number`'s slice; if all come, awaits `put` and removes it from `missing`."""
             firsts = enumerate(range(0, size, SLICE_CHUNK))
             calls = [self._fetch_chunk(number, chunk, min(SLICE_CHUNK, size - first)) for chunk, first in firsts]
             chunks = await asyncio.gather(*calls)

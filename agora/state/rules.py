@@ -77,8 +77,8 @@ def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
 def usual_lag_limit(averaging_every: int, averaging_fraction: float) -> int:
     """Returns max(100, 2 * averaging_every / averaging_fraction).
 
-    The second is the number of steps in which all weights are averaged twice. A state that is more steps behind the
-    newest is not fetched; a claimed step that is more above the replicas' median is implausible.
+    In 2 * averaging_every / averaging_fraction steps all weights are averaged twice. A state more steps than the limit
+    behind the newest is not fetched; a claimed step more than that above the replicas' median is implausible.
     """
     return max(100, round(2 * averaging_every / averaging_fraction))
 

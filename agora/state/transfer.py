@@ -46,7 +46,7 @@ class FalseStateError(ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A snapshot that a source can give, and the SHA-256 of each of its chunks."""
+    """A snapshot that a source can give: its name, step and size (`index`), and the SHA-256 of each of its chunks."""
 
     index: StateIndex
     hashes: list[bytes]
