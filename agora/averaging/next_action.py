@@ -58,7 +58,10 @@ class ActionConfig:
 
     @classmethod
     def of(cls, manifest: Manifest) -> ActionConfig:
-        """Returns what the manifest says; in a synchronous run all steps are exact, and two steps behind is too far."""
+        """Returns what the manifest says; in a synchronous run all steps are exact, and two steps behind is too far.
+
+        In an asynchronous run too far is more than half the steps in which slice rounds cover all weights, and than 20.
+        """
         averaging, target = manifest.averaging, manifest.optimizer.target_tokens
         if manifest.schedule.kind == "synchronous":
             return cls(target, True, sys.maxsize, most_behind=1)

@@ -126,7 +126,7 @@ class Owner:
                 self._expect_no_more(other, gathering, peer)
 
     def is_given_up(self, peer: PeerId, part: Part) -> bool:
-        """Returns whether the member was given up, see `give_up_on`, in the part's round."""
+        """Returns whether the part's round has given the member up and does not wait for it, see `give_up_on`."""
         return part.round in self._rounds and peer in self._rounds[part.round].given_up
 
     async def close(self) -> None:
@@ -218,7 +218,7 @@ class Owner:
         return record.members
 
     def _note_contribution(self, peer: PeerId, part: Part) -> None:
-        """Records that the peer contributes the part: it is not given up here, and no earlier round waits for it.
+        """Records that the peer contributes the part: its round no longer gives it up, earlier ones stop waiting.
 
         Raises ProtocolError for a part that it contributed before.
         """
@@ -283,7 +283,7 @@ class Owner:
         return choose_owners(self.config.run, *part, self._members(part))[0]
 
     def _end_window(self, part: Part) -> None:
-        """Called when the window is over: averages what came; those missing are given up if it contributed."""
+        """Called when the window is over: averages what came; gives up those missing if this peer contributed."""
         gathering = self._open[part]
         missing = gathering.expected - gathering.values.keys() if self.config.me in gathering.values else ()
         self._average(part, gathering)

@@ -19,7 +19,7 @@ NEAR: Final = 1.25
 
 
 def _usual_after(usual: float | None, sample: float) -> float:
-    """Returns usual + 0.3 * (sample - usual), or the first sample. Unlike MovingAverage, no second one weighs half."""
+    """Returns usual + 0.3 * (sample - usual), or the first sample. In a MovingAverage the second would weigh half."""
     return sample if usual is None else usual + USUAL_WEIGHT * (sample - usual)
 
 
@@ -30,7 +30,10 @@ class Drift:
     usual: float | None = None
 
     def limit(self, size: float) -> float:
-        """Returns how far an average may lie: max(8 * usual, 0.02 * size), size: of own values; or size, at first."""
+        """Returns how far an average may lie from the own values: max(8 * usual, 0.02 * size); `size` at first.
+
+        size: root mean square of the own values.
+        """
         return size if self.usual is None else max(MOST_TIMES_USUAL * self.usual, LEAST_LIMIT * size)
 
     def why_implausible(self, distance: float, size: float) -> str:

@@ -38,7 +38,7 @@ NO_ANSWER: Final = ("broken", "deadline")
 
 @dataclass(slots=True)
 class RoundResult:
-    """What a round brought. answer: float32 [n], see WeightRound and GradientRound.
+    """What a round brought. answer: float32 [n], average - values in a round of weights, the mean in one of gradients.
 
     done: for each part, whether it was averaged. present: mean contributions in time to a part, 0 to a failed one.
     Means over the averaged parts are: members, those in the average; weight, the sum of theirs; distance and
@@ -76,8 +76,8 @@ class Round:
     """One round in which this peer is a member: sends each part to its owner, else to the second; call `run` once.
 
     owner: averages the parts that this peer owns itself. what: "weights" or "gradient". weight: tokens behind the
-    values; with 0 they are in no average. members: this peer included, with their bandwidths. deadline: time of the
-    event loop.
+    values; with 0 they count only in an average of weights to which all contribute with 0. members: this peer included,
+    with their bandwidths. deadline: time of the event loop.
     """
 
     owner: Owner
