@@ -1,4 +1,4 @@
-"""The exponential moving average that every measurement of the daemon uses. Pure.
+"""The exponential moving average of measurements that start without a value. Pure.
 
 Knows: numbers. Must not know: what they measure, or when.
 """

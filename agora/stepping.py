@@ -34,7 +34,7 @@ class StepPolicy:
     | question               | step `step`                                 | any other step       |
     |------------------------|---------------------------------------------|----------------------|
     | own tokens needed      | tokens_to_go                                | target_tokens        |
-    | waits for mean gradient| number < exact_steps, unless `alone`        | number < exact_steps |
+    | waits for mean gradient| step < exact_steps, unless `alone`          | step < exact_steps   |
 
     tokens_to_go: tokens that this replica has to count, what it has counted already included, so that all replicas
     together reach `target_tokens`. alone: no other replica holds the stage.

@@ -233,7 +233,7 @@ class RoundDone(Event):
 
     what: "weights" or "gradient". failed_parts: of `parts`, those that stayed as they were. members: replicas that took
     part in time, of `expected`, as a mean over the parts. distance, distance_others: root mean square difference from
-    the average, of this replica and the median of the others.
+    the average: of this replica, and the median over all members in the average.
     """
 
     stage: int

@@ -37,7 +37,7 @@ MAX_PAUSE_S: Final = 10.0  # for which a busy source is left alone
 SLOW_S: Final = 5.0  # without an answer for this long, and for four usual chunk times: a waiting source joins in
 TICK_S: Final = 0.05  # how often slow sources are looked for while nothing arrives
 USUAL_LAG: Final = 100  # steps behind the newest offer at which a source is not used
-# One source fills 200 Mbit/s at 50 ms with these, and all of them together hold 48 MiB.
+# With these numbers one source fills a link of 200 Mbit/s and 50 ms, and all chunks under way hold 48 MiB.
 
 
 class FalseStateError(ProtocolError):

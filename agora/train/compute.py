@@ -114,7 +114,8 @@ class Compute:
     ) -> WireTensor:
         """Runs stages `first` to the span's last. Returns the encoded boundary for the stage after.
 
-        boundary: what enters `first`, [b, s, d] as the codec encoded it; None at stage 0. tokens: ids [b, s + 1].
+        boundary: what enters `first`, [b, s, k] (k: the boundary's width) as the codec encoded it; None at stage 0.
+        tokens: ids [b, s + 1].
         train: stashes what the backward needs, until `backward`, `forget`, or another forward of the same microbatch.
         """
 

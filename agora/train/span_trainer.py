@@ -94,8 +94,8 @@ class SpanTrainer:
     ) -> tuple[Tensor, StashedForward | None]:
         """Runs stages `first` to the span's last. Returns the boundary that leaves it, and what the backward needs.
 
-        entry: float32 [b, s, d], or token ids [b, s] at stage 0. tokens: [b, s + 1]; the last s are the targets. The
-        boundary is [b, s, d], without a graph; the second value is None unless `train`. Raises NonFinite, and when
+        entry: float32 [b, s, k], or token ids [b, s] at stage 0. tokens: [b, s + 1]; the last s are the targets. The
+        boundary is [b, s, k], without a graph; the second value is None unless `train`. Raises NonFinite, and when
         `train` Busy as long as too many microbatches wait for their backward.
         """
         inputs = tokens[:, :-1]
@@ -135,7 +135,7 @@ class SpanTrainer:
     def backward(self, microbatch: MicrobatchId, first: int, gradient: Tensor) -> tuple[Tensor | None, StashedForward]:
         """Adds a microbatch's gradients to the sums. Returns that of its entry (None at stage 0), and its forward.
 
-        first: the stage that the microbatch entered. gradient: float32 [b, s, d], finite, with respect to the boundary
+        first: the stage that the microbatch entered. gradient: float32 [b, s, k], finite, with respect to the boundary
         that `forward` returned. Raises LocalError when no forward is stashed, and NonFinite when a computed gradient is
         not finite; then nothing was added, and the forward is gone.
         """

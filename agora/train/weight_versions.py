@@ -101,7 +101,7 @@ class StageWeights:
 class StashedForward:
     """What the backward of one microbatch needs: its entry, and when it is kept, the graph from there to `output`.
 
-    entry: float32 boundary [b, s, d] that entered stage `first`, or at stage 0 the token ids. inputs: the token ids
+    entry: float32 boundary [b, s, k] that entered stage `first`, or at stage 0 the token ids. inputs: the token ids
     [b, s]. supervised: number of its supervised tokens. steps: the step of each stage from `first` on at the time.
     device_s: seconds that the forward took. output: the end of the graph; None when the backward has to run the forward
     again. versions: the weights that the graph needs.
