@@ -65,7 +65,7 @@ class ControlSocket:
         """Binds the socket, over an old one; raises LocalError if its directory is another user's or not writable."""
         try:
             paths.make_private(self.path.parent)
-            self.path.unlink(missing_ok=True)
+            paths.unregister(self.path)  # what a killed daemon left: `paths.daemons` would remove our socket with it
             self._server = await asyncio.start_unix_server(self._accept, str(self.path), limit=MAX_LINE_BYTES)
             self.path.chmod(0o600)
         except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,24 @@ def test_only_this_user_can_open_it(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
     served(tmp_path, scenario)
+
+
+def test_what_a_killed_daemon_left_does_not_take_the_new_socket_along(tmp_path: Path) -> None:
+    """A command that lists daemons removes the files of killed ones; once the restarted one's socket too."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    path = tmp_path / "a.sock"
+    paths.register(paths.Entry("r", "n", "f", "p", ended.pid, str(tmp_path), str(path)))
+
+    async def restart() -> dict[str, Any]:
+        control = ControlSocket(path, QUESTIONS)
+        await control.start()
+        assert paths.daemons() == []
+        answer = await asyncio.to_thread(control_client.ask, path, "status")
+        await control.close()
+        return answer
+
+    assert asyncio.run(restart())
 
 
 def test_questions_are_answered_line_by_line(tmp_path: Path) -> None:
