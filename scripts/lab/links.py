@@ -96,7 +96,7 @@ def raise_up(name: str, device: str, address: str) -> None:
 
 
 def shape(name: str, spec: LinkSpec, *, netem: bool) -> bool:
-    """Limits and delays what leaves the namespace by tc; returns whether the kernel can delay."""
+    """Limits and delays what leaves the namespace by tc; and returns whether the kernel can delay packets."""
     rate, burst = f"{int(spec.rate * 8)}bit", str(max(5_000, int(spec.rate / 250)))
     words = ("tc", "-n", name, "qdisc", "add", "dev", "lab0")
     sh(*words, "root", "handle", "1:", "tbf", "rate", rate, "burst", burst, "latency", f"{QUEUE_MS}ms")
