@@ -10,9 +10,10 @@ import datetime
 import difflib
 import importlib
 import json
+import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,22 +25,32 @@ from benchmarks.report import Report, print_tables, write_section
 DONE, FAILED, BAD_ARGUMENTS = 0, 1, 2
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 
-Benchmark = Callable[[bool, Path], Report]
-"""Measures, given whether to be quick and a temporary folder, and returns the report."""
+Benchmark = Callable[..., Report]
+"""Measures, given whether to be quick and a temporary folder, and returns the report. One of WITH_OPTIONS gets, third,
+the command line's options that are its own.
+"""
 
-BENCHES: Final[Mapping[str, str]] = {
-    name: f"benchmarks.{name}:run" for name in ("pipeline", "averaging", "join", "agreement", "codecs", "wan")
-}
+NAMES: Final = ("learning", "pipeline", "averaging", "join", "agreement", "codecs", "wan")
+BENCHES: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run" for name in NAMES}
 """Name to `module:function`; a module is imported only when its benchmark runs."""
+WITH_OPTIONS: Final[Mapping[str, str]] = {"learning": "benchmarks.learning:run_with_options"}
+"""The same for benchmarks that have options of their own; used when some are given."""
 
 
 def run(
-    name: str, quick: bool, as_json: bool, write: bool, *, benches: Mapping[str, str] = BENCHES, page: Path = PAGE
+    name: str,
+    quick: bool,
+    as_json: bool,
+    write: bool,
+    *,
+    options: Sequence[str] = (),
+    benches: Mapping[str, str] = BENCHES,
+    page: Path = PAGE,
 ) -> int:
     """Runs one benchmark and returns the exit code.
 
     Prints the table, or the one JSON object, on standard output and everything else on standard error.
-    benches: name to `module:function` of each benchmark. page: the file whose section `write` renews.
+    options: the benchmark's own. benches: name to `module:function`. page: the file whose section `write` renews.
     """
     if name not in benches:
         close = difflib.get_close_matches(name, benches, n=1)
@@ -48,13 +59,16 @@ def run(
         return BAD_ARGUMENTS
     try:
         with terminable(), tempfile.TemporaryDirectory(prefix="agora-bench-") as folder:
-            report = _imported(benches[name])(quick, Path(folder))
+            if options:
+                report = _imported(WITH_OPTIONS[name])(quick, Path(folder), options)
+            else:
+                report = _imported(benches[name])(quick, Path(folder))
         if as_json:
             print(json.dumps(report.to_json(), allow_nan=False), flush=True)
         else:
             print_tables(report, sys.stdout)
         if write:
-            command = f"./scripts/bench {name}{' --quick' if quick else ''} --write"
+            command = shlex.join(["./scripts/bench", name, *options, *(["--quick"] if quick else []), "--write"])
             write_section(page, report, command, datetime.date.today().isoformat())
             _print_line(f"renewed the section {name} of {page}")
     except (BenchFailed, AgoraError, ValueError, OSError) as error:
@@ -69,7 +83,9 @@ def main() -> int:
         prog="./scripts/bench",
         description="Run a comparison live on this machine and print its table and ratios. Both sides run on the same "
         "machine in one go, so the ratios mean something where absolute figures do not.",
-        epilog="Example: ./scripts/bench pipeline --quick --json",
+        epilog="Example: ./scripts/bench pipeline --quick --json. For experiments `learning` takes more options: "
+        "--peers 2,4,8 --steps 100,400 --seeds 3 --schedule synchronous --link 200Mbit,50ms --kill-every 10 "
+        "--set SECTION.FIELD=VALUE (of the manifest, again and again).",
     )
     parser.add_argument("name", metavar="NAME", help=f"which comparison: {', '.join(BENCHES)}")
     parser.add_argument("--quick", action="store_true", help="end within 5 minutes on 2 cores; same ratio names")
@@ -77,8 +93,10 @@ def main() -> int:
         "--json", action="store_true", help="exactly one JSON object on standard output, all else on stderr"
     )
     parser.add_argument("--write", action="store_true", help="renew its section of docs/benchmarks.md")
-    given = parser.parse_args()
-    return run(given.name, given.quick, given.json, given.write)
+    given, options = parser.parse_known_args()
+    if options and given.name not in WITH_OPTIONS:
+        parser.error(f"unrecognized arguments: {' '.join(options)}")
+    return run(given.name, given.quick, given.json, given.write, options=options)
 
 
 def _imported(function: str) -> Benchmark:

@@ -65,6 +65,10 @@ class Watch:
         self._begin = time.monotonic()
         self._busy, self._ours = _busy_seconds(), self._our_seconds()
 
+    def add(self, groups: Iterable[int]) -> None:
+        """Counts these process groups, which have started since, as watched, too."""
+        self._groups.update(groups)
+
     def ours(self) -> float:
         """Processor seconds that the watched groups, and this process, have used since the start."""
         return self._our_seconds() - self._ours

@@ -23,6 +23,7 @@ ROLES: Mapping[str, str] = {
     "averaging-hivemind": "benchmarks.averaging_hivemind:serve",
     "wan-loss": "benchmarks.wan_loss:serve",
     "agreement": "benchmarks.agreement_replicas:serve",
+    "learning": "benchmarks.learning_plain:serve",
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import machine
-from benchmarks.__main__ import BENCHES, PAGE, run
+from benchmarks.__main__ import BENCHES, PAGE, WITH_OPTIONS, run
 from benchmarks.children import BenchFailed
 from benchmarks.report import Ratio, Report
 
@@ -72,11 +72,22 @@ def test_the_page_is_the_checkouts_own() -> None:
 
 
 def test_every_benchmark_can_be_imported_by_its_name() -> None:
-    assert set(BENCHES) == {"pipeline", "averaging", "join", "agreement", "codecs", "wan"}
+    assert set(BENCHES) == {"learning", "pipeline", "averaging", "join", "agreement", "codecs", "wan"}
     for function in BENCHES.values():
         module, _, name = function.partition(":")
         source = ROOT / "scripts" / Path(*module.split(".")).with_suffix(".py")
         assert f"\ndef {name}(quick: bool, folder: Path) -> Report:" in source.read_text()
+    for benchmark in WITH_OPTIONS:
+        source = ROOT / "scripts" / "benchmarks" / f"{benchmark}.py"
+        declared = "\ndef run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Report:"
+        assert WITH_OPTIONS[benchmark].endswith(":run_with_options") and declared in source.read_text()
+
+
+def test_options_are_of_those_benchmarks_that_have_some() -> None:
+    command = [sys.executable, "-m", "benchmarks", "pipeline", "--peers", "2"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}:{ROOT / 'protocol'}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "unrecognized arguments: --peers 2" in done.stderr
 
 
 def test_the_benchmarks_are_not_part_of_the_installed_package() -> None:
