@@ -68,7 +68,7 @@ class PlainLoop:
     def add_gradients(self, tokens: Tensor) -> float:
         """Adds the gradients of token ids [b, s + 1] to the step's sum. Returns the loss, summed over tokens."""
         losses = []
-        for chunk in tokens.split(self._chunk):
+        for chunk in torch.split(tokens, self._chunk):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_native_bf16(self._device)):
                 logits = self._module(chunk[:, :-1], chunk[:, :-1])
             loss = stage_loss(logits, chunk[:, 1:])
