@@ -47,9 +47,8 @@ from agora.pipeline.hop import Hop
 from agora.pipeline.opening import Share, StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
-from agora.state.keeper import StateKeeper
+from agora.state.keeper import StageHolders, StateKeeper
 from agora.state.layout import Layout, lay_out
-from agora.state.stages import StageHolders
 from agora.swarm.placement import Placement
 from agora.threads import run_in_thread
 from agora.train.compute import Compute

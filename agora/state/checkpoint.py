@@ -5,10 +5,10 @@ Knows: folders, files, hashes, which checkpoints to keep. Must not know: peers, 
     FOLDER/stage-S/step-N-HASH/weights.safetensors   the weights by parameter name, float32
                               /moments.safetensors   mean.NAME and square.NAME of the optimizer, float32
                               /checkpoint.json       run, stage, step, ..., size and SHA-256 of the other two
-    FOLDER/stage-S/.new-...                          half written or half removed; the next write removes it
+    FOLDER/stage-S/.step-...                         half written or half removed; the next write removes it
 
-HASH is the first 16 hex digits of the SHA-256 of checkpoint.json, which holds the hashes of the other files: no byte of
-a checkpoint can change unnoticed. One process writes to a FOLDER, one checkpoint of a stage at a time.
+HASH is the first 16 hex digits of the SHA-256 of checkpoint.json, which holds the hashes of the other files: no byte
+can change unnoticed. One process writes to a FOLDER, one checkpoint of a stage at a time. Every function blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import os
 import re
-import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from agora.state.files import FileDigest, remove_folder, sync_folder, write_file, write_tensors
+from agora.state.files import FileDigest, fresh_path, put_in_place, write_file, write_tensors
 from agora.state.layout import Layout, StageState
 
 WEIGHTS: Final = "weights.safetensors"
@@ -62,10 +62,7 @@ class _CheckpointIndex(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Names a checkpoint folder that was just written or whose every byte was checked; it does not hold the tensors.
-
-    updates, tokens_total: as in `StageState`.
-    """
+    """Names a checkpoint folder that was just written or whose every byte was checked; it does not hold the tensors."""
 
     path: Path
     stage: int
@@ -75,7 +72,7 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, run: str, state: StageState, layout: Layout, *, keep: int) -> Checkpoint:
-    """Writes `state` as a checkpoint below `folder`. Blocks.
+    """Writes `state` as a checkpoint below `folder`.
 
     Of the stage's checkpoints up to this step, the `keep` newest stay, this one included; the others are removed.
     Raises DiskError when it cannot write; the earlier checkpoints are then all there, and nothing of this one.
@@ -91,20 +88,17 @@ def write_checkpoint(folder: Path, run: str, state: StageState, layout: Layout, 
             f"Cannot write a checkpoint below {place} ({error.strerror}); the older ones are intact. Free some space."
         ) from error
     for old in [p for step, p in _list_checkpoints(place) if step <= state.step and p != path][max(keep, 1) - 1 :]:
-        removed = _temporary_folder(place)
+        removed = fresh_path(old)
         with contextlib.suppress(OSError):  # the next write tries again
             os.rename(old, removed)  # first, so that nobody ever finds half of it
-            remove_folder(removed)
+            shutil.rmtree(removed, ignore_errors=True)
     return Checkpoint(path, state.stage, state.step, state.updates, state.tokens_total)
 
 
 def newest_checkpoint(
     folder: Path, run: str, stage: int, on_damaged: Callable[[CheckpointError], None] = lambda _: None
 ) -> Checkpoint | None:
-    """Returns the newest checkpoint of `stage` whose every byte is as it was written; None if there is none. Blocks.
-
-    on_damaged: takes the error of each newer checkpoint that is skipped.
-    """
+    """Returns the newest intact checkpoint of `stage`, or None. on_damaged: takes the error of each newer one."""
     for _, path in _list_checkpoints(stage_folder(folder, stage)):
         try:
             return verify_checkpoint(path, run, stage)
@@ -114,10 +108,7 @@ def newest_checkpoint(
 
 
 def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
-    """Checks the checkpoint in the folder `path` and returns it. Blocks.
-
-    Raises CheckpointError when it is of another run or stage, or the hash or size of a file is wrong.
-    """
+    """Checks every byte of the checkpoint in `path`, and returns it. Raises CheckpointError if damaged or foreign."""
     index = _read_index(path)
     if (index.run, index.stage) != (run, stage):
         raise CheckpointError(f"{path} is of stage {index.stage} of run {index.run}, not of stage {stage} of {run}.")
@@ -138,7 +129,7 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
 
 
 def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
-    """Reads the checkpoint's weights and moments. Raises CheckpointError when they do not fit `layout`. Blocks."""
+    """Reads the checkpoint's weights and moments. Raises CheckpointError when they do not fit `layout`."""
     moments = _read_tensors(checkpoint.path / MOMENTS)
     if unknown := [name for name in moments if not name.startswith((MEAN, SQUARE))]:
         raise CheckpointError(f"{checkpoint.path / MOMENTS} holds {unknown[0]}, which is no moment.")
@@ -165,11 +156,8 @@ def stage_folder(folder: Path, stage: int) -> Path:
 
 
 def _write_files(place: Path, run: str, state: StageState, layout: Layout) -> Path:
-    """Writes a checkpoint in a temporary folder, renames that to its name, and returns the path. Raises OSError.
-
-    If a checkpoint with the same content is there already, that one stays, unless it is damaged: then it is replaced.
-    """
-    fresh = _temporary_folder(place)
+    """Writes a checkpoint in a new folder, renames that, and returns the path; an intact one of that name stays."""
+    fresh = fresh_path(place / f"step-{state.step}")
     os.mkdir(fresh, 0o700)
     metadata = {"run": run, "stage": str(state.stage), "step": str(state.step)}
     moments = {MEAN + name: tensor for name, tensor in layout.named(state.mean).items()}
@@ -188,28 +176,20 @@ def _write_files(place: Path, run: str, state: StageState, layout: Layout) -> Pa
     )
     written = write_file(fresh / INDEX, [index.model_dump_json(indent=2).encode() + b"\n"])
     path = place / f"step-{state.step}-{written.sha256[:NAME_DIGITS]}"
-    sync_folder(fresh)
     if path.exists():
         with contextlib.suppress(CheckpointError):
             verify_checkpoint(path, run, state.stage)  # the same content: it may be the only one, so it stays
-            remove_folder(fresh)
+            shutil.rmtree(fresh, ignore_errors=True)
             return path
-        os.rename(path, _temporary_folder(place))
-    os.rename(fresh, path)
-    sync_folder(place)
+    put_in_place(fresh, path)
     return path
-
-
-def _temporary_folder(place: Path) -> Path:
-    """Returns a random path in `place`, .new-..., that no reader takes for a checkpoint. Creates nothing."""
-    return place / f".new-{secrets.token_hex(8)}"
 
 
 def _remove_leftovers(place: Path) -> None:
     """Removes the temporary folders that a writer has left which was killed or ran out of space. Raises nothing."""
     with contextlib.suppress(OSError):
-        for leftover in place.glob(".new-*"):
-            remove_folder(leftover)
+        for leftover in place.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 # --- reading
@@ -225,10 +205,7 @@ def _list_checkpoints(place: Path) -> list[tuple[int, Path]]:
 
 
 def _read_index(path: Path) -> _CheckpointIndex:
-    """Reads checkpoint.json in the folder `path`.
-
-    Raises CheckpointError when it cannot be read, or its hash or step is not the one in the folder's name.
-    """
+    """Reads checkpoint.json in the folder `path`. Raises CheckpointError unless the folder's name fits its content."""
     file, match = path / INDEX, _NAME.fullmatch(path.name)
     if match is None:
         raise CheckpointError(f"{path} is not named as a checkpoint is.")

@@ -57,10 +57,7 @@ class ChunkSchedule:
         return chunk
 
     def record_arrival(self, chunk: int, peer: PeerId, now: float) -> list[PeerId]:
-        """Records that `peer` gave the chunk, and how long that took.
-
-        Returns the other peers that were asked for the chunk: those calls can be cancelled.
-        """
+        """Records that `peer` gave the chunk. Returns the other peers asked for it: those calls can be cancelled."""
         asked = self._open.pop(chunk, {})
         if (began := asked.pop(peer, None)) is not None:
             self._durations.append(now - began)

@@ -7,6 +7,7 @@ a time is in memory. The folder is there with all of its files or not at all; ea
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +18,18 @@ from agora_protocol.ids import PeerId, RunId
 
 from agora.calls import Caller
 from agora.clock import loop_time
-from agora.state.files import fresh_path, make_folder, put_in_place, remove_folder, replace_tensors
+from agora.state.files import fresh_path, make_folder, put_in_place, replace_tensors
+from agora.state.keeper import ClaimedSteps, KeptStages
 from agora.state.layout import Layout, StageState
 from agora.state.merged_model import SOURCE_BYTES, StageFile
 from agora.state.rules import most_advanced_first
-from agora.state.stages import ClaimedSteps, KeptStages
 from agora.state.transfer import StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
 COLLECT_S: Final = 3500.0
 RETRY_MS: Final = 1000
-SPARE_BYTES: Final = 64 * 2**20
+SPARE_BYTES: Final = 64 * 2**20  # stay free on the disk
 
 
 class StageCollector:
@@ -46,11 +47,8 @@ class StageCollector:
         serving: ClaimedSteps,
         caller: Caller,
         report_offence: ReportOffence,
-        spare_bytes: int = SPARE_BYTES,
     ) -> None:
-        """layouts: returns the layout of each stage of the run, in order; called in a thread. spare_bytes: what stays
-        free on the disk.
-        """
+        """layouts: returns the layout of each stage of the run, in order; called in a thread."""
         self._run = run
         self._folder = folder
         self._layouts = layouts
@@ -58,17 +56,14 @@ class StageCollector:
         self._serving = serving
         self._caller = caller
         self._report_offence = report_offence
-        self._spare_bytes = spare_bytes
         self._task: asyncio.Task[list[StageFile]] | None = None
         self._closed = False
 
     async def collect(self) -> list[StageFile]:
         """Writes a weight file for every stage, in place of the last collection, and returns the files in stage order.
 
-        Leaves no half collection when it fails or is cancelled.
-
-        Raises Busy while another collection runs, Unavailable for a stage that nobody can give, DiskError, and
-        LocalError when the daemon leaves.
+        Leaves no half collection. Raises Busy while another collection runs, Unavailable for a stage that nobody can
+        give, DiskError, and LocalError when the daemon leaves.
         """
         if self._closed:
             raise LocalError("this daemon is leaving; ask another one of the run")
@@ -91,26 +86,29 @@ class StageCollector:
             self._task.cancel()
 
     async def _collect(self) -> list[StageFile]:
-        """Removes the last collection, writes the files of all stages into a new folder, and renames it to `folder`.
-
-        Raises Unavailable, before it writes, when a stage has no holder; DiskError when there is too little space.
-        """
+        """Checks holders and room, then writes the files of all stages into a new folder and renames it to `folder`."""
         deadline = loop_time() + COLLECT_S
         layouts = await run_in_thread(self._layouts)
         for stage in range(len(layouts)):
             if stage not in self._held.span and not self._serving(stage):
                 raise _unavailable(stage, [])
         fresh = fresh_path(self._folder)
-        need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts) + self._spare_bytes
+        need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts) + SPARE_BYTES
+
+        def prepare() -> None:
+            """Removes the last collection and what killed processes left; creates `fresh`."""
+            for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}.*")]:
+                shutil.rmtree(old, ignore_errors=True)
+            make_folder(fresh, need_bytes)
+
         try:
-            await run_in_thread(self._remove_earlier)
-            await run_in_thread(lambda: make_folder(fresh, need_bytes))
+            await run_in_thread(prepare)
             files = [await self._write_stage(fresh, stage, layout, deadline) for stage, layout in enumerate(layouts)]
             await run_in_thread(lambda: put_in_place(fresh, self._folder))
         except OSError as error:
             raise DiskError(f"Cannot write {self._folder} ({error.strerror or error}); free some space.") from error
         finally:
-            await run_in_thread(lambda: remove_folder(fresh))
+            await run_in_thread(lambda: shutil.rmtree(fresh, ignore_errors=True))
         return [replace(file, path=self._folder / file.path.name) for file in files]
 
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, deadline: float) -> StageFile:
@@ -125,11 +123,8 @@ class StageCollector:
         return StageFile(stage, state.step, path)
 
     async def _fetch(self, stage: int, numel: int, deadline: float) -> StageState:
-        """Fetches a stage's state from the peers that serve it; when all fail, from those that serve it since then.
-
-        Raises Unavailable, with all reasons, when every peer that serves it has been asked.
-        """
-        fetch = StateFetch(self._caller, stage, numel, report_offence=self._report_offence)
+        """Fetches a stage's state from the peers that serve it, and from later ones if all fail. Raises Unavailable."""
+        fetch = StateFetch(self._caller, stage, numel, self._report_offence)
         asked: set[PeerId] = set()
         reasons: tuple[str, ...] = ()
         while sources := [peer for peer in most_advanced_first(self._serving(stage)) if peer not in asked]:
@@ -139,11 +134,6 @@ class StageCollector:
             except Unavailable as error:
                 reasons += error.reasons
         raise _unavailable(stage, reasons)
-
-    def _remove_earlier(self) -> None:
-        """Removes the last collection, and the temporary folders of a process that was killed."""
-        for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}.*")]:
-            remove_folder(old)
 
 
 def _unavailable(stage: int, reasons: Sequence[str]) -> Unavailable:

@@ -1,14 +1,15 @@
 """Writes files and folders so that a power cut leaves a whole one or none, and an export never over others' files.
 
 Knows: bytes, folders, and export.json, by which a folder is known as an export. Must not know: what the bytes mean. A
-safetensors file is written straight from the arrays, without a second copy of them in memory, and hashed on the way:
-the hash is that of the bytes that were to be written, so that damage by the disk is noticed later.
+safetensors file is written straight from the arrays, without a second copy in memory, and hashed on the way, so that
+later damage by the disk is noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -37,10 +38,7 @@ class FileDigest:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o600) -> FileDigest:
-    """Creates `path` from `pieces`, waits until the disk has them, and returns the file's size and hash.
-
-    Raises OSError, also when `path` exists.
-    """
+    """Creates `path` from `pieces`, waits for the disk, returns size and hash. Raises OSError, also if it exists."""
     digest, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -59,37 +57,28 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o6
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]) -> FileDigest:
     """Creates the safetensors file `path` of float32 tensors as write_file does: waits for the disk, raises OSError."""
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        """Yields the file's content: the safetensors header, then each tensor's bytes."""
-        yield safetensors_header({name: ("F32", t.shape, t.nbytes) for name, t in tensors.items()}, metadata)
-        for tensor in tensors.values():
-            yield np.ascontiguousarray(tensor, "<f4").reshape(-1).data.cast("B")
-
-    return write_file(path, pieces())
+    header = safetensors_header({name: ("F32", t.shape, t.nbytes) for name, t in tensors.items()}, metadata)
+    contents = (np.ascontiguousarray(tensor, "<f4").reshape(-1).data.cast("B") for tensor in tensors.values())
+    return write_file(path, itertools.chain[bytes | memoryview]([header], contents))
 
 
-def replace_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]) -> FileDigest:
-    """Writes the safetensors file `path`, in place of an older one. A reader finds a whole file, old or new, or none.
-
-    Raises DiskError; `path` is then as it was.
-    """
+def replace_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]) -> None:
+    """Replaces the safetensors file `path`; readers never find half of it. Raises DiskError; it is then unchanged."""
     temporary = path.with_suffix(f".{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary.unlink(missing_ok=True)
-        written = write_tensors(temporary, tensors, metadata)
+        write_tensors(temporary, tensors, metadata)
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise DiskError(f"Cannot write {path} ({error.strerror}); free some space, or choose another --dir.") from error
-    return written
 
 
 def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
-    """Returns the beginning of a safetensors file; the tensors' bytes follow in the same order, without gaps.
+    """Returns the beginning of a safetensors file, which its tensors' bytes follow in the same order, without gaps.
 
     tensors: for each name its dtype as the format spells it, its shape and its size in bytes.
     """
@@ -110,11 +99,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes `folder` and what is in it, as far as that is possible; raises nothing."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- folders of results
@@ -160,7 +144,7 @@ def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
             f"Cannot write {place} ({error.strerror or error}); free some space, or name another folder."
         ) from error
     finally:
-        remove_folder(fresh)
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def fresh_path(place: Path) -> Path:
@@ -193,7 +177,7 @@ def put_in_place(fresh: Path, place: Path) -> None:
             os.rename(replaced, place)
         raise
     sync_folder(place.parent)
-    remove_folder(replaced)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_file_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:

@@ -1,20 +1,23 @@
 """Keeps the state of this peer's stages: fills them at the start, writes checkpoints, gives copies to joining peers.
 
-Knows: the rest of this package, and the stages and their holders as `stages.py` describes them. Must not know: how
-training goes on, who carries calls, or what a checkpoint's files look like.
+Knows: the rest of this package, and by protocols the stages, their slices and their holders: the daemon passes in
+train.Compute, averaging.Slices and swarm.View. Must not know: how training goes on, who carries calls, or what a
+checkpoint's files look like.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple, Protocol
 
+import numpy as np
 from agora_protocol.errors import Busy, DiskError, NotMyStage, Unavailable
-from agora_protocol.ids import PeerId
+from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GetChunk, GetSlice, GetState
+from numpy.typing import NDArray
 
 from agora.calls import Caller, Reply
 from agora.clock import loop_time
@@ -22,10 +25,9 @@ from agora.observe import events
 from agora.observe.events import Report
 from agora.state import rules
 from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
-from agora.state.layout import ELEMENT_BYTES, StageState
+from agora.state.layout import ELEMENT_BYTES, Flat, Layout, StageState
 from agora.state.missed_slices import SliceFetch, chunk_blocks, slice_reply
 from agora.state.snapshot import Snapshots
-from agora.state.stages import KeptStages, StageHolders, StageSlices
 from agora.state.transfer import USUAL_LAG, StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
@@ -35,6 +37,53 @@ SLICES_S: Final = 120.0  # for the slices averaged meanwhile
 PATIENCE_S: Final = 300.0  # for which a joining peer without a checkpoint waits for new sources when all have failed
 RETRY_S: Final = 2.0  # between two looks for new sources
 RETRY_MS: Final = 500  # after which a peer that asked too early may ask again
+
+
+class KeptStages(Protocol):
+    """The stages of this peer's span, whose state can be read and replaced while they train."""
+
+    @property
+    def span(self) -> Span: ...
+    def layout(self, stage: int) -> Layout: ...
+    async def load_state(self, state: StageState) -> None: ...
+    async def export_state(self, stage: int) -> StageState:
+        """Returns a consistent copy of the stage's weights and moments as of its last step."""
+
+    async def snapshot_blocks(self, stage: int, blocks: NDArray[np.int64]) -> tuple[Any, int]:
+        """Returns a copy of the weights in `blocks`, a float32 [n] tensor on the CPU, and the step that they are of."""
+
+    async def replace_blocks(self, stage: int, blocks: NDArray[np.int64], values: Flat) -> None:
+        """Replaces the weights in `blocks`; values: float32 [n]."""
+
+    async def catch_up(self, stage: int, step: int) -> None:
+        """Brings a stage that is behind to `step`: one step along its own gradient sum, several only by counting."""
+
+
+class StageSlices(Protocol):
+    """The slices into which averaging cuts a stage's weights; round r averages slice r mod count."""
+
+    count: int
+
+    def blocks(self, number: int) -> NDArray[np.int64]:
+        """Returns the ids of the blocks that round `number` averages, in ascending order."""
+
+    def numel_of(self, number: int) -> int:
+        """Returns how many elements round `number` averages."""
+
+
+ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
+"""Returns, for a stage, the optimizer steps that each of its peers claims to have taken there."""
+
+
+class StageHolders(NamedTuple):
+    """Says which peers hold a stage and at which step they claim to be. me: this peer, which all may include.
+
+    serving: the peers that serve the stage. claimants: also those that are joining and may give a checkpoint.
+    """
+
+    me: PeerId
+    serving: ClaimedSteps
+    claimants: ClaimedSteps
 
 
 class StateKeeper:
@@ -77,10 +126,7 @@ class StateKeeper:
     # --- filling the stages
 
     async def find_checkpoints(self) -> tuple[int, ...]:
-        """Finds the newest intact checkpoint of each stage on this disk and remembers it for `fill_stages`.
-
-        Returns the step of each stage's checkpoint in the order of the span, 0 where there is none.
-        """
+        """Finds each stage's newest intact checkpoint on this disk; returns their steps, 0 for a stage without one."""
 
         def find_newest(stage: int) -> Checkpoint | None:
             """Returns the newest intact checkpoint of the stage, and reports the damaged ones that it skips."""
@@ -94,20 +140,16 @@ class StateKeeper:
         return tuple(checkpoint.step if checkpoint is not None else 0 for checkpoint in newest)
 
     async def fill_stages(self) -> str:
-        """Fills each stage as `choose_start` decides: from its checkpoint, from other peers, or with initial weights.
+        """Fills each stage as `choose_start` decides, and returns a sentence that says from where.
 
-        Returns a sentence that says from where. Raises Unavailable when a stage without an own checkpoint must be
-        fetched and no peer gives it.
+        Raises Unavailable when a stage without an own checkpoint must be fetched and no peer gives it.
         """
         sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self._stages.span.stages]
         self._found.clear()
         return "; ".join(sources)
 
     async def _fill_stage(self, stage: int) -> str:
-        """Fills one stage as `choose_start` decides; loads the own checkpoint if fetching fails. Returns the reason.
-
-        Raises Unavailable when fetching fails and there is no own checkpoint.
-        """
+        """Fills one stage as `choose_start` decides; loads the own checkpoint if fetching fails. Returns the reason."""
         own = self._found.get(stage)
         decision = rules.choose_start(own.step if own else None, self._offers(stage), self._lag_limit)
         if decision.action == "fetch":
@@ -128,12 +170,14 @@ class StateKeeper:
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
         """Returns the plausible step of each other peer that serves the stage or is joining with a checkpoint of it."""
-        claimed = {peer: step for peer, step in self._holders.claimants(stage).items() if peer != self._holders.me}
-        return rules.plausible_offers(claimed, self._serving_steps(stage), self._lag_limit)
+        bound = self._plausible_step(stage)
+        claimed = self._holders.claimants(stage)
+        return {peer: step for peer, step in claimed.items() if peer != self._holders.me and step <= bound}
 
-    def _serving_steps(self, stage: int) -> list[int]:
-        """Returns the steps that the other peers which serve the stage claim to be at."""
-        return [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
+    def _plausible_step(self, stage: int) -> float:
+        """Returns the plausibility bound of the steps that the other peers which serve the stage claim to be at."""
+        serving = [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
+        return rules.plausibility_bound(serving, self._lag_limit)
 
     # --- fetching
 
@@ -143,18 +187,17 @@ class StateKeeper:
         In synchronous runs it fetches again until all chunks are of one step, and no slices: that state is exact.
         Returns a sentence about the transfer. Raises Unavailable when for `patience_s` nobody could go on with it.
         """
-        began, lag_limit = loop_time(), self._lag_limit
+        began = loop_time()
         exact = self._manifest.schedule.kind == "synchronous"
         fetch = StateFetch(
             self._caller,
             stage,
             self._stages.layout(stage).numel,
+            self._report_offence,
             lag_limit=0 if exact else USUAL_LAG,
-            plausible_step=lambda: rules.plausibility_bound(self._serving_steps(stage), lag_limit),
-            report_offence=self._report_offence,
+            plausible_step=lambda: self._plausible_step(stage),
         )
-        offers = self._offers(stage).values()
-        at_least = rules.lowest_step_to_fetch(at_least, offers, self._manifest.averaging.every)
+        at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values(), self._manifest.averaging.every)
         state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
         while exact and state.step < fetch.newest_step:  # some chunks are of an earlier step
             state = await self._run_fetch(fetch, stage, sources, fetch.newest_step, patience_s)
@@ -163,7 +206,7 @@ class StateKeeper:
         self.fetched.add(stage)
         self._checkpointed[stage] = state.step
         missed = 0 if exact else await self._fetch_missed_slices(stage, state.step, sources)
-        seconds, size = loop_time() - began, ELEMENT_BYTES * state.numel
+        seconds, size = loop_time() - began, state.nbytes
         self._report(events.StateFetched(stage, state.step, size, seconds, fetch.schedule.refetched))
         return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s, and {missed} slices averaged since"
 
@@ -204,11 +247,7 @@ class StateKeeper:
     # --- giving copies to other peers
 
     async def answer(self, request: GetState | GetChunk | GetSlice) -> Reply:
-        """Returns the snapshot's index, the chunk or the slice that a joining peer asks for.
-
-        Raises NotMyStage for a stage that is not held, Busy for a slice of a stage that is not filled yet, and what
-        `Snapshots` raises.
-        """
+        """Returns the answer to a joining peer's request. Raises NotMyStage, Busy, Refused, or ProtocolError."""
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
         if request.stage not in self._stages.span:
@@ -242,10 +281,7 @@ class StateKeeper:
             self._wake.set()
 
     async def run(self) -> None:
-        """Writes the checkpoints that `note_step` finds due, and drops idle snapshots, until cancelled.
-
-        A disk error is reported and costs that checkpoint only.
-        """
+        """Writes the checkpoints that `note_step` finds due, and drops idle snapshots, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -268,5 +304,4 @@ class StateKeeper:
         except DiskError as error:
             self._report(events.DiskTrouble(str(self._folder), str(error)))
             return
-        size = ELEMENT_BYTES * state.numel
-        self._report(events.CheckpointWritten(stage, state.step, size, loop_time() - began))
+        self._report(events.CheckpointWritten(stage, state.step, state.nbytes, loop_time() - began))

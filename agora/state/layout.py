@@ -2,10 +2,9 @@
 
 Knows: elements, names, and which elements a chunk carries. Must not know: files, peers, or how anything is trained.
 
-A snapshot is cut so that a chunk carries the weights, the means and the squares of the SAME elements: chunk i holds
-elements [i*m, (i+1)*m) of the weights, then of the means, then of the squares, float32 little-endian, with
-m = STATE_CHUNK_BYTES // 12. So chunks of different replicas' snapshots may be mixed: no element gets its weight from
-one replica and its moments from another.
+Chunk i holds elements [i*m, (i+1)*m) of the weights, then of the means, then of the squares, float32 little-endian,
+with m = STATE_CHUNK_BYTES // 12. So chunks of different replicas' snapshots may be mixed: no element gets its weight
+from one replica and its moments from another.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ Flat = NDArray[np.float32]
 ALIGNMENT: Final = 16  # elements: tensors start on 64-byte borders, as matrix kernels like it; the gaps remain zero
 ELEMENT_BYTES: Final = 12  # a weight, its mean and its square
 CHUNK_ELEMENTS: Final = STATE_CHUNK_BYTES // ELEMENT_BYTES
+HASH_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class StageState:
     def numel(self) -> int:
         """How many elements the stage has, padding included."""
         return self.weights.size
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the weights and the moments have together."""
+        return ELEMENT_BYTES * self.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +86,7 @@ class Layout:
         return {slot.name: flat[slot.elements].reshape(slot.shape) for slot in self.slots}
 
     def flat(self, tensors: Mapping[str, NDArray[np.float32]]) -> Flat:
-        """Returns the flat array that holds `tensors`, the inverse of `named`.
-
-        Raises ValueError, which names the tensor, when one is missing, unknown, or of another shape or dtype.
-        """
+        """Returns the flat array of `tensors`, the inverse of `named`. Raises ValueError if one is missing or wrong."""
         flat = np.zeros(self.numel, np.float32)
         views = self.named(flat)
         if unmatched := sorted(views.keys() ^ tensors.keys()):
@@ -134,11 +136,7 @@ def unpack_chunk(data: memoryview) -> tuple[Flat, Flat, Flat]:
     return weights, mean, square
 
 
-def chunk_hashes(state: StageState) -> list[bytes]:
-    """Returns the SHA-256 of each chunk of `state`. Blocks for about a second per gigabyte."""
-    return [hashlib.sha256(pack_chunk(state, chunk)).digest() for chunk in range(chunk_count(state.numel))]
-
-
-def snapshot_hash(hashes: Sequence[bytes]) -> bytes:
-    """Returns the SHA-256 over the chunks' hashes, by which peers name a snapshot."""
-    return hashlib.sha256(b"".join(hashes)).digest()
+def chunk_hashes(state: StageState) -> bytes:
+    """Returns the SHA-256 of each chunk of `state`, one after another. Blocks for about a second per gigabyte."""
+    chunks = range(chunk_count(state.numel))
+    return b"".join(hashlib.sha256(pack_chunk(state, chunk)).digest() for chunk in chunks)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
 import numpy as np
 from agora_protocol.errors import LocalError
@@ -64,24 +64,23 @@ class ExportedTensor:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
 class MergedModel:
-    """A whole model in the open files of its stages: `check` verifies every tensor, `write` writes the model's shards.
+    """A whole model in the open files of its stages (`open_stages`), of which one tensor at a time is in memory.
 
-    open_stages makes it. Only one tensor at a time is in memory.
+    sources: for each exported tensor the file of its stage, and that file's reader.
     """
 
-    def __init__(self, sources: Mapping[ExportedTensor, tuple[Path, Any]]) -> None:
-        """sources: the file of each exported tensor, and its reader as safe_open gives it."""
-        self._sources = sources
+    sources: Mapping[ExportedTensor, tuple[Path, safe_open]]
 
     @property
     def numel(self) -> int:
         """Returns how many elements the whole model has."""
-        return sum(tensor.numel for tensor in self._sources)
+        return sum(tensor.numel for tensor in self.sources)
 
     def check(self, report: ReportBytes) -> None:
         """Reads every tensor. Raises ExportError for a wrong type or shape, and for NaN and infinity."""
-        for tensor, (path, reader) in self._sources.items():
+        for tensor, (path, reader) in self.sources.items():
             header = reader.get_slice(tensor.source)
             dtype, shape = header.get_dtype(), tuple(header.get_shape())
             expected = tensor.shape if tensor.source_shape is None else tensor.source_shape
@@ -93,11 +92,8 @@ class MergedModel:
             report(SOURCE_BYTES * tensor.numel)
 
     def write(self, folder: Path, dtype: Dtype, shard_bytes: int, report: ReportBytes) -> dict[str, FileDigest]:
-        """Writes the tensors, converted to `dtype`, into `folder`: shards of at most `shard_bytes`, and their index.
-
-        Returns the size and hash of each file by its name. Raises OSError.
-        """
-        shards = cut_shards(list(self._sources), ITEM_BYTES[dtype], shard_bytes)
+        """Writes the tensors as `dtype` in shards of up to `shard_bytes`, and an index; returns each file's digest."""
+        shards = cut_shards(list(self.sources), ITEM_BYTES[dtype], shard_bytes)
         written: dict[str, FileDigest] = {}
         file_of: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
@@ -115,7 +111,7 @@ class MergedModel:
         specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in shard}
         yield safetensors_header(specs, {"format": "pt"})
         for tensor in shard:
-            values = self._sources[tensor][1].get_tensor(tensor.source)
+            values = self.sources[tensor][1].get_tensor(tensor.source)
             values = values if tensor.convert is None else tensor.convert(values)
             values = np.ascontiguousarray(values, "<f4").reshape(-1)
             yield (to_bf16(values) if dtype == "bf16" else values).data.cast("B")
@@ -126,12 +122,12 @@ class MergedModel:
 def open_stages(
     run: str, files: Sequence[StageFile], tensors: Mapping[int, Sequence[ExportedTensor]]
 ) -> Iterator[MergedModel]:
-    """Opens and checks the files of all stages, and yields the model in them; closes them at the end of the `with`.
+    """Opens the files of all stages, and yields the model in them until the end of the `with`.
 
-    tensors: the tensors exported from each stage. Raises ExportError for a file that cannot be read, is of another run,
-    stage or step, or has not exactly the sources of the exported tensors.
+    tensors: those exported from each stage. Raises ExportError for a file that cannot be read, is of another run, stage
+    or step, or has not exactly the tensors that are exported from it.
     """
-    sources: dict[ExportedTensor, tuple[Path, Any]] = {}
+    sources: dict[ExportedTensor, tuple[Path, safe_open]] = {}
     with contextlib.ExitStack() as stack:
         for file in files:
             try:

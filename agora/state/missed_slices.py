@@ -31,10 +31,7 @@ PAUSE_S: Final = 0.2  # at least, before a peer that was busy is asked again
 
 
 def chunk_blocks(blocks: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
-    """Returns the part of a slice's block ids, `blocks`, whose values travel in its chunk number `chunk`.
-
-    Raises ProtocolError when the slice has no such chunk.
-    """
+    """Returns those of a slice's block ids that its chunk number `chunk` carries. Raises ProtocolError if none."""
     size = SLICE_CHUNK // SLICE_BLOCK
     if chunk * size >= len(blocks):
         raise ProtocolError("bad-message", f"The slice has {-(-len(blocks) // size)} chunks; ask for one of them.")

@@ -66,11 +66,8 @@ def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int
 
 
 def _loading_code(manifest: Manifest) -> str:
-    """Returns Python code that loads the model and samples text.
-
-    Training adds no special tokens, so reading must not add any either.
-    """
-    no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"
+    """Returns Python code, in Markdown, that loads the model and samples text."""
+    no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"  # nor does training
     return f"""\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -28,16 +28,10 @@ class StartDecision:
 
 
 def choose_start(checkpoint_step: int | None, offers: Mapping[PeerId, int], lag_limit: int) -> StartDecision:
-    """Decides where the state of a starting stage comes from.
+    """Decides where the state of a starting stage comes from: its checkpoint, peers, or its seed (table: docs/state.md).
 
-    | own checkpoint         | most advanced offer           | action               |
-    |------------------------|-------------------------------|----------------------|
-    | at that step or later  | any, or there is no offer     | load                 |
-    | older, or none         | at step 1 or later            | fetch                |
-    | none                   | at step 0, or no offer        | keep initial weights |
-
-    checkpoint_step: None without an own checkpoint. offers: the step of each peer that can give the state, without
-    implausible ones (`plausible_offers`). Peers more than `lag_limit` steps behind the most advanced are no sources.
+    checkpoint_step: None without an own checkpoint. offers: the plausible step of each peer that can give the state.
+    Peers more than `lag_limit` steps behind the most advanced are no sources.
     """
     newest = max(offers.values(), default=0)
     if checkpoint_step is not None and checkpoint_step >= newest:
@@ -49,20 +43,13 @@ def choose_start(checkpoint_step: int | None, offers: Mapping[PeerId, int], lag_
     lowest = max(newest - lag_limit, 1)
     sources = tuple(peer for peer in most_advanced_first(offers) if offers[peer] >= lowest)
     own = "no own checkpoint" if checkpoint_step is None else f"own checkpoint of step {checkpoint_step}"
-    return StartDecision(
-        "fetch", lowest, sources, f"{own}; {len(sources)} peers are at most {lag_limit} steps behind step {newest}"
-    )
+    reason = f"{own}; {len(sources)} peers are at most {lag_limit} steps behind step {newest}"
+    return StartDecision("fetch", lowest, sources, reason)
 
 
 def most_advanced_first(offers: Mapping[PeerId, int]) -> list[PeerId]:
     """Returns the peers of `offers` by step, the highest first; peers at the same step sorted by peer id."""
     return sorted(offers, key=lambda peer: (-offers[peer], peer))
-
-
-def plausible_offers(claimed: Mapping[PeerId, int], serving: Collection[int], lag_limit: int) -> dict[PeerId, int]:
-    """Returns those entries of `claimed` (peer -> step) whose step is not above the plausibility bound of `serving`."""
-    bound = plausibility_bound(serving, lag_limit)
-    return {peer: step for peer, step in claimed.items() if step <= bound}
 
 
 def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
@@ -75,19 +62,15 @@ def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
 
 
 def usual_lag_limit(averaging_every: int, averaging_fraction: float) -> int:
-    """Returns max(100, 2 * averaging_every / averaging_fraction).
+    """Returns max(100, 2 * averaging_every / averaging_fraction): in that many steps all weights are averaged twice.
 
-    In 2 * averaging_every / averaging_fraction steps all weights are averaged twice. A state more steps than the limit
-    behind the newest is not fetched; a claimed step more than that above the replicas' median is implausible.
+    A state further behind the newest is not fetched; a claimed step further above the replicas' median is implausible.
     """
     return max(100, round(2 * averaging_every / averaging_fraction))
 
 
 def lowest_step_to_fetch(wanted: int, offers: Collection[int], averaging_every: int) -> int:
-    """Returns the lowest step of a state to accept: max(wanted, lower median of `offers` - averaging_every).
-
-    offers: the steps of the peers that can give the state.
-    """
+    """Returns the lowest step of a state to accept: max(wanted, lower median of `offers` - averaging_every)."""
     return max(wanted, statistics.median_low(offers or [0]) - averaging_every)
 
 

@@ -6,6 +6,7 @@ Knows: GetState and GetChunk, and how many bytes the copies may hold. Must not k
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.clock import loop_time
-from agora.state.layout import ELEMENT_BYTES, StageState, chunk_hashes, pack_chunk, snapshot_hash
+from agora.state.layout import HASH_BYTES, StageState, chunk_count, chunk_hashes, pack_chunk
 
 RETRY_MS: Final = 1000
 FRESH_S: Final = 30.0  # up to this age a snapshot is given to new joiners
@@ -30,47 +31,30 @@ MAX_BYTES: Final = 2**31  # of all snapshots together
 
 @dataclass(slots=True)
 class _Snapshot:
-    """A copy of a stage's state with its chunks' hashes. `made`, `last_used`: times on the clock of `Snapshots`."""
+    """A copy of a stage's state. hashes: the SHA-256 of each chunk, in order; `name` is the SHA-256 of all of them."""
 
-    state: StageState
-    hashes: list[bytes]
     name: bytes
+    state: StageState
+    hashes: bytes
     made: float = 0.0
     copying_s: float = 0.0
     last_used: float = 0.0
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes the copy's weights and moments have."""
-        return ELEMENT_BYTES * self.state.numel
-
 
 class Snapshots:
-    """Answers GetState and GetChunk: copies a stage when asked, gives a fresh copy to several peers, drops idle ones.
+    """Answers GetState and GetChunk: copies a stage when asked, gives one copy to several peers, drops idle ones."""
 
-    It runs on the event loop; hashing and packing run in threads.
-    """
-
-    def __init__(
-        self,
-        export: Callable[[int], Awaitable[StageState | None]],
-        nbytes_of: Callable[[int], int],
-        *,
-        now: Callable[[], float] = loop_time,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
-        """export: copies a stage, None while there is nothing to give. nbytes_of: the copy's bytes. now: in seconds."""
+    def __init__(self, export: Callable[[int], Awaitable[StageState | None]], nbytes_of: Callable[[int], int]) -> None:
+        """export: copies a stage; None while there is nothing to give. nbytes_of: the bytes that a copy will have."""
         self._export = export
         self._nbytes_of = nbytes_of
-        self._now = now
-        self._max_bytes = max_bytes
         self._kept: dict[bytes, _Snapshot] = {}
         self._copying: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @property
     def nbytes(self) -> int:
         """How many bytes all kept snapshots have together."""
-        return sum(snapshot.nbytes for snapshot in self._kept.values())
+        return sum(snapshot.state.nbytes for snapshot in self._kept.values())
 
     async def get_state(self, request: GetState) -> Reply:
         """Returns the name, step and chunk hashes of a snapshot: the stage's newest if that is fresh, else a new one.
@@ -81,63 +65,54 @@ class Snapshots:
             snapshot = await self._find_or_make(request.stage, request.at_least)
         if snapshot is None:
             return Reply(StateIndex(b"", 0, 0, 0))
-        snapshot.last_used = self._now()
-        hashes = WireTensor("uint8", (len(snapshot.hashes), 32), memoryview(b"".join(snapshot.hashes)))
+        snapshot.last_used = loop_time()
         state = snapshot.state
-        return Reply(StateIndex(snapshot.name, state.step, state.updates, snapshot.nbytes), [hashes])
+        hashes = WireTensor("uint8", (chunk_count(state.numel), HASH_BYTES), memoryview(snapshot.hashes))
+        return Reply(StateIndex(snapshot.name, state.step, state.updates, state.nbytes), [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:
         """Returns a chunk of a snapshot. Raises Refused for a dropped snapshot, ProtocolError for no such chunk."""
         snapshot = self._kept.get(request.snapshot)
         if snapshot is None:
             raise Refused("this snapshot is not kept any more; ask for the state again")
-        if request.chunk >= len(snapshot.hashes):
-            raise ProtocolError("bad-message", f"The snapshot has {len(snapshot.hashes)} chunks; ask for one of them.")
-        snapshot.last_used = self._now()
+        if request.chunk >= (count := chunk_count(snapshot.state.numel)):
+            raise ProtocolError("bad-message", f"The snapshot has {count} chunks; ask for one of them.")
+        snapshot.last_used = loop_time()
         data = await asyncio.to_thread(pack_chunk, snapshot.state, request.chunk)
         return Reply(Chunk(), [WireTensor("uint8", (len(data),), memoryview(data))])
 
     def drop_idle(self) -> None:
         """Drops the snapshots that nobody has used for IDLE_S."""
-        oldest = self._now() - IDLE_S
-        for snapshot in [s for s in self._kept.values() if s.last_used < oldest]:
-            del self._kept[snapshot.name]
+        oldest = loop_time() - IDLE_S
+        self._kept = {name: snapshot for name, snapshot in self._kept.items() if snapshot.last_used >= oldest}
 
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
-        """Returns the stage's newest snapshot if it is fresh or there is no room for another, else makes one.
-
-        Fresh: younger than FRESH_S, and if its step is below `at_least` also than REMAKE_FACTOR times its copying took.
-        None while there is nothing to give. Raises Busy without a snapshot and room for one.
-        """
+        """Returns the stage's newest snapshot if fresh or if no other fits, else a new one; None: nothing to give."""
         self.drop_idle()
+        began = loop_time()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made, default=None)
         if newest:
             lasts_s = FRESH_S if newest.state.step >= at_least else min(REMAKE_FACTOR * newest.copying_s, FRESH_S)
-            if self._now() - newest.made < lasts_s:
+            if began - newest.made < lasts_s:
                 return newest
         if not self._make_room(self._nbytes_of(stage)):
             if newest is None:
                 raise Busy("copies that others are fetching take all room; ask another peer", RETRY_MS)
             return newest  # older than it should be, but its joiner fetches the slices it misses anyway
-        return await self._make(stage)
-
-    async def _make(self, stage: int) -> _Snapshot | None:
-        """Copies and hashes the stage, keeps the snapshot and returns it; None while there is nothing to give."""
-        began = self._now()
         if (state := await self._export(stage)) is None:
             return None
         hashes = await asyncio.to_thread(chunk_hashes, state)
-        name = snapshot_hash(hashes)
-        snapshot = self._kept.setdefault(name, _Snapshot(state, hashes, name))
-        snapshot.made = self._now()
+        name = hashlib.sha256(hashes).digest()
+        snapshot = self._kept.setdefault(name, _Snapshot(name, state, hashes))
+        snapshot.made = loop_time()
         snapshot.copying_s = max(snapshot.made - began, SHORTEST_COPY_S)
         return snapshot
 
     def _make_room(self, nbytes: int) -> bool:
         """Drops the longest unused snapshots until `nbytes` more fit; returns False when the next to drop is in use."""
-        while self._kept and self.nbytes + nbytes > self._max_bytes:
+        while self._kept and self.nbytes + nbytes > MAX_BYTES:
             longest_unused = min(self._kept.values(), key=lambda s: s.last_used)
-            if self._now() - longest_unused.last_used < IN_USE_S:
+            if loop_time() - longest_unused.last_used < IN_USE_S:
                 return False
             del self._kept[longest_unused.name]
         return True

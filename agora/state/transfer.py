@@ -21,10 +21,9 @@ from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 from agora.calls import Caller, Reply
 from agora.clock import loop_time
 from agora.state.chunk_schedule import ChunkSchedule
-from agora.state.layout import ELEMENT_BYTES, Flat, StageState, chunk_count, chunk_range, unpack_chunk
+from agora.state.layout import ELEMENT_BYTES, HASH_BYTES, Flat, StageState, chunk_count, chunk_range, unpack_chunk
 from agora.swarm.conduct import Offence, ReportOffence
 
-HASH_BYTES: Final = 32
 SOURCES: Final = 4  # asked for chunks at once; the others wait to replace them
 WINDOW: Final = 3  # open calls to a source that gives a chunk in less than QUICK_S; other sources get one at a time
 QUICK_S: Final = 4.0
@@ -46,10 +45,10 @@ class FalseStateError(ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A snapshot that a source can give: its name, step and size (`index`), and the SHA-256 of each of its chunks."""
+    """A snapshot that a source can give: its name, step and size (`index`), and its chunks' SHA-256, in order."""
 
     index: StateIndex
-    hashes: list[bytes]
+    hashes: bytes
 
 
 @dataclass(slots=True)
@@ -86,21 +85,19 @@ class StateFetch:
         caller: Caller,
         stage: int,
         numel: int,
+        report_offence: ReportOffence,
         *,
         lag_limit: int = USUAL_LAG,
-        sources_at_once: int = SOURCES,
         plausible_step: Callable[[], float] = lambda: math.inf,
-        report_offence: ReportOffence,
     ) -> None:
         """Sources are used at steps from the newest offer - lag_limit up to plausible_step()."""
         self.schedule = ChunkSchedule(chunk_count(numel))
         self._caller = caller
         self._stage = stage
         self._numel = numel
-        self._lag_limit = lag_limit
-        self._sources_at_once = sources_at_once
-        self._plausible_step = plausible_step
         self._report_offence = report_offence
+        self._lag_limit = lag_limit
+        self._plausible_step = plausible_step
         self._weights, self._mean, self._square = (np.empty(numel, np.float32) for _ in range(3))
         self._versions: dict[int, tuple[int, int]] = {}  # (step, updates) behind each chunk that has arrived
         self._sources: list[_Source] = []
@@ -139,22 +136,21 @@ class StateFetch:
         return StageState(self._stage, step, updates, 0, self._weights, self._mean, self._square)
 
     async def _advance(self) -> None:
-        """Starts the calls that are due, waits until one ends, at most TICK_S, and removes those that have ended.
-
-        Raises Unavailable at the deadline, or when all sources are given up and no call is open.
-        """
+        """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable when late or without sources."""
         now = loop_time()
-        came = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
-        if now >= self._deadline:
-            raise self._unavailable(f"{came} before the deadline")
-        self._ask_for_offers(now)
-        self._ask_for_chunks(now)
+        late = now >= self._deadline
+        if not late:
+            self._ask_for_offers(now)
+            self._ask_for_chunks(now)
         calls = [task for source in self._sources for task in source.calls]
+        if late or not (calls or any(not source.given_up for source in self._sources)):
+            came = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
+            ending = " before the deadline" if late else ", and no source is left"
+            errors = [f"{source.peer}: {source.last_error}" for source in self._sources if source.last_error]
+            raise Unavailable(self._stage, [came + ending, *errors])
         wait_s = min(TICK_S, self._deadline - now)
         if calls:
             await asyncio.wait(calls, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        elif all(source.given_up for source in self._sources):
-            raise self._unavailable(f"{came}, and no source is left")
         else:
             await asyncio.sleep(wait_s)
         self._remove_ended_calls()
@@ -169,33 +165,23 @@ class StateFetch:
                 if not task.cancelled():
                     task.result()
 
-    def _unavailable(self, what: str) -> Unavailable:
-        """Returns the error to raise: `what`, then the last error of each source."""
-        return Unavailable(self._stage, [what, *(f"{s.peer}: {s.last_error}" for s in self._sources if s.last_error)])
-
     # --- starting calls
 
     def _ask_for_offers(self, now: float) -> None:
-        """Asks idle sources for an offer until `sources_at_once` of them, without slow ones, have one or are asked."""
+        """Asks idle sources for an offer until SOURCES of them, without slow ones, have made one or are asked."""
         usable = [source for source in self._sources if not source.given_up]
         at_work = sum(1 for s in usable if (s.offer or s.offer_pending) and not self._is_slow(s, now))
         waiting = [s for s in usable if not (s.offer or s.offer_pending) and now >= s.not_before]
-        for source in waiting[: max(self._sources_at_once - at_work, 0)]:
+        for source in waiting[: max(SOURCES - at_work, 0)]:
             source.calls[asyncio.create_task(self._fetch_offer(source))] = (now, None)
 
     def _is_slow(self, source: _Source, now: float) -> bool:
-        """Returns whether the source's oldest open call has lasted more than SLOW_S; another source then joins in.
-
-        For a source that has made an offer: more than max(SLOW_S, 4 usual chunk times).
-        """
-        patience = max(SLOW_S, 4 * self.schedule.usual_s()) if source.offer else SLOW_S
-        return now - min((began for began, _ in source.calls.values()), default=now) > patience
+        """Returns whether the source's oldest open call lasts unusually long; another source then joins in."""
+        patience_s = max(SLOW_S, 4 * self.schedule.usual_s()) if source.offer else SLOW_S
+        return now - min((began for began, _ in source.calls.values()), default=now) > patience_s
 
     def _ask_for_chunks(self, now: float) -> None:
-        """Once the first offers are in, gives up sources at too low a step and fills the others' windows with calls.
-
-        The first offers are in when no other is pending, or GATHER_S after the first.
-        """
+        """Once the first offers are in, gives up sources at too low a step and fills the others' windows with calls."""
         if not self._offers_complete:
             newest = max((source.offer.index.step for source in self._sources if source.offer), default=0)
             self._lowest_step = max(self._lowest_step, newest - self._lag_limit)
@@ -206,9 +192,9 @@ class StateFetch:
         for source in self._sources:
             if source.offer and (step := source.offer.index.step) < self._lowest_step:
                 self._give_up(source, f"is at step {step}; the lowest step that is used is {self._lowest_step}")
-        free = [s for s in self._sources if s.offer and now >= s.not_before]
+        free = [source for source in self._sources if source.offer and now >= source.not_before]
         while free:  # one chunk each in turn, so that all of them have work
-            free = [s for s in free if self._start_chunk(s, now)]
+            free = [source for source in free if self._start_chunk(source, now)]
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
         """Starts a call for the source's next chunk. Returns False if its window is full or there is no chunk."""
@@ -243,10 +229,11 @@ class StateFetch:
         ends = min(self._deadline, began + CHUNK_S)
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(ends))
         elements = chunk_range(chunk, self._numel)
+        expected = offer.hashes[HASH_BYTES * chunk :][:HASH_BYTES]
         nbytes = ELEMENT_BYTES * self._weights[elements].size
         try:
             reply = await self._caller.call(source.peer, request, deadline=ends)
-            values = await asyncio.to_thread(check_chunk, reply, offer.hashes[chunk], nbytes)
+            values = await asyncio.to_thread(check_chunk, reply, expected, nbytes)
         except AgoraError as error:
             self._handle_failure(source, error, offer)
             return
@@ -261,14 +248,9 @@ class StateFetch:
     # --- failures
 
     def _handle_failure(self, source: _Source, error: AgoraError, offer: Offer | None) -> None:
-        """Decides what a failed call means for its source. offer: the one that a chunk was asked of.
+        """Lets a source whose call failed pause, or gives it up, by the table in docs/state.md; reports false states.
 
-        | error                                   | consequence                                             |
-        |-----------------------------------------|---------------------------------------------------------|
-        | false state                             | given up, and reported as an offence                    |
-        | busy                                    | asked again after the time it asks for, at most 10 s    |
-        | protocol error, or the offer is refused | given up                                                |
-        | anything else, up to FAILURES in a row  | a pause that doubles; it must offer its snapshot again  |
+        offer: the one that a chunk was asked of; None: the call was for an offer.
         """
         if source.given_up:
             return
@@ -300,14 +282,8 @@ def milliseconds_until(moment: float) -> int:
     return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)
 
 
-# --- what sources answer
-
-
 def check_offer(reply: Reply, numel: int) -> Offer:
-    """Returns the offer in the answer to GetState for a stage of `numel` elements.
-
-    Raises Refused when the source has no snapshot, FalseStateError when the offer cannot be true.
-    """
+    """Returns the offer in the answer to GetState. Raises Refused without one, FalseStateError if it cannot be true."""
     index = reply.message
     if not isinstance(index, StateIndex):
         raise FalseStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
@@ -321,7 +297,7 @@ def check_offer(reply: Reply, numel: int) -> Offer:
     hashes = bytes(tensor.data)
     if hashlib.sha256(hashes).digest() != index.snapshot:
         raise FalseStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
-    return Offer(index, [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)])
+    return Offer(index, hashes)
 
 
 def check_chunk(reply: Reply, expected: bytes, nbytes: int) -> tuple[Flat, Flat, Flat]:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from agora.model import family_of
 from agora.node.loaded_span import stage_layouts
 from agora.state import collector
-from agora.state.collector import SPARE_BYTES, StageCollector
+from agora.state.collector import StageCollector
 from agora.state.layout import Layout, StageState
 from agora.swarm.view import PeerView, View
 from agora.train.weight_versions import StageWeights
@@ -64,7 +64,7 @@ class Held:
 class Scene:
     """Peer "first" gives stage 0, "last" and "late" give stage 2; stage 1 is held here."""
 
-    def __init__(self, signed: SignedManifest, layouts: list[Layout], folder: Path, spare_bytes: int) -> None:
+    def __init__(self, signed: SignedManifest, layouts: list[Layout], folder: Path) -> None:
         self.world = World()
         self.states = [state(layouts[k].numel, value=k + 1.0, step=10 + k, stage=k) for k in range(3)]
         self.held = Held(self.states[1])
@@ -80,7 +80,6 @@ class Scene:
             lambda stage: {holder.peer: holder.step_of(stage) for holder in self.view.replicas(stage)},
             self.world,
             self.world.report_offence,
-            spare_bytes,
         )
 
     def add(self, name: str, stage: int, *, claimed: int = 1) -> Replica:
@@ -98,10 +97,9 @@ def played(
     layouts: list[Layout],
     folder: Path,
     scenario: Callable[[Scene], Awaitable[None]],
-    spare_bytes: int = SPARE_BYTES,
 ) -> None:
     async def main() -> None:
-        scene = Scene(signed, layouts, folder, spare_bytes)
+        scene = Scene(signed, layouts, folder)
         await asyncio.wait_for(scenario(scene), 30)
         assert scene.world.open == 0 and len(asyncio.all_tasks()) == 1, "nothing is still under way"
 
@@ -255,11 +253,13 @@ def test_the_loop_goes_on_while_files_are_written(
 
 
 def test_a_disk_without_room_is_said_before_anything_is_fetched(
-    signed: SignedManifest, layouts: list[Layout], tmp_path: Path
+    signed: SignedManifest, layouts: list[Layout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(collector, "SPARE_BYTES", 2**62)
+
     async def scenario(scene: Scene) -> None:
         with pytest.raises(DiskError, match=r"need 4611686018\.4 GB .* are free; free some space"):
             await scene.collector.collect()
         assert scene.world.asked() == 0 and scene.left() == []
 
-    played(signed, layouts, tmp_path, scenario, spare_bytes=2**62)
+    played(signed, layouts, tmp_path, scenario)

@@ -14,9 +14,8 @@ from agora_protocol.messages import GetSlice, GetState, Slice, StateIndex
 
 from agora.averaging.partition import Slices
 from agora.state.checkpoint import newest_checkpoint
-from agora.state.keeper import StateKeeper
+from agora.state.keeper import StageHolders, StateKeeper
 from agora.state.layout import StageState
-from agora.state.stages import StageHolders
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
 

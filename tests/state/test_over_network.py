@@ -42,7 +42,7 @@ def test_a_peer_that_closes_in_the_middle_costs_its_open_chunks() -> None:
     async def main() -> None:
         async with peers(echo, handle, handle, handle) as (joiner, *sources):
             first_source.append(sources[0])
-            fetch = StateFetch(joiner.network, 0, NUMEL, report_offence=World().report_offence)
+            fetch = StateFetch(joiner.network, 0, NUMEL, World().report_offence)
             got = await fetch.run([source.id for source in sources], deadline=after(60))
             for name in ("weights", "mean", "square"):
                 np.testing.assert_array_equal(getattr(got, name), getattr(given, name))

@@ -11,20 +11,30 @@ from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
 from agora.state.layout import ELEMENT_BYTES, StageState, pack_chunk
 from agora.state.snapshot import MAX_BYTES, Snapshots
+from tests.pipeline.virtual_time import run
 from tests.state.world import chunks, state
 
 NUMEL = chunks(2.5)
 NBYTES = ELEMENT_BYTES * NUMEL
 
 
-class Source:
-    """A stage that trains on: every copy is of a later step. The clock is the test's."""
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual time must not pass while a real thread works."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self.now = 100.0
+    async def inline(work, *arguments):
+        return work(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+
+
+class Source:
+    """A stage that trains on: every copy is of a later step. nbytes: what a copy is said to need."""
+
+    def __init__(self, nbytes: int = NBYTES) -> None:
         self.copies = 0
         self.serving = True
-        self.snapshots = Snapshots(self.export, lambda _: NBYTES, now=lambda: self.now, max_bytes=max_bytes)
+        self.snapshots = Snapshots(self.export, lambda _: nbytes)
 
     async def export(self, stage: int) -> StageState | None:
         if stage > 1:
@@ -58,7 +68,7 @@ async def every_chunk_hashes_as_the_index_says() -> None:
 async def several_joiners_share_one_copy() -> None:
     source = Source()
     indices = await asyncio.gather(*(source.index() for _ in range(5)))
-    source.now += 29.0
+    await asyncio.sleep(29.0)
     assert {i.snapshot for i in [*indices, await source.index()]} == {indices[0].snapshot} and source.copies == 1
 
 
@@ -66,7 +76,7 @@ async def who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second() -> N
     source = Source()
     assert (await source.index(at_least=5)).step == 10
     assert (await source.index(at_least=11)).step == 10 and source.copies == 1, "one was made just now"
-    source.now += 0.3
+    await asyncio.sleep(0.3)
     assert (await source.index(at_least=11)).step == 20 and (await source.index(at_least=20)).step == 20
     assert source.copies == 2
 
@@ -74,38 +84,38 @@ async def who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second() -> N
 async def an_older_copy_serves_who_has_begun_and_a_new_one_who_comes() -> None:
     source = Source()
     first = await source.index()
-    source.now += 31.0
+    await asyncio.sleep(31.0)
     second = await source.index()
     assert second.step > first.step and source.snapshots.nbytes == 2 * NBYTES
     await source.snapshots.get_chunk(GetChunk(first.snapshot, 0))
-    source.now += 40.0  # the second copy was last used 40 s ago, the first 40 s ago too
+    await asyncio.sleep(40.0)  # the second copy was last used 40 s ago, the first 40 s ago too
     source.snapshots.drop_idle()
     assert source.snapshots.nbytes == 2 * NBYTES
     await source.snapshots.get_chunk(GetChunk(first.snapshot, 1))
-    source.now += 30.0
+    await asyncio.sleep(30.0)
     source.snapshots.drop_idle()
     assert source.snapshots.nbytes == NBYTES
     with pytest.raises(Refused, match="not kept any more"):
         await source.snapshots.get_chunk(GetChunk(second.snapshot, 0))
-    source.now += 61.0
+    await asyncio.sleep(61.0)
     source.snapshots.drop_idle()
     assert source.snapshots.nbytes == 0
 
 
 async def memory_is_bounded_and_who_fetches_is_not_cut_off() -> None:
-    source = Source(NBYTES)
+    source = Source(MAX_BYTES)  # two never fit
     first = await source.index()
-    source.now += 31.0
+    await asyncio.sleep(31.0)
     await source.snapshots.get_chunk(GetChunk(first.snapshot, 0))
     assert (await source.index()).snapshot == first.snapshot, "in use, and no room for another: the older one is given"
     with pytest.raises(Busy):
         await source.index(stage=1)
-    source.now += 11.0
+    await asyncio.sleep(11.0)
     assert (await source.index()).step > first.step and source.snapshots.nbytes == NBYTES
 
 
 async def the_first_copy_is_made_whatever_its_size() -> None:
-    source = Source(1)
+    source = Source(2 * MAX_BYTES)
     assert (await source.index()).size == NBYTES
 
 
@@ -152,4 +162,4 @@ async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_
     ids=lambda claim: claim.__name__,
 )
 def test_snapshots(claim) -> None:
-    asyncio.run(claim())
+    run(claim())

@@ -14,6 +14,7 @@ from agora_protocol.errors import Busy, Unavailable
 from agora_protocol.messages import StateIndex
 
 from agora.calls import Reply
+from agora.state import transfer
 from agora.state.layout import chunk_range
 from agora.state.transfer import StateFetch
 from tests.pipeline.virtual_time import run
@@ -35,8 +36,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def fetcher(world: World, numel: int = NUMEL, sources: int = 4) -> StateFetch:
-    return StateFetch(world, 0, numel, sources_at_once=sources, report_offence=world.report_offence)  # type: ignore[arg-type]
+def fetcher(world: World) -> StateFetch:
+    return StateFetch(world, 0, NUMEL, world.report_offence)  # type: ignore[arg-type]
 
 
 async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, at_least: int = 0):
@@ -221,14 +222,15 @@ def test_a_hung_source_is_worked_around() -> None:
     run(work())
 
 
-def test_a_waiting_source_replaces_one_that_hangs_and_one_that_died() -> None:
+def test_a_waiting_source_replaces_one_that_hangs_and_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
+        monkeypatch.setattr(transfer, "SOURCES", 1)
         world = World()
         world.add("hung", state(NUMEL), hang_after=0)
         world.add("dead", state(NUMEL)).die()
         reserve = world.add("reserve", state(NUMEL), uplink=8e6)
         idle = world.add("idle", state(NUMEL))
-        got, _ = await fetched(world, fetcher(world, sources=1))
+        got, _ = await fetched(world, fetcher(world))
         assert_equal(got, reserve.state)
         assert reserve.given.total() == COUNT and not idle.calls
 
@@ -252,9 +254,7 @@ def test_a_source_where_no_replica_can_be_is_not_used_and_puts_no_other_behind()
         world = World()
         sound = [world.add(name, state(NUMEL, step=500)) for name in "ab"]
         liar = world.add("liar", state(NUMEL, step=10**9))
-        got, _ = await fetched(
-            world, StateFetch(world, 0, NUMEL, plausible_step=lambda: 600.0, report_offence=world.report_offence)
-        )
+        got, _ = await fetched(world, StateFetch(world, 0, NUMEL, world.report_offence, plausible_step=lambda: 600.0))
         assert got.step == 500 and all(source.given for source in sound) and not liar.calls["GetChunk"]
 
     run(work())
