@@ -28,7 +28,7 @@ class StartDecision:
 
 
 def choose_start(checkpoint_step: int | None, offers: Mapping[PeerId, int], lag_limit: int) -> StartDecision:
-    """Decides where the state of a starting stage comes from: its checkpoint, peers, or its seed (table: docs/state.md).
+    """Decides where a starting stage's state comes from: its checkpoint, peers, or its seed (table: docs/state.md).
 
     checkpoint_step: None without an own checkpoint. offers: the plausible step of each peer that can give the state.
     Peers more than `lag_limit` steps behind the most advanced are no sources.

@@ -55,22 +55,17 @@ class Offer:
 class _Source:
     """A peer that the state is fetched from. given_up: it is not asked any more; last_error says why.
 
-    calls: the open ones, each with the time when it began and the chunk that it is for; None: it is for the offer.
+    calls: the open ones by the chunk that each is for, None: for the offer; and when each began, in loop time.
     """
 
     peer: PeerId
     offer: Offer | None = None
-    calls: dict[asyncio.Task[None], tuple[float, int | None]] = field(default_factory=dict)
+    calls: dict[int | None, tuple[asyncio.Task[None], float]] = field(default_factory=dict)
     failures: int = 0
     not_before: float = 0.0
     last_chunk_s: float = math.inf
     last_error: str = ""
     given_up: bool = False
-
-    @property
-    def offer_pending(self) -> bool:
-        """Whether a call that asks the source for its offer is still open."""
-        return any(chunk is None for _, chunk in self.calls.values())
 
 
 class StateFetch:
@@ -127,7 +122,7 @@ class StateFetch:
             while not self.schedule.complete:
                 await self._advance()
         finally:
-            calls = [task for source in self._sources for task in source.calls]
+            calls = [task for source in self._sources for task, _ in source.calls.values()]
             for task in calls:
                 task.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
@@ -142,7 +137,7 @@ class StateFetch:
         if not late:
             self._ask_for_offers(now)
             self._ask_for_chunks(now)
-        calls = [task for source in self._sources for task in source.calls]
+        calls = [task for source in self._sources for task, _ in source.calls.values()]
         if late or not (calls or any(not source.given_up for source in self._sources)):
             came = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
             ending = " before the deadline" if late else ", and no source is left"
@@ -158,8 +153,8 @@ class StateFetch:
     def _remove_ended_calls(self) -> None:
         """Removes ended calls; a chunk that they did not bring is missing again. Raises the exception of a call."""
         for source in self._sources:
-            for task in [task for task in source.calls if task.done()]:
-                _, chunk = source.calls.pop(task)
+            for chunk, task in [(chunk, task) for chunk, (task, _) in source.calls.items() if task.done()]:
+                del source.calls[chunk]
                 if chunk is not None:
                     self.schedule.record_end(chunk, source.peer)
                 if not task.cancelled():
@@ -170,22 +165,22 @@ class StateFetch:
     def _ask_for_offers(self, now: float) -> None:
         """Asks idle sources for an offer until SOURCES of them, without slow ones, have made one or are asked."""
         usable = [source for source in self._sources if not source.given_up]
-        at_work = sum(1 for s in usable if (s.offer or s.offer_pending) and not self._is_slow(s, now))
-        waiting = [s for s in usable if not (s.offer or s.offer_pending) and now >= s.not_before]
+        at_work = sum(1 for s in usable if (s.offer or None in s.calls) and not self._is_slow(s, now))
+        waiting = [s for s in usable if not (s.offer or None in s.calls) and now >= s.not_before]
         for source in waiting[: max(SOURCES - at_work, 0)]:
-            source.calls[asyncio.create_task(self._fetch_offer(source))] = (now, None)
+            source.calls[None] = (asyncio.create_task(self._fetch_offer(source)), now)
 
     def _is_slow(self, source: _Source, now: float) -> bool:
         """Returns whether the source's oldest open call lasts unusually long; another source then joins in."""
         patience_s = max(SLOW_S, 4 * self.schedule.usual_s()) if source.offer else SLOW_S
-        return now - min((began for began, _ in source.calls.values()), default=now) > patience_s
+        return now - min((began for _, began in source.calls.values()), default=now) > patience_s
 
     def _ask_for_chunks(self, now: float) -> None:
         """Once the first offers are in, gives up sources at too low a step and fills the others' windows with calls."""
         if not self._offers_complete:
             newest = max((source.offer.index.step for source in self._sources if source.offer), default=0)
             self._lowest_step = max(self._lowest_step, newest - self._lag_limit)
-            others_pending = any(source.offer_pending for source in self._sources)
+            others_pending = any(None in source.calls for source in self._sources)
             if self._first_offer_at is None or (others_pending and now < self._first_offer_at + GATHER_S):
                 return
             self._offers_complete = True
@@ -203,7 +198,7 @@ class StateFetch:
             return False
         if (chunk := self.schedule.take(source.peer, now)) is None:
             return False
-        source.calls[asyncio.create_task(self._fetch_chunk(source, source.offer, chunk))] = (now, chunk)
+        source.calls[chunk] = (asyncio.create_task(self._fetch_chunk(source, source.offer, chunk)), now)
         return True
 
     # --- calls; each runs as a task of its own
@@ -242,8 +237,7 @@ class StateFetch:
         self._weights[elements], self._mean[elements], self._square[elements] = values
         needless = self.schedule.record_arrival(chunk, source.peer, loop_time())
         for other in [other for other in self._sources if other.peer in needless]:
-            for task in [task for task, (_, asked_chunk) in other.calls.items() if asked_chunk == chunk]:
-                task.cancel()
+            other.calls[chunk][0].cancel()
 
     # --- failures
 
@@ -273,7 +267,7 @@ class StateFetch:
     def _give_up(self, source: _Source, reason: str) -> None:
         """Marks the source so that it is asked for nothing more, records `reason`, and cancels its open calls."""
         source.given_up, source.last_error, source.offer = True, reason, None
-        for task in source.calls:
+        for task, _ in source.calls.values():
             task.cancel()
 
 
