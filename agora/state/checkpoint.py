@@ -108,7 +108,7 @@ def newest_checkpoint(
 
 
 def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
-    """Checks every byte of the checkpoint in `path`, and returns it. Raises CheckpointError if damaged or foreign."""
+    """Checks every byte of the checkpoint in `path`, and returns it. Raises CheckpointError if any is wrong."""
     index = _read_index(path)
     if (index.run, index.stage) != (run, stage):
         raise CheckpointError(f"{path} is of stage {index.stage} of run {index.run}, not of stage {stage} of {run}.")

@@ -118,7 +118,11 @@ def check_export_place(out: Path, *, replace: bool) -> Path:
     if not place.is_dir():
         raise InputError(f"{place} is a file; name a folder.")
     names = sorted(path.name for path in place.iterdir())
-    exported = _exported_names(place)
+    try:
+        with (place / LIST).open("rb") as file:
+            exported = {LIST, *json.loads(file.read(MAX_LIST_BYTES))["files"].keys()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        exported = None
     if names and exported is None:
         raise InputError(f"{place} is not empty and no earlier export; name a new folder.")
     if exported is not None and (strange := [name for name in names if name not in exported]):
@@ -184,13 +188,3 @@ def write_file_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, 
     """Writes export.json into `folder`: the keys of `about`, and each file's size and SHA-256. Raises OSError."""
     hashes = {name: asdict(file) for name, file in sorted(files.items())}
     write_file(folder / LIST, [json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n"], PUBLIC)
-
-
-def _exported_names(folder: Path) -> set[str] | None:
-    """Returns the names of the files that an export wrote, export.json included; None if the folder is no export."""
-    try:
-        with (folder / LIST).open("rb") as file:
-            names = json.loads(file.read(MAX_LIST_BYTES))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return {LIST, *names} if isinstance(names, dict) else None

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 from agora_protocol.errors import LocalError
@@ -71,7 +71,7 @@ class MergedModel:
     sources: for each exported tensor the file of its stage, and that file's reader.
     """
 
-    sources: Mapping[ExportedTensor, tuple[Path, safe_open]]
+    sources: Mapping[ExportedTensor, tuple[Path, Any]]
 
     @property
     def numel(self) -> int:
@@ -127,7 +127,7 @@ def open_stages(
     tensors: those exported from each stage. Raises ExportError for a file that cannot be read, is of another run, stage
     or step, or has not exactly the tensors that are exported from it.
     """
-    sources: dict[ExportedTensor, tuple[Path, safe_open]] = {}
+    sources: dict[ExportedTensor, tuple[Path, Any]] = {}
     with contextlib.ExitStack() as stack:
         for file in files:
             try:
