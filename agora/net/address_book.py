@@ -28,22 +28,18 @@ def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
 
 
 class AddressBook:
-    """Remembers each peer's last announced addresses; forgets the least recently updated peer beyond `max_peers`."""
+    """Remembers each peer's last announced addresses; forgets the least recently updated peer beyond MAX_PEERS."""
 
-    def __init__(self, max_peers: int = MAX_PEERS) -> None:
-        self._max_peers = max_peers
+    def __init__(self) -> None:
         self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the known addresses of `peer` by the usable ones given, at most MAX_ADDRESSES.
-
-        Malformed ones and those of another peer are passed over; when none is left, nothing changes.
-        """
+        """Replaces the known addresses of `peer` by the usable ones given, at most MAX_ADDRESSES, if there are any."""
         usable = [known for known in addresses if address_problem(known) is None and peer_of_address(known) == peer]
         if usable:
             self._known[peer] = tuple(usable[:MAX_ADDRESSES])
             self._known.move_to_end(peer)
-            if len(self._known) > self._max_peers:
+            if len(self._known) > MAX_PEERS:
                 self._known.popitem(last=False)
 
     def addresses(self, peer: PeerId) -> tuple[str, ...]:

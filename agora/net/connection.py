@@ -1,8 +1,7 @@
 """One stream between two peers, from HELLO to GOODBYE, and the calls that both sides have open on it.
 
-Knows: the order of frames, call numbers, and when a silent peer counts as gone. Must not know: how streams are opened,
-which peers exist, or what a request means beyond its type. The side that opened the stream gives its calls odd numbers,
-the other side even ones.
+Knows: the order of frames, and the numbers of calls: odd ones from the side that opened the stream, even ones from the
+other. Must not know: how streams are opened, which peers exist, or what a request means beyond its type.
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ from agora.net.network_errors import ConnectionBroken
 from agora.net.streams import Frame, FrameStream, Intake
 
 OBSERVERS_MAY: Final = (Ping, GetStatus, GetManifest)
-LONG_ANSWERS: Final = (GetStatus, GetManifest)
-"""Requests whose answers may have a header longer than MAX_HEADER_BYTES."""
+LONG_ANSWERS: Final = (GetStatus, GetManifest)  # requests whose answers may have headers above MAX_HEADER_BYTES
 LAST_CALL: Final = 2**32 - 1
-GOODBYE_S: Final = 0.3
-"""Both may say GOODBYE at once: ending the stream at once would take this side's last frames along."""
+GOODBYE_S: Final = 0.3  # both may say GOODBYE at once, and an abort at once would take this side's last frames along
 CONNECTION_FRAMES: Final = (FrameType.HELLO, FrameType.GOODBYE)
 ROUND_TRIP_WEIGHT: Final = 0.3
 
@@ -77,7 +74,7 @@ class Connection:
         self.broken: AgoraError | None = None
         self._owner = owner
         self._limits = owner.limits
-        self._hello: Hello | None = None
+        self._run: bytes | None = None  # of the peer, b"" for an observer; None until it has said HELLO
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer_leaves = False
         self.round_trip = MovingAverage(ROUND_TRIP_WEIGHT)  # in seconds
@@ -87,17 +84,13 @@ class Connection:
         self._slots = asyncio.Semaphore(min(self._limits.max_calls, MAX_CALLS_PER_CONNECTION))
         self._awaited = 0  # calls of this side, pings aside, that the peer has not answered
         self.incoming = IncomingCalls(owner, stream, peer, self._end_when_idle)
-        self.share = self.incoming.share
 
     # --- from HELLO to GOODBYE
 
     async def start(self) -> None:
-        """Says HELLO, and waits at most `hello_s` for the peer's, else breaks off.
-
-        Raises WrongRun, NotAdmitted, ProtocolError, or ConnectionBroken.
-        """
+        """Exchanges HELLOs within `hello_s`. Raises WrongRun, NotAdmitted, ProtocolError, or ConnectionBroken."""
         self.stream.attach(self)
-        self.stream.send_small(encode_frame(FrameType.HELLO, 0, self._owner.hello()))
+        self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._owner.hello()))
         try:
             async with asyncio.timeout(self._limits.hello_s):
                 await self._ready
@@ -109,16 +102,16 @@ class Connection:
     def is_usable(self) -> bool:
         """Whether new calls may go here: the peer said HELLO and is not leaving, nothing broke, numbers are left."""
         has_numbers = self._next_call <= LAST_CALL - 2
-        return self._hello is not None and self.broken is None and not self._peer_leaves and has_numbers
+        return self._run is not None and self.broken is None and not self._peer_leaves and has_numbers
 
     @property
     def is_observer(self) -> bool:
         """Whether the peer has named no run in its HELLO, or has not said HELLO yet."""
-        return self._hello is None or not self._hello.run
+        return not self._run
 
     def end(self, error: AgoraError, reason: str) -> None:
         """Sends a GOODBYE with `error`, closes the stream, and fails every call with ConnectionBroken(reason)."""
-        self.stream.send_small(encode_frame(FrameType.GOODBYE, 0, messages.refusal_to_wire(error)))
+        self.stream.enqueue(encode_frame(FrameType.GOODBYE, 0, messages.refusal_to_wire(error)))
         self.stream.close()
         self.on_lost(reason)
 
@@ -132,23 +125,18 @@ class Connection:
         """Marks the connection as broken: the handshake and every open call raise ConnectionBroken(reason)."""
         self._fail(ConnectionBroken(reason))
 
-    def _fail(self, error: AgoraError) -> None:
-        """Has the handshake and every open call raise `error`, releases memory, and tells the owner. Only acts once."""
+    def _fail(self, error: AgoraError, handshake_error: AgoraError | None = None) -> None:
+        """Has all open calls raise `error`, and an unfinished `start` `handshake_error` or the same. Only acts once."""
         if self.broken is not None:
             return
         self.broken = error
-        self._fail_handshake(error)
+        if not self._ready.done():
+            self._ready.set_exception(handshake_error or error)
+            self._ready.exception()
         for number in list(self._open):
             self._settle(number, error)
         self.incoming.on_lost()
-        self.share.close()
         self._owner.on_gone(self)
-
-    def _fail_handshake(self, error: AgoraError) -> None:
-        """Has `start` raise `error`, unless the handshake is over."""
-        if not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()
 
     def _end_when_idle(self) -> None:
         """Breaks off when the peer has said GOODBYE without a refusal and no call of either side is open."""
@@ -158,10 +146,7 @@ class Connection:
     # --- calls of this side, and whether the peer is still there
 
     async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Waits until fewer than `max_calls` are open, sends the request, and returns the reply.
-
-        When the caller is cancelled, the request is taken out of the queue, or a CANCEL frame tells the peer to stop.
-        """
+        """Waits until fewer than `max_calls` are open, then sends the request and returns the reply as `_ask` does."""
         self._owner.count_sent(request, tensors)
         async with self._slots:
             self._awaited += 1
@@ -171,10 +156,8 @@ class Connection:
                 self._awaited -= 1
                 self._end_when_idle()
 
-    async def _ask(
-        self, request: Message, tensors: Sequence[WireTensor] = (), on_progress: OnProgress | None = None
-    ) -> Reply:
-        """Sends a request without waiting for a slot, as pings do, and returns the reply. Cancelling: see `call`."""
+    async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
+        """Sends a request now, and returns the reply. When cancelled, takes the request back, or sends CANCEL."""
         if self.broken is not None:
             raise self.broken
         number, self._next_call = self._next_call, self._next_call + 2
@@ -189,7 +172,7 @@ class Connection:
         except asyncio.CancelledError:
             is_answered = call.reply.done() and not call.reply.cancelled()
             if is_sent and not is_answered and not self.stream.withdraw(number):
-                self.stream.send_small(encode_frame(FrameType.CANCEL, number, None))
+                self.stream.enqueue(encode_frame(FrameType.CANCEL, number, None))
             raise
         finally:
             del self._open[number]
@@ -199,21 +182,18 @@ class Connection:
         started = time.perf_counter()  # the loop's clock counts milliseconds
         try:
             async with asyncio.timeout(self._limits.silence_s + self._limits.answer_s):
-                await self._ask(Ping())
+                await self._ask(Ping(), (), None)
         except (AgoraError, TimeoutError):
             return
         self.round_trip = self.round_trip.updated(time.perf_counter() - started)
 
     def tick(self, now: float) -> None:
-        """Called twice a second: pings a peer that owes an answer and is silent; breaks off if it stays silent.
-
-        A peer whose payload is still arriving is pinged too, so that it hears from this side.
-        """
-        if self._hello is None or self.broken is not None:
+        """Called twice a second: pings a peer that owes an answer and is silent; breaks off if it stays silent."""
+        if self._run is None or self.broken is not None:
             return
         stream, spawn = self.stream, self._owner.spawn
         if stream.is_mid_payload and not stream.backlog and now - stream.last_sent > self._limits.silence_s / 2:
-            spawn(self.ping())  # on a slow link this ping is for long all that the sender hears
+            spawn(self.ping())  # on a slow link this ping is for long all that the payload's sender hears
         verdict = self._liveness.judge(
             now,
             owed=self._awaited > 0 and not stream.is_waiting,
@@ -230,41 +210,44 @@ class Connection:
 
     def on_prefix(self, prefix: Prefix) -> None:
         """Raises ProtocolError for a frame before HELLO, or a header above MAX_HEADER_BYTES that is no long answer."""
-        if self._hello is None and prefix.type not in CONNECTION_FRAMES:
+        if self._run is None and prefix.type not in CONNECTION_FRAMES:
             raise ProtocolError("out-of-order", f"A {prefix.type.name} frame came before HELLO.")
         call = self._open.get(prefix.call)
         if prefix.header_bytes > MAX_HEADER_BYTES and not (call and call.request in LONG_ANSWERS):
             raise ProtocolError("too-large", f"A header of {prefix.header_bytes} bytes that nobody asked for.")
 
     def on_header(self, prefix: Prefix, message: Message | None) -> Intake:
-        """Decides whether a payload is read: `incoming` does for a request; an answer to a given-up call is dropped.
+        """Decides whether a payload is read: `incoming` does for requests, and answers to calls that are over are not.
 
         Raises ProtocolError for a call number of the wrong side, or an answer of the wrong kind.
         """
         if prefix.type in (FrameType.REQUEST, FrameType.CANCEL) and self._is_own(prefix.call):
             raise ProtocolError("out-of-order", f"A {prefix.type.name} of call {prefix.call}, which is not the peer's.")
         if prefix.type is FrameType.REQUEST:
-            return self.incoming.on_request_header(prefix, message, self._refusal_of(message))
+            refusal = None
+            if self.is_observer and not isinstance(message, OBSERVERS_MAY):
+                refusal = NotAdmitted("An observer may only ask for the manifest and the status.")
+            elif self._owner.shut_out_s(self.peer) > 0:
+                refusal = NotAdmitted("This peer answers nothing to you for now; ask another.")
+            return self.incoming.on_request_header(prefix, message, refusal)
         if prefix.type is FrameType.ANSWER:
             call = self._find_open(prefix.call)
             if call is None:
                 return Intake.DROP
             if not isinstance(message, ANSWER_OF[call.request]):
                 raise ProtocolError("bad-message", f"{type(message).__name__} is no answer to {call.request.__name__}.")
-            self.share.reserve(prefix.payload_bytes)
+            self.incoming.share.reserve(prefix.payload_bytes)
         return Intake.TAKE
 
     def on_frame(self, frame: Frame) -> None:
-        """Starts or cancels a peer's request, settles this side's call, reports progress, or takes HELLO and GOODBYE.
-
-        Raises ProtocolError for a frame of a call that was never made, or a second HELLO.
-        """
+        """Takes a peer's request or CANCEL, what becomes of an own call, HELLO or GOODBYE. May raise ProtocolError."""
         message: Any = frame.message  # of the class that belongs into such a frame: that was judged with its header
+        share = self.incoming.share
         match frame.type:
             case FrameType.REQUEST:
-                self.incoming.on_request(frame, message, self._hello.run or None if self._hello else None)
+                self.incoming.on_request(frame, message, self._run or None)
             case FrameType.ANSWER:
-                self.share.release(self.share.take_arrived())  # others may go on at once, and end this connection
+                share.release(share.take_arrived())  # others may go on at once, and end this connection
                 tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
                 self._settle(frame.call, Reply(message, tensors))
             case FrameType.PROGRESS:
@@ -281,10 +264,7 @@ class Connection:
                 self._on_goodbye(message)
 
     def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
-        """Ends the connection with GOODBYE since the peer broke the protocol; reports that to the owner.
-
-        A request that did it is refused with `error` first.
-        """
+        """Refuses a request that broke the protocol, ends the connection with GOODBYE, and reports it to the owner."""
         if prefix is not None and prefix.type is FrameType.REQUEST and not self._is_own(prefix.call):
             self.incoming.refuse(prefix.call, error)
         self.end(error, f"the peer broke the protocol ({error.code}): {error}")
@@ -301,10 +281,7 @@ class Connection:
         return self._open.get(number)
 
     def _settle(self, number: int, result: Reply | AgoraError) -> None:
-        """Has an open call of this side return its Reply or raise its error; does nothing when it is over.
-
-        Raises ProtocolError for a call that was never made.
-        """
+        """Has an open call return its Reply or raise its error, if it is not over. Raises as `_find_open` does."""
         call = self._find_open(number)
         if call is None or call.reply.done():
             return
@@ -314,50 +291,34 @@ class Connection:
         else:
             call.reply.set_result(result)
 
-    def _refusal_of(self, request: Message | None) -> AgoraError | None:
-        """Returns NotAdmitted for a peer that is shut out, or an observer's request not in OBSERVERS_MAY; else None."""
-        if self.is_observer and not isinstance(request, OBSERVERS_MAY):
-            return NotAdmitted("An observer may only ask for the manifest and the status.")
-        if self._owner.shut_out_s(self.peer) > 0:
-            return NotAdmitted("This peer answers nothing to you for now; ask another.")
-        return None
-
     def _on_hello(self, hello: Hello) -> None:
-        """Makes the connection ready, or ends it when the peer's HELLO names another version or run.
-
-        Raises ProtocolError for a second HELLO.
-        """
-        if self._hello is not None:
+        """Makes the connection ready, or ends it for another version or run. A second HELLO raises ProtocolError."""
+        if self._run is not None:
             raise ProtocolError("out-of-order", "A second HELLO.")
+        problem: AgoraError
         own = self._owner.hello()
         if hello.version != PROTOCOL_VERSION:
             versions = f"Protocol version {hello.version} meets version {PROTOCOL_VERSION}; update the older one."
-            self._reject(ProtocolError("wrong-version", versions))
+            problem = ProtocolError("wrong-version", versions)
         elif hello.run and own.run and hello.run != own.run:
-            self._reject(WrongRun(f"The peer trains run {own.run.hex()[:12]}, not {hello.run.hex()[:12]}."))
+            problem = WrongRun(f"The peer trains run {own.run.hex()[:12]}, not {hello.run.hex()[:12]}.")
         else:
-            self._hello = hello
+            self._run = hello.run
             self._owner.on_ready(self, hello.addresses)
             if not self._ready.done():
                 self._ready.set_result(None)
-
-    def _reject(self, problem: AgoraError) -> None:
-        """Has `start` and every call raise `problem`, and sends it to the peer in a GOODBYE."""
+            return
         self._fail(problem)
         self.end(problem, str(problem))
 
     def _on_goodbye(self, refusal: Refusal | None) -> None:
-        """Takes GOODBYE: with a refusal all calls fail now and the stream is aborted after GOODBYE_S.
-
-        Without one the peer takes no new calls, and the connection ends when no call is open any more.
-        """
+        """Fails all calls if the GOODBYE has a refusal; else has the connection end once no call is open any more."""
         if refusal is None:
             self._peer_leaves = True
             self._end_when_idle()
             return
         error = messages.refusal_from_wire(refusal)
         is_unwanted = isinstance(error, Refused) or error.code == "wrong-version"
-        self._fail_handshake(error)
         ended = ConnectionBroken(f"the peer ended the connection ({error.code}): {error}")
-        self._fail(error if is_unwanted else ended)
+        self._fail(error if is_unwanted else ended, handshake_error=error)
         asyncio.get_running_loop().call_later(GOODBYE_S, self.stream.abort)

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from agora_protocol.addresses import peer_of_address
@@ -66,10 +66,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return True
 
     def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
-        """Decodes a DHT entry and checks its key, size, expiry and signature; verified entries are remembered.
-
-        Raises ProtocolError for an invalid one, or one that expired more than CLOCK_TOLERANCE_S ago.
-        """
+        """Decodes a DHT entry. Raises ProtocolError when its key, size, expiry or signature is not valid."""
         key = self._keys.get(key_hash)
         if key is None:
             raise ProtocolError("wrong-run", "The key is not that of any record of this run.")
@@ -105,10 +102,7 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return bool(super().store(key, value, expiration_time))
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Stores one peer's record under a key, and returns whether it did.
-
-        It does not when the peer has one that expires no earlier, or is new where there are MAX_PEERS_OF_STAGE.
-        """
+        """Stores one peer's record under a key, unless the class's two rules forbid it; returns whether it did."""
         present = self.get(key)
         known = present.value.get(subkey) if present is not None else None
         if known is not None and known.expiration_time >= expiration_time:
@@ -119,10 +113,7 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 class Directory:
-    """This peer's node of the run's DHT: publishes signed records, reads other peers', and stores its part of them.
-
-    It works alone too, and joins other nodes whenever it meets them.
-    """
+    """This peer's node of the run's DHT: publishes signed records, reads other peers', and stores its part of them."""
 
     def __init__(self, host: Host, run: RunId, node: Any, validator: SignedRecords) -> None:
         self.refused = validator.refused  # how many records this node refused, by the code of their error
@@ -137,10 +128,7 @@ class Directory:
     async def create(
         cls, host: Host, run: RunId, bootstrap: Sequence[str] = (), *, stages: int = MAX_STAGES
     ) -> Directory:
-        """Starts a node on `host`, and joins the DHT through the peers at `bootstrap` (multiaddrs) that answer, if any.
-
-        stages: how many the run has; records of other stages are refused.
-        """
+        """Starts a node on `host` for a run of `stages` stages, and joins the DHT through the peers at `bootstrap`."""
         validator = SignedRecords(run, stages)
         node = await DHTNode.create(
             p2p=host.p2p,
@@ -166,9 +154,8 @@ class Directory:
         """How many other nodes the routing table has; 0 means that this node is alone."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
-    async def bootstrap(self, addresses: Iterable[str], timeout_s: float = 10.0) -> int:
+    async def bootstrap(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
         """Joins the DHT through the peers at `addresses`, and returns how many answered. Raises InputError."""
-        addresses = list(addresses)
         try:
             await self._host.connect(addresses, timeout_s)
         except ConnectionBroken:
@@ -199,10 +186,7 @@ class Directory:
         return stored is not None and all(stored.values())
 
     async def read_many(self, kind: type[Record], stages: Sequence[int]) -> dict[int, list[Record]]:
-        """Returns the unexpired, valid records of one kind by stage, at most one of each peer, that came within READ_S.
-
-        Up to SMALL_SWARM known nodes, it asks them all; beyond, it does Kademlia's search.
-        """
+        """Returns by stage the valid records of one kind that came within READ_S, at most one of each peer."""
         keys = {stage: DHTID.generate(record_key(self._run, kind, stage)) for stage in stages}
         ask = self._ask_everyone if self.neighbours <= SMALL_SWARM else self._search
         found = await ask(list(keys.values()))
@@ -214,7 +198,9 @@ class Directory:
         Stops after READ_S, or when half have answered and no other answer comes for NEXT_ANSWER_S.
         """
         table, ends = self._node.protocol.routing_table.uid_to_peer_id, loop_time() + READ_S
-        found: dict[Any, _Entries] = {key: _merged({}, self._node.protocol.storage.get(key)) for key in keys}
+        found: dict[Any, _Entries] = {key: {} for key in keys}
+        for key in keys:
+            _merge(found[key], self._node.protocol.storage.get(key))
         met, to_ask, asked = {self._node.node_id}, dict(table), 0
         running: set[asyncio.Task[Any]] = set()
         while to_ask or running:
@@ -231,7 +217,7 @@ class Directory:
             to_ask = {}
             for task in done:
                 for key, (entry, nearest) in (task.result() or {}).items():
-                    _merged(found[key], entry)
+                    _merge(found[key], entry)
                     to_ask |= {node: peer for node, peer in nearest.items() if node not in met}
         return found
 
@@ -267,16 +253,12 @@ class Directory:
             await _within(self._node.shutdown(), RPC_S)
 
 
-def _merged(entries: _Entries, found: Any) -> _Entries:
-    """Adds the records that a node has under one key to `entries`, which it changes and returns.
-
-    Of two records of a peer the one that expires later stays.
-    """
+def _merge(entries: _Entries, found: Any) -> None:
+    """Adds to `entries` what a node has under their key; of two records of a peer the later-expiring one stays."""
     if found is not None and isinstance(found.value, DictionaryDHTValue):
         for peer, (packed, expires_unix) in found.value.items():
             if peer not in entries or entries[peer][1] < expires_unix:
                 entries[peer] = packed, expires_unix
-    return entries
 
 
 def _unpacked(packed: bytes, kind: type) -> Any:

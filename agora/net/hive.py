@@ -9,28 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-
-@contextmanager
-def _without_init(name: str) -> Iterator[None]:
-    """Lets submodules of a package be imported in the block without running the package's own `__init__`.
-
-    A bare module stands in `sys.modules` during the block only: a later import of the package runs its `__init__`.
-    """
-    spec = importlib.util.find_spec(name)
-    if name in sys.modules or spec is None:
-        yield
-        return
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-
-
-with _without_init("hivemind"):
+_spec = importlib.util.find_spec("hivemind")
+_is_bare = _spec is not None and "hivemind" not in sys.modules
+if _spec is not None and _is_bare:
+    sys.modules["hivemind"] = importlib.util.module_from_spec(_spec)  # its `__init__` does not run
+try:
     from hivemind.dht.crypto import DHTRecord as DHTRecord
     from hivemind.dht.crypto import RecordValidatorBase as RecordValidatorBase
     from hivemind.dht.node import DHTNode as DHTNode
@@ -43,5 +27,8 @@ with _without_init("hivemind"):
     from hivemind.proto import p2pd_pb2 as p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr as Multiaddr
     from hivemind.utils.multiaddr import exceptions
+finally:
+    if _is_bare:
+        del sys.modules["hivemind"]  # a later `import hivemind` runs it
 
 MultiaddrError = exceptions.Error

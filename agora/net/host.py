@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agora_protocol.addresses import address_problem
-from agora_protocol.errors import LocalError
+from agora_protocol.errors import AgoraError, LocalError
 from agora_protocol.frames import FrameLimits
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
@@ -33,11 +33,11 @@ from agora.net.address_book import addresses_by_peer
 from agora.net.hive import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
 from agora.net.link import LinkSpec
 from agora.net.network_errors import ConnectionBroken, DialsCrossed
-from agora.net.shaping import AccessLink
+from agora.net.shaping import AccessLink, ShapedTransport
 from agora.net.streams import FrameStream
 
 OnStream = Callable[[FrameStream, PeerId, str], None]
-"""Takes each stream that a peer has opened, with the peer at its other end and its path ("direct" or "relayed")."""
+"""Attaches a sink to, or closes, a stream that a peer has opened; takes also the peer, and "direct" or "relayed"."""
 
 STARTUP_S: Final = 60.0  # p2pd starts in 0.3 s on an idle machine; many at once on two cores take their turns
 ANSWER_S: Final = 5.0  # for p2pd to answer what needs no network
@@ -81,25 +81,20 @@ class SocketDirectory:
         base = Path(tempfile.gettempdir())
         if len(str(base)) > MAX_BASE_CHARACTERS:
             base = Path("/tmp")
-        _remove_abandoned(base)
+        for left in base.glob(SOCKET_PREFIX + "*"):
+            # An OSError says: not ours, in use, or just removed by another daemon.
+            with contextlib.suppress(OSError), (left / "lock").open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
         made = Path(tempfile.mkdtemp(prefix="." + SOCKET_PREFIX, dir=base))
         self._lock = (made / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = made.rename(base / made.name[1:])  # only now may a sweep see it
+        self.path = made.rename(base / made.name[1:])  # only now may another daemon find it
 
     def remove(self) -> None:
         """Removes the directory and gives up its lock. May be called twice."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
-
-
-def _remove_abandoned(base: Path) -> None:
-    """Removes the socket directories below `base` whose locks nobody holds."""
-    for left in base.glob(SOCKET_PREFIX + "*"):
-        # An OSError says: not ours, in use, or just removed by another daemon.
-        with contextlib.suppress(OSError), (left / "lock").open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
 
 
 class Host:
@@ -148,10 +143,7 @@ class Host:
         return host
 
     async def addresses(self) -> tuple[str, ...]:
-        """Asks p2pd for the usable multiaddrs at which others can dial this host, each with /p2p/PEER.
-
-        Raises ConnectionBroken when p2pd is gone.
-        """
+        """Returns the multiaddrs at which others can dial this host, each with /p2p/PEER. Raises ConnectionBroken."""
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)
         found = [f"{address}/p2p/{self.peer}" for raw in response.identify.addrs if (address := _parse_multiaddr(raw))]
         return tuple(address for address in found if address_problem(address) is None)
@@ -159,9 +151,8 @@ class Host:
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
         """Connects to the other peers at these addresses at once, and returns how many answered.
 
-        Once one has answered, it gives up when no other does for MORE_PEERS_S.
-
-        Raises InputError for a malformed address, and ConnectionBroken when there were peers and none answered.
+        Once one has, it waits MORE_PEERS_S for each other one. Raises InputError for a malformed address, and
+        ConnectionBroken when there were peers and none answered.
         """
         by_peer = addresses_by_peer(addresses)
         by_peer.pop(self.peer, None)
@@ -184,7 +175,7 @@ class Host:
         return reached
 
     async def reach(self, peer: PeerId, addresses: Iterable[str], timeout_s: float) -> None:
-        """Has p2pd connect to `peer`, dialling `addresses` unless it is connected already. Raises ConnectionBroken."""
+        """Has p2pd dial `peer` at `addresses`, unless it is connected. Raises ConnectionBroken or DialsCrossed."""
         parsed = [_parse_multiaddr(address.removesuffix(f"/p2p/{peer}")) for address in addresses]
         raw = [address.to_bytes() for address in parsed if address is not None]
         request = p2pd_pb2.ConnectRequest(
@@ -195,21 +186,17 @@ class Host:
     async def open_stream(
         self, peer: PeerId, protocol: str, limits: FrameLimits, timeout_s: float
     ) -> tuple[FrameStream, str]:
-        """Opens a stream to `peer`. Returns it and its path ("direct" or "relayed"). Raises ConnectionBroken."""
+        """Returns a new stream to `peer`, and its path ("direct" or "relayed"). Raises as `reach` does."""
         request = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(timeout_s))
         )
         stream, response = await self._request(
             p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request), limits, timeout_s
         )
-        self._shape(stream)
-        return stream, _path(response.streamInfo.addr)
+        return self._shape(stream), _path(response.streamInfo.addr)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
-        """From now on, hands each stream that a peer opens for `protocol` to `on_stream`.
-
-        `on_stream` must attach a sink or close the stream. Raises ConnectionBroken when p2pd is gone.
-        """
+        """From now on, hands each stream that a peer opens for `protocol` to `on_stream`. Raises ConnectionBroken."""
 
         def accept_stream() -> FrameStream:
             """Called for each connection that p2pd makes here: makes a stream that is introduced after its preamble."""
@@ -224,25 +211,19 @@ class Host:
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_S)
 
     def _introduce(self, stream: FrameStream, on_stream: OnStream, preamble: asyncio.Future[bytes]) -> None:
-        """Called when a stream's preamble is there or failed: hands the stream to `on_stream` unless it failed.
-
-        The peer and the path that `on_stream` gets are those that the preamble names.
-        """
+        """Called when a stream's preamble is there: hands the stream to `on_stream`, unless reading it failed."""
         if not preamble.cancelled() and preamble.exception() is None:
             info = p2pd_pb2.StreamInfo.FromString(preamble.result())
-            self._shape(stream)
-            on_stream(stream, PeerId(str(PeerID(info.peer))), _path(info.addr))
+            on_stream(self._shape(stream), PeerId(str(PeerID(info.peer))), _path(info.addr))
 
-    def _shape(self, stream: FrameStream) -> None:
-        """If a link is imitated, delays and slows down the stream accordingly."""
+    def _shape(self, stream: FrameStream) -> FrameStream:
+        """Returns the stream, delayed and slowed down if a link is imitated."""
         if self._link is not None:
-            stream.interpose(self._link.shape)
+            stream.interpose(partial(ShapedTransport, link=self._link))
+        return stream
 
     async def close(self) -> None:
-        """Stops serving, ends p2pd (kills it after TERMINATE_S) and the tasks that talk to it, removes the sockets.
-
-        May be called twice.
-        """
+        """Stops serving, ends p2pd (kills it after TERMINATE_S), removes the sockets. May be called twice."""
         if self._closing:
             return
         self._closing = True
@@ -303,10 +284,7 @@ class Host:
 
 
 async def _start(identity_path: Path, listen: Sequence[str], announce: Sequence[str], sockets: Path) -> Any:
-    """Starts a p2pd that listens on `listen`, and returns hivemind's handle. Raises LocalError when it does not start.
-
-    Unless it listens on loopback only, p2pd also looks for NATs and maps ports.
-    """
+    """Starts a p2pd that listens on `listen`, and returns hivemind's handle. Raises LocalError if it does not start."""
     is_loopback = all("/127." in address or "/::1/" in address for address in listen)
     kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     try:
@@ -361,7 +339,7 @@ def _path(raw: bytes) -> str:
     return "relayed" if "p2p-circuit" in str(_parse_multiaddr(raw)) else "direct"
 
 
-def _failure(text: str) -> ConnectionBroken:
+def _failure(text: str) -> AgoraError:
     """Returns p2pd's error as an exception: DialsCrossed when both peers dialled in the same instant."""
     return DialsCrossed(text) if CROSSED in text else ConnectionBroken(text)
 

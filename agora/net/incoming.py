@@ -1,7 +1,7 @@
 """The calls that a peer has open on one connection: whether their requests are read, and how they are answered.
 
-Knows: call numbers, the memory for payloads, and the handler. Must not know: what a request means beyond its type, or
-how streams are opened.
+Knows: call numbers, the handler, what peers may cost this one, and the memory for payloads, which is reserved before a
+buffer exists. Must not know: what a request means beyond its type, or how streams are opened.
 """
 
 from __future__ import annotations
@@ -11,22 +11,38 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from agora_protocol import limits
 from agora_protocol.errors import AgoraError, Busy, PeerFailed, ProtocolError
 from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
-from agora_protocol.limits import MAX_CALLS_PER_CONNECTION
 from agora_protocol.messages import Advance, Message, Ping, Pong, Request, refusal_to_wire
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
-from agora.net.net_limits import NetLimits
 from agora.net.network_errors import ConnectionBroken
-from agora.net.payload_budget import PayloadBudget, PayloadShare
 from agora.net.send_queue import Buffers
 from agora.net.streams import Frame, FrameStream, Intake
+
+NO_MEMORY: Final = "no memory free for the payload"
+GUARANTEED_BYTES: Final = 65_536  # payload bytes that every connection may always hold, however full the budget is
+
+
+@dataclass(frozen=True, slots=True)
+class NetLimits:
+    """Bounds of what other peers may cost this one, and its patience with them, in bytes, counts and seconds."""
+
+    max_payload_bytes: int = limits.MAX_PAYLOAD_BYTES  # of one frame, as the run's manifest implies
+    max_held_bytes: int = 2 * limits.MAX_PAYLOAD_BYTES  # of all payloads that have come, or begun to, and are in use
+    max_calls: int = limits.MAX_CALLS_PER_CONNECTION  # open at once on one connection, each way
+    max_connections: int = 512
+    patience_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
+    dial_s: float = 10.0
+    hello_s: float = limits.HANDSHAKE_TIMEOUT_S
+    silence_s: float = limits.PING_AFTER_SILENCE_S  # of a peer that owes an answer, before it is pinged
+    answer_s: float = limits.PING_ANSWER_S  # for the peer to answer that ping
 
 
 @dataclass(slots=True)
@@ -49,6 +65,115 @@ Handler = Callable[[IncomingCall], Awaitable[Reply]]
 """Answers a peer. An AgoraError that it raises becomes a typed refusal; it is cancelled when the caller gives up."""
 
 
+class PayloadBudget:
+    """Counts the payload bytes that all connections have reserved, and serves waiting ones when bytes are released."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self.peak = 0
+        self.waiting: dict[PayloadShare, int] = {}  # with the bytes that they wait for; served first come first
+        self._is_releasing = False
+
+    def fits(self, size: int) -> bool:
+        """Whether `size` more bytes stay within the limit."""
+        return self.used + size <= self.limit
+
+    def reserve(self, size: int) -> None:
+        """Reserves bytes, also beyond the limit."""
+        self.used += size
+        self.peak = max(self.peak, self.used)
+
+    def release(self, size: int) -> None:
+        """Gives bytes back, then serves the waiting connections in order, until the next one's do not fit."""
+        self.used -= size
+        if self._is_releasing:  # one that is served may release others at once: the outer call goes on with the queue
+            return
+        self._is_releasing = True
+        try:
+            while self.waiting:
+                first, size = next(iter(self.waiting.items()))
+                if not self.fits(size):
+                    break
+                first.end_wait(is_served=True)
+        finally:
+            self._is_releasing = False
+
+
+class PayloadShare:
+    """Reserves and releases one connection's bytes of the budget (`held`), and waits for more.
+
+    | payload of | reserved |
+    |---|---|
+    | an answer | always: this peer asked for it, and whoever waits for it may hold what others wait for |
+    | a request | if it fits into the budget or GUARANTEED_BYTES; else it waits, at most `patience_s` |
+    | a request, after one waited in vain | only if it fits at once, until one has |
+
+    Waits are short because nothing is read meanwhile, not even answers that would free the bytes.
+    """
+
+    def __init__(self, budget: PayloadBudget, patience_s: float, on_wait_over: Callable[[bool], None]) -> None:
+        """on_wait_over: called when a wait ends, with True when the bytes are reserved now, False when time ran out."""
+        self._budget = budget
+        self._patience_s = patience_s
+        self._on_wait_over = on_wait_over
+        self._patience: asyncio.TimerHandle | None = None
+        self._arriving = 0  # reserved for the frame whose payload is arriving
+        self._waited_in_vain = False
+        self.held = 0
+
+    def reserve_for_request(self, size: int) -> Intake:
+        """Returns TAKE when bytes are reserved, WAIT when `on_wait_over` will say so, DROP to refuse the request."""
+        if not size:
+            return Intake.TAKE
+        if self._budget.fits(size):
+            self._waited_in_vain = False
+        elif self.held + size > GUARANTEED_BYTES:
+            if self._waited_in_vain:
+                return Intake.DROP
+            self._budget.waiting[self] = size
+            self._patience = asyncio.get_running_loop().call_later(self._patience_s, self.end_wait, False)
+            return Intake.WAIT
+        self.reserve(size)
+        return Intake.TAKE
+
+    def reserve(self, size: int) -> None:
+        """Reserves the payload of the frame that arrives next, without asking whether it fits."""
+        self._budget.reserve(size)
+        self.held += size
+        self._arriving = size
+
+    def take_arrived(self) -> int:
+        """Returns the bytes reserved for the payload that has arrived; the caller must `release` them later."""
+        arrived, self._arriving = self._arriving, 0
+        return arrived
+
+    def release(self, size: int) -> None:
+        """Gives bytes back to the budget, which may end other connections' waits."""
+        if size:
+            self.held -= size
+            self._budget.release(size)
+
+    def end_wait(self, is_served: bool) -> None:
+        """Ends a wait: reserves the wanted bytes if `is_served`, and calls `on_wait_over(is_served)`."""
+        wanted = self._stop_waiting()
+        if is_served:
+            self.reserve(wanted)
+        self._waited_in_vain = not is_served
+        self._on_wait_over(is_served)
+
+    def close(self) -> None:
+        """Called when the connection is gone: drops its wait, and releases what an unfinished payload had reserved."""
+        self._stop_waiting()
+        self.release(self.take_arrived())
+
+    def _stop_waiting(self) -> int:
+        """Takes this share out of the budget's queue. Returns the bytes that it waited for, 0 when it did not wait."""
+        if self._patience is not None:
+            self._patience.cancel()
+        return self._budget.waiting.pop(self, 0)
+
+
 class CallServices(Protocol):
     """What IncomingCalls needs of the Network; `Network.__init__` says what the functions do."""
 
@@ -63,10 +188,7 @@ class CallServices(Protocol):
 
 
 class IncomingCalls:
-    """Admits or refuses the requests that a peer makes on one connection, has each handled in a task, and answers.
-
-    Work is cancelled when its caller cancels the call, but goes on when the connection is lost.
-    """
+    """Admits or refuses the requests that a peer makes on one connection, has each handled in a task, and answers."""
 
     def __init__(
         self, network: CallServices, stream: FrameStream, peer: PeerId, on_answered: Callable[[], None]
@@ -87,31 +209,27 @@ class IncomingCalls:
     def on_request_header(self, prefix: Prefix, request: Message | None, refusal: AgoraError | None) -> Intake:
         """Judges a REQUEST's header: its payload is read (TAKE), waits for memory, or is dropped as it is refused.
 
-        refusal: with which any request but a Ping is refused; None: it is only refused as Busy, beyond `max_calls` or
-        for lack of memory. Raises ProtocolError for an open number, or more than MAX_CALLS_PER_CONNECTION.
+        refusal: of any request but a Ping; None: it is refused only as Busy, beyond `max_calls` or for lack of memory.
+        Raises ProtocolError for an open number, or more than MAX_CALLS_PER_CONNECTION.
         """
-        number, limits = prefix.call, self._network.limits
+        number, most_calls = prefix.call, limits.MAX_CALLS_PER_CONNECTION
         if number in self._open:
             raise ProtocolError("out-of-order", f"Call {number} is open already.")
         if isinstance(request, Ping):
             return Intake.TAKE
         if refusal is not None:
             return self.refuse(number, refusal)
-        if len(self._open) >= MAX_CALLS_PER_CONNECTION:
-            raise ProtocolError("too-many-calls", f"More than {MAX_CALLS_PER_CONNECTION} calls on one connection.")
-        if len(self._open) >= limits.max_calls:
+        if len(self._open) >= most_calls:
+            raise ProtocolError("too-many-calls", f"More than {most_calls} calls on one connection.")
+        if len(self._open) >= self._network.limits.max_calls:
             return self._refuse_busy(number, f"{len(self._open)} calls of this peer are in hand")
         self._waiting_call = number
         intake = self.share.reserve_for_request(prefix.payload_bytes)
-        return self._refuse_for_lack_of_memory() if intake is Intake.DROP else intake
+        return self._refuse_busy(number, NO_MEMORY) if intake is Intake.DROP else intake
 
     def _on_wait_over(self, is_reserved: bool) -> None:
         """Called when a request's wait for memory ends: reads its payload, or drops that and refuses it as Busy."""
-        self._stream.proceed(Intake.TAKE if is_reserved else self._refuse_for_lack_of_memory())
-
-    def _refuse_for_lack_of_memory(self) -> Intake:
-        """Refuses the request whose payload waits for memory as Busy. Returns DROP."""
-        return self._refuse_busy(self._waiting_call, "no memory free for the payload")
+        self._stream.proceed(Intake.TAKE if is_reserved else self._refuse_busy(self._waiting_call, NO_MEMORY))
 
     def _refuse_busy(self, number: int, why: str) -> Intake:
         """Refuses a request as Busy, to be tried again after `patience_s`. Returns DROP."""
@@ -119,18 +237,18 @@ class IncomingCalls:
 
     def refuse(self, number: int, error: AgoraError) -> Intake:
         """Sends the peer a REFUSAL of its request with `error`. Returns DROP: its payload is thrown away."""
-        self._stream.send_small(encode_frame(FrameType.REFUSAL, number, refusal_to_wire(error)), number)
+        self._stream.enqueue(encode_frame(FrameType.REFUSAL, number, refusal_to_wire(error)), number)
         return Intake.DROP
 
     def on_request(self, frame: Frame, request: Request, run: bytes | None) -> None:
         """Answers a Ping at once, and any other complete request in a task. run: the peer's, None for an observer."""
         held_bytes = self.share.take_arrived()
         if isinstance(request, Ping):
-            self._stream.send_small(encode_frame(FrameType.ANSWER, frame.call, Pong()))
+            self._stream.enqueue(encode_frame(FrameType.ANSWER, frame.call, Pong()))
             return
         tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
-        call = IncomingCall(self._peer, run, request, tensors, loop_time() + request.deadline_ms / 1000)
-        call.progress = partial(self._send_progress, frame.call)
+        deadline, progress = loop_time() + request.deadline_ms / 1000, partial(self._send_progress, frame.call)
+        call = IncomingCall(self._peer, run, request, tensors, deadline, progress)
         task = self._network.spawn(self._serve(frame.call, call))
         self._open[frame.call] = call, task
         task.add_done_callback(partial(self._on_served, frame.call, held_bytes))
@@ -144,12 +262,10 @@ class IncomingCalls:
         self._stream.withdraw(number)
 
     def on_lost(self) -> None:
-        """Called when the connection is lost: marks all callers as gone, so that no answer is sent.
-
-        The work goes on: its result may be asked for again on another connection.
-        """
+        """Called when the connection is lost: releases memory; work goes on, as its result may be asked for again."""
         for call, _ in self._open.values():
             call.caller_gone = True
+        self.share.close()
 
     def _send_progress(self, number: int, advance: Advance) -> None:
         """Sends a PROGRESS frame, unless the call is answered, its caller gone, or too much waits to be sent."""
@@ -160,7 +276,7 @@ class IncomingCalls:
         """Has one request handled, then sends the answer unless the caller is gone or room comes after the deadline."""
         buffers = await self._answer(number, call)
         with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
-            async with asyncio.timeout_at(None if self._stream.has_room else call.deadline):
+            async with asyncio.timeout_at(call.deadline):  # ends a wait for room; without one it is sent even later
                 if not call.caller_gone:
                     await self._stream.send(buffers, number)
 

@@ -1,7 +1,6 @@
 """Computes what a link of a given rate and latency does to bytes: when a chunk has left, and when it arrives. Pure.
 
-Knows: rates and delays; the time and the source of random numbers are arguments. Must not know: clocks, sockets,
-streams; `shaping` applies this to them. docs/links.md is the definition in words.
+Knows: rates and delays, as docs/links.md defines them. Must not know: clocks, sockets, streams (`shaping` does).
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from agora_protocol.errors import InputError
@@ -23,11 +22,16 @@ SLOWEST: Final = 1_000  # bytes per second
 LONGEST_S: Final = 10.0
 MOST_LOSS: Final = 0.5
 
-# to bytes per second, seconds, or a fraction
 _UNITS: Final = {"": 0.125, "k": 125.0, "m": 125e3, "g": 125e6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "%": 0.01}
-_RATE: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>[kmg]?)bit(?:/s)?")
-_TIME: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>us|ms|s)")
-_LOSS: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>%)")
+"""To bytes per second, seconds, or a fraction."""
+_NUMBER: Final = r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)"
+_PARTS: Final = (
+    ("rate", "20Mbit", re.compile(_NUMBER + "(?P<unit>[kmg]?)bit(?:/s)?")),
+    ("RTT", "50ms", re.compile(_NUMBER + "(?P<unit>us|ms|s)")),
+    ("jitter", "50ms", re.compile(_NUMBER + "(?P<unit>us|ms|s)")),
+    ("loss", "0.1%", re.compile(_NUMBER + "(?P<unit>%)")),
+)
+"""What the parts of a link are, in order: name, example, pattern."""
 
 
 class LinkError(InputError):
@@ -48,7 +52,7 @@ class LinkSpec:
     rtt_s: float
     jitter_s: float = 0.0
     loss: float = 0.0
-    text: str = ""
+    text: str = field(default="", kw_only=True)  # as `parse` read it
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:
@@ -56,37 +60,25 @@ class LinkSpec:
         parts = [part.strip() for part in text.split(",")]
         if not 2 <= len(parts) <= 4:
             raise LinkError(f"{text!r} is no link; {EXAMPLES}")
-        rate = _number(_RATE, parts[0].lower(), "rate", "20Mbit")
-        rtt_s = _number(_TIME, parts[1].lower(), "RTT", "50ms")
-        jitter_s = _number(_TIME, parts[2].lower(), "jitter", "50ms") if len(parts) > 2 else 0.0
-        loss = _number(_LOSS, parts[3], "loss", "0.1%") if len(parts) > 3 else 0.0
-        if rate < SLOWEST:
+        values = []
+        for part, (name, example, pattern) in zip(parts, _PARTS, strict=False):
+            match = pattern.fullmatch(part.lower())
+            if match is None:
+                raise LinkError(f"{part.lower()!r} is no {name} like {example}; {EXAMPLES}")
+            values.append(float(match["number"]) * _UNITS[match["unit"]])
+        spec = cls(*values, text=",".join(parts))
+        if spec.rate < SLOWEST:
             raise LinkError(f"a rate of {parts[0]} is too slow to train over; write 8kbit or more")
-        if max(rtt_s, jitter_s) > LONGEST_S:
+        if max(spec.rtt_s, spec.jitter_s) > LONGEST_S:
             raise LinkError(f"{text!r} has a delay above {LONGEST_S:.0f}s, where every call times out; write less")
-        if loss > MOST_LOSS:
+        if spec.loss > MOST_LOSS:
             raise LinkError(f"a loss of {parts[3]} is more than TCP survives; write at most {MOST_LOSS:.0%}")
-        return cls(rate, rtt_s, jitter_s, loss, ",".join(parts))
-
-    def __str__(self) -> str:
-        """The description as `parse` read it; without one, rate in Mbit and RTT in ms."""
-        return self.text or f"{self.rate * 8 / 1e6:g}Mbit,{self.rtt_s * 1e3:g}ms"
+        return spec
 
     @property
     def chunk_bytes(self) -> int:
         """How many bytes one stream sends at its turn: rate * CHUNK_S, within LEAST_CHUNK and MOST_CHUNK."""
         return max(LEAST_CHUNK, min(MOST_CHUNK, int(self.rate * CHUNK_S)))
-
-
-def _number(pattern: re.Pattern[str], part: str, what: str, example: str) -> float:
-    """Reads a number and its unit: a rate to bytes per second, a time to seconds, a percentage to a fraction.
-
-    what, example: what the LinkError names when `part` does not match `pattern`.
-    """
-    match = pattern.fullmatch(part)
-    if match is None:
-        raise LinkError(f"{part!r} is no {what} like {example}; {EXAMPLES}")
-    return float(match["number"]) * _UNITS[match["unit"]]
 
 
 class TokenBucket:
@@ -100,10 +92,7 @@ class TokenBucket:
         self._free_at = -math.inf
 
     def take(self, size: int, ready: float) -> float:
-        """Books `size` bytes behind all booked before, and returns the time at which the last of them has passed.
-
-        ready: when they came, which may lie in the past.
-        """
+        """Books `size` bytes, which came at `ready`, behind all booked before; returns when the last has passed."""
         self._free_at = max(self._free_at, ready - self._depth_s) + size / self._rate
         return self._free_at
 
@@ -116,16 +105,13 @@ class DelayLine:
         self._arrived = -math.inf
 
     def arrival(self, size: int, departs: float) -> float:
-        """Returns when a chunk of `size` bytes arrives whose last byte departs at `departs`.
-
-        A lost packet costs another RTT each time it is lost, and everything behind it waits, as with TCP.
-        """
+        """Returns when a chunk of `size` bytes arrives whose last byte departs at `departs`."""
         spec, rng = self._spec, self._rng
         extra = rng.random() * spec.jitter_s / 2 if spec.jitter_s else 0.0
         if spec.loss:
             lost = 1.0 - (1.0 - spec.loss) ** math.ceil(size / PACKET_BYTES)
             while rng.random() < lost:
-                extra += spec.rtt_s
+                extra += spec.rtt_s  # to send it again; what is behind it waits, as with TCP
                 lost = spec.loss
         self._arrived = max(self._arrived, departs + spec.rtt_s / 2 + extra)
         return self._arrived

@@ -6,6 +6,7 @@ is pinged, and how long it has then. Must not know: clocks, sockets, calls.
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 
@@ -23,7 +24,7 @@ class LivenessCheck:
     def __init__(self, silence_s: float, answer_s: float, now: float) -> None:
         self._silence_s, self._answer_s = silence_s, answer_s
         self._alive_at = now  # when it last showed life, or did not have to
-        self._pinged_at: float | None = None
+        self._pinged_at = math.inf  # infinity: it need not answer a ping
         self._flushed = 0
         self._had_backlog = False
 
@@ -38,11 +39,11 @@ class LivenessCheck:
             self._alive_at = now
         self._flushed, self._had_backlog = flushed, backlog > 0
         self._alive_at = max(self._alive_at, heard_at)
-        if not owed or (self._pinged_at is not None and self._alive_at >= self._pinged_at):
-            self._pinged_at = None
-        if self._pinged_at is not None:
-            return Verdict.GONE if now - self._pinged_at > self._answer_s else Verdict.FINE
-        if now - self._alive_at > self._silence_s:
+        if self._alive_at >= self._pinged_at:
+            self._pinged_at = math.inf
+        if now - self._pinged_at > self._answer_s:
+            return Verdict.GONE
+        if now - self._alive_at > self._silence_s and self._pinged_at == math.inf:
             self._pinged_at = now
             return Verdict.PING
         return Verdict.FINE

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from agora_protocol.errors import AgoraError, NotAdmitted, PeerFailed, ProtocolError, Refused
-from agora_protocol.frames import FrameType, encode_frame
+from agora_protocol.frames import FrameLimits, FrameType, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PROTOCOL_NAME
 from agora_protocol.messages import Hello, Message, refusal_to_wire
@@ -26,10 +26,8 @@ from agora.clock import loop_time
 from agora.net.address_book import AddressBook
 from agora.net.connection import Connection
 from agora.net.host import Host
-from agora.net.incoming import Handler
-from agora.net.net_limits import NetLimits
+from agora.net.incoming import Handler, NetLimits, PayloadBudget
 from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
-from agora.net.payload_budget import PayloadBudget
 from agora.net.streams import FrameStream
 
 GOODBYES_S: Final = 0.5  # how long `Network.close` waits for peers to have read their GOODBYE
@@ -41,10 +39,7 @@ TICK_S: Final = 0.5
 
 
 class Network:
-    """Calls other peers, dialling them when needed, and has their calls answered by a handler, from `start` to `close`.
-
-    It accepts connections up to `max_connections`, and calls or answers no peer that is shut out.
-    """
+    """Calls other peers, dialling them when needed, and has a handler answer their calls, from `start` to `close`."""
 
     def __init__(
         self,
@@ -65,6 +60,7 @@ class Network:
         count_sent: takes each request that was sent or answered, and the tensors that were sent with it.
         """
         self.limits = limits or NetLimits()
+        self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
         self.budget = PayloadBudget(self.limits.max_held_bytes)
         self.hello = hello
         self.handle = handler
@@ -83,14 +79,11 @@ class Network:
 
     async def start(self) -> None:
         """Begins to accept streams, and to `_tick` connections. Raises ConnectionBroken when the host is gone."""
-        await self._host.serve(PROTOCOL_NAME, self.limits.frames(), self._accept)
+        await self._host.serve(PROTOCOL_NAME, self._frame_limits, self._accept)
         self.spawn(self._tick())
 
     async def close(self) -> None:
-        """Cancels the work for peers' calls and all dials, then ends every connection with GOODBYE: calls fail.
-
-        Waits at most GOODBYES_S until the peers have ended the streams; aborts the others.
-        """
+        """Cancels work and dials, says GOODBYE to all peers, and gives them GOODBYES_S to end their streams."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -149,7 +142,10 @@ class Network:
             async with asyncio.timeout_at(deadline):
                 self._refuse_shut_out(peer)
                 connection = self.connection_to(peer) or await self._dial(peer)
-                request = _with_deadline(request, deadline - loop_time())
+                fields: Any = request
+                left_ms = max(1, int((deadline - loop_time()) * 1000))
+                if left_ms + DEADLINE_SLACK_MS < fields.deadline_ms:  # the peer need not work for longer than that
+                    request = dataclasses.replace(fields, deadline_ms=left_ms)
                 return await connection.call(request, tensors, on_progress)
         except TimeoutError:
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline") from None
@@ -165,18 +161,13 @@ class Network:
         Of two that both sides opened at the same time, both choose the one that the lower peer id opened.
         """
         usable = [connection for connection in self._connections.get(peer, ()) if connection.is_usable]
-        if len(usable) > 1:
-            is_lower = self._host.peer < peer
-            usable.sort(key=lambda connection: connection.opened is not is_lower)
-        return usable[0] if usable else None
+        is_lower = self._host.peer < peer
+        return min(usable, key=lambda connection: connection.opened is not is_lower, default=None)
 
     # --- opening streams
 
     async def _dial(self, peer: PeerId) -> Connection:
-        """Opens a connection to `peer`, or awaits the dial that another caller has begun. Raises as `_open` does.
-
-        Raises ConnectionBroken too when this network is closing, or `peer` is this peer.
-        """
+        """Opens a connection to `peer`, or awaits the dial that another caller has begun. Raises as `_open` does."""
         if self._is_closing:
             raise ConnectionBroken("this peer is leaving")
         if peer == self._host.peer:
@@ -197,10 +188,7 @@ class Network:
             dial.exception()  # callers that still wait get it; perhaps none does
 
     async def _open(self, peer: PeerId) -> Connection:
-        """Opens a stream to `peer` within `dial_s`, and shakes hands; breaks off when that fails.
-
-        Returns the connection that `peer` opened meanwhile, if it did. Raises as `Connection.start` does.
-        """
+        """Opens a connection to `peer`, or returns one that it opened meanwhile. Raises as `Connection.start` does."""
         try:
             async with asyncio.timeout(self.limits.dial_s):
                 opened = await self._open_stream_or_meet(peer)
@@ -216,10 +204,7 @@ class Network:
         return connection
 
     async def _open_stream_or_meet(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
-        """Opens a stream to `peer`; while dials cross, waits for a connection that the peer opens, then dials again.
-
-        Returns the stream and its path, or the connection that the peer opened.
-        """
+        """Returns a new stream to `peer` and its path; when dials have crossed, the connection that the peer opened."""
         while True:
             try:
                 return await self._open_stream(peer)
@@ -243,14 +228,10 @@ class Network:
         if addresses:
             try:
                 await self._host.reach(peer, addresses, self.limits.dial_s)
-            except DialsCrossed:
-                raise
             except ConnectionBroken as error:
                 tried = f" ({error})"
         try:
-            return await self._host.open_stream(peer, PROTOCOL_NAME, self.limits.frames(), self.limits.dial_s)
-        except DialsCrossed:
-            raise
+            return await self._host.open_stream(peer, PROTOCOL_NAME, self._frame_limits, self.limits.dial_s)
         except ConnectionBroken as error:
             raise ConnectionBroken(f"{peer} could not be reached: {error}{tried}") from error
 
@@ -264,7 +245,7 @@ class Network:
             if self._is_closing or not self._make_room():
                 raise Refused("This peer takes no more connections now; try another.")
         except Refused as error:
-            stream.send_small(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
+            stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
             stream.close()
             return
         for older in list(self._connections.get(peer, ())):
@@ -273,10 +254,7 @@ class Network:
         self.spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
 
     def _make_room(self) -> bool:
-        """Returns whether there is room for one more connection than now.
-
-        At `max_connections` it breaks off one whose peer opened it and is an observer or has not said HELLO, if any.
-        """
+        """Returns whether one more connection fits, after breaking off one that an observer has opened if need be."""
         connections = self._all_connections()
         if len(connections) < self.limits.max_connections:
             return True
@@ -292,7 +270,7 @@ class Network:
             await connection.start()
 
     def _refuse_shut_out(self, peer: PeerId) -> None:
-        """Raises NotAdmitted while `peer` is shut out, that is while `shut_out_s(peer)` is above 0."""
+        """Raises NotAdmitted while `peer` is shut out."""
         seconds = self.shut_out_s(peer)
         if seconds > 0:
             raise NotAdmitted(f"{peer} broke the rules too often; it is shut out for {seconds:.0f} s more.")
@@ -307,7 +285,7 @@ class Network:
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
         """Called after the HELLOs: learns the addresses, wakes a dial that waits for the peer, and sends a Ping."""
-        self._book.learn(connection.peer, addresses)
+        self.learn(connection.peer, addresses)
         if connection.peer in self._awaited:
             self._awaited[connection.peer].set()
         self.spawn(connection.ping())
@@ -328,7 +306,6 @@ class Network:
         return task
 
     def _all_connections(self) -> list[Connection]:
-        """Returns the connections to all peers."""
         return [connection for connections in self._connections.values() for connection in connections]
 
     async def _tick(self) -> None:
@@ -339,12 +316,3 @@ class Network:
                 if self.shut_out_s(connection.peer) > 0:
                     connection.break_off("the peer is shut out")
                 connection.tick(loop_time())
-
-
-def _with_deadline(request: Message, left_s: float) -> Message:
-    """Returns `request`, copied with `deadline_ms` of `left_s` when its own is more than DEADLINE_SLACK_MS above."""
-    left_ms = max(1, int(left_s * 1000))
-    fields: Any = request
-    if left_ms + DEADLINE_SLACK_MS >= fields.deadline_ms:
-        return request
-    return dataclasses.replace(fields, deadline_ms=left_ms)  # type: ignore[no-any-return]

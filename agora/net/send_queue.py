@@ -11,14 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-SMALL_BYTES: Final = 16_384
-"""Frames up to this size go before bulk. A bulk frame that is being written is never interrupted."""
-MAX_SMALL_BYTES: Final = 8_388_608
-"""More small frames than this waiting: the peer has stopped reading."""
-NEWS_BYTES: Final = 65_536
-"""More small frames than this waiting: news, which nobody depends on, is dropped."""
-MAX_BULK_BYTES: Final = 67_108_864
-"""More bulk frames than this waiting: their senders wait."""
+SMALL_BYTES: Final = 16_384  # frames up to this size go before bulk, but interrupt none that is being written
+MAX_SMALL_BYTES: Final = 8_388_608  # of small frames waiting: beyond, the peer has stopped reading
+NEWS_BYTES: Final = 65_536  # of small frames waiting: beyond, news, which nobody depends on, is dropped
+MAX_BULK_BYTES: Final = 67_108_864  # of bulk frames waiting: beyond, their senders wait
 
 Buffers = Sequence[bytes | memoryview]
 
@@ -42,18 +38,17 @@ class SendQueue:
         self.small_bytes = 0
         self.bulk_bytes = 0
 
-    def add_small(self, frame: QueuedFrame) -> bool:
-        """Queues a frame ahead of all bulk. Returns False, queueing nothing, beyond MAX_SMALL_BYTES of small frames."""
-        if self.small_bytes + frame.size > MAX_SMALL_BYTES:
+    def add(self, frame: QueuedFrame) -> bool:
+        """Queues a frame, a small one ahead of all bulk. Returns False when MAX_SMALL_BYTES of small frames wait."""
+        if frame.size > SMALL_BYTES:
+            self._bulk.append(frame)
+            self.bulk_bytes += frame.size
+        elif self.small_bytes + frame.size <= MAX_SMALL_BYTES:
+            self._small.append(frame)
+            self.small_bytes += frame.size
+        else:
             return False
-        self._small.append(frame)
-        self.small_bytes += frame.size
         return True
-
-    def add_bulk(self, frame: QueuedFrame) -> None:
-        """Queues a frame behind all others; never refuses, so the caller must `wait_for_room` before."""
-        self._bulk.append(frame)
-        self.bulk_bytes += frame.size
 
     def pop(self) -> QueuedFrame | None:
         """Removes and returns the next frame to write, the oldest small one before bulk; None when nothing waits."""
@@ -70,8 +65,8 @@ class SendQueue:
         return False
 
     async def wait_for_room(self, size: int) -> None:
-        """Waits until `size` more bytes of bulk stay within MAX_BULK_BYTES, or no bulk is queued."""
-        while self.bulk_bytes and self.bulk_bytes + size > MAX_BULK_BYTES:
+        """Waits until a bulk frame of `size` bytes fits into MAX_BULK_BYTES, or none waits; a small one always fits."""
+        while size > SMALL_BYTES and self.bulk_bytes and self.bulk_bytes + size > MAX_BULK_BYTES:
             self._bulk_shrank.clear()
             await self._bulk_shrank.wait()
 

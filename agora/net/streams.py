@@ -20,7 +20,7 @@ from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES
 from agora_protocol.messages import Message
 
 from agora.net.network_errors import ConnectionBroken
-from agora.net.send_queue import NEWS_BYTES, SMALL_BYTES, Buffers, QueuedFrame, SendQueue
+from agora.net.send_queue import NEWS_BYTES, Buffers, QueuedFrame, SendQueue
 
 SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fits, whatever lies before it
 HEAD_BYTES: Final = 8192  # what is read before a payload's own buffer exists is copied there, so it is not much
@@ -88,8 +88,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._frame: Frame | None = None  # its payload is being read, or waits to be
         self._filled = 0
         self._skip = 0
-        self.is_waiting = False
-        """Whether nothing is read at the moment because the sink said WAIT."""
+        self.is_waiting = False  # whether nothing is read because the sink said WAIT
         self._is_deaf = False  # what arrives is thrown away
         self._queue = SendQueue()
         self._is_paused = False
@@ -186,10 +185,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._frame is not None or self._skip > 0
 
     def proceed(self, intake: Intake) -> None:
-        """Resumes reading after the sink said WAIT: TAKE reads the waiting payload, DROP throws it away.
-
-        Does nothing when no payload waits.
-        """
+        """Resumes reading after the sink said WAIT, if it has: TAKE reads the waiting payload, DROP throws it away."""
         frame, prefix = self._frame, self._prefix
         if not self.is_waiting or frame is None or prefix is None or self._is_deaf:
             return
@@ -219,10 +215,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._sink.on_violation(error, self._prefix)
 
     def _parse(self) -> None:
-        """Takes frame after frame out of the scratch buffer, asking the sink about each; without a sink the preamble.
-
-        Stops when bytes are missing or the sink says WAIT.
-        """
+        """Takes frame after frame out of the scratch buffer, until bytes are missing or the sink says WAIT."""
         sink = self._sink
         if sink is None:
             self._read_preamble(self._end - self._start)
@@ -251,11 +244,8 @@ class FrameStream(asyncio.BufferedProtocol):
                 return
 
     def _read_preamble(self, available: int) -> None:
-        """Sets `preamble` and pauses reading when it is complete: a varint length, then that many bytes.
-
-        Aborts the stream when the length exceeds MAX_PREAMBLE_BYTES.
-        """
-        size, shift = 0, 0
+        """Sets `preamble` and pauses reading when it is complete; aborts the stream beyond MAX_PREAMBLE_BYTES."""
+        size, shift = 0, 0  # its length comes first, as protobuf's varint
         for at in range(0 if self.preamble.done() else min(available, 3)):
             byte = self._view[self._start + at]
             size |= (byte & 0x7F) << shift
@@ -323,16 +313,11 @@ class FrameStream(asyncio.BufferedProtocol):
         """Bytes that this stream was given and the kernel has not taken yet."""
         return self.unsent + self._queue.small_bytes + self._queue.bulk_bytes
 
-    @property
-    def has_room(self) -> bool:
-        """Whether `send` would not wait now, whatever the size of the frame: no bulk frame waits."""
-        return not self._queue.bulk_bytes
-
-    def send_small(self, buffers: Buffers, call: int = 0) -> None:
-        """Queues a frame ahead of all bulk, and never waits. Aborts the stream when MAX_SMALL_BYTES of these wait."""
+    def enqueue(self, buffers: Buffers, call: int = 0) -> None:
+        """Queues a frame without waiting for room. Aborts the stream when MAX_SMALL_BYTES of small ones wait."""
         if self.is_lost or self._is_closing:
             return
-        if self._queue.add_small(QueuedFrame(buffers, sum(map(len, buffers)), call)):
+        if self._queue.add(QueuedFrame(buffers, sum(map(len, buffers)), call)):
             self._pump()
         else:
             self.abort()
@@ -340,23 +325,17 @@ class FrameStream(asyncio.BufferedProtocol):
     def send_news(self, buffers: Buffers, call: int) -> None:
         """Queues a small frame that may be lost: drops it when NEWS_BYTES of small frames wait already."""
         if self._queue.small_bytes < NEWS_BYTES:
-            self.send_small(buffers, call)
+            self.enqueue(buffers, call)
 
     async def send(self, buffers: Buffers, call: int) -> None:
         """Queues a frame, waiting for room first when it is large. Nothing is queued when this raises.
 
         The buffers must stay as they are until the peer has answered. Raises ConnectionBroken.
         """
-        size = sum(map(len, buffers))
-        if size > SMALL_BYTES:
-            await self._queue.wait_for_room(size)
+        await self._queue.wait_for_room(sum(map(len, buffers)))
         if self.is_lost or self._is_closing:
             raise ConnectionBroken("the stream is closed")
-        if size > SMALL_BYTES:
-            self._queue.add_bulk(QueuedFrame(buffers, size, call))
-            self._pump()
-        else:
-            self.send_small(buffers, call)
+        self.enqueue(buffers, call)
 
     def withdraw(self, call: int) -> bool:
         """Takes back a frame of `call` that has not begun to be written. Returns False when there is none."""

@@ -19,7 +19,7 @@ from agora_protocol.messages import Hello
 
 from agora.net.directory import Directory
 from agora.net.host import Host
-from agora.net.net_limits import NetLimits
+from agora.net.incoming import NetLimits
 from agora.net.network import Network
 from agora.node import doctor, joining, runs
 from agora.node.background import BackgroundTasks

@@ -47,7 +47,7 @@ class Settings(pydantic.BaseModel):
     stages: Annotated[str, AfterValidator(lambda text: text if text == "auto" else str(Span.parse(text)))] = "auto"
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddrs or HOST:PORT; port 0 lets the system choose
     announce: tuple[str, ...] = ()  # further multiaddrs under which others can reach this peer
-    link: Annotated[str, AfterValidator(lambda text: text and str(LinkSpec.parse(text)))] = ""
+    link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
     """RATE,RTT[,JITTER[,LOSS]] that this peer's streams shall behave like; "" is the network as it is."""
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free

@@ -22,9 +22,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.net.host import Host
-from agora.net.incoming import Handler, IncomingCall
+from agora.net.incoming import Handler, IncomingCall, NetLimits
 from agora.net.link import LinkSpec
-from agora.net.net_limits import NetLimits
 from agora.net.network import Network
 from agora.swarm.offences import OffenceLog
 

@@ -21,8 +21,7 @@ from agora_protocol.messages import (
 )
 
 from agora.calls import Reply
-from agora.net.incoming import IncomingCall
-from agora.net.net_limits import NetLimits
+from agora.net.incoming import IncomingCall, NetLimits
 from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, introduce, make_peer, peers, process, run, until
 

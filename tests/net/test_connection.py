@@ -14,9 +14,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.net.connection import Connection
-from agora.net.incoming import IncomingCall
-from agora.net.net_limits import NetLimits
-from agora.net.payload_budget import GUARANTEED_BYTES, PayloadBudget
+from agora.net.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
 from agora.net.send_queue import NEWS_BYTES
 from agora.net.streams import HEAD_BYTES, FrameStream
 from tests.net.helpers import RUN, boundary, process

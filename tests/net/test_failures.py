@@ -18,8 +18,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetStatus, Processed
 
 from agora.calls import Reply
-from agora.net.incoming import IncomingCall
-from agora.net.net_limits import NetLimits
+from agora.net.incoming import IncomingCall, NetLimits
 from agora.net.network_errors import ConnectionBroken
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, kill_p2pd, peers, process, run, until
 

@@ -28,7 +28,7 @@ from agora_protocol.messages import (
 )
 from hivemind.p2p import PeerID
 
-from agora.net.net_limits import NetLimits
+from agora.net.incoming import NetLimits
 from agora.net.network_errors import ConnectionBroken
 from agora.swarm.conduct import Conduct, Offence, Penalty
 from agora.swarm.offences import OffenceLog
@@ -262,6 +262,6 @@ def test_a_request_withdrawn_in_the_same_breath_leaves_nothing_held() -> None:
                 await until(lambda: b.network.budget.used == 0)
                 assert not b.violations
                 connection = b.network.connection_to(a.id)
-                assert connection is not None and not len(connection.incoming) and connection.share.held == 0
+                assert connection is not None and not len(connection.incoming) and connection.incoming.share.held == 0
 
     run(main)

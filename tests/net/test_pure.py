@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from agora_protocol.identity import Identity
 
+from agora.net import address_book
 from agora.net.address_book import AddressBook
 from agora.net.liveness import LivenessCheck, Verdict
 
@@ -49,8 +51,9 @@ def test_bytes_that_leave_a_backlog_are_a_sign_of_life_and_those_that_meet_none_
     assert Verdict.GONE.name in verdicts
 
 
-def test_the_memory_of_strangers_addresses_is_bounded() -> None:
-    book, strangers = AddressBook(max_peers=10), [Identity.generate().peer for _ in range(30)]
+def test_the_memory_of_strangers_addresses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_book, "MAX_PEERS", 10)
+    book, strangers = AddressBook(), [Identity.generate().peer for _ in range(30)]
     for stranger in strangers:
         book.learn(stranger, [f"/ip4/10.0.0.1/tcp/1/p2p/{stranger}"])
     assert [bool(book.addresses(stranger)) for stranger in strangers] == [False] * 20 + [True] * 10

@@ -166,8 +166,8 @@ def test_small_frames_go_before_bulk_and_what_has_not_begun_can_be_withdrawn() -
         first, second, third = (boundary(100_000, n) for n in range(3))
         for call, tensors in ((1, first), (3, second), (5, third)):
             await stream.send(encode_frame(FrameType.REQUEST, call, process(PEER), tensors), call)
-        stream.send_small(encode_frame(FrameType.REQUEST, 7, Ping()), 7)
-        stream.send_small(encode_frame(FrameType.REQUEST, 9, Ping()), 9)
+        stream.enqueue(encode_frame(FrameType.REQUEST, 7, Ping()), 7)
+        stream.enqueue(encode_frame(FrameType.REQUEST, 9, Ping()), 9)
         assert stream.withdraw(3) and not stream.withdraw(3) and not stream.withdraw(1)
         assert stream.backlog > 100_000
         for _ in range(5):
@@ -198,7 +198,7 @@ def test_bulk_waits_for_room_and_a_peer_that_never_reads_is_cut_off() -> None:
 
         advance = encode_frame(FrameType.PROGRESS, 2, Advance(0, PEER, "accepted", 1))
         for _ in range(MAX_SMALL_BYTES // sum(map(len, advance)) + 1):
-            stream.send_small(advance)
+            stream.enqueue(advance)
         assert transport.aborted and sink.ends == ["the stream ended"]
         with pytest.raises(ConnectionBroken):
             await stuck
@@ -214,7 +214,7 @@ def test_closing_writes_the_last_words_and_no_more_bulk() -> None:
         transport.full = True
         await stream.send([bytes(100_000)], 1)
         await stream.send([bytes(100_000)], 3)
-        stream.send_small(encode_frame(FrameType.GOODBYE, 0, Refusal("bad-frame")))
+        stream.enqueue(encode_frame(FrameType.GOODBYE, 0, Refusal("bad-frame")))
         stream.close()
         for _ in range(4):
             stream.resume_writing()
