@@ -44,7 +44,7 @@ from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
 from agora.observe import events, faults
 from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.hop import Hop
-from agora.pipeline.opening import Share, StepState, Surroundings
+from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
 from agora.state.keeper import StageHolders, StateKeeper
@@ -78,8 +78,6 @@ class LoadedSpan:
             compute,
             peer.router,
             peer.ledger,
-            stage_count=signed.manifest.stage_count,
-            shapes=peer.shapes,
             report=report,
             barrier=self._barrier,
             fault=faults.reach,
@@ -108,9 +106,9 @@ class LoadedSpan:
         return Origin(config, self.hop, batches.draw, batches.heldout, peer.startup.report, self._look_around)
 
     def _look_around(self) -> Surroundings:
-        """Returns what the origin must know: whether every stage has enough replicas, the path's time, and its share.
+        """Returns what the origin must know: whether every stage has enough replicas, the path's time, and its rank.
 
-        Its share of a step (synchronous runs only) is all of it while it is not seen in the view.
+        Its quota of a step (synchronous runs only) is all of it while it is not seen in the view.
         """
         manifest, view, me = self._peer.signed.manifest, self._peer.membership.view, self._peer.startup.peer
         least, path_s = manifest.schedule.least_replicas, self.hop.path_s()
@@ -118,12 +116,12 @@ class LoadedSpan:
         if self._barrier is None:
             return Surroundings(ready, path_s=path_s)
         origins = [seen.peer for seen in view.replicas(0)]
-        share = Share(origins.index(me), len(origins)) if me in origins else Share()
+        rank, count = (origins.index(me), len(origins)) if me in origins else (0, 1)
         whole, lacking = (
             math.ceil(tokens / manifest.tokens_per_microbatch)
             for tokens in (manifest.optimizer.target_tokens, self.replicas.missing_tokens(0))
         )
-        return Surroundings(ready, StepState(self.compute.step_of(0), whole, lacking, share), path_s)
+        return Surroundings(ready, StepState(self.compute.step_of(0), whole, lacking, rank, count), path_s)
 
     @property
     def span(self) -> Span:

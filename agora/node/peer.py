@@ -61,7 +61,6 @@ class Peer:
         self.startup = startup
         self.signed = signed
         self.host = host
-        self.shapes = wire_shapes(signed.manifest)
         self.seats = seats_of(signed.manifest, available_bytes(torch.device("cpu")))
         self.sent = SentTensors()
         self.offences = OffenceLog(startup.report)
@@ -82,7 +81,7 @@ class Peer:
             lambda: self.membership.view,
             me=startup.peer,
             stage_count=signed.manifest.stage_count,
-            shapes=self.shapes,
+            shapes=wire_shapes(signed.manifest),
             report=startup.report,
             offences=self.offences,
             round_trip_s=self.network.round_trip_s,
@@ -204,5 +203,5 @@ def wire_shapes(manifest: Manifest) -> WireShapes:
     """Returns the dtypes and shapes that the manifest implies for a microbatch's tensors."""
     codec, shape = parse_codec(manifest.boundary.codec), manifest.boundary_shape()
     return WireShapes(
-        *codec.wire_format(shape, "forward"), *codec.wire_format(shape, "backward"), (shape[0], shape[1] + 1)
+        codec.wire_format(shape, "forward"), codec.wire_format(shape, "backward"), (shape[0], shape[1] + 1)
     )

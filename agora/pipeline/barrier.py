@@ -1,4 +1,4 @@
-"""Waiting: for a change of any kind, and for the stages here to have taken a step.
+"""Waits for a change of any kind, and for the stages here to have taken a step.
 
 Knows: one event loop, steps by number. Must not know: what changes, who takes steps, or what a microbatch is.
 """
@@ -14,11 +14,11 @@ from agora_protocol.ids import Span
 
 from agora.clock import loop_time
 
-MAX_WAIT_SHARE = 0.5
-"""A microbatch waits here for at most this share of its remaining time; the rest is for a peer that is further."""
+MAX_WAIT_FRACTION = 0.5
+"""A microbatch waits here for at most this part of its remaining time; the rest is for a peer that is further."""
 MAX_STEPS_AHEAD = 1
-"""An origin opens a step's microbatches when all tokens of the step before were counted at every stage, by replicas
-that had taken all steps before that. A replica that is two steps behind must first fetch new state."""
+"""An origin opens a step when all tokens of the step before are counted, by replicas that had taken all steps before
+that. A replica that is two steps behind must first fetch new state."""
 RETRY_MS = 200
 
 
@@ -43,9 +43,8 @@ class ChangeNotifier:
 class StepBarrier:
     """Makes a synchronous run's microbatches wait until the stages here have taken the steps before theirs.
 
-    One that is too far ahead, or waits too long, is refused with Busy. So no gradient of one step is ever counted into
-    another, however far apart the replicas are. A microbatch that waits takes no seat. step_of(stage): steps that a
-    stage of `span` has taken.
+    So no gradient of one step is ever counted into another, however far apart the replicas are. A microbatch that waits
+    takes no seat. step_of(stage): steps that a stage of `span` has taken.
     """
 
     def __init__(self, span: Span, step_of: Callable[[int], int]) -> None:
@@ -58,27 +57,24 @@ class StepBarrier:
         self._changed.notify()
 
     def refuse_early(self, first: int, step: int) -> None:
-        """Raises Busy at once when a stage from `first` on has taken fewer than `step` - MAX_STEPS_AHEAD steps."""
-        behind = self._behind(first, step - MAX_STEPS_AHEAD)
-        if behind is not None:
-            raise _not_there(behind, step - MAX_STEPS_AHEAD)
+        """Raises Busy when a stage from `first` on has taken fewer than `step` - MAX_STEPS_AHEAD steps."""
+        self._require_step(first, step - MAX_STEPS_AHEAD)
 
     async def wait_for_step(self, first: int, step: int, deadline: float) -> None:
         """Returns when the stages from `first` to the span's last have taken `step` steps.
 
-        Raises Busy after MAX_WAIT_SHARE of the time until `deadline`, so that the caller can still ask another peer.
+        Raises Busy after MAX_WAIT_FRACTION of the time until `deadline`, so that the caller can still ask another peer.
         """
-        until = loop_time() + MAX_WAIT_SHARE * (deadline - loop_time())
-        while (behind := self._behind(first, step)) is not None:
-            if loop_time() >= until:
-                raise _not_there(behind, step)
+        until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
+        while loop_time() < until and self._stages_behind(first, step):
             await self._changed.wait(until)
+        self._require_step(first, step)
 
-    def _behind(self, first: int, step: int) -> int | None:
-        """Returns the first stage from `first` on that has taken fewer than `step` steps, None when there is none."""
-        return next((s for s in range(first, self._span.last + 1) if self._step_of(s) < step), None)
+    def _stages_behind(self, first: int, step: int) -> list[int]:
+        """Returns the stages from `first` to the span's last that have taken fewer than `step` steps."""
+        return [stage for stage in range(first, self._span.last + 1) if self._step_of(stage) < step]
 
-
-def _not_there(stage: int, step: int) -> Busy:
-    """Returns the Busy to raise for a microbatch that comes before `stage` has taken `step` steps here."""
-    return Busy(f"stage {stage} has not taken step {step} here yet", RETRY_MS)
+    def _require_step(self, first: int, step: int) -> None:
+        """Raises Busy when a stage from `first` to the span's last has taken fewer than `step` steps."""
+        if behind := self._stages_behind(first, step):
+            raise Busy(f"stage {behind[0]} has not taken step {step} here yet", RETRY_MS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
-from agora_protocol.errors import NotMyStage, PeerFailed, ProtocolError, Refused, Unavailable
+from agora_protocol.errors import NotMyStage, ProtocolError, Refused, Unavailable
 from agora_protocol.limits import MAX_DEADLINE_MS
 from agora_protocol.messages import Advance, Process, Processed
 from agora_protocol.tensors import WireTensor
@@ -24,10 +24,10 @@ from agora.observe import events, faults
 from agora.observe.events import Report
 from agora.observe.faults import ReachFault
 from agora.pipeline.barrier import StepBarrier
-from agora.pipeline.interfaces import HopAnswer, SpanCompute, WireShapes
+from agora.pipeline.interfaces import HopAnswer, SpanCompute
 from agora.pipeline.ledger import Work, WorkKey, WorkLedger
 from agora.pipeline.router import Router
-from agora.pipeline.routing import MAX_OWN_SHARE
+from agora.pipeline.routing import deadline_for_others
 from agora.stepping import SpanResult
 
 MIN_USEFUL_S = 0.001
@@ -54,9 +54,7 @@ class Job:
 class Hop:
     """Answers Process requests while this peer holds its span: forward here, call to the next peer, backward here.
 
-    Other peers and this peer's own origin call `process`; the ledger makes each microbatch run once.
-
-    queue: microbatches that wait for the device or are on it.
+    Other peers and this peer's own origin call `process`. queue: microbatches that wait for the device or are on it.
     """
 
     def __init__(
@@ -65,15 +63,12 @@ class Hop:
         router: Router,
         ledger: WorkLedger,
         *,
-        stage_count: int,
-        shapes: WireShapes,
         report: Report,
         barrier: StepBarrier | None = None,
         fault: ReachFault = faults.reach,
     ) -> None:
         self._span = compute.span
-        self._is_last = compute.span.last == stage_count - 1
-        self._shapes = shapes
+        self._is_last = compute.span.last == router.stage_count - 1
         self._compute = compute
         self._router = router
         self._ledger = ledger
@@ -90,10 +85,9 @@ class Hop:
     ) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
-        A repeat gets the kept answer, or joins the running work. Every refusal is reported as HopRefused.
-        tensors: [boundary, tokens]; the boundary may be missing at stage 0. deadline: on the loop's clock. The answer
-        carries the gradient of the boundary; none at stage 0 and when evaluating. Raises Busy, NotMyStage or
-        ProtocolError before any work; Unavailable or an error of the compute later, when nothing was counted either.
+        tensors: [boundary, tokens]; the boundary may be missing at stage 0. deadline: on the loop's clock. A repeat
+        gets the kept answer, or joins the running work. Raises Busy, NotMyStage or ProtocolError before any work;
+        Unavailable or an error of the compute later, when nothing was counted either. Reports refusals as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -102,7 +96,7 @@ class Hop:
                     raise NotMyStage(
                         f"this peer holds stages {self._span}, not {message.stage}; ask the directory again"
                     )
-                boundary, tokens = self._shapes.boundary_and_tokens(message, tensors)
+                boundary, tokens = self._router.shapes.boundary_and_tokens(message, tensors)
                 answer = await self._join_or_start(Job(message, boundary, tokens, deadline), on_progress)
         except Refused as refusal:
             self._report(events.HopRefused(message.microbatch.hex(), message.stage, refusal.code))
@@ -122,10 +116,7 @@ class Hop:
         return await self._ledger.run(key, last, job.deadline, on_progress, lambda work: self._perform(job, work))
 
     async def _perform(self, job: Job, work: Work) -> HopAnswer:
-        """Tells the callers "accepted", computes the span and the rest of the pipeline, and tells them "finished".
-
-        Raises Unavailable before that when the time left is too short, see `is_hopeless`.
-        """
+        """Computes the span and all after it; tells the callers when it begins and ends. Unavailable if hopeless."""
         stage, left_s = job.message.stage, job.deadline - loop_time()
         if is_hopeless(left_s, self._busy_s.value or 0.0):
             raise Unavailable(stage, [f"{left_s:.3f} s are too short for this hop"])
@@ -149,35 +140,27 @@ class Hop:
         result = await self._in_queue(
             self._compute.finish(job.message.microbatch, job.message.stage, job.boundary, job.tokens, job.train)
         )
-        return self._answer(job, result, result.busy_s, result.gradient)
+        return self._answer(job, result)
 
     async def _pass_on(self, job: Job, work: Work) -> HopAnswer:
-        """Computes a hop that is not the last: forward, the call to the next peer, and when training the backward.
-
-        After an unusable gradient it calls another peer. When it ends without a backward, it drops the forward.
-        """
-        microbatch, first, kept = job.message.microbatch, job.message.stage, job.train
+        """Computes a hop that is not the last: forward, the call to the next peer, and when training the backward."""
+        microbatch, first = job.message.microbatch, job.message.stage
         try:
             output = await self._in_queue(self._compute.forward(microbatch, first, job.boundary, job.tokens, job.train))
             await self._fault("hop.forwarded")
             onward = replace(job.message, stage=self._span.last + 1)
             while True:
-                until = downstream_deadline(loop_time(), job.deadline, self._backward_s.value or 0.0)
+                until = deadline_for_others(loop_time(), job.deadline, 1.5 * (self._backward_s.value or 0.0))
                 below = await self._router.send(onward, [output, job.tokens], until, work.publish)
-                if not job.train:
-                    return self._answer(job, below.message, 0.0, None, below.message.path_ms)
-                result = await self._backward(below, job, work)
+                result = await self._backward(below, job, work) if job.train else SpanResult(None, 0.0)
                 if result is not None:
-                    kept = False
-                    return self._answer(job, below.message, result.busy_s, result.gradient, below.message.path_ms)
+                    return self._answer(job, result, below.message)
         finally:
-            if kept:
-                self._compute.forget(microbatch, first)
+            self._compute.forget(microbatch, first)  # does nothing after a backward
 
     async def _backward(self, below: HopAnswer, job: Job, work: Work) -> SpanResult | None:
         """Runs the backward here. Unusable gradient: reports its sender, keeps the forward, and returns None."""
-        if below.gradient is None or below.peer is None:
-            raise PeerFailed("no gradient came back from downstream")
+        assert below.gradient is not None and below.peer is not None, "Router.send checks the answer"
         work.committed = True
         started = loop_time()
         try:
@@ -191,37 +174,23 @@ class Hop:
         self._backward_s = self._backward_s.updated(loop_time() - started)
         return result
 
-    def _answer(
-        self, job: Job, loss: SpanResult | Processed, busy_s: float, gradient: WireTensor | None, below_ms: float = 0.0
-    ) -> HopAnswer:
+    def _answer(self, job: Job, result: SpanResult, below: Processed | None = None) -> HopAnswer:
         """Returns the answer for upstream: loss, times, gradient. When training, records the times for `path_s`.
 
-        loss: holds loss_sum and tokens. below_ms: milliseconds of the way after this span, by the answer from there.
+        result: of this span. below: the answer from downstream, which has the loss; None when this hop is the last.
         """
-        path_s = busy_s + below_ms / 1000.0
+        path_s = result.busy_s + (below.path_ms / 1000.0 if below is not None else 0.0)
         if job.train:
-            self._busy_s = self._busy_s.updated(busy_s)
+            self._busy_s = self._busy_s.updated(result.busy_s)
             self._paths_s.append(path_s)
-        busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (busy_s, path_s))
+        busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (result.busy_s, path_s))
+        loss: SpanResult | Processed = result if below is None else below
         message = Processed(loss.loss_sum, loss.tokens, busy_ms, path_ms)
-        return HopAnswer(message, [] if gradient is None else [gradient])
+        return HopAnswer(message, [] if result.gradient is None else [result.gradient])
 
     def path_s(self) -> float | None:
-        """Seconds that a microbatch takes from here to the last stage and back when nothing waits; None until measured.
-
-        The sum of what every peer on its way measured: its device time and its link to the next. It is the median of
-        the last PATH_SAMPLES, because the first microbatches waited for connections.
-        """
+        """Returns the median seconds from here to the last stage and back when nothing waits; None until measured."""
         return median(self._paths_s) if self._paths_s else None
-
-
-def downstream_deadline(now: float, deadline: float, own_s: float) -> float:
-    """Returns by when the gradient must be back, so that a backward of about `own_s` seconds still makes `deadline`.
-
-    1.5 * own_s before `deadline`, but at most MAX_OWN_SHARE of the time from `now` to `deadline`.
-    """
-    remaining = max(0.0, deadline - now)
-    return deadline - min(1.5 * own_s, MAX_OWN_SHARE * remaining)
 
 
 def is_hopeless(left_s: float, own_s: float) -> bool:

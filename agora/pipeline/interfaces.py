@@ -1,7 +1,6 @@
 """What the pipeline needs of the device, as a protocol; the answer of a hop; the tensors that the manifest allows.
 
-Knows: the form of calls and tensors. Must not know: who implements them. The daemon passes in train.compute; tests pass
-in arithmetic. Calls to other peers are agora.calls.Caller.
+Knows: the form of calls and tensors. Must not know: who implements them (train.compute, or arithmetic in tests).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from agora.stepping import SpanResult
 
 
 class SpanCompute(Protocol):
-    """The device that computes this peer's span. Implemented by train.compute.
+    """The device that computes this peer's span of stages.
 
     first: the stage that the microbatch enters. boundary: None at stage 0. Every failure is an AgoraError, and a
     cancelled job leaves nothing behind. `finish` (when training) and `backward` count the microbatch: after they
@@ -28,16 +27,12 @@ class SpanCompute(Protocol):
     """
 
     @property
-    def span(self) -> Span:
-        """The consecutive stages that this peer holds."""
+    def span(self) -> Span: ...
 
     async def forward(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
     ) -> WireTensor:
-        """Runs stages `first` to the span's last and returns the boundary after them.
-
-        `train` keeps what the backward needs, until `backward` or `forget`.
-        """
+        """Runs stages `first` to the span's last; returns the boundary. With `train` keeps what `backward` needs."""
 
     async def finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
@@ -53,10 +48,7 @@ class SpanCompute(Protocol):
 
 @dataclass(slots=True)
 class HopAnswer(Reply):
-    """A hop's answer: the Processed message, with the gradient of the boundary that entered, if there is one.
-
-    peer: who answered, None for this peer itself.
-    """
+    """A hop's answer to a Process request. peer: who answered, None for this peer itself."""
 
     message: Processed
     peer: PeerId | None = None
@@ -68,36 +60,27 @@ class HopAnswer(Reply):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the answer's tensors."""
+        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class WireShapes:
-    """The dtypes and shapes that the manifest implies for a microbatch's tensors; checks received tensors by them."""
+    """The dtype and shape of boundaries and their gradients in this run, and the shape of tokens."""
 
-    boundary_dtype: str
-    boundary_shape: tuple[int, ...]
-    gradient_dtype: str
-    gradient_shape: tuple[int, ...]
+    boundary: tuple[str, tuple[int, ...]]
+    gradient: tuple[str, tuple[int, ...]]
     tokens_shape: tuple[int, ...]
 
     def boundary_and_tokens(
         self, message: Process, tensors: Sequence[WireTensor]
     ) -> tuple[WireTensor | None, WireTensor]:
-        """Returns the tensors of a Process request, checked. The boundary is None at stage 0, whatever was sent for it.
-
-        Raises ProtocolError when a tensor is missing, is too many, or has another dtype or shape than the run's.
-        """
+        """Returns a Process request's boundary (None at stage 0) and tokens; ProtocolError unless they fit this run."""
         if len(tensors) != 2 and not (message.stage == 0 and len(tensors) == 1):
             raise ProtocolError("bad-message", f"process needs a boundary and tokens; {len(tensors)} tensors came")
         boundary, tokens = (None if message.stage == 0 else tensors[0]), tensors[-1]
-        if boundary is not None and (boundary.dtype, boundary.shape) != (self.boundary_dtype, self.boundary_shape):
+        if boundary is not None and (boundary.dtype, boundary.shape) != self.boundary:
             raise ProtocolError("bad-tensor", f"the boundary is {boundary.dtype} {boundary.shape}, not of this run")
         if tokens.dtype not in TOKEN_DTYPES or tokens.shape != self.tokens_shape:
             raise ProtocolError("bad-tensor", f"the tokens are {tokens.dtype} {tokens.shape}, not of this run")
         return boundary, tokens
-
-    def fits_gradient(self, tensor: WireTensor) -> bool:
-        """Whether `tensor` has the dtype and shape of a boundary's gradient."""
-        return tensor.dtype == self.gradient_dtype and tensor.shape == self.gradient_shape

@@ -2,9 +2,6 @@
 
 Knows: seats, running tasks, who waits for them, the answers given; docs/routing.md has the table. Must not know: what
 the work computes. The ledger lives as long as the peer, not as its span: after a move it still answers repeats.
-
-When the last caller of a piece of work leaves, the work is cancelled, unless it is committed: from the moment at which
-its gradient may be counted it runs to its end, so that a repeat finds the answer and nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -45,10 +42,7 @@ class WorkKey:
 
 
 class AnswerCache:
-    """Keeps the newest answers to finished work: at most `max_bytes`, none older than `max_age_s`. Pure: has no clock.
-
-    What is dropped is forgotten, and a repeat of it is computed and counted again.
-    """
+    """Keeps the newest answers to finished work: at most `max_bytes`, none older than `max_age_s`. Has no clock."""
 
     def __init__(self, max_bytes: int = MAX_CACHE_BYTES, max_age_s: float = MAX_CACHE_AGE_S) -> None:
         self._max_bytes = max_bytes
@@ -64,15 +58,12 @@ class AnswerCache:
         return entry[1] if entry else None
 
     def stages_of(self, microbatch: MicrobatchId, now: float) -> dict[int, int]:
-        """Returns for each entry stage of this microbatch the last stage that the answered work ran."""
+        """Returns, by the stage at which answered work of this microbatch entered, the last stage that it ran."""
         self._drop_old(now)
         return self._last_stages.get(microbatch, {})
 
     def put(self, key: WorkKey, last: int, answer: HopAnswer, now: float) -> None:
-        """Keeps the answer of work that ran stages `key.stage` to `last`; drops the oldest answers beyond the limits.
-
-        The newest answer is kept even when it alone exceeds `max_bytes`.
-        """
+        """Keeps the answer of work that ran stages `key.stage` to `last`; drops the oldest ones beyond the limits."""
         self._drop(key)
         self._entries[key] = (now, answer)
         self._last_stages.setdefault(key.microbatch, {})[key.stage] = last
@@ -82,20 +73,15 @@ class AnswerCache:
 
     def _drop_old(self, now: float) -> None:
         """Drops every answer that is older than `max_age_s`."""
-        while self._entries:
-            key, (kept_at, _) = next(iter(self._entries.items()))
-            if now - kept_at <= self._max_age_s:
-                return
-            self._drop(key)
+        while self._entries and now - next(iter(self._entries.values()))[0] > self._max_age_s:
+            self._drop(next(iter(self._entries)))
 
     def _drop(self, key: WorkKey) -> None:
         """Drops one answer; does nothing when it is not kept."""
-        entry = self._entries.pop(key, None)
-        if entry is not None:
+        if entry := self._entries.pop(key, None):
             self.nbytes -= entry[1].nbytes + ENTRY_BYTES
-            stages = self._last_stages[key.microbatch]
-            del stages[key.stage]
-            if not stages:
+            del self._last_stages[key.microbatch][key.stage]
+            if not self._last_stages[key.microbatch]:
                 del self._last_stages[key.microbatch]
 
 
@@ -103,7 +89,7 @@ class Work:
     """One piece of running work, and the callers that wait for it; `newest` is the newest progress of each stage.
 
     Whoever performs it sets `committed` when the gradient may be counted from now on: then the work runs to its end
-    even without callers. last: the last stage that it runs here. cancelled: `cancel` was called.
+    even without callers, so that a repeat finds the answer. last: the last stage that it runs here.
     """
 
     task: asyncio.Task[HopAnswer]
@@ -122,7 +108,7 @@ class Work:
             on_progress(news)
 
     def uncommit(self) -> None:
-        """Marks that the gradient was not counted after all; cancels work without callers."""
+        """Records that the gradient was not counted after all; cancels the work if nobody waits for it."""
         self.committed = False
         if not self.callers:
             self.cancel()
@@ -136,13 +122,13 @@ class Work:
 class WorkLedger:
     """Runs this peer's work: starts each microbatch once, on one of `max_seats` seats, and keeps the answer.
 
-    A repeat joins the running work or gets the kept answer. New work gets Busy while all seats are taken or the ledger
-    refuses. When the last caller stops waiting, the work is cancelled, unless it is committed.
+    A repeat joins the running work or gets the kept answer. Work for which no caller waits is cancelled, unless it is
+    committed.
     """
 
     def __init__(self, me: PeerId, max_seats: int, report: Report) -> None:
-        self.max_seats = max(1, max_seats)
         self.me = me
+        self._seats = max(1, max_seats)
         self._report = report
         self._answers = AnswerCache()
         self._works: dict[WorkKey, Work] = {}
@@ -155,11 +141,7 @@ class WorkLedger:
         return len(self._works)
 
     def answer_repeat(self, message: Process, on_progress: OnProgress, queue: int = 0) -> HopAnswer | None:
-        """Returns the kept answer to a microbatch that this peer has finished, None when there is none.
-
-        If there is one, reports RepeatServed and tells `on_progress` "finished". Needs no span: the daemon may hold
-        none. queue: length of the device's queue, for the caller.
-        """
+        """Returns the kept answer to the same work, reporting RepeatServed and "finished"; None if there is none."""
         answer = self._answers.get(WorkKey(message.microbatch, message.stage), loop_time())
         if answer is not None:
             self._report(events.RepeatServed(message.microbatch.hex(), message.stage))
@@ -169,8 +151,7 @@ class WorkLedger:
     def refuse_overlap(self, key: WorkKey, last: int) -> None:
         """Raises Busy when the microbatch entered here at another stage and went through one of `key.stage` to `last`.
 
-        A microbatch is counted once per stage here. The gradient of the boundary that this entry asks for was never
-        made, so there is nothing to answer: the caller finds a sibling, or its own caller repeats the earlier entry.
+        It would be counted twice there, and the gradient that this entry asks for was never made.
         """
         past = self._answers.stages_of(key.microbatch, loop_time()).items()
         present = [(w.key.stage, w.last) for w in self._works.values() if w.key.microbatch == key.microbatch]
@@ -188,9 +169,9 @@ class WorkLedger:
     ) -> HopAnswer:
         """Joins the work `key`, or starts it with `start` on a free seat, and returns its answer.
 
-        last: the last stage that it runs here. A joined work that fails before our `deadline` is started again for us.
-        Raises what the work raises. Raises Busy before any work when there is no seat, when nothing new is taken, or
-        when an earlier, cancelled work of this name has not ended by `deadline`.
+        last: the last stage that it runs here. Joined work that fails before our `deadline` is started again for us.
+        Raises what the work raises, and Busy when there is no seat, when the ledger takes nothing new, or when an
+        earlier, cancelled attempt has not ended by `deadline`.
         """
         while True:
             work = self._works.get(key)
@@ -219,11 +200,7 @@ class WorkLedger:
         self._refusal = ""
 
     async def finish(self, within_s: float, reason: str) -> bool:
-        """Refuses new work, waits at most `within_s` for running work, then cancels the rest and lets it end.
-
-        Returns whether nothing had to be cancelled. The ledger refuses until `start_accepting`; `reason` completes
-        "this peer is ...".
-        """
+        """Stops accepting, waits at most `within_s` for running work, cancels the rest; returns whether all ended."""
         self.stop_accepting(reason)
         if self._works:
             await asyncio.wait([work.task for work in self._works.values()], timeout=within_s)
@@ -234,19 +211,14 @@ class WorkLedger:
             await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
         return not late
 
-    def _refuse_when_full(self) -> None:
-        """Raises Busy when the ledger refuses new work or all seats are taken. The seat itself is taken by `_start`."""
-        if self._refusal:
-            raise Busy(f"this peer is {self._refusal}; ask another", CLOSED_RETRY_MS)
-        if self.taken >= self.max_seats:
-            # one of max_seats seats, each taken for seat_s, becomes free every seat_s / max_seats on average
-            free_in_ms = 1000.0 * (self._seat_s.value or 0.0) / self.max_seats
-            retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
-            raise Busy(f"all {self.max_seats} seats are taken", retry_ms)
-
     def _start(self, key: WorkKey, last: int, start: Callable[[Work], Awaitable[HopAnswer]]) -> Work:
         """Takes a seat (or raises Busy) and starts `start(work)` in a new task; returns the Work, without waiting."""
-        self._refuse_when_full()
+        if self._refusal:
+            raise Busy(f"this peer is {self._refusal}; ask another", CLOSED_RETRY_MS)
+        if self.taken >= self._seats:
+            free_in_ms = 1000.0 * (self._seat_s.value or 0.0) / self._seats  # on average, the next one of all seats
+            retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
+            raise Busy(f"all {self._seats} seats are taken", retry_ms)
         work = self._works[key] = Work(key, last)
 
         async def perform() -> HopAnswer:
@@ -258,7 +230,7 @@ class WorkLedger:
                 self._seat_s = self._seat_s.updated(loop_time() - started)
                 return answer
             finally:
-                self._free(work)
+                self._end(work)
 
         work.task = asyncio.create_task(perform(), name=f"hop {key.microbatch.hex()} at stage {key.stage}")
         work.task.add_done_callback(lambda task: self._end(work))
@@ -275,12 +247,8 @@ class WorkLedger:
                 work.cancel()
 
     def _end(self, work: Work) -> None:
-        """Called when the task has ended: frees the seat if `perform` never began; marks an error as retrieved."""
-        self._free(work)
-        if not work.task.cancelled():
-            work.task.exception()
-
-    def _free(self, work: Work) -> None:
-        """Frees the seat of work that has ended; does nothing the second time."""
+        """Frees the seat; called at the task's end, and after it, since a cancelled task may never have begun."""
         if self._works.get(work.key) is work:
             del self._works[work.key]
+        if work.task.done() and not work.task.cancelled():
+            work.task.exception()  # the error is retrieved, even when no caller waits any more

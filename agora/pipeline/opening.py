@@ -1,14 +1,9 @@
 """Decides when an origin opens its next microbatch, and how many it keeps in flight. Pure.
 
-Knows: measured times, bounds, the shares of a step. Must not know: who measured them, or a clock (`now` is passed in).
+Knows: measured times, bounds, quotas of a step. Must not know: who measured them, or a clock (`now` is passed in).
 
-By Little's law a pipeline that finishes one microbatch every `period` holds x = round trip / period of them when
-nothing ever waits. Exactly x starves the slowest stage at every hiccup, so 4 * sqrt(x) are added, the square-root
-staffing rule (Halfin and Whitt, "Heavy-traffic limits for queues with many exponential servers", 1981).
-
-The round trip must be free of queueing, because more credit makes longer queues, and an origin that counted them would
-ask for still more. So each link is known by its shortest waits, as BBR knows a path (Cardwell et al., "BBR:
-Congestion-based congestion control", 2016).
+By Little's law x = round trip / period microbatches fill a pipeline in which nothing waits. 4 * sqrt(x) more, the
+square-root staffing rule (Halfin and Whitt, 1981), keep its slowest stage busy at every hiccup.
 """
 
 from __future__ import annotations
@@ -57,58 +52,48 @@ def measured_credit(round_trip_s: float | None, period_s: float | None, stages: 
 class Pace:
     """The mean time between two completions, without the gaps that a stall or a pause makes."""
 
-    period: MovingAverage = field(default_factory=lambda: MovingAverage(0.03))
-    last: float | None = None
-
-    @property
-    def period_s(self) -> float | None:
-        """Mean seconds between two completions; None before the second one."""
-        return self.period.value
+    period_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.03))
+    last_at: float | None = None
 
     def completed(self, now: float) -> Pace:
         """Returns the pace after a completion at `now`. One gap counts as at most MAX_GAP_PERIODS periods."""
-        if self.last is None:
-            return replace(self, last=now)
-        gap, known = now - self.last, self.period.value
+        if self.last_at is None:
+            return replace(self, last_at=now)
+        gap, known = now - self.last_at, self.period_s.value
         if known is not None:
             gap = min(gap, MAX_GAP_PERIODS * known + 1e-6)
-        return Pace(self.period.updated(gap), now)
+        return Pace(self.period_s.updated(gap), now)
 
     def interrupted(self) -> Pace:
         """Returns the pace after a pause or a stall: the gap to the next completion is not counted."""
-        return replace(self, last=None)
+        return replace(self, last_at=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """An origin's place among those that share a synchronous step: number `rank`, from 0, of `origins`."""
-
-    rank: int = 0
-    origins: int = 1
-
-
-def step_share(microbatches: int, share: Share) -> int:
-    """Returns how many of a step's `microbatches` this origin opens: an equal part, one more if rank < remainder."""
-    base, rest = divmod(microbatches, max(1, share.origins))
-    return base + (1 if share.rank < rest else 0)
+def equal_quota(microbatches: int, rank: int, origins: int) -> int:
+    """Returns how many of a step's microbatches origin `rank` of `origins` opens; the remainder goes to the first."""
+    base, rest = divmod(microbatches, max(1, origins))
+    return base + (1 if rank < rest else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """Stage 0 in a synchronous run: its present step, the microbatches of that step, and how many it still lacks."""
+    """Stage 0 in a synchronous run: its present step, the microbatches of that step, and how many it still lacks.
+
+    This origin is number `rank`, from 0, of the `origins` that open them.
+    """
 
     step: int
     microbatches: int
     lacking: int
-    share: Share
+    rank: int = 0
+    origins: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What an origin sees around it before it decides whether to open a microbatch.
 
-    ready: enough replicas serve the run. step: None in an asynchronous run. path_s: seconds of a microbatch to the last
-    stage and back when nothing waits, None until measured.
+    ready: enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s.
     """
 
     ready: bool = True
@@ -129,30 +114,19 @@ class StepQuota:
 
         | stage 0                                      | the quota                                  |
         |----------------------------------------------|--------------------------------------------|
-        | is at a new step                             | this origin's share of the step            |
+        | is at a new step                             | equal_quota of the step                    |
         | is at the same step, for less than GRACE_S   | still 0                                    |
-        | is at the same step, for GRACE_S             | this origin's part of what the step lacks  |
+        | is at the same step, for GRACE_S             | an equal part of what the step lacks       |
 
-        The last rule covers shares that do not add up, because origins come and go.
+        The last rule covers quotas that do not add up, because origins come and go.
         """
         if state.step != self.step:
-            return StepQuota(state.step, step_share(state.microbatches, state.share))
+            return StepQuota(state.step, equal_quota(state.microbatches, state.rank, state.origins))
         if self.idle_since is None:
             return replace(self, idle_since=now)
         if now - self.idle_since < GRACE_S:
             return self
-        return StepQuota(self.step, math.ceil(state.lacking / state.share.origins))
-
-
-@dataclass(frozen=True, slots=True)
-class OriginState:
-    """The state of an origin from which next_opening decides. open_count: microbatches in flight."""
-
-    credit: Credit
-    seen: Surroundings = Surroundings()
-    open_count: int = 0
-    leaving: bool = False
-    paused: bool = False
+        return StepQuota(self.step, math.ceil(state.lacking / state.origins))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +138,31 @@ class Opening:
     quota: StepQuota
 
 
-def next_opening(now: float, state: OriginState, quota: StepQuota) -> Opening:
-    """Decides whether an origin opens a microbatch now, waits, or (when leaving) stops.
+def next_opening(
+    now: float,
+    quota: StepQuota,
+    credit: Credit,
+    seen: Surroundings,
+    open_count: int,
+    *,
+    leaving: bool = False,
+    paused: bool = False,
+) -> Opening:
+    """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or (when leaving) stops.
 
-    It waits while too few replicas serve the run, while paused, when its share of a synchronous step is opened, and
-    while as many microbatches are open as its credit allows. The first of these that holds is the reason.
+    The first reason to wait that holds is given: too few replicas serve the run, it is paused, its quota of a
+    synchronous step is opened, or as many microbatches are open as its credit allows.
     """
-    if state.leaving:
+    if leaving:
         return Opening("stop", "this peer is leaving", quota)
-    if not state.seen.ready:
+    if not seen.ready:
         return Opening("wait", "too few replicas serve the run", quota)
-    if state.paused:
+    if paused:
         return Opening("wait", "paused by its owner", quota)
-    step = state.seen.step
-    if step is not None and not quota.left and not state.open_count:
-        quota = quota.renewed(now, step)
-    if step is not None and not quota.left:
-        return Opening("wait", f"this origin's share of step {quota.step} is opened", quota)
-    if state.open_count >= state.credit.limit:
-        return Opening("wait", f"{state.open_count} microbatches are open; credit {state.credit.reason}", quota)
-    left = max(0, quota.left - 1)
-    return Opening("open", state.credit.reason, replace(quota, left=left, idle_since=None))
+    if seen.step is not None and not quota.left and not open_count:
+        quota = quota.renewed(now, seen.step)
+    if seen.step is not None and not quota.left:
+        return Opening("wait", f"this origin's quota of step {quota.step} is opened", quota)
+    if open_count >= credit.limit:
+        return Opening("wait", f"{open_count} microbatches are open; credit {credit.reason}", quota)
+    return Opening("open", credit.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))

@@ -1,8 +1,7 @@
 """Draws microbatches and keeps each until it is completed: where everything that the swarm trains on begins.
 
-Knows: what was opened and what came back. Must not know: routing, or the contents of tensors. A microbatch once started
-is never dropped while this origin lives: a failed attempt is followed by another of the same id and the same data, with
-twice the time. Only leaving drops microbatches.
+Knows: what was opened and what came back. Must not know: routing, or the contents of tensors. A failed attempt is
+followed by another of the same id and data, with twice the time: only leaving drops microbatches.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.opening import Credit, Opening, Pace, StepQuota, Surroundings
 
 MIN_PATIENCE_S = 20.0
-PATIENCE_TRIPS = 10.0
+PATIENCE_FACTOR = 10.0
 """An attempt may take this many times what attempts usually take: room for a hung peer at every stage."""
 MAX_PATIENCE_S = MAX_DEADLINE_MS / 1000.0
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
@@ -39,10 +38,9 @@ LOOK_AGAIN_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class OriginConfig:
-    """How this origin opens microbatches.
+    """How this origin opens microbatches. first_patience_s: the time of an attempt before any was measured.
 
     ceiling: most microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to measure it.
-    first_patience_s: time of the first attempt, before any was measured.
     """
 
     me: PeerId
@@ -50,14 +48,6 @@ class OriginConfig:
     ceiling: int
     max_in_flight: int = 0
     first_patience_s: float = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The result of `Origin.evaluate`: the mean held-out loss per token, in nats, over `tokens`."""
-
-    loss: float
-    tokens: int
 
 
 @dataclass(slots=True)
@@ -110,8 +100,8 @@ class Origin:
         self._leaving = False
         self._quota = StepQuota()
         self._pace = Pace()
-        self._credit_ceiling = opening.PER_STAGE * config.stage_count  # doubles at most in a trip, as TCP starts
-        self._trip_s = MovingAverage(0.1)
+        self._credit_ceiling = opening.PER_STAGE * config.stage_count  # at most doubles in a round trip, as TCP starts
+        self._attempt_s = MovingAverage(0.1)
         self.loss = MovingAverage(0.05)
         self.completed = 0
         self.credit = Credit(1, "not measured yet")
@@ -156,8 +146,8 @@ class Origin:
         """Makes `run` check again whether to open a microbatch; call it after each step of this peer's stage 0."""
         self._changed.notify()
 
-    async def evaluate(self, count: int, within_s: float) -> Evaluation:
-        """Sends at most `count` held-out microbatches through the swarm and returns their mean loss per token.
+    async def evaluate(self, count: int, within_s: float) -> events.EvaluationDone:
+        """Sends at most `count` held-out microbatches through the swarm; returns and reports their mean loss per token.
 
         Raises Unavailable when they are not back in `within_s`, or when no text is held out.
         """
@@ -180,8 +170,8 @@ class Origin:
             raise Unavailable(0, [f"the evaluation did not end in {within_s:.0f} s"]) from None
         if not token_count:
             raise Unavailable(0, ["no held-out text; raise data.heldout in the manifest of the next run"])
-        result = Evaluation(loss_sum / token_count, token_count)
-        self._report(events.EvaluationDone(result.loss, result.tokens, loop_time() - started))
+        result = events.EvaluationDone(loss_sum / token_count, token_count, loop_time() - started)
+        self._report(result)
         return result
 
     async def _wait_for_opening(self) -> bool:
@@ -198,8 +188,9 @@ class Origin:
         """Decides by opening.next_opening whether to open a microbatch now, and records credit and quota."""
         ceiling, is_synchronous = self._config.ceiling, seen.step is not None
         credit = Credit(ceiling, f"{ceiling} seats") if is_synchronous else self._measured_credit(seen.path_s)
-        state = opening.OriginState(credit, seen, len(self._open), self._leaving, self._paused)
-        decision = opening.next_opening(loop_time(), state, self._quota)
+        decision = opening.next_opening(
+            loop_time(), self._quota, credit, seen, len(self._open), leaving=self._leaving, paused=self._paused
+        )
         if not is_synchronous:
             self.credit = credit
         elif decision.action == "open" and not self._open:
@@ -215,7 +206,7 @@ class Origin:
             limit = min(config.max_in_flight, config.ceiling)
             return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
         ceiling = min(self._credit_ceiling, config.ceiling)
-        return opening.measured_credit(path_s, self._pace.period_s, config.stage_count, ceiling)
+        return opening.measured_credit(path_s, self._pace.period_s.value, config.stage_count, ceiling)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
         """Returns a microbatch of these tokens, with a new id that is unique in the run."""
@@ -252,17 +243,16 @@ class Origin:
 
         The time it may take and the sleep double with every `attempt`, up to MAX_PATIENCE_S and MAX_RETRY_S.
         """
-        started, trip_s, doubled = loop_time(), self._trip_s.value, 2.0 ** min(attempt, 16)
-        first = self._config.first_patience_s if trip_s is None else max(MIN_PATIENCE_S, PATIENCE_TRIPS * trip_s)
+        started, usual_s, doubled = loop_time(), self._attempt_s.value, 2.0 ** min(attempt, 16)
+        first = self._config.first_patience_s if usual_s is None else max(MIN_PATIENCE_S, PATIENCE_FACTOR * usual_s)
         patience, wait = min(MAX_PATIENCE_S, first * doubled), RETRY_S * doubled
-        deadline = started + patience
+        deadline, deadline_ms = started + patience, max(1, int(1000.0 * patience))
         hint = tuple(sorted(microbatch.path.items())[:MAX_HINTS])
-        deadline_ms = max(1, int(1000.0 * patience))
         message = Process(microbatch.id, self._config.me, 0, microbatch.purpose, deadline_ms, hint, microbatch.step)
         try:
             async with asyncio.timeout_at(deadline):
                 answer = await self._hop.process(message, [microbatch.tokens], deadline, microbatch.record_progress)
-            self._trip_s = self._trip_s.updated(loop_time() - started)
+            self._attempt_s = self._attempt_s.updated(loop_time() - started)
             return answer
         except Busy as refusal:
             wait = max(wait, refusal.retry_after_ms / 1000.0)

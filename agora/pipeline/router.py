@@ -33,8 +33,8 @@ MIN_ATTEMPT_S = 0.001
 """Less time than this is not worth a message."""
 MAX_REASONS = 8
 NEWS_PER_STAGE = 8
-"""An attempt brings one progress message for every stage that it passes, more where calls were repeated. More than this
-for each stage are dropped, because every caller before us would have to pass them on."""
+"""An attempt brings one progress message for every stage that it passes, more where calls were repeated; more than this
+are dropped, because every caller before us would have to pass them on."""
 UNAVAILABLE_FAILURES = 3
 """A peer that could not get further downstream is left alone for a second at most: it may not be its fault."""
 
@@ -43,8 +43,8 @@ UNAVAILABLE_FAILURES = 3
 class Trip:
     """One microbatch in `Router.send`: its request and tensors, and what its attempts have taught.
 
-    hint: who has this microbatch, at first by the caller's hint. passed_on: the peer of each stage that our own callers
-    have heard of. reasons: why each peer failed.
+    hint: who has it, at first as the caller says. passed_on: the peer of each stage that our own callers have heard of.
+    reasons: why each peer failed.
     """
 
     process: Process
@@ -61,10 +61,9 @@ class Trip:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def record_progress(self, news: Advance, callee: PeerId) -> bool:
-        """Records a progress message of `callee`; returns whether our own callers have not heard the same before.
+        """Records a progress message of `callee` in the hint; returns whether it is new to our own callers.
 
-        The newest peer seen at a stage is the one that a retry should reach. A callee may speak of itself at its own
-        stage, and of any peer at later stages; anything else is ignored.
+        A callee may speak of itself at its own stage, and of any peer at later stages; anything else is ignored.
         """
         own = news.stage == self.process.stage
         if not (news.peer == callee if own else news.stage > self.process.stage):
@@ -84,7 +83,7 @@ class Trip:
         self.reasons[peer] = reason
 
     def request(self, deadline_ms: int) -> Process:
-        """Returns the message of one attempt; its hint names the nearest stages first, as many as a message may."""
+        """Returns the message of one attempt, with a hint of the nearest stages."""
         ahead = sorted((stage, peer) for stage, peer in self.hint.peers.items() if stage > self.process.stage)
         return replace(self.process, deadline_ms=deadline_ms, hint=tuple(ahead[:MAX_HINTS]))
 
@@ -92,8 +91,7 @@ class Trip:
 class Router:
     """Sends microbatches to peers of later stages: chooses each, calls it, and tries another when it fails or is busy.
 
-    offences: records the offences of other peers, and says who must not be called. round_trip_s(peer): measured on the
-    idle link, None when unknown. table: what is known of the peers, see routing.RoutingTable.
+    offences: also says who must not be called. round_trip_s(peer): measured on the idle link, None when unknown.
     """
 
     def __init__(
@@ -111,8 +109,8 @@ class Router:
         self.table = RoutingTable(me, stage_count)
         self._caller = caller
         self._view_of = view_of
-        self._stage_count = stage_count
-        self._shapes = shapes
+        self.stage_count = stage_count
+        self.shapes = shapes
         self._report = report
         self._offences = offences
         self._round_trip_s = round_trip_s
@@ -129,14 +127,13 @@ class Router:
     ) -> HopAnswer:
         """Sends a microbatch to stage `process.stage` and returns the answer of the peer that computed it.
 
-        tensors: [boundary, tokens]. deadline: on the loop's clock. Tries one peer after another until the deadline, and
-        waits while no peer serves the stage. In the answer, `path_ms` begins here: it includes the link to that peer.
-        Raises Unavailable at the deadline.
+        tensors: [boundary, tokens]. Tries one peer after another, and waits while no peer serves the stage, until
+        `deadline` on the loop's clock; then raises Unavailable. The answer's `path_ms` includes the link to that peer.
         """
         trip = Trip(process, tensors, deadline, on_progress, PathHint(dict(process.hint)))
         while True:
-            answer = await self._try(trip, await self._next_attempt(trip))
-            if answer is not None:
+            attempt = await self._next_attempt(trip)
+            if (answer := await self._try(trip, attempt)) is not None:
                 return answer
 
     async def _next_attempt(self, trip: Trip) -> Attempt:
@@ -188,7 +185,7 @@ class Router:
     async def _call(self, trip: Trip, attempt: Attempt) -> Reply:
         """Calls the attempt's peer and returns its reply; passes its progress on to those who called us."""
         stage, peer = attempt.stage, attempt.peer
-        limit, counts = NEWS_PER_STAGE * (self._stage_count - stage), Counter[str]()
+        limit, counts = NEWS_PER_STAGE * (self.stage_count - stage), Counter[str]()
 
         def on_progress(news: Advance) -> None:
             """Records one progress message and passes it on if it is new to our callers; ignores it beyond `limit`."""
@@ -205,19 +202,16 @@ class Router:
         return await self._caller.call(peer, request, trip.tensors, deadline=attempt.until, on_progress=on_progress)
 
     def _checked(self, trip: Trip, peer: PeerId, reply: Reply) -> HopAnswer:
-        """Returns the reply as a HopAnswer when its message, tensors and loss have the form of an answer to a Process.
-
-        Otherwise reports a BAD_ANSWER of `peer` and raises ProtocolError.
-        """
+        """Returns the reply if it is a well-formed answer; else reports a BAD_ANSWER and raises ProtocolError."""
         message, tensors = reply.message, list(reply.tensors)
         expected = 1 if trip.process.purpose == "train" else 0
         if not isinstance(message, Processed):
             problem = ProtocolError("bad-message", f"answered process with {type(message).__name__}")
         elif len(tensors) != expected:
             problem = ProtocolError("bad-message", f"sent {len(tensors)} tensors where {expected} belong")
-        elif tensors and not self._shapes.fits_gradient(tensors[0]):
+        elif tensors and (tensors[0].dtype, tensors[0].shape) != self.shapes.gradient:
             problem = ProtocolError("bad-tensor", f"sent a gradient of {tensors[0].dtype} {tensors[0].shape}")
-        elif not math.isfinite(message.loss_sum) or message.tokens > math.prod(self._shapes.tokens_shape):
+        elif not math.isfinite(message.loss_sum) or message.tokens > math.prod(self.shapes.tokens_shape):
             problem = ProtocolError("bad-message", f"sent the loss {message.loss_sum} over {message.tokens} tokens")
         else:
             return HopAnswer(message, tensors, peer)
@@ -228,7 +222,7 @@ class Router:
         """Records an answer's times in the table; returns the answer with the time on the link added to its path_ms."""
         now = loop_time()
         self._pace = self._pace.completed(now)
-        service_s, period_s = answer.message.busy_ms / 1000.0, self._pace.period_s or math.inf
+        service_s, period_s = answer.message.busy_ms / 1000.0, self._pace.period_s.value or math.inf
         crossing_s = self.table.answered(now, attempt, service_s, answer.nbytes, period_s)
         path_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
         return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
@@ -241,8 +235,7 @@ class Router:
         else:
             self.table.failed(now, attempt, now - attempt.started)
         trip.record_failure(attempt.peer, reason)
-        microbatch = trip.process.microbatch.hex()
-        self._report(events.MicrobatchRerouted(microbatch, attempt.stage, attempt.peer, reason))
+        self._report(events.MicrobatchRerouted(trip.process.microbatch.hex(), attempt.stage, attempt.peer, reason))
 
     def report_useless_gradient(self, stage: int, peer: PeerId, error: ProtocolError) -> None:
         """Reports a USELESS_GRADIENT of `peer`, and counts a failure in the table, so that its siblings are asked."""

@@ -1,19 +1,15 @@
 """Decides which peer of a later stage gets a microbatch, and by when it must answer. Pure.
 
 Knows: what was measured of every peer that serves a stage. Must not know: a clock (`now` is an argument), the network,
-or randomness. docs/routing.md has the rule: weighted round robin by virtual runtime (SWARM parallelism, arXiv
-2301.11913, section 3.2) plus the least expected finish time.
-
-Differences from SWARM's code: a charge is taken back when no work was done; BUSY is no failure; a newcomer starts at
-the median of its siblings instead of the least (which can be hours behind), and has at most two calls until its first
-answer; the lead is bounded by twice the largest cost of an idle peer, so that a peer that was away owes nothing.
+or randomness. The rule is weighted round robin by virtual runtime (SWARM parallelism, arXiv 2301.11913, section 3.2)
+plus the least expected finish time; docs/routing.md explains it, docs/notes/routing.md what differs from SWARM.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -34,8 +30,8 @@ MAX_FAILURES = 64
 MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0
 SEAT_WAITS = 128
 NEWCOMER_CALLS = 2
-MAX_OWN_SHARE = 0.25
-"""No caller keeps more than this share of its remaining time for itself: a wrong estimate must not starve the rest."""
+MAX_OWN_FRACTION = 0.25
+"""No caller keeps more of its remaining time for itself: a wrong estimate must not starve the rest."""
 
 
 @dataclass(slots=True)
@@ -70,17 +66,10 @@ class PeerCost:
     seat_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEAT_WAITS))
 
     def queue_now(self, now: float) -> float:
-        """Returns the expected number of microbatches before ours: the reported queue, fading, plus what we sent since.
-
-        It fades at a quarter of the peer's speed. At full speed a queue that other callers keep filling would be
-        believed empty between any two of our calls.
-        """
+        """Returns the expected number of microbatches before ours: the reported queue, fading, plus ours since then."""
+        # at a quarter of the peer's speed, because other callers keep filling the queue between our calls
         served = 0.25 * (now - self.queue_at) / max(self.service_s, 1e-6)
         return max(0.0, self.queue - served) + self.sent_since
-
-    def occupies_s(self, payload_bytes: int) -> float:
-        """Returns the seconds for which a microbatch occupies the peer: its device or its link, whichever is slower."""
-        return max(self.service_s, payload_bytes / self.bytes_per_s)
 
     def idle_finish_s(self, payload_bytes: int) -> float:
         """Returns the seconds from sending a microbatch to the end of its service when nothing else waits there."""
@@ -89,8 +78,7 @@ class PeerCost:
     def crossing_s(self, bytes_there: int, bytes_back: int, period_s: float) -> float:
         """Returns a microbatch's seconds on the link, both ways, without waiting: a round trip and two transfers.
 
-        The transfers count as at most `period_s`, the time between two microbatches on this link: anything longer in
-        the shortest waits is a queue that never emptied.
+        The transfers count as at most `period_s`, the time between two microbatches on this link; more is a queue.
         """
         least = min(self.seat_waits_s, default=self.round_trip_s)
         round_trip = min(self.round_trip_s, least)
@@ -98,10 +86,7 @@ class PeerCost:
         return round_trip + min(transfer, period_s)
 
     def backoff_s(self, healthy_siblings: bool) -> float:
-        """Returns for how long to leave the peer alone: max(BACKOFF_S, wasted_s) * 2^(failures - 1), bounded.
-
-        A peer that hangs until our deadline costs more than one that breaks at once, so it is asked more rarely.
-        """
+        """Returns for how long to leave the peer alone: max(BACKOFF_S, wasted_s) * 2^(failures - 1), bounded."""
         longest = MAX_BACKOFF_S if healthy_siblings else MAX_BACKOFF_WITHOUT_SIBLING_S
         return min(longest, max(BACKOFF_S, self.wasted_s) * 2.0 ** min(self.failures - 1, 30))
 
@@ -125,10 +110,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One call of a microbatch to one peer, with its deadlines and its charge.
+    """One call of a microbatch to one peer. charge_s: the virtual runtime that the peer was charged for it.
 
-    until: when we stop waiting. deadline_ms: what the peer is told, a little less, so that its answer or refusal still
-    arrives in time. charge_s: virtual runtime that it was charged.
+    until: when we stop waiting. deadline_ms: the time that the peer is told, a little less, see deadline_to_send.
     """
 
     stage: int
@@ -143,7 +127,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One peer as `choose_next` sees it. `ready_at` is infinite when only an answer of that peer can make it ready.
+    """One peer as `choose_next` sees it. ready_at: infinite when only an answer of that peer can make it ready.
 
     lead_s: work charged to it beyond the least charged peer. finish_s: expected seconds until it has computed ours.
     """
@@ -220,13 +204,23 @@ def _ready_at(cost: PeerCost, healthy: bool, measured: bool) -> tuple[float, str
 
 
 def virtual_floor(costs: Iterable[PeerCost], payload_bytes: int) -> float:
-    """Returns the least virtual runtime that counts: the largest one minus twice the longest idle finish time.
-
-    A peer below it was away or is new; it may not catch up on more than a few microbatches at once.
-    """
+    """Returns the least virtual runtime that counts: the largest minus twice the longest idle finish time."""
     costs = list(costs)
     horizon = 2.0 * max(cost.idle_finish_s(payload_bytes) for cost in costs)
     return max(cost.virtual_s for cost in costs) - horizon
+
+
+@dataclass(frozen=True, slots=True)
+class StagePeers:
+    """The peers of one stage by the last `update`: `live` are the replicas other than this peer and those shut out.
+
+    costs: of the live ones, and of others while calls to them are open.
+    """
+
+    replicas: Sequence[PeerView] = ()
+    shut_out: Collection[PeerId] = ()
+    live: Collection[PeerId] = ()
+    costs: dict[PeerId, PeerCost] = field(default_factory=dict)
 
 
 class RoutingTable:
@@ -238,29 +232,22 @@ class RoutingTable:
     def __init__(self, me: PeerId, stage_count: int) -> None:
         self._me = me
         self._stage_count = stage_count
-        self._costs: dict[int, dict[PeerId, PeerCost]] = {}  # peers that have gone too, while calls to them are open
-        self._live: dict[int, tuple[Sequence[PeerView], Collection[PeerId], Collection[PeerId]]] = {}
+        self._stages: defaultdict[int, StagePeers] = defaultdict(StagePeers)
 
     def costs(self, stage: int) -> dict[PeerId, PeerCost]:
         """Returns what is known of each peer that serves `stage` and is not shut out, by the last `update`."""
-        live = self._live[stage][2] if stage in self._live else ()
-        return {peer: cost for peer, cost in self._costs.get(stage, {}).items() if peer in live}
+        peers = self._stages[stage]
+        return {peer: cost for peer, cost in peers.costs.items() if peer in peers.live}
 
     def update(self, stage: int, replicas: Sequence[PeerView], shut_out: Collection[PeerId] = frozenset()) -> None:
-        """Sets which peers serve `stage`: adds newcomers, forgets those gone or shut out, forgives restarted ones.
-
-        Costs nothing while `replicas` is the object of the call before and the same peers are shut out.
-        """
-        known_replicas, known_shut_out, was_live = self._live.get(stage, (None, (), ()))
-        if known_replicas is replicas and known_shut_out == shut_out:
-            return
+        """Sets which peers serve `stage`: adds newcomers, forgets those gone or shut out, forgives restarted ones."""
+        known = self._stages[stage]
+        if known.replicas is replicas and known.shut_out == shut_out:
+            return  # the same view as at the last microbatch
         live = {view.peer: view for view in replicas if view.peer != self._me and view.peer not in shut_out}
-        self._live[stage] = (replicas, shut_out, live.keys())
-        costs = self._costs[stage] = {
-            peer: cost
-            for peer, cost in self._costs.get(stage, {}).items()
-            if cost.open_calls or (peer in live and peer in was_live)
-        }
+        stayed = live.keys() & known.live
+        costs = {peer: cost for peer, cost in known.costs.items() if cost.open_calls or peer in stayed}
+        self._stages[stage] = StagePeers(replicas, shut_out, live.keys(), costs)
         siblings = [cost for peer, cost in costs.items() if peer in live]
         for peer, view in live.items():
             if peer not in costs:
@@ -273,7 +260,7 @@ class RoutingTable:
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
         """Chooses a peer of `stage` for a microbatch, see choose_next; a peer of None when nobody can be asked now."""
         costs = self.costs(stage)
-        if not costs and self._live[stage][1]:
+        if not costs and self._stages[stage].shut_out:
             return Choice(None, f"every live peer of stage {stage} is shut out for its conduct")
         return choose_next(now, microbatch, stage, candidates_of(now, costs, payload_bytes), hint)
 
@@ -281,7 +268,7 @@ class RoutingTable:
         """Charges `peer` for one microbatch and returns the attempt, which ends at `deadline` or before."""
         costs = self.costs(stage)
         cost = costs[peer]
-        charge_s = cost.occupies_s(payload_bytes)
+        charge_s = max(cost.service_s, payload_bytes / cost.bytes_per_s)  # it occupies the slower of device and link
         cost.virtual_s = max(cost.virtual_s, virtual_floor(costs.values(), payload_bytes)) + charge_s
         cost.open_calls += 1
         cost.sent_since += 1
@@ -293,8 +280,7 @@ class RoutingTable:
     def accepted(self, now: float, attempt: Attempt, queue: int, ping_s: float | None) -> None:
         """Records that the peer took a seat, with a queue of `queue` microbatches.
 
-        The wait for it is split into `ping_s`, the round trip of an idle link, and the transfer of the microbatch;
-        without a measured ping all of it counts as round trip.
+        Of the wait, ping_s (the idle link's, None if unknown) counts as round trip, the rest as transfer.
         """
         cost, waited_s = attempt.cost, now - attempt.started
         round_trip = waited_s if ping_s is None else min(waited_s, ping_s)
@@ -309,8 +295,7 @@ class RoutingTable:
     def answered(self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float) -> float:
         """Records an answer, which took `service_s` on the peer's device by its own word, and forgives its failures.
 
-        Returns the seconds that the microbatch and its answer needed on the link if nothing had waited; period_s: time
-        between two answers to this caller.
+        period_s: time between two answers to this caller. Returns the seconds on the link, see PeerCost.crossing_s.
         """
         cost, call_s = attempt.cost, now - attempt.started
         cost.service_s = _average(cost.service_s, max(1e-6, min(service_s, call_s)), cost.answers)
@@ -342,8 +327,8 @@ class RoutingTable:
 
     def rejected(self, now: float, stage: int, peer: PeerId) -> None:
         """Counts a failure of `peer` after all: its answer had the right form, but could not be used."""
-        if peer in self._costs.get(stage, {}):
-            _count_failure(self._costs[stage][peer], now, 0.0, MAX_FAILURES)
+        if cost := self._stages[stage].costs.get(peer):
+            _count_failure(cost, now, 0.0, MAX_FAILURES)
 
 
 def _count_failure(cost: PeerCost, now: float, wasted_s: float, max_failures: int) -> None:
@@ -357,8 +342,7 @@ def _count_failure(cost: PeerCost, now: float, wasted_s: float, max_failures: in
 def newcomer(siblings: Iterable[PeerCost], incarnation: int, capacity: float = 0.0) -> PeerCost:
     """Returns the PeerCost of a new peer: medians of its siblings' charged time, service time and round trip.
 
-    capacity: microbatches per second that the peer claims, 0 for unknown. It may only lower the expected speed, so that
-    nobody gets more work by claiming more.
+    capacity: microbatches per second that the peer claims, 0 for unknown; it may only lower the expected speed.
     """
     siblings = list(siblings)
     measured = [cost for cost in siblings if cost.answers]
@@ -380,11 +364,10 @@ def _average(value: float, sample: float, samples: int) -> float:
 
 
 def attempt_deadline(now: float, deadline: float, expected_s: float, others: int, depth: int = 1) -> float:
-    """Returns when to leave a callee and ask a sibling, as a time on the clock of `now`.
+    """Returns when to leave a callee and ask one of `others`, on the clock of `now`; `deadline` when there are none.
 
-    depth: stages from the callee to the last. The attempt gets depth / (depth + 1) of the remaining time, but at least
-    twice `expected_s`, the time that such a call usually takes; all of it when there are no `others` to ask. The shares
-    telescope: the last callee and the reserve of each caller get equal parts of a microbatch's time.
+    It is after depth / (depth + 1) of the remaining time, depth being the stages from the callee to the last, so that
+    every caller keeps an equal part for a retry; but not before 2 * expected_s, the time of two usual calls.
     """
     remaining = deadline - now
     if others <= 0 or remaining <= 0:
@@ -392,8 +375,12 @@ def attempt_deadline(now: float, deadline: float, expected_s: float, others: int
     return now + min(max(remaining * depth / (depth + 1), 2.0 * expected_s), remaining)
 
 
+def deadline_for_others(now: float, deadline: float, own_s: float) -> float:
+    """Returns by when others must be done: min(own_s, MAX_OWN_FRACTION of the remaining time) before `deadline`."""
+    return deadline - min(own_s, MAX_OWN_FRACTION * max(0.0, deadline - now))
+
+
 def deadline_to_send(now: float, until: float, return_s: float) -> int:
-    """Returns the milliseconds that a callee is told: until - now, minus return_s or MAX_OWN_SHARE of it if less."""
-    remaining = max(0.0, until - now)
-    left = remaining - min(return_s, MAX_OWN_SHARE * remaining)
+    """Returns the milliseconds until deadline_for_others, to tell a callee; return_s: for its answer to arrive."""
+    left = deadline_for_others(now, until, return_s) - now
     return max(1, min(MAX_DEADLINE_MS, int(left * 1000.0)))

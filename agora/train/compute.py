@@ -50,15 +50,13 @@ def _device_errors() -> Iterator[None]:
 class Compute:
     """Runs forwards, backwards, steps and copies of this peer's stages, each as a job of the one device thread.
 
-    Made by `create`, ended by `close`.
-
     Its methods raise ProtocolError ("bad-tensor") for a tensor whose dtype, shape or values the run does not allow,
     NonFinite when this peer's own numbers are not finite, MemoryError_ or DeviceError when the device fails, Busy when
     the queue is full, and NotMyStage for a stage that is not held here. In each case nothing was added to any gradient.
     """
 
     def __init__(self, manifest: Manifest, trainer: SpanTrainer, queue: DeviceQueue, events: StepEvents) -> None:
-        """trainer: its `on_step` puts into `events`; used on the thread of `queue` only."""
+        """Use `create` instead. trainer: its `on_step` puts into `events`."""
         self.span = trainer.span
         self.device = trainer.device
         self.trainer = trainer
@@ -81,22 +79,15 @@ class Compute:
         in_flight: int = 32,
         fault: Callable[[str], None] = lambda point: None,
     ) -> Compute:
-        """Builds the span's stages with their initial weights. Raises DeviceError, MemoryError_, ManifestError.
-
-        device: see choose_device. in_flight: see SpanTrainer. fault: see DeviceQueue.
-        """
-        chosen = choose_device(device)
+        """Builds the span's stages with their initial weights. Raises DeviceError, MemoryError_, ManifestError."""
+        chosen, events = choose_device(device), StepEvents()
         if chosen.type == "cpu":
             keep_freed_memory()
         limit = LIMIT_PER_SEAT * in_flight
         queue = DeviceQueue(limit=limit, fault=fault, failed=lambda error: report(TaskFailed("device", repr(error))))
-        events = StepEvents()
-
-        @_device_errors()
-        def build_stages() -> SpanTrainer:
-            """The first job on the device thread: builds the stages, which put their steps into `events`."""
-            return SpanTrainer(manifest, span, chosen, report=report, in_flight=in_flight, on_step=events.put)
-
+        build_stages = _device_errors()(
+            lambda: SpanTrainer(manifest, span, chosen, report=report, in_flight=in_flight, on_step=events.put)
+        )
         async with AsyncExitStack() as undo:
             undo.push_async_callback(queue.close)
             compute = cls(manifest, await queue.run(Priority.FORWARD, build_stages), queue, events)
@@ -112,11 +103,10 @@ class Compute:
     async def forward(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
     ) -> WireTensor:
-        """Runs stages `first` to the span's last. Returns the encoded boundary for the stage after.
+        """Runs stages `first` to the span's last. Returns the encoded boundary [b, s, k] for the stage after.
 
-        boundary: what enters `first`, [b, s, k] (k: the boundary's width) as the codec encoded it; None at stage 0.
-        tokens: ids [b, s + 1].
-        train: stashes what the backward needs, until `backward`, `forget`, or another forward of the same microbatch.
+        boundary: what enters `first`, None at stage 0. tokens: ids [b, s + 1]. train: stashes what the backward needs,
+        until `backward`, `forget`, or another forward of the same microbatch.
         """
 
         @_device_errors()
@@ -140,10 +130,7 @@ class Compute:
     async def finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
     ) -> SpanResult:
-        """Runs stages `first` to the model's last, the loss, and with `train` the backward, as one job.
-
-        Returns the loss, the seconds it took, and with `train` the encoded gradient of `boundary`.
-        """
+        """Runs stages `first` to the model's last, the loss, and with `train` the backward, as one job."""
 
         def job() -> SpanResult:
             """On the device thread: decodes the tensors, runs the stages, and encodes the gradient."""
@@ -160,9 +147,8 @@ class Compute:
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
         """Adds a microbatch's gradients to the sums and counts its tokens in every stage that it went through.
 
-        first: the stage that its forward entered. gradient: of the loss sum, with respect to the boundary that
-        `forward` returned. After a ProtocolError the forward is still stashed, so that a gradient from another peer can
-        follow; after any other error it is gone.
+        first: the stage that its forward entered. gradient: of the loss sum, by the boundary that `forward` returned.
+        After a ProtocolError another gradient may follow; after any other error the forward is gone.
         """
 
         def job() -> SpanResult:
@@ -184,11 +170,11 @@ class Compute:
     # --- how far the stages are, from any thread
 
     def progress(self) -> list[StageProgress]:
-        """Returns the StageProgress of each stage of the span: its steps, tokens, staleness, refused gradients."""
+        """Returns how far each stage of the span is."""
         return [stage.progress for stage in self.trainer.stages.values()]
 
     def step_of(self, stage: int) -> int:
-        """Number of optimizer steps that a stage has taken."""
+        """Returns the number of optimizer steps that a stage has taken."""
         return self.trainer.stage(stage).progress.step
 
     def step_events(self) -> AsyncIterator[StageStepped]:
@@ -196,21 +182,17 @@ class Compute:
         return aiter(self._events)
 
     def busy_fraction(self) -> float:
-        """Share of the time that the device thread was working, 0 to 1."""
+        """Returns the share of the time that the device thread was working, 0 to 1."""
         return self._queue.busy_fraction()
 
     # --- for the replicas, the checkpoints and the export of a stage; all between two microbatches, see StageReplica
 
     def publish_policy(self, stage: int, policy: StepPolicy) -> None:
-        """Replaces what decides when `stage` takes a step by itself. From any thread.
-
-        The device thread reads the policy after every microbatch. Before the first call: a step whenever this peer
-        alone has counted the manifest's `target_tokens`.
-        """
+        """Replaces what decides when `stage` takes a step by itself; it is read after every microbatch."""
         self.trainer.stage(stage).policy = policy
 
     def layout(self, stage: int) -> Layout:
-        """Where the stage's named tensors lie in its flat weights, whose size is a multiple of SLICE_BLOCK."""
+        """Returns where the stage's named tensors lie in its flat weights [numel], a multiple of SLICE_BLOCK."""
         return self.trainer.stage(stage).weights.layout
 
     async def copy_weights(self, stage: int) -> dict[str, np.ndarray]:
@@ -231,10 +213,7 @@ class Compute:
         await self._run_and_step(self.trainer.stage(stage).replace_blocks, blocks, values)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Brings a stage to the `step` steps that its other replicas have taken.
-
-        One step behind, it takes the step along its own sum; further behind, it drops that and only counts the steps.
-        """
+        """Brings a stage to the `step` steps that its other replicas have taken: along its own sum, or only counted."""
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
     async def take_mean_gradient(self, stage: int) -> MeanGradient:
@@ -242,10 +221,7 @@ class Compute:
         return await self._run_and_step(self.trainer.stage(stage).take_mean_gradient)
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
-        """Takes step `number`, whose share was taken out, along the mean gradient [numel] over all replicas' `tokens`.
-
-        Raises LocalError when the stage does not wait for that step; after a ProtocolError it still waits for it.
-        """
+        """Takes step `number`, whose share was taken out, along the mean gradient [numel] of all replicas' `tokens`."""
         await self._run_and_step(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)
 
     async def export_state(self, stage: int) -> StageState:

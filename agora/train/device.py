@@ -6,6 +6,7 @@ Knows: jobs, their order, torch devices. Must not know: what a job computes, mic
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import enum
 import re
@@ -23,8 +24,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 PATIENCE_S = 2.0
-"""An evaluation that has waited this long goes before other jobs, at most every second time: a busy device always has
-a forward waiting."""
+"""An evaluation that has waited this long goes before other jobs, at most every second time."""
 
 
 class Priority(enum.IntEnum):
@@ -42,20 +42,12 @@ class _DeviceJob:
     priority: Priority
     call: Callable[[], Any]
     then: Callable[[], None]
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    future: asyncio.Future[Any] = field(init=False)
+    future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
     queued_at: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        """Makes the future on the caller's loop."""
-        self.future = self.loop.create_future()
 
 
 class DeviceQueue:
-    """Runs queued jobs on one thread: backward before forward before evaluation, each in order of arrival.
-
-    Make one queue for each device, so that kernels of two jobs never compete for it.
-    """
+    """Runs a device's jobs on one thread: backward before forward before evaluation, each in order of arrival."""
 
     def __init__(
         self,
@@ -66,8 +58,7 @@ class DeviceQueue:
     ) -> None:
         """Starts the thread. limit: most jobs of one priority that wait. Both functions run on the device thread.
 
-        fault: is called with "device.job" at the start of each job. failed: is called with the exception of a `then`,
-        which nobody awaits.
+        fault: is called with "device.job" at the start of each job. failed: is called with the exception of a `then`.
         """
         self._limit = limit
         self._fault = fault
@@ -92,10 +83,9 @@ class DeviceQueue:
     ) -> T:
         """Runs `function(*args)` on the device thread and returns its result.
 
-        then: runs right after the result was handed back, before any other job; for work that nobody waits for.
-        abandoned: is called on the event loop with the result when the caller was cancelled while the job ran, so that
-        its effects can be undone. A job that is still queued when its caller is cancelled never runs.
-        Raises Busy at once when `limit` jobs of this priority wait, and DeviceError when the thread has ended.
+        then: runs right after the result was handed back, before any other job; for work that nobody waits for. When
+        the caller is cancelled, a queued job never runs; the result of a running one is passed to `abandoned` on the
+        event loop. Raises Busy at once when `limit` jobs of this priority wait, DeviceError when the thread has ended.
         """
         job, queue = _DeviceJob(priority, lambda: function(*args), then), self._queues[priority]
         with self._condition:
@@ -105,21 +95,21 @@ class DeviceQueue:
                 raise Busy(f"{self._limit} {priority.name.lower()} jobs wait for the device; ask another peer")
             queue.append(job)
             self._condition.notify()
+        future: asyncio.Future[T] = asyncio.wrap_future(job.future)
         try:
-            await asyncio.wait([job.future])  # unlike the future itself, cancelling this leaves the future alone
+            await asyncio.wait([future])  # unlike the future itself, cancelling this leaves the future alone
         except asyncio.CancelledError:
 
-            def undo(future: asyncio.Future[T]) -> None:
+            def undo(ended: asyncio.Future[T]) -> None:
                 """Called when a job whose caller was cancelled has ended: passes its result, if any, to `abandoned`."""
-                if future.exception() is None:
-                    abandoned(future.result())
+                if ended.exception() is None:
+                    abandoned(ended.result())
 
             with self._condition, contextlib.suppress(ValueError):  # ValueError: it runs, or has run
                 queue.remove(job)
-            job.future.add_done_callback(undo)
+            future.add_done_callback(undo)
             raise
-        result: T = job.future.result()
-        return result
+        return future.result()
 
     def waiting(self) -> int:
         """Returns the number of queued jobs. From any thread."""
@@ -133,10 +123,7 @@ class DeviceQueue:
             return (self._busy_s + running) / max(now - self._born, 1e-9)
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """Fails all queued jobs, lets the running one end, and waits for the thread for at most `timeout_s`.
-
-        Returns False when the thread still works then; it is a daemon thread and does not keep the process alive.
-        """
+        """Fails all queued jobs and waits at most `timeout_s` for the running one; returns whether the thread ended."""
         self._stop("the device queue is closed; this peer is leaving")
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
@@ -151,11 +138,7 @@ class DeviceQueue:
             self._stop("the compute thread has ended; restart this daemon")
 
     def _next(self) -> _DeviceJob | None:
-        """Waits for a job, removes and returns the next one. Returns None when the queue closes.
-
-        The next is the oldest of the first Priority that has jobs; but an evaluation that has waited PATIENCE_S, unless
-        the job before was an evaluation too.
-        """
+        """Waits for a job, removes and returns the next by Priority, PATIENCE_S and age; None when the queue closes."""
         with self._condition:
             self._condition.wait_for(lambda: self._closing or self.waiting())
             if self._closing:
@@ -168,16 +151,11 @@ class DeviceQueue:
             return queue.popleft()
 
     def _perform(self, job: _DeviceJob) -> None:
-        """Runs one job, sets its future to the result or the error, and after a result runs its `then`.
-
-        An error of `then` goes to `failed`. What is not an Exception ends the thread, after failing the future.
-        """
+        """Runs one job, sets its future to the result or the error, then runs its `then`, whose error `failed` gets."""
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
-        delivered = False
         try:
             self._fault("device.job")
-            _deliver(job, job.call(), None)
-            delivered = True
+            job.future.set_result(job.call())
             job.then()
             failure = None
         except Exception as error:  # a job ends here, and its caller's future fails
@@ -186,10 +164,10 @@ class DeviceQueue:
             with self._condition:
                 self._busy_s += time.monotonic() - (self._job_started or 0.0)
                 self._job_started = None
-            if failure is not None and delivered:
+            if failure is not None and job.future.done():
                 self._failed(failure)
             elif failure is not None:
-                _deliver(job, None, failure)
+                job.future.set_exception(failure)
 
     def _stop(self, reason: str) -> None:
         """Closes the queue, which ends the thread, and fails all queued jobs with a DeviceError that says `reason`."""
@@ -200,23 +178,11 @@ class DeviceQueue:
                 queue.clear()
             self._condition.notify_all()
         for job in jobs:
-            _deliver(job, None, DeviceError(reason))
-
-
-def _deliver(job: _DeviceJob, result: object, error: Exception | None) -> None:
-    """Sets the outcome of a job's future, on the event loop of its caller. From any thread."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        if error is None:
-            job.loop.call_soon_threadsafe(job.future.set_result, result)
-        else:
-            job.loop.call_soon_threadsafe(job.future.set_exception, error)
+            job.future.set_exception(DeviceError(reason))
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device for "auto" (the first CUDA device, else the CPU), "cpu", "cuda" or "cuda:N".
-
-    Raises DeviceError when this machine does not have it.
-    """
+    """Returns the device for "auto" (CUDA, else the CPU), "cpu", "cuda" or "cuda:N"; DeviceError if there is none."""
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
     if name == "cpu":

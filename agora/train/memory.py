@@ -6,7 +6,6 @@ Knows: bytes, the C library. Must not know: models, microbatches, peers.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -15,9 +14,8 @@ import psutil
 import torch
 from torch import Tensor
 
-SHARE = 0.5
-"""Share of the free memory that graphs may take; the rest is for everything else on this machine."""
-REFRESH_S = 1.0
+GRAPHS_FRACTION = 0.5
+"""Part of the free memory that graphs may take; the rest is for everything else on this machine."""
 KEEP_BYTES = 1 << 30
 """Freed memory up to this much stays with the process, and tensors up to this size are made in it."""
 CGROUP = Path("/sys/fs/cgroup")
@@ -26,15 +24,12 @@ LIBC = ctypes.CDLL(None)
 
 
 def graphs_fit(activation_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
-    """Whether `graphs_to_come` graphs and `version_bytes` (a copy of the weights) fit into SHARE of available_bytes."""
-    return activation_bytes * graphs_to_come + version_bytes <= SHARE * available_bytes
+    """Whether the graphs to come and `version_bytes` (a copy of the weights) fit into half of the available bytes."""
+    return activation_bytes * graphs_to_come + version_bytes <= GRAPHS_FRACTION * available_bytes
 
 
 def available_bytes(device: torch.device) -> int:
-    """Returns the bytes that this process could still allocate on the device, container limits included.
-
-    Memory that torch or malloc keeps without using it counts as available.
-    """
+    """Returns the bytes that this process could still allocate on the device: container limits and caches included."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -56,8 +51,7 @@ def _cgroup_left() -> int:
 def keep_freed_memory() -> bool:
     """Makes malloc keep freed memory, and threads that start later share one heap. Returns False where it cannot.
 
-    By default a graph's memory goes back to the kernel when the graph is freed, and the next graph causes page faults
-    for it: 3 of 84 ms of each microbatch (12 in flight, a stage of 1.5 M parameters, AMD EPYC, 2026-11-21).
+    Otherwise each new graph causes page faults: 3 of 84 ms of a microbatch (1.5 M parameters, AMD EPYC, 2026-11-21).
     """
     mallopt = getattr(LIBC, "mallopt", None)
     if mallopt is None or not hasattr(LIBC, "gnu_get_libc_version"):
@@ -81,22 +75,6 @@ class _Mallinfo2(ctypes.Structure):
     _fields_: ClassVar = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("last", ctypes.c_size_t)]
 
 
-class AvailableMemory:
-    """Calling it returns `available_bytes` of one device, measured at most once a second."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._bytes = 0
-        self._measured_at = -REFRESH_S
-
-    def __call__(self) -> int:
-        """Returns the bytes, measured again when the last measurement is older than REFRESH_S."""
-        now = time.monotonic()
-        if now - self._measured_at >= REFRESH_S:
-            self._bytes, self._measured_at = available_bytes(self._device), now
-        return self._bytes
-
-
 def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: set[int]) -> tuple[Tensor, int]:
     """Runs `forward` with gradients on. Returns its result, and the bytes that its graph keeps alive.
 
@@ -105,7 +83,7 @@ def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: set[int]) ->
     sizes: dict[int, int] = {}
 
     def record_size(saved: Tensor) -> Tensor:
-        """Called by autograd for each tensor that the graph saves: notes its storage's bytes; returns it unchanged."""
+        """Called by autograd for each tensor that the graph saves: records its storage's size; returns it unchanged."""
         storage = saved.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
         return saved

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from agora_protocol.errors import LocalError, NotMyStage
@@ -19,10 +19,13 @@ from torch.nn.utils import get_total_norm
 from agora.model import family_of, stage_loss
 from agora.observe.events import MicrobatchCounted, Report
 from agora.stepping import StageStepped
+from agora.train import memory
 from agora.train.device import has_native_bf16
-from agora.train.memory import AvailableMemory, graphs_fit, measure_saved_bytes
 from agora.train.stage_replica import StageReplica
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward, StashedForwards, WeightVersion
+
+MEASURE_MEMORY_S = 1.0
+"""The available memory is measured again after this time."""
 
 
 class NonFinite(LocalError):
@@ -43,8 +46,7 @@ class SpanTrainer:
     | keep        | its entry, its graph   | of the first forward, on its weights; see weight_versions for the limit   |
     | auto        | as keep while the graphs of all microbatches in flight fit into memory, else as recompute          |
 
-    The gradients of all parameters are computed, checked to be finite, and only then added to the sums: an error never
-    leaves half of them.
+    The gradients of all parameters are computed and checked before any is added: an error never leaves half of them.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class SpanTrainer:
         self._bf16 = has_native_bf16(device)
         self._activations = manifest.schedule.activations
         self._in_flight = in_flight
-        self._available = AvailableMemory(device)
+        self._available_bytes, self._measured_at = 0, -MEASURE_MEMORY_S
         self.activation_bytes: dict[int, int] = {}
         """Bytes of one microbatch's graph, by the stage that it entered, as measured on the first one ("auto" only)."""
         self.stashed = StashedForwards(LIMIT_PER_SEAT * in_flight)
@@ -92,11 +94,10 @@ class SpanTrainer:
     def forward(
         self, microbatch: MicrobatchId, first: int, entry: Tensor, tokens: Tensor, train: bool
     ) -> tuple[Tensor, StashedForward | None]:
-        """Runs stages `first` to the span's last. Returns the boundary that leaves it, and what the backward needs.
+        """Runs stages `first` to the span's last. Returns the boundary [b, s, k] that leaves it, without a graph.
 
-        entry: float32 [b, s, k], or token ids [b, s] at stage 0. tokens: [b, s + 1]; the last s are the targets. The
-        boundary is [b, s, k], without a graph; the second value is None unless `train`. Raises NonFinite, and when
-        `train` Busy as long as too many microbatches wait for their backward.
+        entry: float32 [b, s, k], or token ids [b, s] at stage 0. tokens: [b, s + 1]; the last s are the targets. With
+        `train`, also returns what it stashed for the backward; raises Busy when too many are stashed. Raises NonFinite.
         """
         inputs = tokens[:, :-1]
         if not train:
@@ -118,8 +119,8 @@ class SpanTrainer:
     ) -> tuple[float, int, Tensor | None]:
         """Runs stages `first` to the model's last, the loss, and when `train` the backward, whose gradients it adds.
 
-        Returns the loss summed over the supervised tokens, their number, and the gradient of that sum with respect to
-        `entry` (None at stage 0 and when not `train`). Raises NonFinite; then nothing was added.
+        Returns the loss summed over the supervised tokens, their number, and the gradient of that sum by `entry` (None
+        at stage 0 and when not `train`). Raises NonFinite; then nothing was added.
         """
         supervised = _supervised(tokens)
         with torch.set_grad_enabled(train):
@@ -128,43 +129,35 @@ class SpanTrainer:
         self._require_finite(loss_sum, first, microbatch, "the loss")
         if not train:
             return loss_sum, supervised, None
-        gradient = self._add_gradients(microbatch, first, entry, self._versions_from(first), loss, None)
-        self._count(microbatch, first, supervised, self._steps_from(first), loss_sum)
-        return loss_sum, supervised, gradient
+        versions, steps = self._versions_from(first), self._steps_from(first)
+        forward = StashedForward(first, entry, tokens[:, :-1], supervised, steps, 0.0, loss, versions)
+        return loss_sum, supervised, self._add_gradients(microbatch, forward, loss, None, loss_sum)
 
     def backward(self, microbatch: MicrobatchId, first: int, gradient: Tensor) -> tuple[Tensor | None, StashedForward]:
         """Adds a microbatch's gradients to the sums. Returns that of its entry (None at stage 0), and its forward.
 
-        first: the stage that the microbatch entered. gradient: float32 [b, s, k], finite, with respect to the boundary
-        that `forward` returned. Raises LocalError when no forward is stashed, and NonFinite when a computed gradient is
-        not finite; then nothing was added, and the forward is gone.
+        gradient: float32 [b, s, k], finite, by the boundary that `forward` returned. Raises LocalError when no forward
+        is stashed, NonFinite when a computed gradient is not finite; then nothing was added, and the forward is gone.
         """
         forward = self.stashed.take(microbatch, first)
-        output, versions = forward.output, forward.versions
+        output = forward.output
         if output is None:
             with torch.enable_grad():
-                output, versions = self._run(first, forward.entry, forward.inputs), self._versions_from(first)
-        result = self._add_gradients(microbatch, first, forward.entry, versions, output, gradient.to(output.dtype))
-        self._count(microbatch, first, forward.supervised, forward.steps)
-        return result, forward
+                output, forward.versions = self._run(first, forward.entry, forward.inputs), self._versions_from(first)
+        return self._add_gradients(microbatch, forward, output, gradient.to(output.dtype)), forward
 
     def _stages_from(self, first: int) -> list[StageReplica]:
-        """The stages from `first` to the span's last."""
         return [self.stages[number] for number in range(first, self.span.last + 1)]
 
     def _steps_from(self, first: int) -> tuple[int, ...]:
-        """The steps that the stages from `first` on have taken."""
         return tuple(stage.step for stage in self._stages_from(first))
 
     def _versions_from(self, first: int) -> tuple[WeightVersion, ...]:
-        """The current weights of the stages from `first` on."""
+        """Returns the current weights of the stages from `first` on."""
         return tuple(stage.weights.current for stage in self._stages_from(first))
 
     def _run(self, first: int, entry: Tensor, inputs: Tensor) -> Tensor:
-        """Runs stages `first` to the span's last on their current weights. Returns their output: a boundary or logits.
-
-        When gradients are on, the output is differentiable with respect to `entry` as well, except at stage 0.
-        """
+        """Runs stages `first` to the span's last on their current weights; returns their output, boundary or logits."""
         if first > 0 and torch.is_grad_enabled():
             entry.requires_grad_()
         hidden = entry
@@ -174,14 +167,11 @@ class SpanTrainer:
         return hidden
 
     def _run_for_training(self, first: int, entry: Tensor, inputs: Tensor) -> tuple[Tensor, tuple[WeightVersion, ...]]:
-        """Runs `_run` for a backward that follows. Returns its output, and the weights of its graph: () if not kept.
-
-        With "auto", the graph of the first microbatch that enters at `first` is measured and dropped.
-        """
+        """Does `_run` for a later backward; returns its output, and the weights of its graph, () if that is dropped."""
         versions = self._versions_from(first)
         if self._activations == "auto" and first not in self.activation_bytes:
             weights = {version.flat.untyped_storage().data_ptr() for version in versions}
-            output, size = measure_saved_bytes(lambda: self._run(first, entry, inputs), weights)
+            output, size = memory.measure_saved_bytes(lambda: self._run(first, entry, inputs), weights)
             self.activation_bytes[first] = size
             return output.detach(), ()
         keeps_graph = self._keeps_graph(first)
@@ -195,41 +185,41 @@ class SpanTrainer:
         graphs_to_come = max(self._in_flight - self.stashed.graph_count(), 1)
         weights = [stage.weights for stage in self.stages.values()]
         second_version = sum(w.current.flat.nbytes for w in weights if w.previous is None)
-        return graphs_fit(self.activation_bytes[first], graphs_to_come, second_version, self._available())
+        now = time.monotonic()
+        if now - self._measured_at >= MEASURE_MEMORY_S:
+            self._available_bytes, self._measured_at = memory.available_bytes(self.device), now
+        return memory.graphs_fit(self.activation_bytes[first], graphs_to_come, second_version, self._available_bytes)
 
     def _add_gradients(
         self,
         microbatch: MicrobatchId,
-        first: int,
-        entry: Tensor,
-        versions: Sequence[WeightVersion],
+        forward: StashedForward,
         output: Tensor,
         gradient: Tensor | None,
+        loss_sum: float = 0.0,
     ) -> Tensor | None:
-        """Computes all gradients; raises NonFinite, or adds them to the sums. Returns the one of `entry`, if any."""
-        parameters = [parameter for version in versions for parameter in version.parameters]
-        inputs = [entry, *parameters] if first > 0 else parameters
+        """Adds a microbatch's gradients to the sums and counts it. Returns that of its entry, None at stage 0.
+
+        gradient: of the loss sum by `output`; None when `output` is the loss sum. Raises NonFinite, and adds nothing.
+        """
+        first, stages, name = forward.first, self._stages_from(forward.first), microbatch.hex()
+        parameters = [parameter for version in forward.versions for parameter in version.parameters]
+        inputs = [forward.entry, *parameters] if first > 0 else parameters
         computed = list(torch.autograd.grad([output], inputs, None if gradient is None else [gradient]))
         norm = get_total_norm(computed, foreach=True)
         self._require_finite(float(norm), first, microbatch, "the gradient it computed")
-        result = computed.pop(0) if first > 0 else None
-        torch._foreach_add_([tensor for stage in self._stages_from(first) for tensor in stage.sum.tensors], computed)
-        return result
+        entry_gradient = computed.pop(0) if first > 0 else None
+        torch._foreach_add_([tensor for stage in stages for tensor in stage.sum.tensors], computed)
+        for stage, step_at_forward in zip(stages, forward.steps, strict=True):
+            stage.count_microbatch(name, forward.supervised, loss_sum, step_at_forward)
+        self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), forward.supervised))
+        return entry_gradient
 
     def _require_finite(self, value: float, first: int, microbatch: MicrobatchId, what: str) -> None:
         """Raises NonFinite, and counts the microbatch as refused, when `value` is not finite."""
         if not math.isfinite(value):
             self.stages[first].count_refused(microbatch.hex(), f"{what} is not finite")
             raise NonFinite(f"{what} from stage {first} on is not finite; a lower optimizer.learning_rate may help")
-
-    def _count(
-        self, microbatch: MicrobatchId, first: int, supervised: int, steps: Sequence[int], loss_sum: float = 0.0
-    ) -> None:
-        """Counts a microbatch in every stage from `first` on, and reports it. steps: those of its forward."""
-        name, stages = microbatch.hex(), self._stages_from(first)
-        for stage, step_at_forward in zip(stages, steps, strict=True):
-            stage.count_microbatch(name, supervised, loss_sum, step_at_forward)
-        self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), supervised))
 
 
 def _supervised(tokens: Tensor) -> int:

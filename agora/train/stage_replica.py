@@ -112,10 +112,7 @@ class StageReplica(TrainedStage):
         return self.weights.current.flat.view(-1, SLICE_BLOCK).index_select(0, blocks)
 
     def _write(self, blocks: Tensor, values: Tensor) -> None:
-        """Replaces the weights in `blocks` by `values` [blocks, SLICE_BLOCK]; padding among them becomes zero.
-
-        Raises ProtocolError, and changes nothing, when a value is not finite.
-        """
+        """Replaces the weights in `blocks` by `values` [blocks, SLICE_BLOCK]; ProtocolError when one is not finite."""
         if not bool(values.isfinite().all()):
             raise ProtocolError("bad-tensor", "a slice holds values that are not finite")
         flat = self.writable_weights()

@@ -38,7 +38,7 @@ class StageProgress:
 
 @dataclass(frozen=True, slots=True)
 class MeanGradient:
-    """A replica's share of a step: the mean over its own `tokens` of the gradients of step number `step` (0 the first).
+    """A replica's share of step number `step` (0 the first): the mean of its gradients, over its own `tokens`.
 
     values: float32 [numel] on the CPU, finite, not to be changed; zeros when `tokens` is 0.
     """
@@ -76,11 +76,9 @@ class GradientSum:
 class TrainedStage:
     """Sums one stage's gradients and takes its optimizer steps: alone, or along the mean gradient of all replicas.
 
-    Used on the device thread only.
-
-    step: the steps that the stage has taken in all its replicas. policy: decides when it takes the next one by itself;
-    any thread may replace it, and read `progress`. While the replicas average their gradients, this one's share of the
-    step has been taken out, and `sum` is already that of the step after.
+    step: the steps that the stage has taken in all its replicas. While the replicas average their gradients, this one's
+    share of the step has been taken out, and `sum` is already that of the step after. Used on the device thread only;
+    but any thread may read `progress`, and replace `policy`, which decides when the stage takes a step by itself.
     """
 
     def __init__(
@@ -120,10 +118,7 @@ class TrainedStage:
         self.progress = StageProgress(self.number, self.step, in_step, total, tuple(self._staleness), self._refused)
 
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
-        """Counts a microbatch whose gradient has been added to the sum.
-
-        Reports GradientLate when, in a synchronous run, this replica's share of the step was taken out before.
-        """
+        """Counts a microbatch whose gradient was added to the sum; reports GradientLate when it missed its step."""
         staleness = max(self.step - step_at_forward, 0)
         contents = self.sum.contents
         contents.tokens += tokens
@@ -148,10 +143,7 @@ class TrainedStage:
     # --- steps
 
     def step_if_due(self) -> None:
-        """Takes the next step along the sum if that holds tokens, and as many as the policy needs.
-
-        Not while this replica's share of the step is taken out, or the policy waits for the mean of all replicas.
-        """
+        """Takes the next step along the sum if that holds the tokens that the policy needs and waits for no mean."""
         tokens = self.sum.contents.tokens
         due = self._taken is None and 0 < tokens >= self.policy.tokens_needed(self.step)
         if due and not self.policy.waits_for_mean(self.step):
@@ -160,9 +152,8 @@ class TrainedStage:
     def catch_up(self, step: int) -> None:
         """Follows the stage's other replicas, which have taken `step` steps.
 
-        One step behind, this replica takes the step along what it has counted. Further behind, it drops that, since it
-        was computed on weights too old, and only counts the steps. It does nothing when it is not behind, or when its
-        share of the next step is taken out: then `step_with_gradient` comes first.
+        One step behind, it takes the step along its sum; further behind, it drops that (its weights were too old) and
+        only counts the steps. While its share of the next step is taken out, it does nothing.
         """
         if step <= self.step or self._taken is not None:
             return
@@ -179,8 +170,7 @@ class TrainedStage:
     def take_mean_gradient(self) -> MeanGradient:
         """Takes this replica's share of the next step out of the sum and returns it; the same until the step is taken.
 
-        Gradients that arrive meanwhile go into the sum of the step after. A share that is not finite is refused: it
-        becomes zeros over 0 tokens.
+        A share that is not finite is refused: it becomes zeros over 0 tokens.
         """
         if self._taken is None:
             mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
@@ -196,8 +186,8 @@ class TrainedStage:
     def step_with_gradient(self, number: int, mean: Tensor, tokens: int) -> None:
         """Takes step `number`, whose share was taken out, along the `mean` gradient [numel] over all replicas' tokens.
 
-        With `tokens` 0 the stage only counts the step. Raises LocalError when this step's share was not taken out;
-        ProtocolError for another shape or a norm that is not finite, and the step can then be taken along another.
+        With `tokens` 0 it only counts the step. Raises LocalError when this step's share was not taken out; after a
+        ProtocolError (another shape, a norm that is not finite) the step can be taken along another gradient.
         """
         if mean.shape != self.sum.flat.shape or mean.dtype != self.sum.flat.dtype:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no gradient here")

@@ -3,13 +3,7 @@
 Knows: flat weights, modules that view them, what is kept of a forward. Must not know: how forwards are computed,
 optimizers, peers, clocks.
 
-An optimizer step changes weights in place while microbatches are between their forward and their backward. A graph
-that is kept for such a backward needs the weights unchanged, so `StageWeights.make_writable` comes before every change:
-
-| graphs alive on the current version | what a change does                                                             |
-|-------------------------------------|--------------------------------------------------------------------------------|
-| none                                | changes the current version in place                                           |
-| some                                | copies it, changes the copy; graphs on a version older still become recomputed |
+A graph that is kept for a backward needs its weights unchanged: StageWeights.make_writable comes before each change.
 """
 
 from __future__ import annotations
@@ -38,8 +32,7 @@ def tensor_in(flat: Tensor, slot: Slot) -> Tensor:
 class WeightVersion:
     """One version of a stage's weights: `flat`, and a module whose trainable parameters are views of it.
 
-    The parameters share the version counter of `flat`: autograd raises, instead of computing wrong gradients, if
-    weights that a graph still needs are ever changed.
+    They share its version counter: autograd raises when weights that a graph still needs were changed.
     """
 
     def __init__(self, flat: Tensor, layout: Layout, template: nn.Module) -> None:
@@ -77,12 +70,12 @@ class StageWeights:
     def make_writable(self, stashed: StashedForwards) -> Tensor:
         """Returns the flat weights [numel] that the caller may now change in place: no live graph needs them.
 
-        If graphs need the current version, a copy becomes current. The copy takes the memory of the version before;
-        graphs that still need that one are dropped first, and their backwards run the forward again.
+        If graphs need the current version, a copy becomes current, in the memory of the version before; graphs that
+        need that one are dropped first, and their backwards run the forward again.
         """
         if stashed.with_graph_on(self.current):
             for forward in stashed.with_graph_on(self.previous):
-                forward.drop_graph()
+                forward.output, forward.versions = None, ()
             self.begin_version()
         return self.current.flat
 
@@ -102,9 +95,8 @@ class StashedForward:
     """What the backward of one microbatch needs: its entry, and when it is kept, the graph from there to `output`.
 
     entry: float32 boundary [b, s, k] that entered stage `first`, or at stage 0 the token ids. inputs: the token ids
-    [b, s]. supervised: number of its supervised tokens. steps: the step of each stage from `first` on at the time.
-    device_s: seconds that the forward took. output: the end of the graph; None when the backward has to run the forward
-    again. versions: the weights that the graph needs.
+    [b, s]. supervised: number of supervised tokens. steps: of each stage from `first` on, then. device_s: seconds that
+    the forward took. output: None when the backward has to run the forward again. versions: the graph's weights.
     """
 
     first: int
@@ -116,17 +108,12 @@ class StashedForward:
     output: Tensor | None = None
     versions: tuple[WeightVersion, ...] = ()
 
-    def drop_graph(self) -> None:
-        """Frees the graph. The backward will then run the forward again, on the weights of that time."""
-        self.output, self.versions = None, ()
-
 
 class StashedForwards:
     """Keeps the forwards of a span that wait for their backward, by microbatch and by the stage that they entered.
 
-    A microbatch may pass a span twice, entered at two stages, when its caller gave up and asked another peer. From
-    `limit` forwards on, `require_room` raises Busy. `forget` may be called from any thread, the others on the device
-    thread.
+    A microbatch may enter a span at two stages, when its caller gave up and asked another peer. `forget` may be called
+    from any thread, the others on the device thread.
     """
 
     def __init__(self, limit: int) -> None:
@@ -139,7 +126,7 @@ class StashedForwards:
         return len(self._forwards)
 
     def require_room(self, microbatch: MicrobatchId, first: int) -> None:
-        """Raises Busy when one more forward would exceed the limit. One that replaces its predecessor never does."""
+        """Raises Busy when one more forward would exceed the limit; never for one that replaces an earlier one."""
         if len(self._forwards) >= self._limit and (microbatch, first) not in self._forwards:
             raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
 

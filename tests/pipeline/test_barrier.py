@@ -11,7 +11,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
 from agora.node.loaded_span import step_barrier
-from agora.pipeline.barrier import MAX_WAIT_SHARE, RETRY_MS, StepBarrier
+from agora.pipeline.barrier import MAX_WAIT_FRACTION, RETRY_MS, StepBarrier
 from tests.pipeline.virtual_time import VirtualLoop, run
 
 
@@ -105,7 +105,7 @@ def test_who_is_not_let_in_is_sent_away_while_there_is_time_for_another_peer() -
         stages.step(2, 4)
         with pytest.raises(Busy) as refusal:
             await stages.barrier.wait_for_step(2, 1, began + 20.0)
-        assert now() - began == pytest.approx(MAX_WAIT_SHARE * 20.0)
+        assert now() - began == pytest.approx(MAX_WAIT_FRACTION * 20.0)
         assert "stage 3 has not taken step 1" in str(refusal.value) and refusal.value.retry_after_ms == RETRY_MS
         assert waiting_microbatches() == 0
 
@@ -123,7 +123,7 @@ def test_steps_that_are_not_enough_do_not_lengthen_the_wait() -> None:
                 break
         with pytest.raises(Busy):
             await waiting
-        assert now() - began <= MAX_WAIT_SHARE * 20.0 + 1.0
+        assert now() - began <= MAX_WAIT_FRACTION * 20.0 + 1.0
 
     run(work())
 

@@ -10,8 +10,8 @@ from agora_protocol.ids import PeerId, Span, microbatch_id
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agora.pipeline.hop import downstream_deadline, is_hopeless
-from agora.pipeline.opening import Pace, Share, measured_credit, step_share
+from agora.pipeline.hop import is_hopeless
+from agora.pipeline.opening import Pace, equal_quota, measured_credit
 from agora.pipeline.routing import (
     MAX_BACKOFF_S,
     MAX_BACKOFF_WITHOUT_SIBLING_S,
@@ -23,6 +23,7 @@ from agora.pipeline.routing import (
     attempt_deadline,
     candidates_of,
     choose_next,
+    deadline_for_others,
     deadline_to_send,
     newcomer,
 )
@@ -299,7 +300,7 @@ def test_every_caller_along_the_way_keeps_an_equal_part_for_a_retry(stages: int,
 @given(st.floats(0.0, 1e4), st.floats(-10.0, 1e3), st.floats(0.0, 1e3), st.floats(0.0, 1e3), st.integers(0, 9))
 def test_deadlines_only_shrink_and_never_by_more_than_they_may(now, remaining, own, expected, others) -> None:
     deadline = now + remaining
-    below = downstream_deadline(now, deadline, own)
+    below = deadline_for_others(now, deadline, own)
     assert below <= deadline and below >= deadline - 0.25 * max(0.0, remaining) - 1e-6
     attempt = attempt_deadline(now, below, expected, others, 3)
     assert attempt <= max(below, now) + 1e-6 and (others or attempt == below)
@@ -343,14 +344,14 @@ def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:
     pace = Pace()
     for i in range(200):
         pace = pace.completed(100.0 + 0.5 * i)
-    assert math.isclose(pace.period_s, 0.5)
+    assert math.isclose(pace.period_s.value, 0.5)
     after = pace.completed(1000.0)
-    assert after.period_s < 0.7, "one long gap weighs little"
+    assert after.period_s.value < 0.7, "one long gap weighs little"
     assert pace.interrupted().completed(1000.0).period_s == pace.period_s
 
 
 @given(st.integers(1, 10_000), st.integers(1, 20))
 def test_origins_share_a_step_without_gaps(microbatches: int, origins: int) -> None:
-    shares = [step_share(microbatches, Share(rank, origins)) for rank in range(origins)]
-    assert max(shares) - min(shares) <= 1
-    assert sum(shares) == microbatches
+    quotas = [equal_quota(microbatches, rank, origins) for rank in range(origins)]
+    assert max(quotas) - min(quotas) <= 1
+    assert sum(quotas) == microbatches

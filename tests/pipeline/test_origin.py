@@ -12,7 +12,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import EvaluationDone, MicrobatchDropped, MicrobatchRerouted
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.opening import Share, StepState, Surroundings
+from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
@@ -57,14 +57,14 @@ STEP = 8
 
 
 def origin_of(
-    entrance: Entrance, events: list | None = None, share=Share(), path_s=None, synchronous=False, **settings
+    entrance: Entrance, events: list | None = None, rank=(0, 1), path_s=None, synchronous=False, **settings
 ) -> Origin:
     values = {"me": peer_id("origin"), "stage_count": 2, "ceiling": 16} | settings
     report = (lambda e: None) if events is None else events.append
 
     def look() -> Surroundings:
         step, counted = divmod(entrance.answered, STEP)
-        state = StepState(step, STEP, STEP - counted, share)
+        state = StepState(step, STEP, STEP - counted, *rank)
         return Surroundings(True, state if synchronous else None, path_s)
 
     return Origin(OriginConfig(**values), entrance, tokens_of, heldout, report, look, session=b"origin00")
@@ -116,7 +116,7 @@ def test_a_synchronous_origin_never_exceeds_its_memory() -> None:
 def test_origins_share_a_synchronous_step(rank: int, origins: int, expected: int) -> None:
     async def work() -> None:
         entrance = Entrance()
-        origin = origin_of(entrance, share=Share(rank, origins), synchronous=True)
+        origin = origin_of(entrance, rank=(rank, origins), synchronous=True)
         running = asyncio.create_task(origin.run())
         await asyncio.sleep(0.5)
         assert entrance.open == expected

@@ -38,7 +38,7 @@ from agora.swarm.offences import OffenceLog
 from agora.swarm.view import PeerView, View
 from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 
-SHAPES = WireShapes("float32", (1, 2, 4), "float32", (1, 2, 4), (1, 3))
+SHAPES = WireShapes(("float32", (1, 2, 4)), ("float32", (1, 2, 4)), (1, 3))
 TOKENS = 2
 
 
@@ -192,8 +192,6 @@ class Node:
             self.compute,
             self.router,
             self.ledger,
-            stage_count=self.world.stage_count,
-            shapes=SHAPES,
             report=self.events.append,
             barrier=barrier,
             fault=self._fault,

@@ -1,4 +1,4 @@
-"""Origins that share a synchronous step: it is completed once when their shares add up, and completed when not."""
+"""Origins that share a synchronous step: it is completed once when their quotas add up, and completed when not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.opening import GRACE_S, Share, StepState, Surroundings, step_share
+from agora.pipeline.opening import GRACE_S, StepState, Surroundings, equal_quota
 from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import TOKENS, heldout, peer_id, tokens_of
@@ -20,17 +20,20 @@ STEP = 8
 
 
 class Stage:
-    """Stage 0 of a run, as all its replicas see it: steps when a step's tokens are counted. `opened` by step."""
+    """Stage 0 of a run, as all its replicas see it: steps when a step's tokens are counted. `opened` by step.
 
-    def __init__(self, shares: Sequence[Share], seconds: float = 1.0, ceiling: int = 16) -> None:
+    ranks: each origin's rank and how many it sees; `by_origin` counts what it opened of a step.
+    """
+
+    def __init__(self, ranks: Sequence[tuple[int, int]], seconds: float = 1.0, ceiling: int = 16) -> None:
         self.step, self.tokens, self.seconds = 0, 0, seconds
         self.opened: Counter[int] = Counter()
         self.by_origin: Counter[tuple[int, int]] = Counter()
         self.began = asyncio.get_running_loop().time()
         self.took: list[float] = []
-        self.shares = list(shares)
-        self.ready = [True] * len(shares)
-        self.origins = [self._origin(index, ceiling) for index in range(len(shares))]
+        self.ranks = list(ranks)
+        self.ready = [True] * len(ranks)
+        self.origins = [self._origin(index, ceiling) for index in range(len(ranks))]
         self.running = [asyncio.create_task(origin.run()) for origin in self.origins]
 
     def _origin(self, index: int, ceiling: int) -> Origin:
@@ -38,7 +41,7 @@ class Stage:
 
         def look() -> Surroundings:
             lacking = STEP - self.tokens // TOKENS
-            return Surroundings(self.ready[index], StepState(self.step, STEP, lacking, self.shares[index]))
+            return Surroundings(self.ready[index], StepState(self.step, STEP, lacking, *self.ranks[index]))
 
         entrance, session = _Entrance(self, index), bytes([index]) * 8
         return Origin(config, entrance, tokens_of, heldout, lambda event: None, look, session=session)
@@ -75,16 +78,16 @@ class _Entrance:
         return HopAnswer(Processed(1.0, TOKENS, 1.0))
 
 
-def test_shares_are_whole_numbers_that_sum_to_the_step() -> None:
+def test_quotas_are_whole_numbers_that_sum_to_the_step() -> None:
     for origins in range(1, 12):
         for microbatches in (1, 8, 9):
-            shares = [step_share(microbatches, Share(rank, origins)) for rank in range(origins)]
-            assert sum(shares) == microbatches and max(shares) - min(shares) <= 1
+            quotas = [equal_quota(microbatches, rank, origins) for rank in range(origins)]
+            assert sum(quotas) == microbatches and max(quotas) - min(quotas) <= 1
 
 
-def test_shares_that_add_up_make_each_step_of_exactly_its_microbatches_without_a_pause() -> None:
+def test_quotas_that_add_up_make_each_step_of_exactly_its_microbatches_without_a_pause() -> None:
     async def work() -> None:
-        stage = Stage([Share(rank, 3) for rank in range(3)])
+        stage = Stage([(rank, 3) for rank in range(3)])
         await asyncio.sleep(10.5)
         assert stage.step == 10 and all(stage.opened[step] == STEP for step in range(10))
         assert [stage.by_origin[4, index] for index in range(3)] == [3, 3, 2]
@@ -94,9 +97,9 @@ def test_shares_that_add_up_make_each_step_of_exactly_its_microbatches_without_a
     run(work())
 
 
-def test_what_shares_leave_open_is_opened_after_a_grace_period_by_who_has_nothing_to_do() -> None:
+def test_what_quotas_leave_open_is_opened_after_a_grace_period_by_who_has_nothing_to_do() -> None:
     async def work() -> None:
-        stage = Stage([Share(1, 3), Share(2, 3)])  # nobody is the first of the three: 3 + 2 of 8 are opened
+        stage = Stage([(1, 3), (2, 3)])  # nobody is the first of the three: 3 + 2 of 8 are opened
         await asyncio.sleep(1.0 + GRACE_S - 0.1)
         assert stage.step == 0 and stage.opened[0] == 5, "not before"
         await asyncio.sleep(0.1 + LOOK_AGAIN_S)
@@ -110,9 +113,9 @@ def test_what_shares_leave_open_is_opened_after_a_grace_period_by_who_has_nothin
     run(work())
 
 
-def test_shares_that_are_too_large_overshoot_by_no_more_than_what_was_opened_at_once() -> None:
+def test_quotas_that_are_too_large_overshoot_by_no_more_than_what_was_opened_at_once() -> None:
     async def work() -> None:
-        stage = Stage([Share(0, 1), Share(0, 1)])
+        stage = Stage([(0, 1), (0, 1)])
         await asyncio.sleep(20.0)
         assert stage.step >= 19
         assert max(stage.opened.values()) <= 2 * STEP
@@ -123,7 +126,7 @@ def test_shares_that_are_too_large_overshoot_by_no_more_than_what_was_opened_at_
 
 def test_an_origin_that_dies_costs_grace_periods_until_the_others_see_it_and_nothing_after() -> None:
     async def work() -> None:
-        stage = Stage([Share(0, 2), Share(1, 2)])
+        stage = Stage([(0, 2), (1, 2)])
         await asyncio.sleep(5.5)
         assert stage.step == 5
         await stage.kill(1)
@@ -133,7 +136,7 @@ def test_an_origin_that_dies_costs_grace_periods_until_the_others_see_it_and_not
         longest = least + 3 * LOOK_AGAIN_S
         assert least - 0.1 < stage.took[-1] < longest + 0.1, "its own 4, then halves of what lacks: 2, 1, 1"
         assert stage.by_origin[6, 0] == STEP
-        stage.shares[0] = Share(0, 1)
+        stage.ranks[0] = (0, 1)
         while stage.step < 9:
             await asyncio.sleep(0.1)
         assert stage.took[-1] < stage.seconds + 1e-3 and stage.opened[8] == STEP
@@ -144,7 +147,7 @@ def test_an_origin_that_dies_costs_grace_periods_until_the_others_see_it_and_not
 
 def test_a_step_that_lacks_nothing_is_not_topped_up_however_long_it_takes() -> None:
     async def work() -> None:
-        stage = Stage([Share(0, 2), Share(1, 2)])
+        stage = Stage([(0, 2), (1, 2)])
         stage.count = lambda: setattr(stage, "tokens", stage.tokens + TOKENS)  # type: ignore[method-assign]
         await asyncio.sleep(100 * GRACE_S)
         assert stage.step == 0 and stage.opened == {0: STEP}, "all is counted: the step is only being taken"
@@ -155,7 +158,7 @@ def test_a_step_that_lacks_nothing_is_not_topped_up_however_long_it_takes() -> N
 
 def test_an_origin_with_something_open_tops_nothing_up() -> None:
     async def work() -> None:
-        stage = Stage([Share(0, 2), Share(0, 2)], seconds=10 * GRACE_S)
+        stage = Stage([(0, 2), (0, 2)], seconds=10 * GRACE_S)
         stage.ready[1] = False
         await asyncio.sleep(10 * GRACE_S - 0.1)
         assert stage.opened == {0: STEP // 2}
@@ -166,7 +169,7 @@ def test_an_origin_with_something_open_tops_nothing_up() -> None:
 
 def test_an_origin_that_may_not_begin_opens_nothing_and_begins_when_it_may() -> None:
     async def work() -> None:
-        stage = Stage([Share(0, 1)])
+        stage = Stage([(0, 1)])
         stage.ready[0] = False
         await asyncio.sleep(50.0)
         assert not stage.opened
@@ -180,7 +183,7 @@ def test_an_origin_that_may_not_begin_opens_nothing_and_begins_when_it_may() -> 
 
 def test_a_top_up_never_exceeds_the_memory() -> None:
     async def work() -> None:
-        stage = Stage([Share(0, 1), Share(1, 2)], ceiling=3)
+        stage = Stage([(0, 1), (1, 2)], ceiling=3)
         await stage.kill(1)
         began = stage.step
         while stage.step < began + 3:
