@@ -1,7 +1,7 @@
 """What every schedule, cut and transport is measured against: the run of a manifest as a plain PyTorch loop.
 
-One process, one autograd graph through all stages, torch's own AdamW and clipping, a learning rate written down a
-second time. It shares with the product only how a stage is built and what the loss is.
+One process, one autograd graph through all stages, torch's own AdamW and clipping, Muon and the learning rate written
+down a second time. It shares with the product only how a stage is built and what the loss is.
 """
 
 from __future__ import annotations
@@ -61,11 +61,41 @@ def _loss(stages: Sequence[nn.Module], ids: Tensor, between: Callable[[Tensor], 
     return stage_loss(hidden, ids[:, 1:])
 
 
+class PlainMuon(torch.optim.Optimizer):
+    """Muon for the matrices inside the layers, one after another in float64; AdamW for all other parameters."""
+
+    def __init__(self, stage: nn.Module, section: OptimizerSection) -> None:
+        hidden = [p for name, p in stage.named_parameters() if name.startswith("layers.") and p.dim() == 2]
+        others = [p for p in stage.parameters() if all(p is not one for one in hidden)]
+        super().__init__(hidden or [torch.zeros(1)], {"lr": 0.0})
+        self.section = section
+        self.hidden = [(p, torch.zeros_like(p)) for p in hidden]
+        decays = [(2, section.weight_decay), (1, 0.0)]
+        groups = [{"params": [p for p in others if p.dim() == n], "weight_decay": decay} for n, decay in decays]
+        self.adamw = torch.optim.AdamW(groups, betas=(section.beta1, section.beta2), eps=section.epsilon)
+        self.param_groups += self.adamw.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.adamw.step()
+        rate, keep = self.param_groups[0]["lr"], self.section.momentum
+        for parameter, mean in self.hidden:
+            mean.mul_(keep).add_(parameter.grad, alpha=1 - keep)
+            x = (keep * mean + (1 - keep) * parameter.grad).double()
+            x /= x.norm()
+            for _ in range(5):
+                x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+            parameter.mul_(1 - rate * self.section.weight_decay)
+            parameter.sub_((rate * 0.2 * max(x.shape) ** 0.5 * x).float())
+
+
 def _optimizer(stage: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
     matrices = [p for p in stage.parameters() if p.dim() >= 2]
     vectors = [p for p in stage.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": section.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     betas = (section.beta1, section.beta2)
+    if section.name == "muon":
+        return PlainMuon(stage, section)
     if section.name == "nadam":
         return torch.optim.NAdam(groups, betas=betas, eps=section.epsilon, decoupled_weight_decay=True)
     return torch.optim.AdamW(groups, betas=betas, eps=section.epsilon)

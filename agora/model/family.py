@@ -55,6 +55,18 @@ class Stage(nn.Module, abc.ABC):
     def initial_std(self, name: str) -> float | None:
         """Returns the standard deviation of the initial values of the named parameter; None: all values are one."""
 
+    @abc.abstractmethod
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Returns whether the named parameter is a matrix that multiplies hidden vectors and returns hidden vectors.
+
+        Embeddings and heads are none: one side of theirs is the vocabulary. The optimizer muon orthogonalises the
+        updates of hidden matrices.
+        """
+
+    def hidden_matrices(self) -> list[str]:
+        """Returns the full names of the stage's hidden matrices."""
+        return [name for name, _ in self.named_parameters() if self.is_hidden_matrix(name)]
+
 
 class Family(abc.ABC):
     """One model family with the sizes of one manifest: builds, counts, exports and describes its stages.

@@ -225,6 +225,10 @@ class SubspaceStage(Stage):
             return WEIGHT_STD / math.sqrt(2 * (int(name.split(".")[1]) + 1))
         return WEIGHT_STD
 
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Returns whether the parameter is inside a layer and no norm; all those are matrices."""
+        return name.startswith("layers.") and "norm." not in name
+
 
 def stream_width(model: SubspaceSection, layer: int) -> int:
     """Returns how many numbers of each token the sublayers of a layer add to: d in the last layer, k in all others."""

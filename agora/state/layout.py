@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -57,11 +58,15 @@ class StageState:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one named tensor in a stage's flat arrays: `offset` and its size are elements, not bytes."""
+    """The place of one named tensor in a stage's flat arrays: `offset` and its size are elements, not bytes.
+
+    is_hidden_matrix: as the model's family says it, see agora.model.Stage.
+    """
 
     name: str
     offset: int
     shape: tuple[int, ...]
+    is_hidden_matrix: bool = False
 
     @property
     def elements(self) -> slice:
@@ -76,10 +81,15 @@ class Layout:
     numel: int
     slots: Sequence[Slot]
 
-    @property
-    def matrices_end(self) -> int:
-        """The first element after the matrices, which `lay_out` places first: weight decay applies before it only."""
-        return min((slot.offset for slot in self.slots if len(slot.shape) < 2), default=self.numel)
+    def ranges(self, chosen: Callable[[Slot], bool]) -> list[slice]:
+        """Returns the element ranges of the chosen tensors, each with the padding behind it; adjacent ones joined."""
+        ranges: list[slice] = []
+        for slot, following in pairwise([*self.slots, Slot("", self.numel, ())]):
+            if chosen(slot):
+                adjacent = bool(ranges) and ranges[-1].stop == slot.offset
+                start = ranges.pop().start if adjacent else slot.offset
+                ranges.append(slice(start, following.offset))
+        return ranges
 
     def named(self, flat: Flat) -> dict[str, NDArray[np.float32]]:
         """Returns the tensors inside `flat` [numel] by name, as views."""
@@ -100,15 +110,16 @@ class Layout:
         return flat
 
 
-def lay_out(shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
+def lay_out(shapes: Iterable[tuple[str, Sequence[int]]], hidden_matrices: Collection[str] = ()) -> Layout:
     """Returns a layout that places tensors of these names and shapes one after another: matrices first, then vectors.
 
-    Each begins at a multiple of ALIGNMENT elements; numel is rounded up to a multiple of SLICE_BLOCK.
+    Each begins at a multiple of ALIGNMENT elements; numel is rounded up to a multiple of SLICE_BLOCK. hidden_matrices:
+    names of those tensors.
     """
     slots: list[Slot] = []
     end = 0
     for name, shape in sorted(shapes, key=lambda item: len(item[1]) < 2):  # stable: matrices first
-        slots.append(Slot(name, end, tuple(shape)))
+        slots.append(Slot(name, end, tuple(shape), name in hidden_matrices))
         end = -(-slots[-1].elements.stop // ALIGNMENT) * ALIGNMENT
     return Layout(-(-end // SLICE_BLOCK) * SLICE_BLOCK, slots)
 

@@ -1,7 +1,8 @@
-"""The optimizer step over one stage's flat weights: learning rate, clipping, and AdamW or NAdam.
+"""The optimizer step over one stage's flat weights: learning rate, clipping, and AdamW, NAdam or Muon.
 
 Knows: the manifest's optimizer section, flat tensors. Must not know: microbatches, versions of weights, peers, clocks.
-Another optimizer is another function of UPDATES, and its name in the manifest's section.
+Another optimizer that treats every element alike is another function of UPDATES, and its name in the manifest's
+section.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.optim.adamw import adamw
 from torch.optim.nadam import nadam
 
 from agora.state.layout import Layout
+from agora.train.muon import MuonMatrices
 
 MOMENTUM_DECAY = 4e-3
 """NAdam's momentum decay; torch's own default."""
@@ -52,7 +54,13 @@ class StepResult:
 
 
 class StageOptimizer:
-    """Takes AdamW or NAdam steps for one stage. Owns the moments; the weights may be another tensor at every step.
+    """Takes the optimizer steps of one stage. Owns the moments; the weights may be another tensor at every step.
+
+    | optimizer.name | hidden matrices | all other tensors |
+    |----------------|-----------------|-------------------|
+    | adamw          | AdamW           | AdamW             |
+    | nadam          | NAdam           | NAdam             |
+    | muon           | Muon            | AdamW             |
 
     mean, square: the moments, flat like the weights. updates: the steps that changed them, without those in which this
     replica had no part. The manifest's `clip` bounds the gradient norm of the whole model, which no peer sees; a stage
@@ -66,12 +74,10 @@ class StageOptimizer:
         self.updates = 0
         self.section = section
         self._clip = section.clip / math.sqrt(stage_count)
-        end = layout.matrices_end
-        parts = ((slice(0, end), section.weight_decay), (slice(end, layout.numel), 0.0))
+        self._muon = MuonMatrices(section, layout, self.mean) if section.name == "muon" else None
         self._parts = [
-            _WeightPart.create(section, part, decay, self.mean, self.square)
-            for part, decay in parts
-            if part.start < part.stop
+            _WeightPart.create(section, elements, decay, self.mean, self.square)
+            for elements, decay in elementwise_ranges(section, layout)
         ]
 
     def step(self, weights: Tensor, gradient: Tensor, number: int, tokens: int = 1) -> StepResult | None:
@@ -89,6 +95,8 @@ class StageOptimizer:
         with torch.no_grad():
             for part in self._parts:
                 UPDATES[self.section.name](part, weights[part.elements], gradient[part.elements], rate)
+            if self._muon:
+                self._muon.step(weights, gradient, rate)
         self.updates += 1
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
         torch.autograd.graph.increment_version(weights)
@@ -103,6 +111,14 @@ class StageOptimizer:
         for part in self._parts:
             part.step.fill_(updates)
             part.momentum.fill_(momentum_product(self.section.beta1, updates))
+
+
+def elementwise_ranges(section: OptimizerSection, layout: Layout) -> list[tuple[slice, float]]:
+    """Returns the ranges of elements that AdamW or NAdam updates, each with its weight decay: 0 for vectors."""
+    muon_has_hidden = section.name == "muon"
+    matrices = layout.ranges(lambda slot: len(slot.shape) > 1 and not (muon_has_hidden and slot.is_hidden_matrix))
+    vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
+    return [*((part, section.weight_decay) for part in matrices), *((part, 0.0) for part in vectors)]
 
 
 def momentum_product(beta1: float, updates: int) -> float:
@@ -135,7 +151,7 @@ class _WeightPart:
         """Returns the state before the first step. decay: weight decay of this part."""
         options = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "weight_decay": decay}
         # The fused kernel wants its step count on the device; nadam's scalars stay on the CPU, as its class has them.
-        step = torch.zeros((), device=mean.device if section.name == "adamw" else "cpu")
+        step = torch.zeros((), device="cpu" if section.name == "nadam" else mean.device)
         return cls(part, mean[part], square[part], step, torch.ones(()), {**options, "maximize": False})
 
 
@@ -152,5 +168,5 @@ def _update_nadam(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: fl
     nadam([weights], [gradient], [part.mean], [part.square], [part.momentum], [part.step], **options)
 
 
-UPDATES = {"adamw": _update_adamw, "nadam": _update_nadam}
-"""The update of one part of the weights, by the manifest's `optimizer.name`."""
+UPDATES = {"adamw": _update_adamw, "nadam": _update_nadam, "muon": _update_adamw}
+"""The update of one part of the weights, without Muon's matrices, by the manifest's `optimizer.name`."""

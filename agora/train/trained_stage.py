@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from agora_protocol.errors import LocalError, ProtocolError
 from agora_protocol.manifest import Manifest
-from torch import Tensor, nn
+from torch import Tensor
 
+from agora.model import Stage
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
 from agora.state.layout import Layout
 from agora.stepping import StageStepped, StepPolicy
@@ -84,7 +85,7 @@ class TrainedStage:
     def __init__(
         self,
         number: int,
-        module: nn.Module,
+        module: Stage,
         device: torch.device,
         manifest: Manifest,
         stashed: StashedForwards,
@@ -93,7 +94,7 @@ class TrainedStage:
     ) -> None:
         """on_step: is called after each step, on the device thread."""
         self.number = number
-        self.weights = StageWeights(module, device)
+        self.weights = StageWeights(module, device, module.hidden_matrices())
         self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, self.weights.layout, device)
         self.sum = GradientSum(self.weights.layout, device)
         self.policy = StepPolicy(manifest.optimizer.target_tokens)

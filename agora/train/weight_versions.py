@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -51,11 +52,11 @@ class StageWeights:
     Forwards run on `current`. previous: the version before it, None until a change has met a live graph.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        """Copies the trainable parameters of `module` into the first version."""
+    def __init__(self, module: nn.Module, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
+        """Copies the trainable parameters of `module` into the first version. hidden_matrices: names for the layout."""
         module = module.to(device)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.layout = lay_out((name, tuple(p.shape)) for name, p in trainable.items())
+        self.layout = lay_out(((name, tuple(p.shape)) for name, p in trainable.items()), hidden_matrices)
         flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         for slot in self.layout.slots:
             tensor_in(flat, slot).copy_(trainable[slot.name].detach())

@@ -44,10 +44,16 @@ class BoundarySection(Section):
 class OptimizerSection(Section):
     """How each stage learns from the summed gradients."""
 
-    name: Literal["adamw", "nadam"] = Field(default="adamw", description="adamw, or nadam where staleness is high")
+    name: Literal["adamw", "nadam", "muon"] = Field(
+        default="adamw",
+        description="adamw; nadam where staleness is high; muon for the layers' matrices, with adamw for the rest",
+    )
     learning_rate: float = Field(default=3e-3, gt=0, le=100, description="peak learning rate")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the gradient's mean")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the gradient's square")
+    momentum: float = Field(
+        default=0.95, ge=0, lt=1, description="muon: decay of the gradient's mean in the layers' matrices"
+    )
     epsilon: float = Field(default=1e-8, gt=0, le=1, description="added to the square root in the update")
     weight_decay: float = Field(default=0.1, ge=0, le=10, description="decoupled weight decay, on matrices only")
     warmup_steps: int = Field(default=20, ge=0, le=10**9, description="steps of linear warm-up")

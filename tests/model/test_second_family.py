@@ -87,6 +87,9 @@ class LinearStage(Stage):
     def initial_std(self, name: str) -> float | None:
         return 0.1
 
+    def is_hidden_matrix(self, name: str) -> bool:
+        return name.startswith("layers.") and name.endswith("weight")
+
 
 class LinearFamily(Family):
     """What the product asks of the family."""

@@ -59,6 +59,20 @@ def test_sparse_boundaries_are_a_mask_within_the_plain_loop(activations: str) ->
     check_equal(asyncio.run(run_swarm(manifest, ["0", "1", "2", "3"])), expected)
 
 
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize(("stages", "spans"), [(1, ["0"]), (2, ["0", "1"]), (2, ["0-1"]), (4, ["0", "1", "2-3"])])
+def test_muon_is_the_plain_loop_too(stages: int, spans: list[str], activations: str) -> None:
+    manifest = small_manifest(
+        model={"subspace": 12},
+        stages={"count": stages},
+        schedule={"activations": activations},
+        optimizer={"name": "muon"},
+    )
+    expected = run_plain_loop(manifest, batches_for(manifest, STEPS))
+    assert expected.losses[-1] < expected.losses[0]
+    check_equal(asyncio.run(run_swarm(manifest, spans)), expected)
+
+
 def test_nadam_and_no_clipping_are_the_plain_loop_too() -> None:
     manifest = small_manifest(optimizer={"name": "nadam", "clip": 0.0, "beta1": 0.95})
     check_equal(asyncio.run(run_swarm(manifest, ["0", "1"])), run_plain_loop(manifest, batches_for(manifest, STEPS)))

@@ -86,7 +86,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
-@pytest.mark.parametrize("name", ["adamw", "nadam"])
+@pytest.mark.parametrize("name", ["adamw", "nadam", "muon"])
 def test_three_replicas_of_two_stages_train_as_one_process_on_all_their_batches(name: str, activations: str) -> None:
     manifest = small_manifest(optimizer={"name": name}, schedule={"activations": activations})
     batches = uneven_batches(manifest)
@@ -276,7 +276,7 @@ async def train(pipeline: Sequence[Compute], manifest: Manifest, steps: range) -
     return [await train_step(pipeline, batches[n], n) for n in steps]
 
 
-@pytest.mark.parametrize("name", ["adamw", "nadam"])
+@pytest.mark.parametrize("name", ["adamw", "nadam", "muon"])
 def test_a_state_loaded_elsewhere_goes_on_bit_for_bit(name: str) -> None:
     manifest = small_manifest(optimizer={"name": name})
 

@@ -1,0 +1,97 @@
+"""Muon: steps for a stage's hidden matrices along the orthogonalised mean of their gradients.
+
+Knows: flat weights, and which of their tensors are hidden matrices. Must not know: learning rates over time, clipping,
+other tensors. Sources: Jordan et al., Muon (kellerjordan.github.io/posts/muon, 2024); size of the update and weight
+decay: Liu et al., Muon is Scalable for LLM Training (arXiv 2502.16982), section 2.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from agora_protocol.manifest import OptimizerSection
+from torch import Tensor
+
+from agora.state.layout import Layout, Slot
+from agora.train.device import has_native_bf16
+from agora.train.weight_versions import tensor_in
+
+ITERATIONS: Final = 5
+LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
+"""The iteration's polynomial. Five of them map singular values from 0.01 to 1 into 0.68 to 1.2 (Jordan et al.)."""
+UPDATE_RMS: Final = 0.2
+"""Root mean square of an update's elements at rate 1, which is what AdamW's have: one learning rate serves both."""
+SMALLEST_NORM: Final = 1e-30
+
+
+class MuonMatrices:
+    """Takes Muon steps for the hidden matrices of one stage.
+
+    | quantity  | formula, for a matrix with gradient g and weights w                                          |
+    |-----------|----------------------------------------------------------------------------------------------|
+    | mean      | momentum * mean + (1 - momentum) * g                                                         |
+    | direction | orthogonalise(momentum * mean + (1 - momentum) * g), with the new mean (Nesterov)            |
+    | weights   | w * (1 - rate * weight_decay) - rate * UPDATE_RMS * sqrt(larger side) * direction            |
+
+    The mean is its only state; the optimizer owns it. Equal gradients give equal bits on equal machines.
+    """
+
+    def __init__(self, section: OptimizerSection, layout: Layout, mean: Tensor) -> None:
+        """mean: float32 [numel], changed in place at every step, in the elements of hidden matrices only."""
+        self._momentum = section.momentum
+        self._weight_decay = section.weight_decay
+        self._mean = mean
+        self._dtype = torch.bfloat16 if has_native_bf16(mean.device) else torch.float32
+        self._ranges = layout.ranges(lambda slot: slot.is_hidden_matrix)
+        batches = defaultdict(list)
+        for slot in layout.slots:
+            if slot.is_hidden_matrix:
+                batches[min(slot.shape), max(slot.shape)].append(slot)
+        self._batches = list(batches.values())
+
+    def step(self, weights: Tensor, gradient: Tensor, rate: float) -> None:
+        """Changes the hidden matrices in `weights` [numel] in place by one step at this learning rate.
+
+        gradient: [numel]; overwritten in the elements of hidden matrices.
+        """
+        for elements in self._ranges:
+            self._mean[elements].lerp_(gradient[elements], 1.0 - self._momentum)
+            gradient[elements].lerp_(self._mean[elements], self._momentum)
+            weights[elements].mul_(1.0 - rate * self._weight_decay)
+        for slot, direction in self.directions(gradient):
+            wide_view(weights, slot).sub_(direction, alpha=rate * UPDATE_RMS * math.sqrt(direction.shape[1]))
+
+    def directions(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """Yields the slot of each hidden matrix and its orthogonalised values in `flat` [numel], as a wide matrix.
+
+        Matrices of one shape, transposed or not, are orthogonalised as one batch.
+        """
+        for slots in self._batches:
+            yield from zip(
+                slots, orthogonalise(torch.stack([wide_view(flat, s) for s in slots]), self._dtype), strict=True
+            )
+
+
+def wide_view(flat: Tensor, slot: Slot) -> Tensor:
+    """Returns a view of the matrix at `slot` in `flat`, transposed if it has more rows than columns."""
+    matrix = tensor_in(flat, slot)
+    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+
+
+def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns about U V^T of each matrix U S V^T, float32 [n, rows, columns], by Newton-Schulz iterations in `dtype`.
+
+    matrices: float32 [n, rows, columns], rows <= columns. The singular values of the result lie in 0.68 to 1.2, but
+    those of directions that the matrix hardly has (below 1 % of its norm) are smaller; a matrix of zeros stays zero.
+    """
+    norms = torch.linalg.matrix_norm(matrices, keepdim=True)
+    x: Tensor = (matrices / norms.clamp_min(SMALLEST_NORM)).to(dtype)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=CUBIC, alpha=QUINTIC)
+        x = torch.baddbmm(x, polynomial, x, beta=LINEAR)
+    return x.float()
