@@ -42,7 +42,7 @@ def find_stages(run: str, directories: Sequence[Path]) -> Sources:
     run: a name, run id, manifest file or invite. directories: data directories, or folders of them. Raises Failure with
     exit code 4 when a stage has none.
     """
-    homes = [home for directory in directories for home in _homes_in(directory)] or [paths.default_home()]
+    homes = [home for directory in directories for home in _homes_in(directory)] or [paths.home_at()]
     reference = _resolve(run, homes)
     daemons = [entry for entry in paths.daemons() if reference.is_of(entry)]
     homes = list(dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)]))

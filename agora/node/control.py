@@ -89,19 +89,20 @@ class ControlSocket:
             writer.write(_error("busy", f"{MAX_CONNECTIONS} connections are open; close some"))
             writer.close()
             return
-        task = asyncio.get_running_loop().create_task(self._serve(reader, writer), name="control connection")
+        task = asyncio.create_task(self._serve(reader, writer), name="control connection")
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers the lines of one connection until the client ends it, is idle too long or sends too long a line."""
         try:
-            while line := await asyncio.wait_for(_read_line(reader), IDLE_SECONDS):
+            while True:
+                line = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_SECONDS)
                 writer.write(await self._answer_unless_gone(line, writer))
                 await asyncio.wait_for(writer.drain(), IDLE_SECONDS)
-        except _BadQuestion as error:
-            writer.write(_error(error.code, str(error)))
-        except (TimeoutError, ConnectionError):
+        except asyncio.LimitOverrunError:
+            writer.write(_error("too-large", f"a line of more than {MAX_LINE_BYTES} bytes"))
+        except (asyncio.IncompleteReadError, TimeoutError, ConnectionError):
             pass
         finally:
             with contextlib.suppress(ConnectionError, TimeoutError):
@@ -135,31 +136,21 @@ class ControlSocket:
     def _parse(self, line: bytes) -> tuple[Question, dict[str, Any]]:
         """Returns the question in `line` and its arguments. Raises _BadQuestion for an unknown name or a wrong type."""
         try:
-            question = json.loads(line)
+            asked = json.loads(line)
         except ValueError:
             raise _BadQuestion("bad-line", "a line that is not JSON") from None
-        if not isinstance(question, dict) or not isinstance(question.get("ask"), str):
+        if not isinstance(asked, dict) or not isinstance(asked.get("ask"), str):
             raise _BadQuestion("bad-line", 'a question is an object with "ask"')
-        name = question.pop("ask")
-        known = self._questions.get(name)
-        if known is None:
-            raise _BadQuestion("unknown", f"cannot be asked for {name[:40]!r}{_nearest(name, self._questions)}")
-        for key, value in question.items():
-            if key not in known.arguments:
-                raise _BadQuestion("unknown", f"{name} takes no {key[:40]!r}{_nearest(key, known.arguments)}")
-            if type(value) is not known.arguments[key]:
-                raise _BadQuestion("bad-line", f"{name}: {key} must be {known.arguments[key].__name__}")
-        return known, question
-
-
-async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """Returns the next line, b"" when the client has ended. Raises _BadQuestion after MAX_LINE_BYTES without an end."""
-    try:
-        return await reader.readuntil(b"\n")
-    except asyncio.IncompleteReadError:
-        return b""
-    except asyncio.LimitOverrunError:
-        raise _BadQuestion("too-large", f"a line of more than {MAX_LINE_BYTES} bytes") from None
+        name = asked.pop("ask")
+        question = self._questions.get(name)
+        if question is None:
+            raise _BadQuestion("unknown", f"cannot be asked for {name[:40]!r}; {_suggest(name, self._questions)}")
+        for key, value in asked.items():
+            if key not in question.arguments:
+                raise _BadQuestion("unknown", f"{name} takes no {key[:40]!r}; {_suggest(key, question.arguments)}")
+            if type(value) is not question.arguments[key]:
+                raise _BadQuestion("bad-line", f"{name}: {key} must be {question.arguments[key].__name__}")
+        return question, asked
 
 
 async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
@@ -170,10 +161,10 @@ async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    """Returns the end of an error sentence: "; did you mean ...?" with the most similar known name, or all names."""
+def _suggest(name: str, known: Mapping[str, object]) -> str:
+    """Returns "did you mean ...?" with the known name that is most like the unknown `name`, else all known names."""
     close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known)) or 'nothing'}"
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known)) or 'nothing'}"
 
 
 def _error(code: str, text: str) -> bytes:

@@ -26,16 +26,15 @@ class DaemonRefused(Exception):
 
 
 def ask(path: Path, question: str, *, timeout_s: float = 5.0, **arguments: Any) -> dict[str, Any]:
-    """Sends `question` to the daemon whose control socket is `path`, and returns its answer.
+    """Returns the answer to `question` of the daemon whose control socket is `path`.
 
     Raises DaemonRefused when it answers with an error, DaemonUnreachable when nothing comes for `timeout_s`.
     """
-    line = json.dumps({"ask": question, **arguments}).encode() + b"\n"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as channel:
             channel.settimeout(timeout_s)
             channel.connect(str(path))
-            channel.sendall(line)
+            channel.sendall(json.dumps({"ask": question, **arguments}).encode() + b"\n")
             with channel.makefile("rb") as lines:
                 answer = json.loads(lines.readline(MAX_ANSWER_BYTES) or "null")
     except (OSError, ValueError) as error:
@@ -44,5 +43,4 @@ def ask(path: Path, question: str, *, timeout_s: float = 5.0, **arguments: Any) 
         raise DaemonUnreachable(f"the daemon closed its connection on {path} without an answer")
     if "error" in answer:
         raise DaemonRefused(answer["error"]["code"], answer["error"]["text"])
-    content: dict[str, Any] = answer["answer"]
-    return content
+    return dict(answer["answer"])

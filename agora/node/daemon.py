@@ -22,7 +22,7 @@ from agora_protocol.identity import Identity
 
 from agora.node import paths, runs, settings
 from agora.node.startup import StartSteps, Startup
-from agora.node.systemd import Notifier
+from agora.node.watchdog import Notifier
 from agora.observe import faults
 from agora.observe.journal import Journal
 from agora.observe.log import choose_log
@@ -39,21 +39,20 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
     chosen = settings.load(home.root / "agora.toml", flags)
     reference = runs.resolve(text, home)
     with _open_directory(home.root) as journal:
-        reporter = Reporter([journal, choose_log(chosen.log_level)])
+        reporter, notifier = Reporter([journal, choose_log(chosen.log_level)]), Notifier()
         try:
             faults.activate(faults.from_environment())
         except faults.FaultSpecError as error:
             raise LocalError(f"{error}; correct it, or unset AGORA_FAULTS.") from None
-        notifier = Notifier()
         steps = StartSteps(reporter.report, notifier)
         with steps.step("identity") as note:
             identity = Identity.load_or_create(home.identity)
             note.text = identity.peer
         with steps.step("imports"):
             import agora.node.lifecycle  # noqa: F401
-        startup = Startup(reference, home, chosen, identity, incarnation, reporter.report, steps)
+        startup = Startup(reference, home, chosen, identity, incarnation, reporter, notifier, steps)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run_node(startup, reporter, notifier))
+            runner.run(_run_node(startup))
 
 
 @contextmanager
@@ -62,10 +61,10 @@ def _open_directory(root: Path) -> Iterator[Journal]:
 
     Raises DiskError, or LocalError when another daemon has locked it.
     """
-    with ExitStack() as closing_:
+    with ExitStack() as closing:
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            closing_.enter_context(lock_file(root / "daemon.lock"))
+            closing.enter_context(lock_file(root / "daemon.lock"))
             journal = Journal(root)
         except OSError as error:
             reason = f"Cannot make or write {root} ({error.strerror})"
@@ -77,8 +76,7 @@ def _open_directory(root: Path) -> Iterator[Journal]:
 def lock_file(path: Path) -> Iterator[None]:
     """Locks a file and writes this process' id into it, while the block runs; the kernel frees a dead process' lock.
 
-    Raises OSError, or LocalError that names the process that has locked it. The file stays, since one that is removed
-    can be locked twice.
+    Raises OSError, or LocalError that names the process that has locked it.
     """
     with path.open("a+", errors="replace") as file:
         try:
@@ -92,16 +90,16 @@ def lock_file(path: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-        yield
+        yield  # the file stays: one that is removed can be locked twice
 
 
-async def _run_node(startup: Startup, reporter: Reporter, notifier: Notifier) -> None:
+async def _run_node(startup: Startup) -> None:
     """Runs the node; the first SIGTERM, SIGINT or SIGHUP makes it leave, a second one ends the process at once."""
     from agora.node.lifecycle import Node
 
-    node = Node(startup, reporter, notifier)
+    node = Node(startup)
 
-    def handle() -> None:
+    def leave_or_exit() -> None:
         """Signal handler: makes the daemon leave; called again, removes the socket and ends the process at once."""
         if node.stop.is_set():
             paths.unregister(paths.socket_of(startup.home))
@@ -109,5 +107,5 @@ async def _run_node(startup: Startup, reporter: Reporter, notifier: Notifier) ->
         node.stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, handle)
+        asyncio.get_running_loop().add_signal_handler(number, leave_or_exit)
     await node.run()

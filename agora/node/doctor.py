@@ -1,7 +1,6 @@
 """Checks this machine before it joins a run: disk and memory. The host itself checks its ports.
 
-Every failure is one sentence with the measured value, the limit and what to do. Knows: what a run needs. Must not know:
-the network.
+Knows: what a run needs. Must not know: the network.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ def check_disk(directory: Path) -> str:
 
 
 def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: float) -> str:
-    """Returns a note with the memory that the daemon and the span's layers need at least.
+    """Returns a note with the memory that daemon and span need at least. Raises MemoryError_ if that is not allowed.
 
-    Raises MemoryError_ if it is more than allowed. free_bytes: of this machine; limit_gib: what its owner allows, 0 for
-    all that is free.
+    free_bytes: of this machine; limit_gib: what its owner allows, 0 for all that is free.
     """
     allowed = min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
     family = family_of(manifest.model)

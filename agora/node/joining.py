@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from agora_protocol import __version__
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import AgoraError, LocalError, ManifestError, NotAdmitted
 from agora_protocol.ids import RunId
+from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_ADDRESSES, PROTOCOL_VERSION
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import GetManifest, Hello, ManifestAnswer
@@ -43,10 +43,9 @@ class RunUnreachable(LocalError):
 async def read_manifest(startup: Startup) -> SignedManifest:
     """Returns the signed manifest of a file or of a run that this machine has joined; stores and registers it.
 
-    An unsigned manifest is the run that a running daemon of this machine signed; if there is none, this daemon signs it
-    and founds the run.
+    An unsigned one is the run that a running daemon here made of it; without such, this daemon signs it as founder.
     """
-    reference, adopt = startup.run, partial(_adopt_run, startup)
+    reference, adopt = startup.reference, partial(_adopt_run, startup)
     with startup.steps.step("manifest") as note:
         found, note.text = reference.signed, "signed"
         for entry in paths.daemons():
@@ -62,11 +61,11 @@ async def read_manifest(startup: Startup) -> SignedManifest:
 
 
 async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
-    """Asks the invite's peers for the manifest, checks it, stores it and registers this daemon under its run.
+    """Asks the invite's peers for the manifest, stores it and registers this daemon under its run.
 
-    Raises RunUnreachable when nobody gives it, ManifestError for a wrong one.
+    Raises RunUnreachable when nobody gives it, ManifestError at the first wrong one.
     """
-    run = RunId(startup.run.run)
+    run = RunId(startup.reference.run)
     with startup.steps.step("manifest") as note:
         signed = await _ask_every_peer(host, run, addresses)
         _adopt_run(startup, signed)
@@ -75,12 +74,8 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
 
 
 async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> SignedManifest:
-    """Asks peer after peer for the manifest until one gives it, and returns it.
-
-    Raises ManifestError at the first wrong one, RunUnreachable when nobody gives any.
-    """
-    network = Network(host, lambda: hello(run, ()), _refuse_while_joining)
-    failures: list[str] = []
+    """Asks peer after peer until one gives the run's manifest, and returns it. Raises as `fetch_manifest` does."""
+    network, failures = Network(host, lambda: hello(run, ()), _refuse_while_joining), list[str]()
     try:
         for peer in dict.fromkeys(peer_of_address(address) for address in addresses):
             network.learn(peer, addresses)
@@ -102,28 +97,24 @@ async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> S
 
 
 async def _refuse_while_joining(_: IncomingCall) -> Reply:
-    """Handler of requests from other peers before this one has the manifest: refuses all of them."""
+    """Refuses all requests from other peers before this one has the manifest."""
     raise LocalError("this peer is still joining")
 
 
 def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
-    """Stores the manifest in the data directory, and registers this daemon under the run for commands of this machine.
-
-    Raises NotAdmitted, before either, when the manifest lists the peers that may join and this one is not among them.
-    """
+    """Stores the manifest, and registers this daemon for commands. Raises NotAdmitted where this peer may not join."""
     home = startup.home
-    if not signed.manifest.admits(startup.peer):
-        raise NotAdmitted(f"the run admits only listed peers; ask its founder to list {startup.peer}")
+    if not signed.manifest.admits(startup.me):
+        raise NotAdmitted(f"the run admits only listed peers; ask its founder to list {startup.me}")
     runs.remember(home, signed)
     paths.make_private(paths.runtime_directory())
     socket, root = str(paths.socket_of(home)), str(home.root)
     name, founder = signed.manifest.name, signed.founder
-    paths.register(paths.Entry(signed.run_id, name, founder, startup.peer, os.getpid(), root, socket))
+    paths.register(paths.Entry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))
 
 
-@asynccontextmanager
-async def open_host(startup: Startup) -> AsyncIterator[tuple[Host, tuple[str, ...]]]:
-    """Runs the network process p2pd until the block ends; yields the host and where other machines can dial it."""
+async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
+    """Starts the network process p2pd; returns the host, for the caller to close, and where others can dial it."""
     settings = startup.settings
     with startup.steps.step("host") as note:
         host = await Host.create(
@@ -136,19 +127,15 @@ async def open_host(startup: Startup) -> AsyncIterator[tuple[Host, tuple[str, ..
         addresses = tuple(loopback_last[:MAX_ADDRESSES])
         note.text = addresses[0] if addresses else "listens nowhere"
         note.text += f", behind a link of {settings.link}" if settings.link else ""
-    try:
-        yield host, addresses
-    finally:
-        await host.close()
+    return host, addresses
 
 
 async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
     """Dials known peers of the run and of this machine's other daemons; returns all addresses known but its own.
 
-    signed: None for an invite whose manifest must still be fetched. Raises RunUnreachable in that case when nobody
-    answers. A daemon that has the manifest may find nobody: it waits for others.
+    signed: None while the manifest must still be fetched: then RunUnreachable is raised when nobody answers.
     """
-    known, reached, reason = startup.run.addresses, 0, "it names no other peer"
+    known, reached, reason = startup.reference.addresses, 0, "it names no other peer"
     with startup.steps.step("bootstrap") as note:
         if signed is not None:
             known += await _addresses_of_neighbours(signed.run_id)
@@ -165,14 +152,14 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
     return known
 
 
-async def _addresses_of_neighbours(run: str) -> tuple[str, ...]:
-    """Asks this machine's other daemons of the run for addresses; waits up to 60 s for those just starting."""
+async def _addresses_of_neighbours(run: RunId) -> tuple[str, ...]:
+    """Returns the addresses in the invites of this machine's other daemons of the run; waits 60 s for starting ones."""
     deadline, addresses = loop_time() + NEIGHBOUR_SECONDS, list[str]()
     for entry in paths.daemons():
         while entry.run == run and entry.pid != os.getpid() and entry.alive:
             try:
-                answer = await asyncio.to_thread(control_client.ask, Path(entry.socket), "addresses", timeout_s=2.0)
-                addresses.extend(str(address) for address in answer["addresses"])
+                answer = await asyncio.to_thread(control_client.ask, Path(entry.socket), "invite", timeout_s=2.0)
+                addresses.extend(Invite.parse(answer["invite"]).addresses)
                 break
             except (control_client.DaemonUnreachable, control_client.DaemonRefused):
                 if loop_time() > deadline:

@@ -1,15 +1,7 @@
 """The span: what lives as long as this daemon holds the same stages, and how it is loaded.
 
-Knows: the rooms that work on stages, how they are wired to each other and to the peer, and the steps of loading. Must
-not know: processes, signals, or how any room does its work.
-
-| step | does |
-|---|---|
-| placement | chooses the span and claims it in the directory as joining |
-| corpus | opens the text that an origin draws from (spans with stage 0) |
-| model | builds the stages on the device, with their initial weights |
-| confirm | asks whether the claimed span still stands; else another one is loaded |
-| state | fills the stages from a checkpoint or from other replicas |
+Knows: the rooms that work on stages, how they are wired to each other and to the local peer, and the steps of loading.
+Must not know: processes, signals, or how any room does its work.
 """
 
 from __future__ import annotations
@@ -23,7 +15,7 @@ from typing import TypeVar
 
 import torch
 from agora_protocol.errors import AgoraError, InputError, LocalError
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import Contribute, GossipSteps, Process, Recall
 from agora_protocol.records import Progress
@@ -38,8 +30,8 @@ from agora.model import family_of
 from agora.net.incoming import IncomingCall
 from agora.node import doctor
 from agora.node.background import BackgroundTasks
+from agora.node.local_peer import LocalPeer, usual_in_flight
 from agora.node.node_report import SpanReport
-from agora.node.peer import Peer, usual_in_flight
 from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
 from agora.observe import events, faults
 from agora.pipeline.barrier import StepBarrier
@@ -60,57 +52,64 @@ T = TypeVar("T")
 
 
 class LoadedSpan:
-    """The stages that this daemon holds, and the hop, origin, replicas and keeper that work on them.
+    """The stages that this daemon holds, and the hop, origin, replicas and keeper that work on them, wired together."""
 
-    It wires these to each other, answers other peers' requests for work, pauses and resumes, and writes checkpoints.
-    """
-
-    def __init__(self, peer: Peer, compute: Compute, keeper: StateKeeper, batches: OriginBatches | None) -> None:
-        """Wires the rooms to each other. batches: what the origin draws, None without stage 0."""
-        startup, signed = peer.startup, peer.signed
-        self._peer = peer
+    def __init__(
+        self, local_peer: LocalPeer, compute: Compute, keeper: StateKeeper, batches: OriginBatches | None
+    ) -> None:
+        """batches: what the origin draws, None without stage 0."""
+        startup, signed, manifest = local_peer.startup, local_peer.signed, local_peer.manifest
+        self._local_peer = local_peer
         self.compute = compute
         self.keeper = keeper
-        report, report_offence = startup.report, peer.offences.report_offence
-        self.replicas = ReplicaGroup(signed, startup.peer, compute, peer.network, keeper, peer, report, report_offence)
-        self._barrier = step_barrier(signed.manifest, compute)
+        self.replicas = ReplicaGroup(
+            signed,
+            startup.me,
+            stages=compute,
+            caller=local_peer.network,
+            state=keeper,
+            listing=local_peer,
+            report=startup.report_event,
+            report_offence=local_peer.offences.report_offence,
+        )
+        self._barrier = step_barrier(manifest, compute)
         self.hop = Hop(
             compute,
-            peer.router,
-            peer.ledger,
-            report=report,
+            local_peer.router,
+            local_peer.ledger,
+            report=startup.report_event,
             barrier=self._barrier,
-            fault=faults.reach,
         )
         self.origin = None if batches is None else self._make_origin(batches)
         self.collector = StageCollector(
             signed.run_id,
             startup.home.runs / signed.run_id / "collected",
-            lambda: stage_layouts(signed.manifest),
-            compute,
-            peer.steps_of,
-            peer.network,
-            report_offence,
+            layouts=lambda: stage_layouts(manifest),
+            held=compute,
+            serving=local_peer.steps_of,
+            caller=local_peer.network,
+            report_offence=local_peer.offences.report_offence,
         )
         self.tasks = BackgroundTasks()
 
     def _make_origin(self, batches: OriginBatches) -> Origin:
         """Returns the origin of this peer, which sends the microbatches that `batches` draws through the swarm."""
-        peer, manifest = self._peer, self._peer.signed.manifest
+        startup, manifest = self._local_peer.startup, self._local_peer.manifest
         config = OriginConfig(
-            me=peer.startup.peer,
+            me=startup.me,
             stage_count=manifest.stage_count,
-            ceiling=peer.seats if self._barrier is None else usual_in_flight(manifest),
+            ceiling=self._local_peer.seats if self._barrier is None else usual_in_flight(manifest),
             max_in_flight=manifest.schedule.max_in_flight,
         )
-        return Origin(config, self.hop, batches.draw, batches.heldout, peer.startup.report, self._look_around)
+        return Origin(config, self.hop, batches.draw, batches.heldout, startup.report_event, self._look_around)
 
     def _look_around(self) -> Surroundings:
         """Returns what the origin must know: whether every stage has enough replicas, the path's time, and its rank.
 
-        Its quota of a step (synchronous runs only) is all of it while it is not seen in the view.
+        Its quota of a step (synchronous runs only) is all of it while it is not in the view.
         """
-        manifest, view, me = self._peer.signed.manifest, self._peer.membership.view, self._peer.startup.peer
+        local_peer, manifest = self._local_peer, self._local_peer.manifest
+        view, me = local_peer.membership.view, local_peer.startup.me
         least, path_s = manifest.schedule.least_replicas, self.hop.path_s()
         ready = least == 1 or all(len(view.replicas(stage)) >= least for stage in range(manifest.stage_count))
         if self._barrier is None:
@@ -131,22 +130,21 @@ class LoadedSpan:
     @property
     def in_hand(self) -> int:
         """How many microbatches this peer has accepted or originated and not finished."""
-        return self._peer.ledger.taken + (self.origin.open_microbatches if self.origin else 0)
+        return self._local_peer.ledger.taken + (self.origin.open_microbatches if self.origin else 0)
 
-    def report(self) -> SpanReport:
+    def take_span_report(self) -> SpanReport:
         """Returns a snapshot of the span: steps, what each stage waits for, load, queue, and the origin's loss."""
-        origin = self.origin
         return SpanReport(
-            self.span,
-            self.compute.progress(),
-            {stage: self.replicas.reason(stage) for stage in self.span.stages},
-            self.compute.busy_fraction(),
-            self.in_hand,
-            self.hop.queue,
-            self.hop.path_s(),
-            origin is not None,
-            origin.loss.value if origin else None,
-            origin.credit.reason if origin else "",
+            span=self.span,
+            stages=self.compute.progress(),
+            waits_for={stage: self.replicas.reason(stage) for stage in self.span.stages},
+            busy_fraction=self.compute.busy_fraction(),
+            in_hand=self.in_hand,
+            queue=self.hop.queue,
+            path_s=self.hop.path_s(),
+            is_origin=self.origin is not None,
+            loss=self.origin.loss.value if self.origin else None,
+            credit=self.origin.credit.reason if self.origin else "",
         )
 
     async def answer(self, call: IncomingCall) -> Reply:
@@ -174,28 +172,25 @@ class LoadedSpan:
 
     def pause(self) -> None:
         """Refuses others' new microbatches and opens none as origin; those in hand are finished."""
-        self._peer.ledger.stop_accepting("paused by its owner")
+        self._local_peer.ledger.stop_accepting("paused by its owner")
         if self.origin is not None:
             self.origin.pause()
 
     def resume(self) -> None:
         """Takes and opens microbatches again after `pause`."""
-        self._peer.ledger.start_accepting()
+        self._local_peer.ledger.start_accepting()
         if self.origin is not None:
             self.origin.resume()
 
     async def write_checkpoints(self, within_s: float) -> None:
-        """Stops taking and following steps, and writes a checkpoint of every stage.
-
-        What takes longer than `within_s` is given up, which is reported.
-        """
+        """Stops taking and following steps, and writes a checkpoint of every stage; reports one that takes too long."""
         self.replicas.leave()
         try:
             async with asyncio.timeout(within_s):
                 await self.keeper.write_checkpoints()
         except (TimeoutError, AgoraError) as error:
             reason = str(error) or f"not written in {within_s:.0f} s"
-            self._peer.startup.report(events.TaskFailed("checkpoint", reason))
+            self._local_peer.startup.report_event(events.TaskFailed("checkpoint", reason))
 
 
 def stage_layouts(manifest: Manifest) -> list[Layout]:
@@ -213,53 +208,50 @@ def step_barrier(manifest: Manifest, compute: Compute) -> StepBarrier | None:
 
 
 @asynccontextmanager
-async def load_span(peer: Peer, wanted: Span | None) -> AsyncIterator[LoadedSpan]:
+async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator[LoadedSpan]:
     """Claims and loads a span and answers requests for it until the block ends; the caller announces it as serving.
 
     wanted: None lets placement choose. Raises an AgoraError that says what to do.
     """
     async with AsyncExitStack() as closing:
-        claimed = await _claim(peer, wanted)
-        loads = MOST_LOADS if wanted is None else 1
+        claimed = await _claim(local_peer, wanted)
         compute, batches = await load_until_it_stands(
-            claimed, lambda span: _load_stages(peer, span), lambda: _confirm(peer), closing, loads
+            claimed,
+            load=lambda span: _load_stages(local_peer, span),
+            confirm=lambda: _confirm(local_peer),
+            closing=closing,
+            loads=MOST_LOADS if wanted is None else 1,
         )
-        keeper = await _fill_stages(peer, compute, closing)
-        span = LoadedSpan(peer, compute, keeper, batches)
+        keeper = await _fill_stages(local_peer, compute, closing)
+        span = LoadedSpan(local_peer, compute, keeper, batches)
         closing.callback(span.collector.close)
-        tasks = await closing.enter_async_context(span.tasks)
-        peer.ledger.start_accepting()  # a former span refused new work when it ended
-        closing.enter_context(peer.requests.answering(WORK_REQUESTS, span.answer))
-        tasks.start("step events", span.follow_steps())
-        tasks.start("keeper", keeper.run())
-        tasks.start("replicas", span.replicas.run())
+        closing.push_async_callback(span.tasks.close)
+        local_peer.ledger.start_accepting()  # a former span refused new work when it ended
+        closing.enter_context(local_peer.requests.answering(WORK_REQUESTS, span.answer))
+        span.tasks.start("step events", span.follow_steps())
+        span.tasks.start("keeper", keeper.run())
+        span.tasks.start("replicas", span.replicas.run())
         yield span
 
 
-async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) -> StateKeeper:
-    """Fills the stages with the newest state, from checkpoints here or from other replicas; returns their keeper.
-
-    Until `closing` ends, other peers are given copies of the state.
-    """
-    startup, membership, manifest = peer.startup, peer.membership, peer.signed.manifest
-    slices = {
-        stage: Slices(compute.layout(stage).numel, manifest.averaging.fraction, manifest.seed)
-        for stage in compute.span.stages
-    }
-
-    def claimants(stage: int) -> dict[PeerId, int]:
-        """Returns the peers that serve the stage or are about to, with the steps that they have taken."""
-        return {holder.peer: holder.step_of(stage) for holder in membership.view.claimants(stage)}
-
+async def _fill_stages(local_peer: LocalPeer, compute: Compute, closing: AsyncExitStack) -> StateKeeper:
+    """Fills the stages from checkpoints or other replicas. Returns their keeper, which gives others copies of them."""
+    startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
+    averaging, span = manifest.averaging, compute.span
+    holders = StageHolders(
+        startup.me,
+        serving=local_peer.steps_of,
+        claimants=lambda stage: {seen.peer: seen.step_of(stage) for seen in membership.view.claimants(stage)},
+    )
     keeper = StateKeeper(
         manifest,
         startup.home.checkpoints(manifest.run_id),
-        compute,
-        slices,
-        StageHolders(startup.peer, peer.steps_of, claimants),
-        peer.network,
-        startup.report,
-        peer.offences.report_offence,
+        stages=compute,
+        slices={k: Slices(compute.layout(k).numel, averaging.fraction, manifest.seed) for k in span.stages},
+        holders=holders,
+        caller=local_peer.network,
+        report=startup.report_event,
+        report_offence=local_peer.offences.report_offence,
     )
 
     async def answer(call: IncomingCall) -> Reply:
@@ -270,43 +262,42 @@ async def _fill_stages(peer: Peer, compute: Compute, closing: AsyncExitStack) ->
 
     with startup.steps.step("state") as note:
         steps = await keeper.find_checkpoints()
-        closing.enter_context(peer.requests.answering(STATE_REQUESTS, answer))
+        closing.enter_context(local_peer.requests.answering(STATE_REQUESTS, answer))
         if any(steps):
-            await membership.publish_progress(Progress(startup.peer, compute.span, 0, steps, 0.0, None, 0, 0))
+            await membership.publish_progress(
+                Progress(startup.me, span, 0, steps, tokens_per_second=0.0, loss=None, queue=0, completed=0)
+            )
         await membership.refresh()
         note.text = await keeper.fill_stages()
     return keeper
 
 
-async def _claim(peer: Peer, wanted: Span | None) -> Span:
-    """Claims the wanted span, or the best one, and returns it.
-
-    Raises InputError for stages beyond the run's last, MemoryError_ for more than this machine's memory can hold.
-    """
-    count = peer.signed.manifest.stage_count
+async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
+    """Claims the wanted span, or the best one, and returns it. Raises InputError or MemoryError_ when it cannot."""
+    count = local_peer.manifest.stage_count
     if wanted is not None and wanted.last >= count:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
-    with peer.startup.steps.step("placement") as note:
-        placement = await peer.membership.claim_span(1, wanted)
-        note.text = _describe_placement(peer, placement)
+    with local_peer.startup.steps.step("placement") as note:
+        placement = await local_peer.membership.claim_span(1, wanted)
+        note.text = _describe_placement(local_peer, placement)
     return placement.span
 
 
-def _describe_placement(peer: Peer, placement: Placement) -> str:
+def _describe_placement(local_peer: LocalPeer, placement: Placement) -> str:
     """Returns why the span was chosen and what memory it needs. Raises MemoryError_ when that is not there."""
-    free, limit_gib = available_bytes(torch.device("cpu")), peer.startup.settings.memory_gib
-    need = doctor.check_memory(peer.signed.manifest, placement.span, free, limit_gib)
+    free, limit_gib = available_bytes(torch.device("cpu")), local_peer.startup.settings.memory_gib
+    need = doctor.check_memory(local_peer.manifest, placement.span, free, limit_gib)
     return f"stages {placement.span}: {placement.reason}; {need}"
 
 
-async def _confirm(peer: Peer) -> Span | None:
+async def _confirm(local_peer: LocalPeer) -> Span | None:
     """Asks whether the claimed span still stands; None if so, else the span to load instead, already claimed."""
-    with peer.startup.steps.step("confirm") as note:
-        placement = await peer.membership.confirm()
+    with local_peer.startup.steps.step("confirm") as note:
+        placement = await local_peer.membership.confirm()
         if placement is None:
             note.text = "the span stands"
             return None
-        note.text = f"others took it meanwhile; {_describe_placement(peer, placement)}"
+        note.text = f"others took it meanwhile; {_describe_placement(local_peer, placement)}"
         return placement.span
 
 
@@ -333,21 +324,18 @@ async def load_until_it_stands(
 
 
 @asynccontextmanager
-async def _load_stages(peer: Peer, span: Span) -> AsyncIterator[tuple[Compute, OriginBatches | None]]:
-    """Builds the stages with their initial weights; closes their device thread when the block ends.
-
-    Opens the corpus, too, if the span holds stage 0, and sets torch's number of threads as the owner wishes.
-    """
-    startup, manifest = peer.startup, peer.signed.manifest
-    batches = await _load_corpus(peer) if 0 in span else None
-    if startup.settings.threads:
-        torch.set_num_threads(startup.settings.threads)
+async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[Compute, OriginBatches | None]]:
+    """Builds the stages, and opens the corpus if stage 0 is among them. Closes the stages when the block ends."""
+    startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
+    batches = await _load_corpus(local_peer) if 0 in span else None
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     with startup.steps.step("model") as note:
         compute = await Compute.create(
             manifest,
             span,
-            report=startup.report,
-            device=startup.settings.device,
+            report=startup.report_event,
+            device=settings.device,
             in_flight=usual_in_flight(manifest),
             fault=faults.reach_blocking,
         )
@@ -359,15 +347,12 @@ async def _load_stages(peer: Peer, span: Span) -> AsyncIterator[tuple[Compute, O
         await compute.close(1.0)
 
 
-async def _load_corpus(peer: Peer) -> OriginBatches:
-    """Opens the text that this origin draws from, in a thread, since tokenising it may take long.
-
-    Raises LocalError when a manifest from the network names files of this machine and the owner did not allow it.
-    """
-    startup, manifest, base = peer.startup, peer.signed.manifest, peer.startup.run.base
+async def _load_corpus(local_peer: LocalPeer) -> OriginBatches:
+    """Opens the text that this origin draws from. Raises LocalError for files that the owner did not allow to read."""
+    startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
     sources = [source for source in manifest.data.corpus if source != "stdlib"]
     sources += [manifest.data.tokenizer] if manifest.data.tokenizer != "bytes" else []
-    if startup.run.file is None and sources and not startup.settings.allow_files:
+    if startup.reference.file is None and sources and not startup.settings.allow_files:
         raise LocalError(
             f"the run reads files of this machine ({', '.join(sources[:3])}); "
             "look at them, then join with --allow-files"
@@ -375,7 +360,7 @@ async def _load_corpus(peer: Peer) -> OriginBatches:
     cache = Path(startup.settings.corpus_cache or startup.home.root / "corpus")
 
     def load() -> tuple[Sampler, int]:
-        """Runs in a thread: opens tokenizer and corpus; returns the sampler and how many tokens there are."""
+        """Opens tokenizer and corpus, which may take long; returns the sampler and how many tokens there are."""
         tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
         corpus = open_corpus(manifest.data.corpus, tokenizer, cache, base=base)
         sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
@@ -384,5 +369,5 @@ async def _load_corpus(peer: Peer) -> OriginBatches:
     with startup.steps.step("corpus") as note:
         sampler, count = await run_in_thread(load)
         note.text = f"{count:,} tokens"
-    reserved = startup.home.manifest(peer.signed.run_id).with_name("drawn.txt")
-    return OriginBatches(sampler, startup.peer, manifest.schedule.microbatch, reserved, startup.report)
+    reserved = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
+    return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, reserved, startup.report_event)

@@ -101,11 +101,11 @@ def progress_record(report: NodeReport) -> Progress | None:
         report.peer,
         span.span,
         report.incarnation,
-        tuple(stage.step for stage in span.stages),
-        report.tokens_per_second,
-        span.loss if span.is_origin else counters.stage_loss if holds_last else None,
-        span.queue,
-        max(counters.counted.values(), default=0),
+        steps=tuple(stage.step for stage in span.stages),
+        tokens_per_second=report.tokens_per_second,
+        loss=span.loss if span.is_origin else counters.stage_loss if holds_last else None,
+        queue=span.queue,
+        completed=max(counters.counted.values(), default=0),
     )
 
 
@@ -144,16 +144,10 @@ class WindowedRate:
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
 
-    def add(self, now: float, total: int) -> None:
-        """Takes a sample of the total at `now`, in seconds; forgets samples that are older than 15 s."""
+    def update(self, now: float, total: int) -> float:
+        """Takes a sample of the total at `now`, in seconds, and returns the rate; 0 before the second sample."""
         self._samples.append((now, total))
         while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:
             self._samples.popleft()
-
-    @property
-    def per_second(self) -> float:
-        """The rate; 0 before the second sample."""
-        if len(self._samples) < 2:
-            return 0.0
-        (first, at_first), (last, at_last) = self._samples[0], self._samples[-1]
-        return (at_last - at_first) / (last - first) if last > first else 0.0
+        began, earlier = self._samples[0]
+        return (total - earlier) / (now - began) if now > began else 0.0

@@ -12,7 +12,6 @@ because every command uses it before anything heavy. Layout of a data directory 
     runs/<run id>/peers.txt    addresses that answered last time
     runs/<run id>/checkpoints/ this machine's checkpoints, by stage and step
     runs/<run id>/collected/   the weights of every stage, as last asked for by an export
-    runs/<run id>/weights/     the weights of the stages held here, as last asked for over the control socket
     runs/<run id>/drawn.txt    how many microbatches the origin has drawn, in blocks
 """
 
@@ -64,17 +63,13 @@ class Home:
         return hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:16]
 
 
-def default_home() -> Home:
-    """Returns this user's data directory: AGORA_HOME, else XDG_DATA_HOME/agora, else ~/.local/share/agora."""
+def home_at(directory: Path | None = None) -> Home:
+    """Returns the given data directory; None: AGORA_HOME, else XDG_DATA_HOME/agora, else ~/.local/share/agora."""
+    if directory is not None:
+        return Home(directory.expanduser().absolute())
     if named := os.environ.get(HOME_VARIABLE):
         return Home(Path(named).expanduser())
-    data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return Home(Path(data) / "agora")
-
-
-def home_at(directory: Path | None) -> Home:
-    """Returns the given data directory; None: this user's."""
-    return Home(directory.expanduser().absolute()) if directory is not None else default_home()
+    return Home(Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "agora")
 
 
 def runtime_directory() -> Path:
@@ -129,9 +124,13 @@ def socket_of(home: Home) -> Path:
 
 def register(entry: Entry) -> None:
     """Writes the file by which commands find a running daemon, over that of an earlier one of its data directory."""
-    path = Path(entry.socket).with_suffix(".json")
+    replace_text(Path(entry.socket).with_suffix(".json"), json.dumps(asdict(entry)))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file, over an old one, at once: a reader finds either the old text or all of the new. Raises OSError."""
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(asdict(entry)))
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 

@@ -26,7 +26,6 @@ DRAIN_SECONDS = 90.0
 EVALUATE_SECONDS = 300.0
 EVALUATE_BATCHES = 16
 MAX_EVALUATE_BATCHES = 4096
-WEIGHTS_SECONDS = 60.0
 MOVE_SECONDS = 3600.0
 
 
@@ -37,13 +36,12 @@ def questions_of(node: Node) -> Mapping[str, Question]:
         "status": Question(answers.status, {}),
         "report": Question(answers.report, {}),
         "invite": Question(answers.invite, {}),
-        "addresses": Question(answers.addresses, {}),
         "pause": Question(answers.pause, {}),
         "resume": Question(answers.resume, {}),
         "leave": Question(answers.leave, {}),
         "move": Question(answers.move, {"stages": str}, deadline_s=MOVE_SECONDS),
         "drain": Question(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
-        "weights": Question(answers.weights, {}, deadline_s=WEIGHTS_SECONDS),
+        "weights": Question(answers.weights, {}, deadline_s=60.0),
         "collect": Question(answers.collect, {}, deadline_s=COLLECT_S + 60.0),
         "evaluate": Question(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
     }
@@ -57,34 +55,30 @@ class ControlAnswers:
 
     async def status(self) -> Answer:
         """Returns the swarm as this daemon sees it: what `swarm status --json` prints."""
-        return status_json(self._node.take_report())
+        return status_json(self._node.take_node_report())
 
     async def report(self) -> Answer:
         """Returns what this daemon has counted, and the state of its span."""
-        return report_json(self._node.take_report())
+        return report_json(self._node.take_node_report())
 
     async def invite(self) -> Answer:
-        """Returns the invite of the run, with this peer's addresses in it."""
+        """Returns the invite of the run, with addresses of this peer and of some others in it."""
         return {"invite": str(self._node.invite())}
-
-    async def addresses(self) -> Answer:
-        """Returns addresses of this peer and of some others."""
-        return {"addresses": list(self._node.addresses())}
 
     async def pause(self) -> Answer:
         """Takes and opens no more microbatches until `resume`; those in hand are finished."""
-        node, span = self._node, self._node.serving_span()
-        node.is_paused = True
+        span = self._node.serving_span()
+        self._node.is_paused = True
         span.pause()
-        node.report(events.StateChanged("paused", "by its owner"))
+        self._node.startup.report_event(events.StateChanged("paused", "by its owner"))
         return {"text": f"paused; {span.in_hand} microbatches in hand are finished. Go on with `agora-node resume`."}
 
     async def resume(self) -> Answer:
         """Takes and opens microbatches again after `pause`."""
-        node, span = self._node, self._node.serving_span()
-        node.is_paused = False
+        span = self._node.serving_span()
+        self._node.is_paused = False
         span.resume()
-        node.report(events.StateChanged("serving", "resumed by its owner"))
+        self._node.startup.report_event(events.StateChanged("serving", "resumed by its owner"))
         return {"text": "resumed."}
 
     async def leave(self) -> Answer:
@@ -140,7 +134,7 @@ class ControlAnswers:
         return {"files": files}
 
     async def collect(self) -> Answer:
-        """Fetches the weights of every stage of the run that is not held here; returns files with all, and steps."""
+        """Writes the weights of every stage as files, fetching those not held here; returns the paths, and steps."""
         collected = await self._node.serving_span().collector.collect()
         files = {str(file.stage): str(file.path) for file in collected}
         return {"files": files, "steps": {str(file.stage): file.step for file in collected}}

@@ -20,36 +20,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from agora_protocol import messages
 from agora_protocol.errors import Busy, NotAdmitted, ProtocolError, Unsupported, WrongRun
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import (
-    Contribute,
-    GetChunk,
-    GetManifest,
-    GetSlice,
-    GetState,
-    GetStatus,
-    GossipSteps,
-    ManifestAnswer,
-    Message,
-    Ping,
-    Pong,
-    Process,
-    Recall,
-    StatusAnswer,
-)
+from agora_protocol.messages import Contribute, GetChunk, GetSlice, GetState, GossipSteps, Message, Process, Recall
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
-from agora.net.incoming import IncomingCall
+from agora.net.incoming import Handler, IncomingCall
 from agora.pipeline.ledger import WorkLedger
 from agora.swarm.conduct import Offence, ReportOffence
 
 JOINING_RETRY_MS = 1000
-
-Answerer = Callable[[IncomingCall], Awaitable[Reply]]
-"""Answers a request; raises an AgoraError to refuse it."""
 
 WORK_REQUESTS: Final = (Process, GossipSteps, Contribute, Recall)
 """Requests that the span answers to members of the run."""
@@ -67,21 +50,18 @@ class SentTensors:
 
     def add(self, request: Message, tensors: Sequence[WireTensor]) -> None:
         """Counts tensors sent with `request`, or with the answer to it; not the tokens that go beside a boundary."""
-        sent = sum(tensor.nbytes for tensor in tensors)
+        sizes = [tensor.nbytes for tensor in tensors]
         match request:
             case Process():
-                self.boundary_bytes += sum(tensor.nbytes for tensor in tensors[:1])
+                self.boundary_bytes += sum(sizes[:1])
             case Contribute() | Recall():
-                self.averaging_bytes += sent
+                self.averaging_bytes += sum(sizes)
             case GetState() | GetChunk() | GetSlice():
-                self.state_bytes += sent
+                self.state_bytes += sum(sizes)
 
 
 class RequestHandler:
-    """Answers other peers' requests, after checking that they may ask: some itself, most by the span that is held.
-
-    status: returns what `swarm status --json` prints. ledger: answers a repeat of a microbatch while no span is held.
-    """
+    """Answers other peers' requests, after checking that they may ask: some itself, most by the span that is held."""
 
     def __init__(
         self,
@@ -90,16 +70,17 @@ class RequestHandler:
         report_offence: ReportOffence,
         ledger: WorkLedger,
     ) -> None:
-        self._signed = signed
+        """status: returns what `swarm status --json` prints. ledger: answers repeats while no span is held."""
+        self._manifest = signed.manifest
         self._manifest_bytes = signed.to_bytes()
-        self._run = bytes.fromhex(signed.run_id)
+        self._run = signed.run_id
         self._status = status
         self._report_offence = report_offence
         self._ledger = ledger
-        self._answerers: dict[type[Message], Answerer] = {}
+        self._answerers: dict[type[Message], Callable[[IncomingCall], Awaitable[Reply]]] = {}
 
     @contextmanager
-    def answering(self, kinds: Sequence[type[Message]], answer: Answerer) -> Iterator[None]:
+    def answering(self, kinds: Sequence[type[Message]], answer: Handler) -> Iterator[None]:
         """Answers requests of these kinds by `answer` until the block ends. Before and after, they are refused Busy."""
         self._answerers |= dict.fromkeys(kinds, answer)
         try:
@@ -112,12 +93,12 @@ class RequestHandler:
         """Answers one request (the network's handler). An AgoraError becomes a typed refusal."""
         self._check_caller(call)
         match call.message:
-            case GetStatus():
-                return Reply(StatusAnswer(fitting(self._status())))
-            case GetManifest():
-                return Reply(ManifestAnswer(self._manifest_bytes))
-            case Ping():
-                return Reply(Pong())
+            case messages.GetStatus():
+                return Reply(messages.StatusAnswer(fitting(self._status())))
+            case messages.GetManifest():
+                return Reply(messages.ManifestAnswer(self._manifest_bytes))
+            case messages.Ping():
+                return Reply(messages.Pong())
             case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS):
                 return await self._answer_by_span(call, request)
             case other:
@@ -145,11 +126,11 @@ class RequestHandler:
     def _check_caller(self, call: IncomingCall) -> None:
         """Raises WrongRun for another run's caller, NotAdmitted for observers and unlisted peers that ask for work."""
         request = call.message
-        if call.run and call.run != self._run and not isinstance(request, Ping):
-            raise WrongRun(f"this peer takes part in run {self._signed.run_id}; use an invite of that run")
+        if call.run and call.run.hex() != self._run and not isinstance(request, messages.Ping):
+            raise WrongRun(f"this peer takes part in run {self._run}; use an invite of that run")
         if not call.run and isinstance(request, WORK_REQUESTS + STATE_REQUESTS):
             raise NotAdmitted("an observer may ask but not train; say the run in HELLO")
-        if isinstance(request, WORK_REQUESTS) and not self._signed.manifest.admits(call.peer):
+        if isinstance(request, WORK_REQUESTS) and not self._manifest.admits(call.peer):
             raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
 
 

@@ -109,35 +109,29 @@ def sign(
     from agora_protocol.manifest import SignedManifest, is_signed
 
     assert reference.draft is not None and reference.file is not None
-    path = reference.file
+    path, signed = reference.file, SignedManifest.sign(reference.draft, identity)
     try:
         with path.open("r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             text = file.read()
             if is_signed(text, str(path)):
                 return SignedManifest.from_toml(text, str(path)), f"{path} was signed meanwhile"
-            signed = SignedManifest.sign(reference.draft, identity)
             file.seek(0)
             file.write(_with_signature(text, signed, str(path)))
             file.truncate()
             file.flush()
             founded(signed)
     except OSError as error:
-        signed = SignedManifest.sign(reference.draft, identity)
         founded(signed)
         return signed, f"{path} stays unsigned ({error.strerror}); the signed copy is in the data directory"
     return signed, f"signed {path} as founder"
 
 
 def _with_signature(text: str, signed: SignedManifest, source: str) -> str:
-    """Returns the draft's text with a founder line and the [signed] table added, comments kept.
-
-    Where that would not verify, returns the manifest written anew.
-    """
+    """Returns the draft's text with founder and [signed] added, comments kept; the manifest anew if that is invalid."""
     from agora_protocol.manifest import SignedManifest
 
-    table = signed.to_toml().rpartition("\n[signed]")[2]
-    lines = text.rstrip().split("\n")
+    table, lines = signed.to_toml().rpartition("\n[signed]")[2], text.rstrip().split("\n")
     begin = next((i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
     lines.insert(begin, f'founder = "{signed.founder}"')
     whole = "\n".join(lines) + f"\n\n[signed]{table}"
@@ -152,9 +146,7 @@ def remember(home: paths.Home, signed: SignedManifest) -> None:
     path = home.manifest(signed.run_id)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = path.with_suffix(".new")
-        temporary.write_text(signed.to_toml(), encoding="utf-8")
-        temporary.replace(path)
+        paths.replace_text(path, signed.to_toml())
     except OSError as error:
         raise DiskError(f"Cannot write {path} ({error.strerror}); free some space, or choose another --dir.") from error
 
@@ -173,10 +165,9 @@ def _remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
 
 
 def _by_name(text: str, home: paths.Home) -> RunReference:
-    """Returns the joined run of this name, id or beginning of an id (6 characters at least).
+    """Returns the run joined here, or by a running daemon, of this name, id, or beginning of an id (6 characters).
 
-    Looks in `home` and in the data directories of this user's running daemons. The full id of a run that was not joined
-    gives a reference with only the id. Raises InputError for no run or several.
+    Of a whole id that was not joined it returns only that. Raises InputError for no run or several.
     """
     roots = dict.fromkeys([home.root, *(Path(entry.root) for entry in paths.daemons())])
     joined = {reference.run: reference for root in roots for reference in _joined(paths.Home(root))}
@@ -194,10 +185,7 @@ def _by_name(text: str, home: paths.Home) -> RunReference:
 
 
 def _joined(home: paths.Home) -> Iterator[RunReference]:
-    """Yields the runs whose signed manifests are in a data directory; those that cannot be read are left out.
-
-    `file` is None in them: they count as come over the network.
-    """
+    """Yields the runs whose signed manifests can be read in a data directory; no `file`, as if from the network."""
     for path in sorted(home.runs.glob("*/run.toml")):
         with suppress(DiskError, ManifestError):
             reference = from_file(path, home)

@@ -1,7 +1,6 @@
 """Reads the daemon's settings: from the command line, else AGORA_* variables, else DIR/agora.toml, else a default.
 
-Knows: names, types, where each value came from. Must not know: the run's manifest, which is the same for everybody and
-never sets anything about a machine.
+Knows: names, types, where each value came from. Must not know: the run's manifest, which says nothing of a machine.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from agora_protocol.ids import PeerId
 from agora.node.paths import Home
 from agora.node.runs import RunReference
 from agora.node.settings import Settings
-from agora.node.systemd import Notifier
-from agora.observe.events import Report, StartStep
+from agora.node.watchdog import Notifier
+from agora.observe import events
+from agora.observe.reporter import Reporter
 
 
 @dataclass
@@ -33,21 +34,18 @@ class StartSteps:
     `current` names the step that runs, or the one that failed; "" when none does.
     """
 
-    def __init__(self, report: Report, notifier: Notifier) -> None:
-        self._report = report
+    def __init__(self, report_event: events.Report, notifier: Notifier) -> None:
+        self._report_event = report_event
         self._notifier = notifier
         self.current = ""
 
     @contextmanager
     def step(self, name: str) -> Iterator[StepNote]:
-        """Tells systemd which step runs, times the block, and reports StartStep when it ends without an error.
-
-        After an error `current` keeps its name.
-        """
+        """Tells systemd which step runs, times the block, and reports StartStep when it ends without an error."""
         note, began, self.current = StepNote(), time.perf_counter(), name
         self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=300_000_000)
         yield note
-        self._report(StartStep(name, time.perf_counter() - began, note.text))
+        self._report_event(events.StartStep(name, time.perf_counter() - began, note.text))
         self.current = ""
 
 
@@ -58,15 +56,20 @@ class Startup:
     incarnation: the unix time of its start, in nanoseconds.
     """
 
-    run: RunReference
+    reference: RunReference
     home: Home
     settings: Settings
     identity: Identity
     incarnation: int
-    report: Report
+    reporter: Reporter
+    notifier: Notifier
     steps: StartSteps
 
     @property
-    def peer(self) -> PeerId:
+    def me(self) -> PeerId:
         """This peer's id."""
         return self.identity.peer
+
+    def report_event(self, event: events.Event) -> None:
+        """Reports an event to the journal, the log and the counters."""
+        self.reporter.report(event)

@@ -1,19 +1,20 @@
-"""Looks at the daemon every second: feeds systemd's watchdog, and reports changes of health and traffic.
+"""Tells systemd how the daemon is, by sd_notify's datagrams, and reports changes of health and traffic.
 
-Knows: the node's report. Must not know: how its numbers come about. The watchdog is fed only where the work itself
-proves progress or states what it waits for; that this loop runs proves nothing.
+Knows: the node's report. Must not know: how its numbers come about. systemd's watchdog is fed only where the work
+itself proves progress or states what it waits for; that this loop runs proves nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping
 
 from agora.clock import loop_time
 from agora.node.node_report import NO_TRAFFIC, NodeReport, service_status
-from agora.node.systemd import Notifier
 from agora.observe import events
-from agora.observe.events import Report
 
 LOOK_S = 1.0
 TRAFFIC_S = 2.0
@@ -22,13 +23,35 @@ SILENCE_S = 30.0
 SILENCE_PATHS = 10.0
 
 
-def may_feed(
-    silent_s: float, limit_s: float, in_hand: int, waiting_for: str = "", *, is_paused: bool = False
-) -> tuple[bool, str]:
-    """Returns whether the watchdog may be fed, and a sentence for systemd's STATUS.
+class Notifier:
+    """Sends sd_notify datagrams to NOTIFY_SOCKET; does nothing when that is not set (not under systemd).
 
-    Work in hand must make progress: `silent_s`, the time since anything was finished, is at most `limit_s`. Otherwise
-    systemd restarts the daemon. A daemon that is paused, waits, or has nothing to do is fed.
+    `watchdog_s` is the watchdog's interval in seconds, 0 when systemd watches no watchdog of this process.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        address = environment.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        usec = environment.get("WATCHDOG_USEC", "")
+        is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_s = int(usec) / 1e6 if usec.isdigit() and is_ours else 0.0
+
+    def send(self, **fields: str | int) -> None:
+        """Sends one datagram of KEY=value lines. A datagram that cannot be sent is lost without an error."""
+        if not self._address:
+            return
+        lines = "\n".join(f"{key}={str(value).splitlines()[0] if str(value) else ''}" for key, value in fields.items())
+        kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as channel:
+            channel.connect(self._address)
+            channel.send(lines.encode())
+
+
+def may_feed(silent_s: float, limit_s: float, in_hand: int, waiting_for: str, *, is_paused: bool) -> tuple[bool, str]:
+    """Returns whether systemd's watchdog may be fed, and a sentence for its STATUS; unfed, systemd restarts the daemon.
+
+    It may be while the daemon is paused, waits or has nothing in hand, or if it finished anything within `limit_s`.
+    silent_s: the time since it did.
     """
     if is_paused:
         return True, "paused by the owner"
@@ -42,16 +65,20 @@ def may_feed(
 
 
 class Watchdog:
-    """Takes a report every second: feeds systemd's watchdog while work goes on, and reports what has changed.
+    """Takes a report of the node every second: feeds systemd's watchdog while work goes on, and reports changes.
 
     began_unix: when the process started.
     """
 
     def __init__(
-        self, take_report: Callable[[], NodeReport], report: Report, notifier: Notifier, began_unix: float
+        self,
+        take_node_report: Callable[[], NodeReport],
+        report_event: events.Report,
+        notifier: Notifier,
+        began_unix: float,
     ) -> None:
-        self._take_report = take_report
-        self._report = report
+        self._take_node_report = take_node_report
+        self._report_event = report_event
         self._notifier = notifier
         self._began_unix = began_unix
         self._health = ""
@@ -62,48 +89,46 @@ class Watchdog:
         """Looks at the daemon every second, and every 2 s at its traffic, until cancelled."""
         traffic_due = 0.0
         while True:
-            node = self._take_report()
-            self._report_changes(node)
-            self._feed(node)
+            report = self._take_node_report()
+            self._report_changes(report)
+            self._feed(report)
             if loop_time() >= traffic_due:
                 traffic_due = loop_time() + TRAFFIC_S
-                self.report_traffic(node)
+                self.report_traffic(report)
             await asyncio.sleep(LOOK_S)
 
-    def report_traffic(self, node: NodeReport) -> None:
+    def report_traffic(self, report: NodeReport) -> None:
         """Reports the byte counts (a Traffic event), if they have changed since the last time."""
-        if node.traffic != self._traffic:
-            self._traffic = node.traffic
-            self._report(node.traffic)
+        if report.traffic != self._traffic:
+            self._traffic = report.traffic
+            self._report_event(report.traffic)
 
-    def _report_changes(self, node: NodeReport) -> None:
+    def _report_changes(self, report: NodeReport) -> None:
         """Reports FirstHopServed once the first microbatch is counted, and HealthChanged when the health changes."""
-        first_unix, health = node.counters.first_counted_unix, node.health
-        if first_unix is not None and node.span is not None and not self._has_served:
+        first_unix, health = report.counters.first_counted_unix, report.health
+        if first_unix is not None and report.span is not None and not self._has_served:
             self._has_served = True
-            self._report(events.FirstHopServed(node.span.span.first, first_unix - self._began_unix))
+            self._report_event(events.FirstHopServed(report.span.span.first, first_unix - self._began_unix))
         if health.state != self._health:
             self._health = health.state
-            self._report(events.HealthChanged(health.state, health.why, health.do or ""))
+            self._report_event(events.HealthChanged(health.state, health.why, health.do or ""))
 
-    def _feed(self, node: NodeReport) -> None:
+    def _feed(self, report: NodeReport) -> None:
         """Feeds systemd's watchdog if `may_feed` allows it, and sends the status line.
 
         Sends READY once the first microbatch was counted; before that, asks for more time to start.
         """
-        path_s, in_hand = (node.span.path_s or 0.0, node.span.in_hand) if node.span else (0.0, 0)
+        path_s, in_hand = (report.span.path_s or 0.0, report.span.in_hand) if report.span else (0.0, 0)
         limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)
-        waiting_for = f"a peer of stage {node.empty_stages[0]}" if node.empty_stages else ""
-        if node.step_of_start:
-            waiting_for = f"the step {node.step_of_start!r} of its start"
-        silent_s = node.now_unix - node.counters.last_sign_unix
-        may, sentence = may_feed(silent_s, limit_s, in_hand, waiting_for, is_paused=node.is_paused)
+        waiting_for = f"a peer of stage {report.empty_stages[0]}" if report.empty_stages else ""
+        if report.step_of_start:
+            waiting_for = f"the step {report.step_of_start!r} of its start"
+        silent_s = report.now_unix - report.counters.last_sign_unix
+        may, sentence = may_feed(silent_s, limit_s, in_hand, waiting_for, is_paused=report.is_paused)
         if may:
             self._notifier.send(WATCHDOG=1)
             if not self._has_served:
                 self._notifier.send(EXTEND_TIMEOUT_USEC=120_000_000)
-        line = service_status(node, sentence)
-        if self._has_served:  # sent every time, since a datagram may be lost and a second READY changes nothing
-            self._notifier.send(READY=1, STATUS=line)
-        else:
-            self._notifier.send(STATUS=line)
+        if self._has_served:  # every time, since a datagram may be lost and a second READY changes nothing
+            self._notifier.send(READY=1)
+        self._notifier.send(STATUS=service_status(report, sentence))

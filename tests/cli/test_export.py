@@ -47,7 +47,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> paths.Home:
     monkeypatch.setenv(paths.HOME_VARIABLE, str(tmp_path / "home"))
     monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "sockets"))
     monkeypatch.chdir(tmp_path)
-    return paths.default_home()
+    return paths.home_at()
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_the_card_and_the_list_say_where_it_comes_from(
         "655,360",
     ):
         assert text in card, text
-    assert runs.from_file(tmp_path / "out" / "run.toml", paths.default_home()).signed == signed
+    assert runs.from_file(tmp_path / "out" / "run.toml", paths.home_at()).signed == signed
     listed = json.loads((tmp_path / "out" / "export.json").read_text())
     assert listed["stages"] == [{"stage": k, "step": STEPS[k]} for k in range(3)]
     for name, file in listed["files"].items():

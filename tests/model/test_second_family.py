@@ -176,7 +176,7 @@ def test_its_export_has_its_own_tensors_config_and_card(
 ) -> None:
     monkeypatch.setenv(paths.HOME_VARIABLE, str(tmp_path / "home"))
     monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "sockets"))
-    signed, home = SignedManifest.sign(manifest, Identity.generate()), paths.default_home()
+    signed, home = SignedManifest.sign(manifest, Identity.generate()), paths.home_at()
     runs.remember(home, signed)
     exact: dict[str, Tensor] = {}
     for stage in range(2):

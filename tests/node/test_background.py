@@ -9,7 +9,7 @@ from agora_protocol.errors import LocalError
 from agora.node.background import BackgroundTasks
 
 
-def test_tasks_end_with_their_block_and_the_first_that_failed_is_named() -> None:
+def test_tasks_end_when_they_are_closed_and_the_first_that_failed_is_named() -> None:
     cancelled: list[str] = []
 
     async def forever(name: str) -> None:
@@ -26,15 +26,16 @@ def test_tasks_end_with_their_block_and_the_first_that_failed_is_named() -> None
         raise LocalError("no disk")
 
     async def work() -> None:
-        async with BackgroundTasks() as tasks:
-            tasks.start("one", forever("one"))
-            tasks.start("two", forever("two"))
-            await asyncio.sleep(0)
-            assert tasks.first_ended() is None
-            tasks.start("three", fails())
-            await asyncio.wait(tasks.running, return_when=asyncio.FIRST_COMPLETED)
-            name, error = tasks.first_ended() or ("", None)
-            assert name == "three" and str(error) == "no disk"
+        tasks = BackgroundTasks()
+        tasks.start("one", forever("one"))
+        tasks.start("two", forever("two"))
+        await asyncio.sleep(0)
+        assert tasks.first_ended() is None
+        tasks.start("three", fails())
+        await asyncio.wait(tasks.started, return_when=asyncio.FIRST_COMPLETED)
+        name, error = tasks.first_ended() or ("", None)
+        assert name == "three" and str(error) == "no disk"
+        await tasks.close()
         assert cancelled == ["one", "two"]
 
     asyncio.run(work())

@@ -18,8 +18,7 @@ from agora.node.node_report import (
     service_status,
     status_json,
 )
-from agora.node.systemd import Notifier
-from agora.node.watchdog import Watchdog
+from agora.node.watchdog import Notifier, Watchdog
 from agora.observe import events
 from agora.observe.reporter import Counters
 from agora.swarm.health import Health
@@ -106,10 +105,10 @@ def test_systemds_line_has_health_work_steps_and_speed() -> None:
 
 def test_a_rate_is_that_of_the_last_fifteen_seconds() -> None:
     rate = WindowedRate()
-    assert rate.per_second == 0.0
-    for second in range(40):
-        rate.add(float(second), 100 * second if second < 20 else 2000 + 10 * (second - 20))
-    assert rate.per_second == 10.0
+    assert rate.update(0.0, 0) == 0.0
+    for second in range(1, 40):
+        latest = rate.update(float(second), 100 * second if second < 20 else 2000 + 10 * (second - 20))
+    assert latest == 10.0
 
 
 def test_the_watchdog_reports_what_has_changed_and_nothing_twice() -> None:

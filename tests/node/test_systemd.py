@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agora.node.systemd import Notifier
-from agora.node.watchdog import may_feed
+from agora.node.watchdog import Notifier, may_feed
 
 UNIT = Path(__file__).resolve().parents[2] / "deploy" / "agora-node.service"
 

@@ -6,18 +6,32 @@ A test waits for what it needs with `Swarm.until`; nothing here sleeps for a fix
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import psutil
+from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 
 from agora.cli.local_swarm import LocalDaemon as Daemon
 from agora.cli.local_swarm import LocalSwarm, SwarmFailed
+from agora.data.corpus import open_corpus
+from agora.data.sampling import Sampler, sample_id
+from agora.data.tokenizer import open_tokenizer
 from tests.process.forked import Forked
+
+if TYPE_CHECKING:
+    from tests.oracle import Batches
 
 T = TypeVar("T")
 START_S = 60.0
+ENOUGH = 30
+"""Microbatches after which a swarm is seen to go on."""
+MICROBATCHES_PER_STEP = 8
+"""Of `oracle_manifest`."""
 
 
 class Swarm(LocalSwarm):
@@ -64,6 +78,34 @@ class Swarm(LocalSwarm):
         return "\n".join(f"--- {d.name} (exit {d.process.poll()})\n{d.log()}" for d in self.daemons.values())
 
 
+def tiny(stages: int, **sections: object) -> Manifest:
+    """A model so small that the tests measure the protocol and not the arithmetic."""
+    small = {"width": 32, "layers": max(2, stages), "heads": 2, "key_value_heads": 1, "feed_forward": 64, "context": 32}
+    base = Manifest(name="tiny").model_dump()
+    base["model"] |= small | {"subspace": 32}
+    base["stages"] = {"count": stages}
+    base["schedule"] |= {"microbatch": 2, "max_in_flight": 6}
+    base["optimizer"] |= {"target_tokens": 512, "warmup_steps": 4}
+    base["averaging"] |= {"exact_steps": 0}
+    for section, values in sections.items():
+        base[section] |= values  # type: ignore[operator]
+    return Manifest.model_validate(base)
+
+
+def oracle_manifest(
+    stages: int, *, kind: str, activations: str, codec: str = "float32", subspace: int = 64
+) -> Manifest:
+    """A decoder of four layers on the standard library's text; a step of it takes some tenths of a second."""
+    base = Manifest(name="oracle").model_dump()
+    base["model"] |= {"width": 64, "layers": 4, "heads": 4, "key_value_heads": 2, "feed_forward": 160}
+    base["model"] |= {"context": 64, "subspace": subspace}
+    base["stages"] = {"count": stages}
+    base["boundary"]["codec"] = codec
+    base["schedule"] |= {"kind": kind, "microbatch": 4, "activations": activations}
+    base["optimizer"] |= {"target_tokens": MICROBATCHES_PER_STEP * 4 * 64, "warmup_steps": 4, "total_steps": 200}
+    return Manifest.model_validate(base)
+
+
 @contextlib.contextmanager
 def swarm(directory: Path, manifest: Manifest) -> Iterator[Swarm]:
     """A swarm whose processes are gone afterwards, however the test ends."""
@@ -72,6 +114,22 @@ def swarm(directory: Path, manifest: Manifest) -> Iterator[Swarm]:
         yield made
     finally:
         made.kill_all()
+
+
+def drained(made: Swarm, *origins: Daemon) -> None:
+    """No further microbatches; every one that was started comes home."""
+    for origin in origins:
+        origin.ask("drain", timeout_s=60)
+        report = origin.ask("report")["microbatches"]
+        assert report["started"] == report["completed"], report
+        assert report["dropped"] == 0
+
+
+def nothing_lost(made: Swarm, *origins: Daemon) -> None:
+    """After a clean stop: no origin gave up on a microbatch that it had started."""
+    for origin in origins:
+        dropped = origin.events("MicrobatchDropped")
+        assert not dropped, dropped
 
 
 def fired(daemon: Daemon) -> list[list[str]]:
@@ -85,6 +143,17 @@ def last_step(daemon: Daemon) -> int:
     return max((event["step"] for event in daemon.events("StepTaken")), default=0)
 
 
+def steps_of(daemon: Daemon, stage: int) -> list[dict[str, Any]]:
+    """The optimizer steps of a stage, in order."""
+    return sorted(daemon.events("StepTaken", stage=stage), key=lambda e: int(e["step"]))
+
+
+def p2pd_of(daemon: Daemon) -> psutil.Process:
+    """The daemon's network process."""
+    (found,) = [c for c in psutil.Process(daemon.process.pid).children(recursive=True) if "p2pd" in c.name()]
+    return found
+
+
 def counted_twice(daemons: Sequence[Daemon]) -> set[tuple[str, int]]:
     """Returns the (microbatch, stage) pairs whose gradient more than one hop added, killed daemons included."""
     seen: set[tuple[str, int]] = set()
@@ -94,3 +163,25 @@ def counted_twice(daemons: Sequence[Daemon]) -> set[tuple[str, int]]:
             for stage in event["stages"]:
                 (twice if (event["microbatch"], stage) in seen else seen).add((event["microbatch"], stage))
     return twice
+
+
+def sampler_of(manifest: Manifest, cache: Path) -> Sampler:
+    """The origins' own view of the data."""
+    tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary)
+    corpus = open_corpus(manifest.data.corpus, tokenizer, cache)
+    return Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
+
+
+def microbatches_of_a_step(manifest: Manifest) -> int:
+    """Of all origins together."""
+    return manifest.optimizer.target_tokens // manifest.tokens_per_microbatch
+
+
+def drawn_by(manifest: Manifest, sampler: Sampler, origin: str, shares: Sequence[int]) -> Batches:
+    """What that origin drew when it opened so many microbatches for each step."""
+    b, numbers = manifest.schedule.microbatch, itertools.count()
+
+    def microbatch(number: int) -> np.ndarray:
+        return sampler.batch([sample_id(PeerId(origin), number * b + row) for row in range(b)])
+
+    return [[microbatch(next(numbers)) for _ in range(share)] for share in shares]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from agora_protocol.manifest import Manifest
 
-from tests.process.harness import Daemon, Swarm, swarm
-from tests.process.test_faults import drained, nothing_lost, tiny
+from tests.process.harness import Daemon, Swarm, drained, last_step, nothing_lost, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,10 +23,6 @@ def manifest() -> Manifest:
         averaging={"fraction": 0.25, "every": 5, "round_s": 3.0},
         optimizer={"target_tokens": 4096, "warmup_steps": 20, "total_steps": 100_000},
     )
-
-
-def step_of(daemon: Daemon) -> int:
-    return max((e["step"] for e in daemon.events("StepTaken")), default=0)
 
 
 def heldout_loss(made: Swarm, origin: Daemon) -> float:
@@ -58,7 +53,7 @@ def test_one_of_three_replicas_killed_every_ten_seconds_for_two_minutes(tmp_path
             replicas.append(made.start(f"fresh-{number}", "1"))
             everyone.append(replicas[-1])
             made.until(lambda began=began: time.monotonic() - began >= BETWEEN_S, "ten seconds to pass", 15)
-        step = step_of(origin)
+        step = last_step(origin)
         disturbed = heldout_loss(made, origin)
         made.stop()
         nothing_lost(made, origin)
@@ -69,7 +64,7 @@ def test_one_of_three_replicas_killed_every_ten_seconds_for_two_minutes(tmp_path
         origin = made.start("origin", "0")
         for number in range(REPLICAS):
             made.start(f"replica-{number}", "1")
-        made.until(lambda: step_of(origin) >= step, f"step {step} undisturbed", within_s=400)
+        made.until(lambda: last_step(origin) >= step, f"step {step} undisturbed", within_s=400)
         calm = heldout_loss(made, origin)
         made.stop()
     took_part = sum(e["members"] for e in averaged) / sum(e["expected"] for e in averaged)

@@ -13,27 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from agora_protocol.manifest import Manifest
 
 from agora.node import paths
 from tests.process.forked import Forked
-from tests.process.harness import Daemon, Swarm, swarm
+from tests.process.harness import Daemon, Swarm, p2pd_of, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
-
-def tiny(**sections: object) -> Manifest:
-    """Two stages of almost nothing."""
-    base = Manifest(name="daemon").model_dump()
-    base["model"] |= {"width": 32, "subspace": 32, "layers": 2, "heads": 2, "key_value_heads": 1}
-    base["model"] |= {"feed_forward": 64, "context": 32}
-    base["schedule"] |= {"microbatch": 2, "max_in_flight": 4}
-    base["optimizer"] |= {"target_tokens": 512, "warmup_steps": 4}
-    for section, values in sections.items():
-        base[section] |= values  # type: ignore[operator]
-    return Manifest.model_validate(base)
 
 
 class Manager:
@@ -57,17 +43,11 @@ class Manager:
         self._channel.close()
 
 
-def p2pd_of(daemon: Daemon) -> psutil.Process:
-    """The daemon's network process."""
-    (found,) = [c for c in psutil.Process(daemon.process.pid).children(recursive=True) if "p2pd" in c.name()]
-    return found
-
-
 def test_a_daemons_life_from_ready_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """READY comes after the first hop served and not before; SIGTERM leaves in order; a dead p2pd is a clean end."""
     manager = Manager(tmp_path / "notify")
     lines = manager.lines
-    with contextlib.closing(manager), swarm(tmp_path, tiny()) as made:
+    with contextlib.closing(manager), swarm(tmp_path, tiny(2)) as made:
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "60000000")
         first = made.start("first", "0")
@@ -111,7 +91,7 @@ def leaves_within_ten_seconds(daemon: Daemon) -> None:
 
 
 def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> None:
-    with swarm(tmp_path, tiny()) as made:
+    with swarm(tmp_path, tiny(2)) as made:
         daemon = made.start("whole", "0-1")
         made.until(lambda: made.completed(daemon) > 3, "it to train alone, holding both stages")
         assert daemon.ask("evaluate", timeout_s=60, batches=2)["loss"] > 0
@@ -150,14 +130,14 @@ def refused(made: Swarm, name: str, *flags: str, run: str = "", file_bytes: int 
 
 
 def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
-    with swarm(tmp_path, tiny()) as made, socket.create_server(("127.0.0.1", 0)) as taken:
+    with swarm(tmp_path, tiny(2)) as made, socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = refused(made, "taken", "--listen", f"127.0.0.1:{port}")
         assert str(port) in said and "--listen" in said
 
 
 def test_an_unreadable_corpus_is_one_sentence(tmp_path: Path) -> None:
-    with swarm(tmp_path, tiny(data={"corpus": [str(tmp_path / "poems.txt")]})) as made:
+    with swarm(tmp_path, tiny(2, data={"corpus": [str(tmp_path / "poems.txt")]})) as made:
         said = refused(made, "corpus")
         assert "poems.txt" in said
         assert not list(paths.runtime_directory().glob(f"{paths.Home(tmp_path / 'corpus').name}*"))
@@ -165,7 +145,7 @@ def test_an_unreadable_corpus_is_one_sentence(tmp_path: Path) -> None:
 
 def test_an_invite_may_not_make_this_machine_read_its_files(tmp_path: Path) -> None:
     (tmp_path / "poems.txt").write_text("so much depends upon a red wheel barrow\n" * 200)
-    with swarm(tmp_path, tiny(data={"corpus": [str(tmp_path / "poems.txt")], "heldout": 0.1})) as made:
+    with swarm(tmp_path, tiny(2, data={"corpus": [str(tmp_path / "poems.txt")], "heldout": 0.1})) as made:
         founder = made.start("founder", "0")
         made.serving()
         said = refused(made, "guest", run=made.take_invite(founder))
@@ -176,7 +156,7 @@ def test_an_invite_may_not_make_this_machine_read_its_files(tmp_path: Path) -> N
 
 
 def test_a_disk_that_fills_up_is_one_sentence(tmp_path: Path) -> None:
-    with swarm(tmp_path, tiny()) as made:
+    with swarm(tmp_path, tiny(2)) as made:
         said = refused(made, "full", file_bytes=200_000)
         assert "corpus" in said and ("space" in said or "--dir" in said), said
 

@@ -17,8 +17,7 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import open_tokenizer
 from agora.node import control_client
-from tests.process.harness import Daemon, swarm
-from tests.process.test_faults import tiny
+from tests.process.harness import Daemon, swarm, tiny
 
 pytestmark = pytest.mark.process
 

@@ -8,43 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from agora_protocol.manifest import Manifest
 
-from tests.process.harness import Daemon, Swarm, counted_twice, fired, swarm
+from tests.process.harness import ENOUGH, Daemon, counted_twice, drained, fired, nothing_lost, swarm, tiny
 
 pytestmark = pytest.mark.process
-
-ENOUGH = 30
-
-
-def tiny(stages: int, **sections: object) -> Manifest:
-    """A model so small that the tests measure the protocol and not the arithmetic."""
-    small = {"width": 32, "layers": max(2, stages), "heads": 2, "key_value_heads": 1, "feed_forward": 64, "context": 32}
-    base = Manifest(name="faults").model_dump()
-    base["model"] |= small | {"subspace": 32}
-    base["stages"] = {"count": stages}
-    base["schedule"] |= {"microbatch": 2, "max_in_flight": 6}
-    base["optimizer"] |= {"target_tokens": 512, "warmup_steps": 4}
-    base["averaging"] |= {"exact_steps": 0}
-    for section, values in sections.items():
-        base[section] |= values  # type: ignore[operator]
-    return Manifest.model_validate(base)
-
-
-def nothing_lost(made: Swarm, *origins: Daemon) -> None:
-    """After a clean stop: no origin gave up on a microbatch that it had started."""
-    for origin in origins:
-        dropped = origin.events("MicrobatchDropped")
-        assert not dropped, dropped
-
-
-def drained(made: Swarm, *origins: Daemon) -> None:
-    """No further microbatches; every one that was started comes home."""
-    for origin in origins:
-        origin.ask("drain", timeout_s=60)
-        report = origin.ask("report")["microbatches"]
-        assert report["started"] == report["completed"], report
-        assert report["dropped"] == 0
 
 
 def test_a_callee_killed_between_forward_and_backward_costs_a_retry_not_a_microbatch(tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ from agora_protocol.errors import InputError
 
 from agora.cli.local_swarm import LocalDaemon
 from agora.node.control_client import DaemonRefused
-from tests.process.harness import Swarm, counted_twice, swarm
-from tests.process.test_daemon import p2pd_of
-from tests.process.test_faults import drained, nothing_lost, tiny
+from tests.process.harness import Swarm, counted_twice, drained, nothing_lost, p2pd_of, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

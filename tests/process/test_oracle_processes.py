@@ -5,74 +5,37 @@ The synchronous schedule must equal it step by step; the asynchronous one must e
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
-from agora.data.corpus import open_corpus
-from agora.data.sampling import Sampler, sample_id
-from agora.data.tokenizer import open_tokenizer
+from agora.data.sampling import Sampler
 from agora.model import family_of, stage_loss
 from tests.oracle import Batches, relative_difference, run_plain_loop
-from tests.process.harness import Daemon, Swarm, swarm
+from tests.process.harness import (
+    Daemon,
+    Swarm,
+    drawn_by,
+    microbatches_of_a_step,
+    oracle_manifest,
+    sampler_of,
+    steps_of,
+    swarm,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-MICROBATCHES_PER_STEP = 8
 LEAST_STEPS = 6
 ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 40, 32
-
-
-def manifest_of(stages: int, *, kind: str, activations: str, codec: str = "float32", subspace: int = 64) -> Manifest:
-    """A decoder of four layers on the standard library's text; a step of it takes some tenths of a second."""
-    base = Manifest(name="oracle").model_dump()
-    base["model"] |= {"width": 64, "layers": 4, "heads": 4, "key_value_heads": 2, "feed_forward": 160}
-    base["model"] |= {"context": 64, "subspace": subspace}
-    base["stages"] = {"count": stages}
-    base["boundary"]["codec"] = codec
-    base["schedule"] |= {"kind": kind, "microbatch": 4, "activations": activations}
-    base["optimizer"] |= {"target_tokens": MICROBATCHES_PER_STEP * 4 * 64, "warmup_steps": 4, "total_steps": 200}
-    return Manifest.model_validate(base)
-
-
-def sampler_of(manifest: Manifest, cache: Path) -> Sampler:
-    """The origins' own view of the data."""
-    tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary)
-    corpus = open_corpus(manifest.data.corpus, tokenizer, cache)
-    return Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
 
 
 def batches_of(manifest: Manifest, sampler: Sampler, origin: str, steps: int) -> Batches:
     """What an only origin drew for its first `steps` steps: a pure function, so nobody has to tell."""
     return drawn_by(manifest, sampler, origin, [microbatches_of_a_step(manifest)] * steps)
-
-
-def drawn_by(manifest: Manifest, sampler: Sampler, origin: str, shares: Sequence[int]) -> Batches:
-    """What that origin drew when it opened so many microbatches for each step."""
-    b, numbers = manifest.schedule.microbatch, itertools.count()
-
-    def microbatch(number: int) -> np.ndarray:
-        return sampler.batch([sample_id(PeerId(origin), number * b + row) for row in range(b)])
-
-    return [[microbatch(next(numbers)) for _ in range(share)] for share in shares]
-
-
-def microbatches_of_a_step(manifest: Manifest) -> int:
-    """Of all origins together."""
-    return manifest.optimizer.target_tokens // manifest.tokens_per_microbatch
-
-
-def steps_of(daemon: Daemon, stage: int) -> list[dict[str, Any]]:
-    """The optimizer steps of a stage, in order."""
-    return sorted(daemon.events("StepTaken", stage=stage), key=lambda e: int(e["step"]))
 
 
 def trained(made: Swarm, stages: int, steps: int) -> list[Daemon]:
@@ -84,7 +47,7 @@ def trained(made: Swarm, stages: int, steps: int) -> list[Daemon]:
 
 
 def weights_of(daemon: Daemon, stage: int) -> dict[str, np.ndarray]:
-    """The stage's tensors as the daemon holds them now."""
+    """The stage's tensors as the daemon, which holds it, has them now."""
     files = daemon.ask("weights")["files"]
     return dict(load_file(files[str(stage)]))
 
@@ -93,7 +56,7 @@ def weights_of(daemon: Daemon, stage: int) -> dict[str, np.ndarray]:
     ("stages", "activations", "subspace"), [(1, "keep", 64), (2, "recompute", 64), (4, "keep", 64), (2, "keep", 12)]
 )
 def test_a_synchronous_swarm_equals_a_plain_loop(tmp_path: Path, stages: int, activations: str, subspace: int) -> None:
-    manifest = manifest_of(stages, kind="synchronous", activations=activations, subspace=subspace)
+    manifest = oracle_manifest(stages, kind="synchronous", activations=activations, subspace=subspace)
     with swarm(tmp_path, manifest) as made:
         peers = trained(made, stages, LEAST_STEPS)
         taken = [steps_of(peer, k) for k, peer in enumerate(peers)]
@@ -152,7 +115,7 @@ def heldout_loss(manifest: Manifest, sampler: Sampler, weights: list[dict[str, n
 
 def test_the_asynchronous_schedule_ends_where_the_plain_loop_ends(tmp_path: Path) -> None:
     """At equal tokens, within 2 % in held-out loss; its staleness histogram is published and not all zero."""
-    manifest = annealed(manifest_of(2, kind="asynchronous", activations="keep", codec="bf16"))
+    manifest = annealed(oracle_manifest(2, kind="asynchronous", activations="keep", codec="bf16"))
     with swarm(tmp_path, manifest) as made:
         peers = trained(made, 2, ASYNCHRONOUS_STEPS)
         actual = [weights_of(peer, k) for k, peer in enumerate(peers)]

@@ -14,9 +14,20 @@ from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
 from tests.oracle import relative_difference, run_plain_loop
-from tests.process.harness import Daemon, fired, last_step, swarm
-from tests.process.test_faults import drained, nothing_lost, tiny
-from tests.process.test_oracle_processes import drawn_by, manifest_of, microbatches_of_a_step, sampler_of, steps_of
+from tests.process.harness import (
+    Daemon,
+    drained,
+    drawn_by,
+    fired,
+    last_step,
+    microbatches_of_a_step,
+    nothing_lost,
+    oracle_manifest,
+    sampler_of,
+    steps_of,
+    swarm,
+    tiny,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -24,7 +35,7 @@ STEPS = 20
 
 
 def replicated(**sections: object) -> Manifest:
-    base = manifest_of(2, kind="synchronous", activations="keep").model_dump()
+    base = oracle_manifest(2, kind="synchronous", activations="keep").model_dump()
     base["schedule"] |= {"least_replicas": 3}
     base["checkpoint"] |= {"every": STEPS}
     for section, values in sections.items():
@@ -116,7 +127,7 @@ def test_an_asynchronous_run_begins_with_exact_steps_and_goes_on_without(tmp_pat
 @pytest.mark.slow
 def test_a_synchronous_replica_that_joins_later_becomes_exactly_what_the_others_are(tmp_path: Path) -> None:
     """And goes on being it when one of them is killed."""
-    base = manifest_of(1, kind="synchronous", activations="keep").model_dump()
+    base = oracle_manifest(1, kind="synchronous", activations="keep").model_dump()
     base["averaging"] |= {"round_s": 3.0, "every": 5, "fraction": 0.5}
     base["checkpoint"] |= {"every": 4, "keep": 20}
     with swarm(tmp_path, Manifest.model_validate(base)) as made:

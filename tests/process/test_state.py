@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.harness import Daemon, fired, last_step, swarm
-from tests.process.test_faults import ENOUGH, drained, nothing_lost, tiny
+from tests.process.harness import ENOUGH, Daemon, drained, fired, last_step, nothing_lost, swarm, tiny
 
 pytestmark = pytest.mark.process
 

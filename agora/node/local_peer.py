@@ -1,4 +1,4 @@
-"""The peer: what lives as long as the daemon, whichever stages it holds.
+"""The local peer: what lives as long as the daemon, whichever stages it holds.
 
 Knows: the network, the directory, membership, the router, what was answered already. Must not know: stages, training
 (loaded_span.py), processes, signals.
@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest, SignedManifest
-from agora_protocol.messages import Hello
 
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.net.incoming import NetLimits
 from agora.net.network import Network
-from agora.node import doctor, joining, runs
+from agora.node import joining, runs
 from agora.node.background import BackgroundTasks
 from agora.node.node_report import NodeReport, progress_record, status_json
 from agora.node.requests import RequestHandler, SentTensors
@@ -42,11 +40,10 @@ REMEMBER_S = 15.0
 REJOIN_S = 10.0
 
 
-class Peer:
+class LocalPeer:
     """This machine's place in the run, whichever stages it holds: network, membership, router and work ledger.
 
-    It wires these to each other, and tells who replicates a stage (a ReplicaListing). `seats`: how many microbatches
-    may be inside it at once.
+    It tells who replicates a stage (a ReplicaListing). seats: how many microbatches may be inside it at once.
     """
 
     def __init__(
@@ -54,48 +51,51 @@ class Peer:
         startup: Startup,
         signed: SignedManifest,
         host: Host,
-        addresses: tuple[str, ...],
         directory: Directory,
-        take_report: Callable[[], NodeReport],
+        addresses: tuple[str, ...],
+        take_node_report: Callable[[], NodeReport],
     ) -> None:
+        """addresses: where others can dial this peer."""
         self.startup = startup
         self.signed = signed
+        self.manifest = manifest = signed.manifest
         self.host = host
-        self.seats = seats_of(signed.manifest, available_bytes(torch.device("cpu")))
+        self.seats = seats_of(manifest, available_bytes(torch.device("cpu")))
         self.sent = SentTensors()
-        self.offences = OffenceLog(startup.report)
-        self.ledger = WorkLedger(startup.peer, self.seats, startup.report)
-        self.requests = RequestHandler(
-            signed, lambda: status_json(take_report()), self.offences.report_offence, self.ledger
-        )
-        self.network = self._make_network(joining.hello(signed.run_id, addresses))
+        self.offences = OffenceLog(startup.report_event)
+        self.ledger = WorkLedger(startup.me, self.seats, startup.report_event)
+        report_offence = self.offences.report_offence
+        self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_offence, self.ledger)
+        self.network = self._make_network(addresses)
         self.membership = Membership(
-            MembershipConfig(signed.run_id, signed.manifest.stage_count, startup.incarnation, addresses),
+            MembershipConfig(signed.run_id, manifest.stage_count, startup.incarnation, addresses),
             directory,
             startup.identity,
-            startup.report,
-            progress=lambda: progress_record(take_report()),
+            startup.report_event,
+            progress=lambda: progress_record(take_node_report()),
         )
         self.router = Router(
             self.network,
             lambda: self.membership.view,
-            me=startup.peer,
-            stage_count=signed.manifest.stage_count,
-            shapes=wire_shapes(signed.manifest),
-            report=startup.report,
+            me=startup.me,
+            stage_count=manifest.stage_count,
+            shapes=wire_shapes(manifest),
+            report=startup.report_event,
             offences=self.offences,
             round_trip_s=self.network.round_trip_s,
         )
         self.membership.subscribe(self.router.view_changed)
         self.tasks = BackgroundTasks()
+        self._directory = directory
 
-    def _make_network(self, hello: Hello) -> Network:
+    def _make_network(self, addresses: tuple[str, ...]) -> Network:
         """Returns the network, with limits that fit the run's microbatches and this peer's seats."""
-        payload = self.signed.manifest.max_payload_bytes
+        hello = joining.hello(self.signed.run_id, addresses)
+        payload = self.manifest.max_payload_bytes
 
         def report_failure(caller: PeerId, error: Exception) -> None:
             """Called when answering `caller` failed by an unforeseen error: reports TaskFailed."""
-            self.startup.report(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
+            self.startup.report_event(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
 
         return Network(
             self.host,
@@ -108,6 +108,18 @@ class Peer:
             count_sent=self.sent.add,
         )
 
+    async def start(self, others: tuple[str, ...]) -> None:
+        """Begins to answer other peers, and to keep membership up to date. others: addresses of peers of the run."""
+        await self.network.start()
+        self.tasks.start("membership", self.membership.run())
+        self.tasks.start("rejoin", self._rejoin_when_alone(others))
+        self.tasks.start("addresses", self._remember_addresses())
+
+    async def close(self) -> None:
+        """Ends the tasks and all calls; host and directory are their opener's."""
+        await self.tasks.close()
+        await self.network.close()
+
     def listed(self, stage: int) -> Mapping[PeerId, float]:
         """Returns a stage's replicas, with their bandwidths in bytes per second."""
         return {seen.peer: seen.bandwidth for seen in self.membership.view.replicas(stage)}
@@ -118,72 +130,36 @@ class Peer:
 
     def steps_of_run(self) -> list[Collection[int]]:
         """Returns, for each stage of the run, the steps that its replicas have taken."""
-        return [self.steps_of(stage).values() for stage in range(self.signed.manifest.stage_count)]
+        return [self.steps_of(stage).values() for stage in range(self.manifest.stage_count)]
 
     def traffic(self) -> events.Traffic:
-        """Returns a Traffic event: bytes received and sent since the start.
-
-        Of those sent, it names the tensors' shares: boundaries, averaging, state.
-        """
+        """Returns the bytes sent and received since the start, and the tensors' shares of those sent."""
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
 
+    async def _rejoin_when_alone(self, others: tuple[str, ...]) -> None:
+        """Every 10 s, dials `others` again if the directory has no neighbour, so that no swarm stays in two parts."""
+        while True:
+            await asyncio.sleep(REJOIN_S)
+            if others and self._directory.neighbours == 0:
+                await self._directory.bootstrap(others, timeout_s=2.0)
 
-@asynccontextmanager
-async def open_peer(
-    startup: Startup,
-    signed: SignedManifest,
-    host: Host,
-    addresses: tuple[str, ...],
-    others: tuple[str, ...],
-    take_report: Callable[[], NodeReport],
-) -> AsyncIterator[Peer]:
-    """Checks the disk, joins the directory (DHT), starts network and membership; closes the peer when the block ends.
-
-    addresses: of this peer. others: of other peers. Raises an AgoraError that says what to do.
-    """
-    async with AsyncExitStack() as closing:
-        with startup.steps.step("doctor") as note:
-            note.text = doctor.check_disk(startup.home.root)
-        with startup.steps.step("directory"):
-            directory = await Directory.create(host, signed.run_id, others, stages=signed.manifest.stage_count)
-            closing.push_async_callback(directory.close)
-        peer = Peer(startup, signed, host, addresses, directory, take_report)
-        closing.push_async_callback(peer.network.close)
-        await peer.network.start()
-        tasks = await closing.enter_async_context(peer.tasks)
-        tasks.start("membership", peer.membership.run())
-        tasks.start("rejoin", _rejoin_when_alone(directory, others))
-        tasks.start("addresses", _remember_addresses(peer))
-        yield peer
-
-
-async def _rejoin_when_alone(directory: Directory, others: tuple[str, ...]) -> None:
-    """Every 10 s, dials `others` again if the directory has no neighbour, so that no swarm stays in two parts."""
-    while True:
-        await asyncio.sleep(REJOIN_S)
-        if others and directory.neighbours == 0:
-            await directory.bootstrap(others, timeout_s=2.0)
-
-
-async def _remember_addresses(peer: Peer) -> None:
-    """Every 15 s, writes up to 16 addresses of other peers to the disk for the next start; a full disk is reported."""
-    home, run, me = peer.startup.home, peer.signed.run_id, peer.startup.peer
-    while True:
-        await asyncio.sleep(REMEMBER_S)
-        others = [seen for seen in peer.membership.view.peers.values() if seen.peer != me]
-        if addresses := [address for seen in others for address in seen.addresses[:2]][:16]:
-            try:
-                await asyncio.to_thread(runs.remember_addresses, home, run, addresses)
-            except OSError as error:
-                peer.startup.report(events.DiskTrouble(str(home.peers(run)), error.strerror or str(error)))
+    async def _remember_addresses(self) -> None:
+        """Every 15 s, writes up to 16 addresses of other peers to the disk for the next start."""
+        home, run = self.startup.home, self.signed.run_id
+        while True:
+            await asyncio.sleep(REMEMBER_S)
+            others = [seen for seen in self.membership.view.peers.values() if seen.peer != self.startup.me]
+            if addresses := [address for seen in others for address in seen.addresses[:2]][:16]:
+                try:
+                    await asyncio.to_thread(runs.remember_addresses, home, run, addresses)
+                except OSError as error:
+                    trouble = events.DiskTrouble(str(home.peers(run)), error.strerror or str(error))
+                    self.startup.report_event(trouble)
 
 
 def usual_in_flight(manifest: Manifest) -> int:
-    """Returns how many microbatches between forward and backward have their graphs kept, where memory allows.
-
-    It is max(32, 4 * stages, the schedule's max_in_flight).
-    """
+    """Returns how many microbatches between forward and backward have their graphs kept, where memory allows."""
     return max(LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
 
 
