@@ -73,8 +73,11 @@ class AnswerCache:
 
     def _drop_old(self, now: float) -> None:
         """Drops every answer that is older than `max_age_s`."""
-        while self._entries and now - next(iter(self._entries.values()))[0] > self._max_age_s:
-            self._drop(next(iter(self._entries)))
+        while self._entries:
+            key, (kept_at, _) = next(iter(self._entries.items()))
+            if now - kept_at <= self._max_age_s:
+                return
+            self._drop(key)
 
     def _drop(self, key: WorkKey) -> None:
         """Drops one answer; does nothing when it is not kept."""
@@ -122,8 +125,7 @@ class Work:
 class WorkLedger:
     """Runs this peer's work: starts each microbatch once, on one of `max_seats` seats, and keeps the answer.
 
-    A repeat joins the running work or gets the kept answer. Work for which no caller waits is cancelled, unless it is
-    committed.
+    A repeat joins the running work or gets the kept answer. When the last caller leaves, uncommitted work is cancelled.
     """
 
     def __init__(self, me: PeerId, max_seats: int, report: Report) -> None:
@@ -170,8 +172,7 @@ class WorkLedger:
         """Joins the work `key`, or starts it with `start` on a free seat, and returns its answer.
 
         last: the last stage that it runs here. Joined work that fails before our `deadline` is started again for us.
-        Raises what the work raises, and Busy when there is no seat, when the ledger takes nothing new, or when an
-        earlier, cancelled attempt has not ended by `deadline`.
+        Raises what the work raises, and Busy when it cannot be started by `deadline`.
         """
         while True:
             work = self._works.get(key)

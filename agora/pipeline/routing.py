@@ -85,11 +85,6 @@ class PeerCost:
         transfer = (least - round_trip) * (1.0 + bytes_back / max(1, bytes_there))
         return round_trip + min(transfer, period_s)
 
-    def backoff_s(self, healthy_siblings: bool) -> float:
-        """Returns for how long to leave the peer alone: max(BACKOFF_S, wasted_s) * 2^(failures - 1), bounded."""
-        longest = MAX_BACKOFF_S if healthy_siblings else MAX_BACKOFF_WITHOUT_SIBLING_S
-        return min(longest, max(BACKOFF_S, self.wasted_s) * 2.0 ** min(self.failures - 1, 30))
-
 
 @dataclass(frozen=True, slots=True)
 class PathHint:
@@ -138,16 +133,11 @@ class Candidate:
     finish_s: float
     obstacle: str = ""
 
-    @property
-    def rank_s(self) -> float:
-        """What the choice minimises: lead_s + finish_s."""
-        return self.lead_s + self.finish_s
-
 
 def choose_next(
     now: float, microbatch: MicrobatchId, stage: int, candidates: Sequence[Candidate], hint: PathHint
 ) -> Choice:
-    """Chooses the peer of `stage` to ask: the hinted one if it is ready, else the ready one of least rank_s.
+    """Chooses the peer of `stage` to ask: the hinted one if it is ready, else the ready one of least lead_s + finish_s.
 
     Waits (peer None) when none is ready, or when the hinted one holds the result and is ready within BACKOFF_S.
     """
@@ -166,7 +156,7 @@ def choose_next(
         obstacles = ", ".join(sorted({c.obstacle for c in candidates if c.obstacle}))
         when = f"; next in {soonest - now:.2f} s" if soonest < math.inf else ""
         return Choice(None, f"all {len(candidates)} peers of stage {stage} are not ready ({obstacles}){when}", soonest)
-    best = min(ready, key=lambda c: (c.rank_s, zlib.crc32(microbatch + c.peer.encode()), c.peer))
+    best = min(ready, key=lambda c: (c.lead_s + c.finish_s, zlib.crc32(microbatch + c.peer.encode()), c.peer))
     return Choice(best.peer, f"expected to finish in {best.finish_s:.3f} s, least of {len(ready)} ready peers")
 
 
@@ -188,14 +178,13 @@ def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: i
 
 
 def _ready_at(cost: PeerCost, healthy: bool, measured: bool) -> tuple[float, str]:
-    """Returns when a peer may be called (after backoff or BUSY, within its limit of open calls), and its obstacle.
-
-    healthy: some peer of the stage has no failures. measured: some peer of the stage has answered before.
-    """
+    """Returns when a peer may be called, and the obstacle until then. healthy, measured: any peer of its stage is."""
     if cost.failures:
         if cost.open_calls and healthy:
             return math.inf, "on trial"
-        return cost.failed_at + cost.backoff_s(healthy), "backing off"
+        longest = MAX_BACKOFF_S if healthy else MAX_BACKOFF_WITHOUT_SIBLING_S
+        backoff_s = min(longest, max(BACKOFF_S, cost.wasted_s) * 2.0 ** min(cost.failures - 1, 30))
+        return cost.failed_at + backoff_s, "backing off"
     if measured and not cost.answers and cost.open_calls >= NEWCOMER_CALLS:
         return math.inf, "new"
     if cost.open_calls and cost.open_calls + 1 > cost.call_limit:

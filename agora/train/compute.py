@@ -188,7 +188,7 @@ class Compute:
     # --- for the replicas, the checkpoints and the export of a stage; all between two microbatches, see StageReplica
 
     def publish_policy(self, stage: int, policy: StepPolicy) -> None:
-        """Replaces what decides when `stage` takes a step by itself; it is read after every microbatch."""
+        """Replaces what decides when `stage` takes a step by itself. From any thread."""
         self.trainer.stage(stage).policy = policy
 
     def layout(self, stage: int) -> Layout:

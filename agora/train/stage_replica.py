@@ -29,11 +29,10 @@ Blocks = NDArray[np.int64]
 DRIFT_FIRST, DRIFT_LAST, DRIFT_STEPS = 0.5, 0.01, 1000
 
 
-def drift_share(step: int, optimizer: OptimizerSection) -> float:
+def drift_weight(step: int, optimizer: OptimizerSection) -> float:
     """Returns the weight of a new drift in the average of drifts (rule "ema") at optimizer step `step`.
 
-    0.5 for the first 1000 steps, then half a cosine down to 0.01 at `total_steps`. Source: AsyncMesh
-    (arXiv 2601.22442), the schedule of lambda.
+    0.5 for 1000 steps, then half a cosine down to 0.01 at `total_steps`: AsyncMesh's lambda (arXiv 2601.22442).
     """
     progress = (step - DRIFT_STEPS) / max(optimizer.total_steps - DRIFT_STEPS, 1)
     return DRIFT_LAST + (DRIFT_FIRST - DRIFT_LAST) * half_cosine(min(max(progress, 0.0), 1.0))
@@ -42,13 +41,12 @@ def drift_share(step: int, optimizer: OptimizerSection) -> float:
 class StageReplica(TrainedStage):
     """A trained stage that exchanges weights with its replicas. Used on the device thread, between two microbatches.
 
-    Every change of weights spares live graphs, as a step does, and leaves all weights finite or unchanged. A method
-    that takes values raises ProtocolError ("bad-tensor") when their shape, dtype or values are not allowed.
+    Every change spares live graphs, and raises ProtocolError ("bad-tensor") for values that are not allowed.
     """
 
     _drift: Tensor | None = None
-    """Rule "ema": how far this replica usually moves each weight while a round takes place, [blocks, SLICE_BLOCK]; NaN
-    before the weight's first round. No part of the stage's state: a restart begins anew."""
+    """Rule "ema": how far this replica usually moves each weight during a round, [blocks, SLICE_BLOCK]; NaN before the
+    weight's first round. No part of the stage's state: a restart begins anew."""
 
     def snapshot_blocks(self, blocks: Blocks) -> tuple[Tensor, int]:
         """Returns a copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and the step."""
@@ -72,9 +70,8 @@ class StageReplica(TrainedStage):
         if self._drift is None:
             self._drift = torch.full_like(self.weights.current.flat, torch.nan).view(-1, SLICE_BLOCK)
         drift, usual = weights - start, self._drift[numbers]
-        mean = torch.where(
-            usual.isnan(), drift, torch.lerp(usual, drift, drift_share(self.step, self.optimizer.section))
-        )
+        weight = drift_weight(self.step, self.optimizer.section)
+        mean = torch.where(usual.isnan(), drift, torch.lerp(usual, drift, weight))
         self._write(numbers, start + change + mean)
         self._drift[numbers] = mean
 

@@ -106,7 +106,8 @@ class TrainedStage:
         self._on_step = on_step
         self._knows_loss = number == manifest.stage_count - 1
         self._synchronous = manifest.schedule.kind == "synchronous"
-        self._taken: tuple[MeanGradient, SumContents] | None = None
+        self._share: MeanGradient | None = None
+        self._share_contents = SumContents()
         self._refused = 0
         self._staleness = [0] * STALENESS_BINS
         self._stepped_at = time.monotonic()
@@ -114,8 +115,9 @@ class TrainedStage:
 
     def _update_progress(self) -> None:
         """Replaces `progress` by the present counts. A share that was taken out still counts in tokens_in_step."""
-        summed, taken = self.sum.contents.tokens, self._taken[1].tokens if self._taken else 0
-        in_step, total = taken if self._taken else summed, self.tokens_stepped + taken + summed
+        summed, taken = self.sum.contents.tokens, self._share_contents.tokens
+        in_step = summed if self._share is None else taken
+        total = self.tokens_stepped + taken + summed
         self.progress = StageProgress(self.number, self.step, in_step, total, tuple(self._staleness), self._refused)
 
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
@@ -128,7 +130,7 @@ class TrainedStage:
         contents.staleness += staleness
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self._update_progress()
-        if self._taken is not None and self._synchronous:
+        if self._share is not None and self._synchronous:
             self._report(GradientLate(self.number, self.step, name, tokens))
 
     def count_refused(self, microbatch: str, reason: str) -> None:
@@ -146,7 +148,7 @@ class TrainedStage:
     def step_if_due(self) -> None:
         """Takes the next step along the sum if that holds the tokens that the policy needs and waits for no mean."""
         tokens = self.sum.contents.tokens
-        due = self._taken is None and 0 < tokens >= self.policy.tokens_needed(self.step)
+        due = self._share is None and 0 < tokens >= self.policy.tokens_needed(self.step)
         if due and not self.policy.waits_for_mean(self.step):
             self._step_along_sum()
 
@@ -156,7 +158,7 @@ class TrainedStage:
         One step behind, it takes the step along its sum; further behind, it drops that (its weights were too old) and
         only counts the steps. While its share of the next step is taken out, it does nothing.
         """
-        if step <= self.step or self._taken is not None:
+        if step <= self.step or self._share is not None:
             return
         if step == self.step + 1 and self.sum.contents.tokens > 0:
             self._step_along_sum()
@@ -173,16 +175,16 @@ class TrainedStage:
 
         A share that is not finite is refused: it becomes zeros over 0 tokens.
         """
-        if self._taken is None:
+        if self._share is None:
             mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
             contents = self.sum.clear()
             if not bool(mean.isfinite().all()):
                 self.count_refused("", f"the sum over {contents.tokens} tokens is not finite")
                 mean.zero_()
                 contents = SumContents()
-            self._taken = MeanGradient(self.step, contents.tokens, mean), contents
+            self._share, self._share_contents = MeanGradient(self.step, contents.tokens, mean), contents
             self._update_progress()
-        return self._taken[0]
+        return self._share
 
     def step_with_gradient(self, number: int, mean: Tensor, tokens: int) -> None:
         """Takes step `number`, whose share was taken out, along the `mean` gradient [numel] over all replicas' tokens.
@@ -192,7 +194,7 @@ class TrainedStage:
         """
         if mean.shape != self.sum.flat.shape or mean.dtype != self.sum.flat.dtype:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no gradient here")
-        if self._taken is None or self._taken[0].step != number:
+        if self._share is None or self._share.step != number:
             raise LocalError(f"stage {self.number} does not wait for the gradient of step {number}; ask for its share")
         result = None
         if tokens > 0:
@@ -201,16 +203,21 @@ class TrainedStage:
             result = self.optimizer.step(self.writable_weights(), gradient, number)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
-        contents, self._taken = self._taken[1], None
+        contents = self._forget_share()
         self._count_step(contents, result)
 
     def restart_at(self, step: int, tokens: int) -> None:
         """Drops the sum and sets the counts of steps and tokens; the caller has replaced weights and moments before."""
         self.sum.clear()
-        self._taken = None
+        self._forget_share()
         self.step, self.tokens_stepped = step, tokens
         self._stepped_at = time.monotonic()
         self._update_progress()
+
+    def _forget_share(self) -> SumContents:
+        """Ends the wait for the mean gradient of all replicas; returns what this replica's share was made of."""
+        contents, self._share, self._share_contents = self._share_contents, None, SumContents()
+        return contents
 
     def _step_along_sum(self) -> None:
         """Takes the optimizer step along the sum's mean and clears it. If it is not finite, drops it without a step."""

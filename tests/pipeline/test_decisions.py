@@ -272,7 +272,11 @@ def test_no_sequence_of_news_makes_a_cost_that_cannot_be_ranked(news: list[tuple
                 "abandoned": lambda: made.abandoned(attempt),
             }[what]()
         candidate = candidates_of(now, {A: cost, B: PeerCost()}, PAYLOAD)[0]
-        assert math.isfinite(candidate.rank_s) and candidate.lead_s >= 0.0 and not math.isnan(candidate.ready_at)
+        assert (
+            math.isfinite(candidate.lead_s + candidate.finish_s)
+            and candidate.lead_s >= 0.0
+            and not math.isnan(candidate.ready_at)
+        )
         assert cost.open_calls >= 0 and cost.sent_since >= 0 and cost.call_limit >= 1.0 and cost.service_s > 0
 
 

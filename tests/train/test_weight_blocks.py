@@ -12,7 +12,7 @@ from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import OptimizerSection
 from torch import Tensor
 
-from agora.train.stage_replica import SliceRule, drift_share
+from agora.train.stage_replica import SliceRule, drift_weight
 from tests.train.test_weight_versions import Bench, same
 
 
@@ -73,7 +73,7 @@ def test_the_ema_rule_is_asyncmeshs_equations() -> None:
         s = bench.slice()
         bench.step_with(turn)
         w, a = bench.slice(), s + bench.noise()
-        share = drift_share(bench.stage.step, bench.manifest.optimizer)
+        share = drift_weight(bench.stage.step, bench.manifest.optimizer)
         expected = []
         for block, w_c, s_c, a_c in zip(blocks.tolist(), *(t.split(SLICE_BLOCK) for t in (w, s, a)), strict=True):
             drift = w_c - s_c
@@ -85,7 +85,7 @@ def test_the_ema_rule_is_asyncmeshs_equations() -> None:
 
 def test_the_share_of_a_new_drift_falls_from_a_half_to_a_hundredth() -> None:
     section = OptimizerSection(total_steps=3000)
-    shares = [drift_share(step, section) for step in (0, 1000, 2000, 3000, 9000)]
+    shares = [drift_weight(step, section) for step in (0, 1000, 2000, 3000, 9000)]
     assert shares == pytest.approx([0.5, 0.5, 0.255, 0.01, 0.01])
 
 
