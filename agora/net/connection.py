@@ -126,7 +126,7 @@ class Connection:
         self._fail(ConnectionBroken(reason))
 
     def _fail(self, error: AgoraError, handshake_error: AgoraError | None = None) -> None:
-        """Has all open calls raise `error`, and an unfinished `start` `handshake_error` or the same. Only acts once."""
+        """Ends it once: open calls raise `error`, an unfinished `start` raises `handshake_error` or the same."""
         if self.broken is not None:
             return
         self.broken = error
@@ -240,7 +240,7 @@ class Connection:
         return Intake.TAKE
 
     def on_frame(self, frame: Frame) -> None:
-        """Takes a peer's request or CANCEL, what becomes of an own call, HELLO or GOODBYE. May raise ProtocolError."""
+        """Handles a frame: a peer's request or CANCEL, the outcome of an own call, HELLO or GOODBYE."""
         message: Any = frame.message  # of the class that belongs into such a frame: that was judged with its header
         share = self.incoming.share
         match frame.type:

@@ -102,7 +102,7 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return bool(super().store(key, value, expiration_time))
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Stores one peer's record under a key, unless the class's two rules forbid it; returns whether it did."""
+        """Stores one peer's record, unless its last one expires no earlier, or the key is full; returns whether."""
         present = self.get(key)
         known = present.value.get(subkey) if present is not None else None
         if known is not None and known.expiration_time >= expiration_time:
@@ -154,18 +154,16 @@ class Directory:
         """How many other nodes the routing table has; 0 means that this node is alone."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
-    async def bootstrap(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
-        """Joins the DHT through the peers at `addresses`, and returns how many answered. Raises InputError."""
+    async def bootstrap(self, addresses: Sequence[str], timeout_s: float = 10.0) -> None:
+        """Joins the DHT through those peers at `addresses` that answer, if any. Raises InputError."""
         try:
             await self._host.connect(addresses, timeout_s)
         except ConnectionBroken:
-            return 0
+            return
         ping = self._node.protocol.call_ping
         strangers = {peer_of_address(address) for address in addresses} - {self._host.peer}
-        answers = await asyncio.gather(*(ping(PeerID.from_base58(peer)) for peer in strangers))
-        if any(answers):
+        if any(await asyncio.gather(*(ping(PeerID.from_base58(peer)) for peer in strangers))):
             await _within(self._node.find_nearest_nodes([self._node.node_id]), timeout_s)
-        return sum(answer is not None for answer in answers)
 
     async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> bool:
         """Signs `record` and stores it under each stage of its span. Returns whether every stage has it somewhere.

@@ -37,7 +37,7 @@ from agora.net.shaping import AccessLink, ShapedTransport
 from agora.net.streams import FrameStream
 
 OnStream = Callable[[FrameStream, PeerId, str], None]
-"""Attaches a sink to, or closes, a stream that a peer has opened; takes also the peer, and "direct" or "relayed"."""
+"""Takes a stream that a peer has opened, to attach a sink or close it; that peer; and "direct" or "relayed"."""
 
 STARTUP_S: Final = 60.0  # p2pd starts in 0.3 s on an idle machine; many at once on two cores take their turns
 ANSWER_S: Final = 5.0  # for p2pd to answer what needs no network
@@ -151,8 +151,7 @@ class Host:
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
         """Connects to the other peers at these addresses at once, and returns how many answered.
 
-        Once one has, it waits MORE_PEERS_S for each other one. Raises InputError for a malformed address, and
-        ConnectionBroken when there were peers and none answered.
+        Once one has, it waits MORE_PEERS_S for each other one. Raises InputError, or ConnectionBroken when none does.
         """
         by_peer = addresses_by_peer(addresses)
         by_peer.pop(self.peer, None)

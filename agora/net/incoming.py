@@ -276,7 +276,7 @@ class IncomingCalls:
         """Has one request handled, then sends the answer unless the caller is gone or room comes after the deadline."""
         buffers = await self._answer(number, call)
         with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
-            async with asyncio.timeout_at(call.deadline):  # ends a wait for room; without one it is sent even later
+            async with asyncio.timeout_at(call.deadline):  # ends a wait for room, but no send that need not wait
                 if not call.caller_gone:
                     await self._stream.send(buffers, number)
 
@@ -306,10 +306,9 @@ class IncomingCalls:
         else:
             try:
                 buffers = encode_frame(FrameType.ANSWER, number, reply.message, reply.tensors)
+                self._network.count_sent(call.message, reply.tensors)
+                return buffers
             except ProtocolError as error:
                 self._network.report_failure(self._peer, error)
                 refusal = PeerFailed("the peer's answer would have broken the protocol")
-            else:
-                self._network.count_sent(call.message, reply.tensors)
-                return buffers
         return encode_frame(FrameType.REFUSAL, number, refusal_to_wire(refusal))

@@ -44,14 +44,13 @@ class LinkError(InputError):
 class LinkSpec:
     """One peer's access link: `rate` bytes per second each way, and its share of a round trip.
 
-    A round trip between peers a and b takes (rtt_a + rtt_b) / 2, and up to (jitter_a + jitter_b) / 2 longer. `loss` is
-    the share of packets that have to be sent again.
+    A round trip between peers a and b takes (rtt_a + rtt_b) / 2, and up to (jitter_a + jitter_b) / 2 longer.
     """
 
     rate: float
     rtt_s: float
     jitter_s: float = 0.0
-    loss: float = 0.0
+    loss: float = 0.0  # share of packets that have to be sent again
     text: str = field(default="", kw_only=True)  # as `parse` read it
 
     @classmethod
@@ -82,10 +81,7 @@ class LinkSpec:
 
 
 class TokenBucket:
-    """Computes when bytes have passed one direction of a link, which all streams share, at `rate` bytes per second.
-
-    depth_s: how many seconds of unused rate may be used later, at once.
-    """
+    """Computes when bytes have passed one direction of a link at `rate` bytes per second, `depth_s` of it saved up."""
 
     def __init__(self, rate: float, depth_s: float = 0.0) -> None:
         self._rate, self._depth_s = rate, depth_s

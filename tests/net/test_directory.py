@@ -101,8 +101,9 @@ def test_a_node_alone_works_and_hands_what_it_has_to_those_who_come() -> None:
             assert first.directory.neighbours == 0
             assert await first.publish()
             assert names(await read(first.directory, Claim, 0)) == {first.identity.peer}
-            assert await first.directory.bootstrap([]) == 0
-            assert await first.directory.bootstrap(await first.host.addresses()) == 0  # itself
+            await first.directory.bootstrap([])
+            await first.directory.bootstrap(await first.host.addresses())  # itself
+            assert first.directory.neighbours == 0
             with pytest.raises(InputError):
                 await first.directory.bootstrap(["/ip4/127.0.0.1/tcp/1"])
             with TemporaryDirectory(prefix="agora-test-") as folder:
@@ -140,7 +141,8 @@ def test_the_swarm_goes_on_when_the_first_peer_is_killed_and_newcomers_enter_thr
                 try:
                     assert late.directory.neighbours == 0
                     assert await late.publish()
-                    assert await late.directory.bootstrap([*dead, *await second.host.addresses()]) == 1
+                    await late.directory.bootstrap([*dead, *await second.host.addresses()])
+                    assert late.directory.neighbours >= 1
                     survivors = {second.identity.peer, third.identity.peer, identity.peer}
                     assert survivors <= names(await read(late.directory, Claim, 1))
                     assert await late.publish(incarnation=2)
