@@ -56,11 +56,14 @@ class PlainLoop:
         """Sequences of an optimizer step."""
         return self._manifest.optimizer.target_tokens // self._manifest.model.context
 
+    def draw(self, first: int, count: int) -> Tensor:
+        """Returns samples number `first` and on, token ids [count, s + 1]."""
+        ids = [sample_id(ORIGIN, number) for number in range(first, first + count)]
+        return torch.from_numpy(self._sampler.batch(ids)).long()
+
     def take_step(self) -> None:
         """Takes the next optimizer step, on samples that no step had before."""
-        first = self._stage.step * self.sequences
-        ids = [sample_id(ORIGIN, number) for number in range(first, first + self.sequences)]
-        tokens = torch.from_numpy(self._sampler.batch(ids)).long()
+        tokens = self.draw(self._stage.step * self.sequences, self.sequences)
         loss = self.add_gradients(tokens)
         self._stage.count_microbatch("", tokens[:, 1:].numel(), loss, self._stage.step)
         self._stage.step_if_due()
@@ -100,12 +103,13 @@ def calibrate(manifest: Manifest, cache: Path, seconds: float) -> tuple[int, flo
     rates: dict[int, float] = {}
     for chunk in CHUNKS:
         loop = PlainLoop(manifest, cache, chunk)
-        loop.take_step()
-        began, steps = time.perf_counter(), 0
-        while not steps or time.perf_counter() - began < seconds:
-            loop.take_step()
-            steps += 1
-        rates[chunk] = steps * manifest.optimizer.target_tokens / (time.perf_counter() - began)
+        tokens = loop.draw(0, chunk)
+        loop.add_gradients(tokens)  # warms caches and allocators up
+        began, count = time.perf_counter(), 0
+        while not count or time.perf_counter() - began < seconds:
+            loop.add_gradients(tokens)
+            count += tokens[:, 1:].numel()
+        rates[chunk] = count / (time.perf_counter() - began)
     best = max(rates, key=lambda chunk: rates[chunk])
     return best, rates[best]
 
