@@ -26,6 +26,9 @@ LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 UPDATE_RMS: Final = 0.2
 """Root mean square of an update's elements at rate 1, which is what AdamW's have: one learning rate serves both."""
 SMALLEST_NORM: Final = 1e-30
+WIDE, MANY_ROWS = 1.5, 128
+"""With r rows and over WIDE r columns, the way by x x^T has fewer operations: 34 r^3 + 4 r^2 c, not 10 r^3 + 20 r^2 c.
+It is taken where that saves time: its error is some 1e-4 of the result instead of 1e-6."""
 
 
 class MuonMatrices:
@@ -71,9 +74,8 @@ class MuonMatrices:
         Matrices of one shape, transposed or not, are orthogonalised as one batch.
         """
         for slots in self._batches:
-            yield from zip(
-                slots, orthogonalise(torch.stack([wide_view(flat, s) for s in slots]), self._dtype), strict=True
-            )
+            matrices = torch.stack([wide_view(flat, slot) for slot in slots])
+            yield from zip(slots, orthogonalise(matrices, self._dtype), strict=True)
 
 
 def wide_view(flat: Tensor, slot: Slot) -> Tensor:
@@ -90,8 +92,30 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
     """
     norms = torch.linalg.matrix_norm(matrices, keepdim=True)
     x: Tensor = (matrices / norms.clamp_min(SMALLEST_NORM)).to(dtype)
+    if dtype == torch.float32 and x.shape[1] >= MANY_ROWS and x.shape[2] > WIDE * x.shape[1]:
+        return _factor_from_gram(x @ x.mT) @ x
     for _ in range(ITERATIONS):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=CUBIC, alpha=QUINTIC)
-        x = torch.baddbmm(x, polynomial, x, beta=LINEAR)
+        x = torch.bmm(_polynomial(x @ x.mT), x)
     return x.float()
+
+
+def _polynomial(gram: Tensor) -> Tensor:
+    """Returns LINEAR I + CUBIC gram + QUINTIC gram^2 of the matrices `gram` [n, rows, rows]."""
+    polynomial = torch.baddbmm(gram, gram, gram, beta=CUBIC, alpha=QUINTIC)
+    polynomial.diagonal(dim1=1, dim2=2).add_(LINEAR)
+    return polynomial
+
+
+def _factor_from_gram(gram: Tensor) -> Tensor:
+    """Returns Q [n, rows, rows] such that Q x is what the iterations make of x. gram: x x^T.
+
+    Each iteration multiplies x by a polynomial of x x^T, and all these commute: so they are multiplied together first,
+    and x, which has more columns, only once. In bf16 the squares of small singular values would be lost.
+    """
+    factor = _polynomial(gram)
+    polynomial = factor
+    for _ in range(ITERATIONS - 1):
+        gram = polynomial @ (polynomial @ gram)
+        polynomial = _polynomial(gram)
+        factor = polynomial @ factor
+    return factor

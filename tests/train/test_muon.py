@@ -12,7 +12,7 @@ from agora_protocol.manifest import OptimizerSection, preset
 from torch import nn
 
 from agora.model import family_of
-from agora.train.muon import CUBIC, ITERATIONS, LINEAR, QUINTIC, UPDATE_RMS, orthogonalise
+from agora.train.muon import CUBIC, ITERATIONS, LINEAR, MANY_ROWS, QUINTIC, UPDATE_RMS, orthogonalise
 from agora.train.optimizer import StageOptimizer, learning_rate
 from agora.train.weight_versions import StageWeights, tensor_in
 
@@ -66,7 +66,7 @@ def by_singular_values(matrix: torch.Tensor) -> torch.Tensor:
     return u * s @ v
 
 
-@pytest.mark.parametrize("shape", [(1, 24, 24), (3, 24, 56), (2, 64, 64), (1, 1, 9)])
+@pytest.mark.parametrize("shape", [(1, 24, 24), (3, 24, 56), (2, 64, 64), (1, 1, 9), (2, 128, 320)])
 def test_an_orthogonalised_matrix_has_singular_values_near_one_and_its_own_singular_vectors(shape) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     found = orthogonalise(matrices)
@@ -79,6 +79,18 @@ def test_an_orthogonalised_matrix_has_singular_values_near_one_and_its_own_singu
         # orthogonal vectors on both sides: only the diagonal is left
         turned = u.mT @ mine @ v.mT
         assert float((turned - torch.diag(torch.diagonal(turned))).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("smallest", [1e-2, 1e-7, 0.0])
+def test_wide_matrices_are_orthogonalised_by_way_of_their_gram_matrix_nearly_as_exactly(smallest: float) -> None:
+    values = torch.randn(2, MANY_ROWS, 2 * MANY_ROWS, generator=torch.Generator().manual_seed(1))
+    u, _, v = torch.linalg.svd(values, full_matrices=False)
+    singular = torch.logspace(0, math.log10(smallest or 1e-1), MANY_ROWS)
+    singular[MANY_ROWS // 4 :] *= bool(smallest)  # else a gradient of low rank
+    matrices = u * singular @ v
+    for found, matrix in zip(orthogonalise(matrices), matrices, strict=True):
+        expected = by_singular_values(matrix)
+        assert float((found - expected).norm() / expected.norm()) < 1e-3
 
 
 def test_bf16_orthogonalises_as_well_but_for_its_rounding() -> None:

@@ -1,0 +1,140 @@
+"""`./scripts/bench optimizer`: what an optimizer step costs beside the forwards and backwards of its tokens.
+
+Knows: one stage in the middle of a model, and its optimizers. Must not know: networks, peers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from agora_protocol.manifest import Manifest, link_subspace
+from torch import Tensor
+
+from agora.model import Stage, family_of
+from agora.train.memory import keep_freed_memory
+from agora.train.muon import MuonMatrices
+from agora.train.optimizer import StageOptimizer
+from agora.train.weight_versions import StageWeights
+from benchmarks.machine import describe
+from benchmarks.report import Cell, Ratio, Report
+
+WIDTHS: Final = (64, 128, 512, 1024)
+LAYERS: Final = 2
+TARGET: Final = "<= 3"
+
+
+@dataclass(frozen=True, slots=True)
+class StageSize:
+    """A stage of LAYERS layers of this width, its context, and the tokens of its steps and of its microbatches."""
+
+    width: int
+    context: int
+    step_tokens: int
+    microbatch_tokens: int = 2048
+
+    def manifest(self, optimizer: str) -> Manifest:
+        """Returns a run whose stage 1 has this size, shaped as the presets are."""
+        heads = max(self.width // 64, 4)
+        model = {
+            "width": self.width,
+            "subspace": link_subspace(self.width),
+            "layers": 3 * LAYERS,
+            "heads": heads,
+            "key_value_heads": heads // 2,
+            "feed_forward": 11 * self.width // 4,
+            "context": self.context,
+        }
+        values = {
+            "model": model,
+            "stages": {"count": 3},
+            "schedule": {"microbatch": self.microbatch_tokens // self.context},
+            "optimizer": {"name": optimizer, "target_tokens": self.step_tokens},
+        }
+        return Manifest.from_values(values, "benchmark")
+
+
+def stage_size(width: int) -> StageSize:
+    """Returns the stage of this width with the context and the tokens of a step of the preset next to it."""
+    return StageSize(width, 128, 16_384) if width <= 128 else StageSize(width, 256, 65_536)
+
+
+def run(quick: bool, folder: Path) -> Report:
+    """Measures every width; fewer turns when `quick`."""
+    keep_freed_memory()
+    rows = [measure_stage(stage_size(width), 3 if quick else 7) for width in WIDTHS]
+    ratios = {
+        f"muon_share_{row['width']}": Ratio(float(row["muon_share_%"] or 0), TARGET, "% of the stage's own computation")
+        for row in rows
+        if int(row["width"] or 0) >= 512
+    }
+    title = "Optimizers: the time of a step beside that of its tokens"
+    return Report("optimizer", title, describe(), rows, ratios, NOTES)
+
+
+def measure_stage(size: StageSize, repeats: int) -> dict[str, Cell]:
+    """Returns the row of one stage: processor time of a step's tokens and of each optimizer, and Muon's share.
+
+    Every turn measures all of them, so that the machine's pace hits them alike; the figures are medians.
+    """
+    manifest, cpu = size.manifest("muon"), torch.device("cpu")
+    stage = family_of(manifest.model).build_stage(manifest.layers_of(1), manifest.seed)
+    weights = StageWeights(stage, cpu, stage.hidden_matrices())
+    layout, flat = weights.layout, weights.current.flat
+    adamw, muon = (StageOptimizer(size.manifest(name).optimizer, 3, layout, cpu) for name in ("adamw", "muon"))
+    hidden = MuonMatrices(manifest.optimizer, layout, torch.zeros(layout.numel))
+    gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(1))
+    work: dict[str, Callable[[], object]] = {
+        "microbatch": lambda: train_microbatch(stage, manifest),
+        "adamw": lambda: adamw.step(flat, gradient.clone(), 0),
+        "muon": lambda: muon.step(flat, gradient.clone(), 0),
+        "orthogonalising": lambda: list(hidden.directions(gradient)),
+    }
+    seconds = {name: statistics.median(times) for name, times in _timed(work, repeats).items()}
+    compute_s = seconds["microbatch"] * size.step_tokens / size.microbatch_tokens
+    return {
+        "width": size.width,
+        "parameters": sum(parameter.numel() for parameter in stage.parameters()),
+        "tokens": size.step_tokens,
+        "compute_s": compute_s,
+        "adamw_ms": 1e3 * seconds["adamw"],
+        "muon_ms": 1e3 * seconds["muon"],
+        "orthogonalising_ms": 1e3 * seconds["orthogonalising"],
+        "adamw_share_%": 100 * seconds["adamw"] / compute_s,
+        "muon_share_%": 100 * seconds["muon"] / compute_s,
+    }
+
+
+def train_microbatch(stage: Stage, manifest: Manifest) -> tuple[Tensor, ...]:
+    """Returns the gradients of one microbatch through the stage: one forward, one backward, the graph kept between."""
+    shape = manifest.boundary_shape()
+    hidden = torch.randn(shape, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    tokens = torch.zeros(shape[:2], dtype=torch.int64)
+    return torch.autograd.grad(stage(hidden, tokens).square().sum(), [hidden, *stage.parameters()])
+
+
+def _timed(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Returns the processor seconds of each piece of work in `repeats` turns, after one turn that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(repeats + 1):
+        for name, function in work.items():
+            begin = time.process_time()
+            function()
+            if turn:
+                seconds[name].append(time.process_time() - begin)
+    return seconds
+
+
+NOTES: Final = [
+    f"A stage of {LAYERS} layers in the middle of a model shaped as the presets are (feed-forward 11/4 of the width, "
+    "subspace 7/16), float32; medians of processor time, so that other programs count little.",
+    "`compute_s`: forwards and backwards of a step's tokens in microbatches of 2,048, graphs kept, when one replica "
+    "computes all of them. Each of n replicas computes an n-th and takes the whole step: the shares are n times those.",
+    "`muon_ms`: the whole step, with norm, clipping, and AdamW where Muon does not apply. `orthogonalising_ms`: of it, "
+    "the Newton-Schulz iterations.",
+]
