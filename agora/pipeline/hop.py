@@ -21,8 +21,6 @@ from agora.calls import OnProgress
 from agora.clock import loop_time
 from agora.moving_average import MovingAverage
 from agora.observe import events, faults
-from agora.observe.events import Report
-from agora.observe.faults import ReachFault
 from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.interfaces import HopAnswer, SpanCompute
 from agora.pipeline.ledger import Work, WorkKey, WorkLedger
@@ -63,9 +61,9 @@ class Hop:
         router: Router,
         ledger: WorkLedger,
         *,
-        report: Report,
+        report: events.Report,
         barrier: StepBarrier | None = None,
-        fault: ReachFault = faults.reach,
+        fault: faults.ReachFault = faults.reach,
     ) -> None:
         self._span = compute.span
         self._is_last = compute.span.last == router.stage_count - 1

@@ -19,7 +19,6 @@ from agora.calls import OnProgress
 from agora.clock import loop_time
 from agora.moving_average import MovingAverage
 from agora.observe import events
-from agora.observe.events import Report
 from agora.pipeline.interfaces import HopAnswer
 
 MAX_CACHE_BYTES = 256 << 20
@@ -128,7 +127,7 @@ class WorkLedger:
     A repeat joins the running work or gets the kept answer. When the last caller leaves, uncommitted work is cancelled.
     """
 
-    def __init__(self, me: PeerId, max_seats: int, report: Report) -> None:
+    def __init__(self, me: PeerId, max_seats: int, report: events.Report) -> None:
         self.me = me
         self._seats = max(1, max_seats)
         self._report = report

@@ -21,7 +21,6 @@ from agora_protocol.tensors import WireTensor
 from agora.clock import loop_time
 from agora.moving_average import MovingAverage
 from agora.observe import events
-from agora.observe.events import Report
 from agora.pipeline import opening
 from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.hop import Hop
@@ -80,7 +79,7 @@ class Origin:
         hop: Hop,
         draw: Callable[[int], WireTensor],
         heldout: Callable[[int], Iterable[WireTensor]],
-        report: Report,
+        report: events.Report,
         look: Callable[[], Surroundings] = Surroundings,
         *,
         session: bytes | None = None,

@@ -20,7 +20,6 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import Caller, OnProgress, Reply
 from agora.clock import loop_time
 from agora.observe import events
-from agora.observe.events import Report
 from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.interfaces import HopAnswer, WireShapes
 from agora.pipeline.opening import Pace
@@ -102,7 +101,7 @@ class Router:
         me: PeerId,
         stage_count: int,
         shapes: WireShapes,
-        report: Report,
+        report: events.Report,
         offences: OffenceLog,
         round_trip_s: Callable[[PeerId], float | None] = lambda peer: None,
     ) -> None:

@@ -182,7 +182,7 @@ class Compute:
         return aiter(self._events)
 
     def busy_fraction(self) -> float:
-        """Returns the share of the time that the device thread was working, 0 to 1."""
+        """Returns the fraction of the time that the device thread was working, 0 to 1."""
         return self._queue.busy_fraction()
 
     # --- for the replicas, the checkpoints and the export of a stage; all between two microbatches, see StageReplica

@@ -116,7 +116,7 @@ class DeviceQueue:
         return sum(map(len, self._queues.values()))
 
     def busy_fraction(self) -> float:
-        """Returns the share of the time since the start that the thread spent on jobs, 0 to 1. From any thread."""
+        """Returns the fraction of the time since the start that the thread spent on jobs, 0 to 1. From any thread."""
         with self._condition:
             now = time.monotonic()
             running = now - self._job_started if self._job_started is not None else 0.0
