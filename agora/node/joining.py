@@ -107,7 +107,6 @@ def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
     if not signed.manifest.admits(startup.me):
         raise NotAdmitted(f"the run admits only listed peers; ask its founder to list {startup.me}")
     runs.remember(home, signed)
-    paths.make_private(paths.runtime_directory())
     socket, root = str(paths.socket_of(home)), str(home.root)
     name, founder = signed.manifest.name, signed.founder
     paths.register(paths.Entry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))

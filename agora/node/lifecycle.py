@@ -183,7 +183,7 @@ class Node:
     async def _open_peer(self) -> LocalPeer:
         """Finds the run, connects to it, checks the disk, joins the directory (DHT) and starts the local peer.
 
-        Sets `signed`, the addresses and `local_peer` as soon as each is there, so that they can be asked for meanwhile.
+        Sets `signed` and `_addresses` as soon as each is there, since other daemons may ask for the invite.
         """
         startup, closing = self.startup, self._peer_closing
         if startup.reference.signed is not None or not startup.reference.run:
@@ -242,10 +242,9 @@ class Node:
     # --- move
 
     async def move(self, stages: Span) -> None:
-        """Makes the daemon hold other stages, on the same network connections; returns when they are served.
+        """Makes the daemon hold other stages; returns when it serves them. LocalError or InputError if it cannot begin.
 
-        Raises LocalError or InputError, and changes nothing, when it cannot begin. When the new stages cannot be
-        loaded, the former ones are loaded again and that error is raised.
+        When the new stages cannot be loaded, the former ones are loaded again and that error is raised.
         """
         if self._move is not None:
             raise LocalError(f"this daemon is moving to stages {self._move.span} already; wait until it serves them")

@@ -97,10 +97,7 @@ class ControlAnswers:
         return {"span": [wanted.first, wanted.last], "seconds": round(seconds, 3), "text": text}
 
     async def drain(self) -> Answer:
-        """Opens no more microbatches, and waits at most 90 s for those of this origin; returns how many are still open.
-
-        Others' microbatches are served meanwhile.
-        """
+        """Makes this origin open no more microbatches; returns how many are still open after 90 s at most."""
         origin, deadline = self._node.serving_span().origin, loop_time() + DRAIN_SECONDS
         if origin is None:
             return {"in_flight": 0}

@@ -135,10 +135,7 @@ class RequestHandler:
 
 
 def fitting(status: dict[str, Any]) -> bytes:
-    """Returns the status as JSON of at most MAX_STATUS_BYTES, halving its list of peers until it fits.
-
-    `peers_left_out` says how many are missing.
-    """
+    """Returns the status as JSON of at most MAX_STATUS_BYTES: as many of its peers as fit, and `peers_left_out`."""
     data, peers = json.dumps(status).encode(), status["peers"]
     kept = len(peers)
     while len(data) > MAX_STATUS_BYTES and kept:

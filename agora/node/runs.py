@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 class RunReference:
     """What is known of a run before any peer is asked: its id ("" for a draft), name, and addresses of its peers.
 
-    signed: the signed manifest; None when it must be fetched, or for a draft. draft: an unsigned manifest. file: that
-    of the manifest, if any.
+    signed: None when the manifest must be fetched, or is a draft. file: where the manifest or draft is, if anywhere.
     """
 
     run: str
@@ -167,7 +166,7 @@ def _remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
 def _by_name(text: str, home: paths.Home) -> RunReference:
     """Returns the run joined here, or by a running daemon, of this name, id, or beginning of an id (6 characters).
 
-    Of a whole id that was not joined it returns only that. Raises InputError for no run or several.
+    A full id that was not joined gives a reference with only the id. Raises InputError for no run or several.
     """
     roots = dict.fromkeys([home.root, *(Path(entry.root) for entry in paths.daemons())])
     joined = {reference.run: reference for root in roots for reference in _joined(paths.Home(root))}

@@ -51,16 +51,13 @@ class StartSteps:
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What a daemon is started with: its run, data directory, settings, key, where to report, and its start's steps.
-
-    incarnation: the unix time of its start, in nanoseconds.
-    """
+    """What a daemon is started with: its run, data directory, settings, key, where to report, and its start's steps."""
 
     reference: RunReference
     home: Home
     settings: Settings
     identity: Identity
-    incarnation: int
+    incarnation: int  # the unix time of the start, in nanoseconds
     reporter: Reporter
     notifier: Notifier
     steps: StartSteps

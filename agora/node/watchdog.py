@@ -50,8 +50,7 @@ class Notifier:
 def may_feed(silent_s: float, limit_s: float, in_hand: int, waiting_for: str, *, is_paused: bool) -> tuple[bool, str]:
     """Returns whether systemd's watchdog may be fed, and a sentence for its STATUS; unfed, systemd restarts the daemon.
 
-    It may be while the daemon is paused, waits or has nothing in hand, or if it finished anything within `limit_s`.
-    silent_s: the time since it did.
+    silent_s: the time since the daemon made any progress; where microbatches are in hand, it is at most `limit_s`.
     """
     if is_paused:
         return True, "paused by the owner"
@@ -65,10 +64,7 @@ def may_feed(silent_s: float, limit_s: float, in_hand: int, waiting_for: str, *,
 
 
 class Watchdog:
-    """Takes a report of the node every second: feeds systemd's watchdog while work goes on, and reports changes.
-
-    began_unix: when the process started.
-    """
+    """Takes a report of the node every second: feeds systemd's watchdog while work goes on, and reports changes."""
 
     def __init__(
         self,
@@ -77,6 +73,7 @@ class Watchdog:
         notifier: Notifier,
         began_unix: float,
     ) -> None:
+        """began_unix: when the process started."""
         self._take_node_report = take_node_report
         self._report_event = report_event
         self._notifier = notifier
@@ -114,10 +111,7 @@ class Watchdog:
             self._report_event(events.HealthChanged(health.state, health.why, health.do or ""))
 
     def _feed(self, report: NodeReport) -> None:
-        """Feeds systemd's watchdog if `may_feed` allows it, and sends the status line.
-
-        Sends READY once the first microbatch was counted; before that, asks for more time to start.
-        """
+        """Feeds systemd's watchdog if `may_feed` allows it; sends the status, and READY after the first microbatch."""
         path_s, in_hand = (report.span.path_s or 0.0, report.span.in_hand) if report.span else (0.0, 0)
         limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)
         waiting_for = f"a peer of stage {report.empty_stages[0]}" if report.empty_stages else ""
@@ -127,7 +121,7 @@ class Watchdog:
         may, sentence = may_feed(silent_s, limit_s, in_hand, waiting_for, is_paused=report.is_paused)
         if may:
             self._notifier.send(WATCHDOG=1)
-            if not self._has_served:
+            if not self._has_served:  # more time to start
                 self._notifier.send(EXTEND_TIMEOUT_USEC=120_000_000)
         if self._has_served:  # every time, since a datagram may be lost and a second READY changes nothing
             self._notifier.send(READY=1)
