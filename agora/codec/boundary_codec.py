@@ -1,9 +1,9 @@
 """Encodes and decodes boundaries: activations forward and their gradients backward, each by its direction's codec.
 
-Activations are rounded to the nearest level. Gradients are rounded with a dither that sender and receiver both derive
-from the seed, the microbatch and the stage: rounded to nearest, small gradients would vanish in every microbatch alike,
-and their sum too. All tokens of a microbatch share the columns that are sent, so that the columns' numbers cost almost
-nothing. Knows: directions, shapes, the run's seed. Must not know: models, peers, streams.
+Activations are rounded to the nearest level. Gradients are rounded with a dither that sender and receiver both derive:
+rounded to nearest, small gradients would vanish in every microbatch alike, and their sum too. All tokens of a
+microbatch share the columns that are sent, so that the columns' numbers cost almost nothing. Knows: directions, shapes,
+the run's seed. Must not know: models, peers, streams.
 """
 
 from __future__ import annotations
@@ -72,8 +72,13 @@ class BoundaryCodec:
         allocated, for a false scale, and for false column numbers. Quantised values are always finite; for float32 and
         bf16 use all_finite.
         """
-        self._check_format(wire, shape, direction)
-        codec = self._spec.of_direction(direction)
+        codec, expected = self._spec.of_direction(direction), self._spec.wire_format(shape, direction)
+        if (wire.dtype, wire.shape) != expected:
+            name = f"top{self._spec.columns}:{codec.name}" if self._spec.columns else codec.name
+            raise ProtocolError(
+                "bad-tensor",
+                f"The tensor is {wire.dtype} {wire.shape}; {name} makes {expected[0]} {expected[1]} of {shape}.",
+            )
         if not self._spec.columns:
             return self._decode_values(codec, wire, shape, key, device)
         columns, data = unpack_columns(wire.data, self._spec.columns, shape[2])
@@ -84,10 +89,7 @@ class BoundaryCodec:
         return tensor
 
     def _encode_values(self, codec: DirectionCodec, tensor: Tensor, key: str | None) -> WireTensor:
-        """Encodes all columns of a tensor [b, s, columns]: uncompressed, or rotated if `codec` says so, and quantised.
-
-        key: of the dither, which only quantisation adds.
-        """
+        """Encodes all columns of a tensor [b, s, columns]: uncompressed, or rotated, if `codec` is, and quantised."""
         if not codec.bits:
             return encode_uncompressed(tensor, codec.name)
         b, s, k = tensor.shape
@@ -118,17 +120,6 @@ class BoundaryCodec:
         drawn = random_words(key, self._seed, -(-rows * k // 8)).view(np.int8)[: rows * k]
         return torch.from_numpy(drawn).view(rows, k).to(device)
 
-    def _check_format(self, wire: WireTensor, shape: Shape, direction: Direction) -> None:
-        """Raises ProtocolError "bad-tensor" unless `wire` has the dtype and shape that the codec makes of `shape`."""
-        expected = self._spec.wire_format(shape, direction)
-        if (wire.dtype, wire.shape) != expected:
-            prefix = f"top{self._spec.columns}:" if self._spec.columns else ""
-            name = prefix + self._spec.of_direction(direction).name
-            raise ProtocolError(
-                "bad-tensor",
-                f"The tensor is {wire.dtype} {wire.shape}; {name} makes {expected[0]} {expected[1]} of {shape}.",
-            )
-
 
 def strongest_columns(tensor: Tensor, count: int) -> Tensor:
     """Returns the `count` columns of [b, s, k] with the largest sums of squares, int64 [count], ascending.
@@ -140,11 +131,7 @@ def strongest_columns(tensor: Tensor, count: int) -> Tensor:
 
 
 def unpack_columns(data: memoryview, count: int, k: int) -> tuple[Tensor, memoryview]:
-    """Splits the data of a wire tensor: the numbers of the columns that were sent, int64 [count], and their values.
-
-    data: COLUMN_BYTES for each number, then the values. Raises ProtocolError "bad-tensor" for numbers that do not
-    ascend, or are not below `k`.
-    """
+    """Splits wire data into column numbers, int64 [count], which must ascend below `k` (ProtocolError), and values."""
     split = COLUMN_BYTES * count
     columns = np.frombuffer(data[:split], COLUMN_DTYPE).astype(np.int64)
     if columns[-1] >= k or (np.diff(columns) <= 0).any():

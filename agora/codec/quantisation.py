@@ -8,8 +8,6 @@ numbers and bytes. Must not know: directions, microbatches, the wire.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from agora_protocol.codec_names import SCALE_BYTES, blocks_per_token, packed_bytes
@@ -39,8 +37,9 @@ def quantise(rows: Tensor, bits: int, dither: Tensor | None = None) -> Tensor:
     wire = torch.empty(split + packed_bytes(count * k, bits), dtype=torch.uint8, device=rows.device)
     scales = wire[:split].view(torch.bfloat16).view(count, blocks_per_token(k))
     levels = wire[split:] if bits == 8 else torch.empty(count * k, dtype=torch.uint8, device=rows.device)
-    workspace = torch.empty_like(rows[: _rows_per_chunk(rows)])
-    for chunk in _row_chunks(rows):
+    chunks = _row_chunks(rows)
+    workspace = torch.empty_like(rows[chunks[0]])
+    for chunk in chunks:
         chunk_dither = None if dither is None else dither[chunk]
         _quantise_chunk(rows[chunk], bits, chunk_dither, workspace, scales[chunk], levels.view(count, k)[chunk])
     if bits < 8:
@@ -72,10 +71,7 @@ def check_scales(wire: Tensor, count: int, k: int) -> None:
 def _quantise_chunk(
     rows: Tensor, bits: int, dither: Tensor | None, workspace: Tensor, scales: Tensor, levels: Tensor
 ) -> None:
-    """Quantises `rows` into `scales`, bf16 [rows, blocks], and `levels`, uint8 [rows, k], one byte a level.
-
-    Overwrites `workspace`, [>= rows, k].
-    """
+    """Quantises into `scales`, bf16 [rows, blocks], and `levels`, uint8 [rows, k]. workspace: scratch [>= rows, k]."""
     workspace, half = workspace[: len(rows)], 2.0 ** (bits - 1)
     scale_per_peak = SLACK / (half if dither is None else half - 0.5)
     wanted = _block_peaks(torch.abs(rows, out=workspace)).mul_(scale_per_peak)
@@ -117,13 +113,8 @@ def _multiply_blocks(values: Tensor, factors: Tensor, out: Tensor) -> None:
         torch.mul(values.view(blocked), factors[..., None], out=out.view(blocked))
 
 
-def _row_chunks(rows: Tensor) -> Iterator[slice]:
-    """Yields slices of _rows_per_chunk rows that together cover all rows."""
-    size = _rows_per_chunk(rows)
-    return (slice(begin, begin + size) for begin in range(0, len(rows), size))
-
-
-def _rows_per_chunk(rows: Tensor) -> int:
-    """Returns how many rows are processed at a time: max(1, CHUNK_VALUES // k) on a CPU, all on a GPU."""
+def _row_chunks(rows: Tensor) -> list[slice]:
+    """Returns slices of rows [rows, k] to process at a time: max(1, CHUNK_VALUES // k) rows on a CPU, all on a GPU."""
     count, k = rows.shape
-    return min(count, max(1, CHUNK_VALUES // k)) if rows.device.type == "cpu" else count
+    size = min(count, max(1, CHUNK_VALUES // k)) if rows.device.type == "cpu" else count
+    return [slice(begin, begin + size) for begin in range(0, count, size)]

@@ -16,50 +16,35 @@ from agora.codec.seeded_random import random_words
 
 
 def rotate_blocks(rows: Tensor, seed: int, *, inverse: bool = False) -> Tensor:
-    """Returns float32 [rows, k] with every block of BOUNDARY_BLOCK columns rotated; `inverse` undoes the rotation.
-
-    A shorter last block is rotated by a matrix of its own size.
-    """
+    """Returns float32 [rows, k], each block of BOUNDARY_BLOCK columns and the rest rotated; `inverse` undoes that."""
     k = rows.shape[1]
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:
-        rotation = _cached_rotation(BOUNDARY_BLOCK, seed, inverse, rows.device)
+        rotation = rotation_matrix(BOUNDARY_BLOCK, seed, inverse, rows.device)
         return (rows.reshape(-1, BOUNDARY_BLOCK) @ rotation).view(rows.shape)
     rotated = torch.empty_like(rows)
     if whole:
         rotated[:, :whole] = rotate_blocks(rows[:, :whole], seed, inverse=inverse)
-    rotated[:, whole:] = rows[:, whole:] @ _cached_rotation(k - whole, seed, inverse, rows.device)
+    rotated[:, whole:] = rows[:, whole:] @ rotation_matrix(k - whole, seed, inverse, rows.device)
     return rotated
 
 
-def rotation_matrix(size: int, seed: int) -> Tensor:
-    """Returns the orthogonal matrix R, float32 [size, size], that rotates a row of values x to x R.
+@functools.lru_cache(maxsize=64)
+def rotation_matrix(size: int, seed: int, inverse: bool, device: torch.device) -> Tensor:
+    """Returns the orthogonal matrix R, float32 [size, size], that rotates a row of values x to x R; its `inverse`: R^T.
 
     R is Sylvester's Hadamard matrix / sqrt(size) where size is a power of two, else the DCT-II's matrix, each row with
     a random sign that the seed decides.
     """
+    if size & (size - 1) == 0:
+        hadamard = torch.ones(1, 1, dtype=torch.float64)
+        while len(hadamard) < size:
+            hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
+        matrix = hadamard / math.sqrt(size)
+    else:
+        index = torch.arange(size, dtype=torch.float64)
+        matrix = torch.cos(torch.outer(2 * index + 1, index) * (math.pi / (2 * size))) * math.sqrt(2 / size)
+        matrix[:, 0] = 1 / math.sqrt(size)
     signs = 1.0 - 2.0 * torch.from_numpy((random_words("rotation", seed, size) & 1).astype("float64"))
-    return (signs[:, None] * (_cosine_matrix(size) if size & (size - 1) else _hadamard_matrix(size))).float()
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_rotation(size: int, seed: int, inverse: bool, device: torch.device) -> Tensor:
-    """Returns rotation_matrix(size, seed) on `device`, transposed if `inverse`; the last 64 are cached."""
-    matrix = rotation_matrix(size, seed)
-    return (matrix.T if inverse else matrix).contiguous().to(device)
-
-
-def _hadamard_matrix(size: int) -> Tensor:
-    """Returns Sylvester's Hadamard matrix / sqrt(size), float64 [size, size], orthogonal. size: a power of two."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / math.sqrt(size)
-
-
-def _cosine_matrix(size: int) -> Tensor:
-    """Returns the matrix of the discrete cosine transform DCT-II, float64 [size, size], orthogonal."""
-    index = torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(torch.outer(2 * index + 1, index) * (math.pi / (2 * size))) * math.sqrt(2 / size)
-    matrix[:, 0] = 1 / math.sqrt(size)
-    return matrix
+    rotation = (signs[:, None] * matrix).float()
+    return (rotation.T if inverse else rotation).contiguous().to(device)

@@ -1,6 +1,7 @@
 """Derives random integers from the run's seed and a purpose, the same on every machine.
 
 Knows SHA-256 and Philox4x64-10 (Salmon et al., SC 2011), whose raw output numpy keeps stable. Knows no tensors.
+SPEC.md, section 3, calls these integers "words(purpose)".
 """
 
 from __future__ import annotations
@@ -12,10 +13,7 @@ from numpy.typing import NDArray
 
 
 def random_words(purpose: str, seed: int, count: int) -> NDArray[np.uint64]:
-    """Returns the first `count` 64-bit words of Philox with the key SHA-256("agora PURPOSE 1", NUL, seed)[:16].
-
-    SPEC.md, section 3, calls them "words(purpose)".
-    """
+    """Returns the first `count` 64-bit words of Philox with the key SHA-256("agora PURPOSE 1", NUL, seed)[:16]."""
     digest = hashlib.sha256(f"agora {purpose} 1\0{seed}".encode()).digest()
     key = np.frombuffer(digest[:16], "<u8").astype(np.uint64)
     return np.random.Philox(key=key).random_raw(count).astype("<u8", copy=False)

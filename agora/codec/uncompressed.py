@@ -58,10 +58,7 @@ def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
 def decode_tokens(
     wire: WireTensor, vocabulary: int, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Decodes token ids to int32 on `device`; the id -1 marks a target that is not supervised.
-
-    Raises ProtocolError "bad-tensor" for another dtype or shape, and for an id outside -1 .. vocabulary - 1.
-    """
+    """Decodes token ids to int32. Raises ProtocolError for a false dtype or shape, or ids not in [-1, vocabulary)."""
     if wire.dtype not in TOKEN_DTYPES:
         raise ProtocolError("bad-tensor", f"Token ids are {wire.dtype}; they travel as {', '.join(TOKEN_DTYPES)}.")
     tokens = _from_wire(wire, wire.dtype, shape)
@@ -84,10 +81,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tensor:
-    """Returns the wire tensor as a CPU tensor. Raises ProtocolError unless its dtype is `name` and its shape `shape`.
-
-    The result shares the bytes, unless they are read-only or unaligned, which torch does not support.
-    """
+    """Returns a wire tensor as a CPU tensor. Raises ProtocolError unless its dtype is `name` and its shape `shape`."""
     if wire.dtype != name:
         raise ProtocolError("bad-tensor", f"The tensor is {wire.dtype}; this run sends {name}.")
     if shape is not None and wire.shape != tuple(shape):
@@ -96,6 +90,7 @@ def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tens
         shared = torch.frombuffer(wire.data, dtype=DTYPES[name])
         if shared.data_ptr() % shared.itemsize == 0:
             return shared.view(wire.shape)
+    # torch does not support read-only and unaligned bytes
     copy = torch.empty(wire.shape, dtype=DTYPES[name])
     copy.view(-1).view(torch.uint8).numpy().data[:] = wire.data
     return copy

@@ -18,6 +18,7 @@ from torch import Tensor
 from agora.codec import BoundaryCodec, gradient_dither_key
 from agora.codec.bit_packing import pack, unpack
 from agora.codec.rotation import rotation_matrix
+from agora.codec.uncompressed import CPU
 
 QUANTISED = [leg for leg in DIRECTION_CODEC_NAMES if leg.startswith("int")]
 PLAIN = [leg for leg in QUANTISED if not leg.endswith("h")]
@@ -96,9 +97,9 @@ def test_a_rotation_takes_the_harm_from_outliers() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 20, 64])
 def test_the_rotation_is_orthogonal_and_the_runs_own(size: int) -> None:
-    matrix = rotation_matrix(size, SEED)
-    assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-5)
-    assert size < 20 or not torch.equal(matrix, rotation_matrix(size, SEED + 1))
+    matrix, inverse = (rotation_matrix(size, SEED, inverse, CPU) for inverse in (False, True))
+    assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-5) and torch.equal(inverse, matrix.T)
+    assert size < 20 or not torch.equal(matrix, rotation_matrix(size, SEED + 1, False, CPU))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4h", "int3", "int2"])
