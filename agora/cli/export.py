@@ -110,17 +110,17 @@ def _other_files(sources: Sources, family: Family, parameters: int, dtype: str) 
 
     dtype: as transformers calls it.
     """
-    from agora.data.tokenizer_files import tokenizer_files
+    from agora.data.tokenizer import tokenizer_files
     from agora.state.model_card import model_card
 
     manifest = sources.signed.manifest
     model = manifest.model
-    tokenizer = tokenizer_files(manifest.data.tokenizer, model.vocabulary, model.context, sources.base)
+    files, end_of_text = tokenizer_files(manifest.data.tokenizer, model.vocabulary, model.context, sources.base)
     steps = {file.stage: file.step for file in sources.files}
     card = model_card(manifest, family.describe(), steps, parameters, dtype, SOURCES[sources.kind])
-    configs = family.config_files(dtype, tokenizer.end_of_text)
+    configs = family.config_files(dtype, end_of_text)
     return {
-        **tokenizer.files,
+        **files,
         **{name: json.dumps(value, indent=2).encode() + b"\n" for name, value in configs.items()},
         "README.md": card.encode() + b"\n",
         "run.toml": sources.signed.to_toml().encode(),

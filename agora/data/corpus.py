@@ -23,18 +23,15 @@ ENCODE_CHARACTERS = 1 << 20
 def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *, base: Path | None = None) -> Ids:
     """Returns the tokens [n] of all sources: from the cache if the files have not changed, else tokenised and cached.
 
-    sources: "stdlib", files, folders or globs (see text_sources.find_files), relative to `base`. The tokenizer's
-    separator follows each document. Several processes may open the same corpus at once: one builds it, the others
-    wait. A damaged cache file is built again. Raises ManifestError when data.corpus is wrong, DiskError or LocalError
-    when this machine cannot.
+    sources: see text_sources.find_files. The tokenizer's separator follows each document. Of several processes, one
+    builds the cache and the others wait; a damaged cache is built again. Raises ManifestError when data.corpus is
+    wrong, DiskError or LocalError when this machine cannot.
     """
     files = find_files(sources, base or Path.cwd())
     cached = CachedTokens(cache_dir, _signature(files, tokenizer), token_dtype(tokenizer.vocabulary))
-    tokens = cached.open()
-    if tokens is None:
+    if (tokens := cached.open()) is None:
         with cached.lock():
-            tokens = cached.open()
-            if tokens is None:
+            if (tokens := cached.open()) is None:
                 cached.write(_tokenise(sources, files, tokenizer))
                 tokens = cached.open()
     if tokens is None:
@@ -55,18 +52,15 @@ def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
 
 
 def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: Tokenizer) -> Iterator[Ids]:
-    """Yields the ids of all files' text, piece by piece, and the separator after each document.
-
-    Raises ManifestError for an id that is not below the tokenizer's vocabulary, and if there is no text at all.
-    """
+    """Yields all files' token ids, and the separator after each document. Raises ManifestError if there is no text."""
     is_empty = True
     for pieces in _batches(files):
         for piece, ids in zip(pieces, tokenizer.encode([piece.text for piece in pieces]), strict=True):
             is_empty &= len(ids) == 0
-            if len(ids) and int(ids.max()) >= tokenizer.vocabulary:
+            if len(ids) and (highest := int(ids.max())) >= tokenizer.vocabulary:
                 raise ManifestError(
-                    f"The tokenizer gave token id {int(ids.max())} but says that its vocabulary is "
-                    f"{tokenizer.vocabulary}; use another tokenizer file."
+                    f"The tokenizer gave token id {highest} but says that its vocabulary is {tokenizer.vocabulary}; "
+                    "use another tokenizer file."
                 )
             yield ids
             if piece.ends_document:

@@ -1,7 +1,6 @@
 """Decides which tokens a sample holds: a pure function of seed and sample id, so that origins need not talk.
 
-Knows: windows, the held-out split, the hash behind both; which numbers an origin has drawn, in one small file. Must not
-know: the pipeline.
+Knows: windows, the held-out split, the hash behind both, which numbers were drawn. Must not know: the pipeline.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ def sample_id(origin: PeerId, counter: int) -> int:
 
 
 def mix(values: Hashes, key: int) -> Hashes:
-    """Returns uniform 64-bit hashes of `values` [n] under `key`, equal on all machines: splitmix64's output function.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (splitmix64.c).
-    """
+    """Returns uniform 64-bit hashes of `values` [n] under `key`: splitmix64's output (Steele et al., OOPSLA 2014)."""
     z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -51,14 +47,11 @@ class Sampler:
     """Draws windows of `context` + 1 tokens from a corpus.
 
     Window i holds tokens i * context to (i + 1) * context, both included: no target belongs to two windows. Window i is
-    held out, never trained on, when the hash of (seed, i) is in the lowest share `heldout` of its range.
+    held out, never trained on, when the hash of (seed, i) is in the lowest share `heldout`, 0 to 1, of its range; at
+    least one window is on either side. Raises ManifestError when the corpus has too few tokens for that.
     """
 
     def __init__(self, tokens: Ids, context: int, heldout: float, seed: int) -> None:
-        """heldout: share of the windows, 0 to 1. A small corpus keeps at least one window on either side.
-
-        Raises ManifestError when the corpus has too few tokens for that.
-        """
         self.context = context
         self.windows = (len(tokens) - 1) // context
         needed = 2 if heldout > 0 else 1
@@ -71,23 +64,16 @@ class Sampler:
         self._draw_key = _key(seed, DRAW_KEY)
         self._split_key = _key(seed, SPLIT_KEY)
         self._scanned = np.arange(0, self.windows, -(-self.windows // SCANNED_WINDOWS), dtype=np.uint64)
-        self._limit = self._split_limit(heldout)
-
-    def _split_limit(self, heldout: float) -> np.uint64:
-        """Returns the hash below which windows are held out: heldout * 2^64, 0 for none.
-
-        It is moved if else no window, or every window, of a small corpus would be held out.
-        """
-        if heldout <= 0:
-            return np.uint64(0)
-        hashes = mix(self._scanned, self._split_key)
-        limit = min(int(heldout * 2**64), 2**64 - 1)
-        return np.uint64(min(max(limit, int(hashes.min()) + 1), int(hashes.max())))
+        self._limit = np.uint64(0)  # windows with a hash below it are held out
+        if heldout > 0:
+            hashes = mix(self._scanned, self._split_key)
+            limit = min(int(heldout * 2**64), 2**64 - 1)
+            # moved if else no window, or every window, of a small corpus would be held out
+            self._limit = np.uint64(min(max(limit, int(hashes.min()) + 1), int(hashes.max())))
 
     def is_held_out(self, windows: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Returns for each window number [n] whether its hash is below the limit, so that it is never trained on."""
-        hashes = mix(windows.astype(np.uint64), self._split_key)
-        return np.less(hashes, self._limit)
+        return np.less(mix(windows.astype(np.uint64), self._split_key), self._limit)
 
     def windows_of(self, sample_ids: Sequence[int] | Hashes) -> NDArray[np.int64]:
         """Draws a window number for each sample id [b], uniformly; a held-out window is replaced by another draw."""
@@ -104,10 +90,7 @@ class Sampler:
         return self._gather(self.windows_of(sample_ids))
 
     def heldout_windows(self) -> NDArray[np.int64]:
-        """Returns the held-out windows, at most those among SCANNED_WINDOWS evenly spread ones.
-
-        They are in the order of their hash, so that the first few are spread over the whole corpus.
-        """
+        """Returns the held-out windows among SCANNED_WINDOWS evenly spread ones, in the order of their hash."""
         hashes = mix(self._scanned, self._split_key)
         held = np.flatnonzero(hashes < self._limit)
         order = np.argsort(hashes[held], kind="stable")
@@ -136,8 +119,8 @@ class Sampler:
 class OriginBatches:
     """Draws an origin's microbatches, never one twice, also not after a restart.
 
-    A microbatch is a function of the seed, the origin and its number. Numbers are reserved in the file `reserved` in
-    blocks before they are used, so that a killed daemon skips the rest of a block. microbatch: samples in each.
+    A microbatch is a function of seed, origin and number. Blocks of numbers are reserved in the file `reserved` before
+    they are used, so that a killed daemon skips the rest of a block. microbatch: samples in each.
     """
 
     def __init__(self, sampler: Sampler, origin: PeerId, microbatch: int, reserved: Path, report: Report) -> None:
@@ -154,17 +137,15 @@ class OriginBatches:
 
     def draw(self, counter: int) -> WireTensor:
         """Returns the tokens [b, s + 1] of training microbatch `counter`, counted from 0 since this object was made."""
-        number = self._first + counter
+        number, b = self._first + counter, self._microbatch
         if number >= self._reserved:
             self._reserve(number + RESERVED_AT_ONCE)
-        b = self._microbatch
         ids = [sample_id(self._origin, number * b + row) for row in range(b)]
         return encode_tokens(self._sampler.batch(ids))
 
     def heldout(self, count: int) -> Iterator[WireTensor]:
         """Yields at most `count` microbatches of held-out windows, as wire tensors, the same at every call."""
-        for tokens in self._sampler.heldout_batches(self._microbatch, count):
-            yield encode_tokens(tokens)
+        return map(encode_tokens, self._sampler.heldout_batches(self._microbatch, count))
 
     def _reserve(self, until: int) -> None:
         """Writes `until` to the file: after a restart no number below it is drawn. Reports a disk error and goes on."""

@@ -16,7 +16,6 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agora_protocol.errors import DiskError, LocalError, ManifestError
 
@@ -61,22 +60,16 @@ class SourceFile:
 
 def unreadable_file(path: Path, error: OSError) -> DiskError:
     """Returns the error to raise when the operating system cannot read `path`."""
-    return DiskError(
-        f"Cannot read {path} ({error.strerror or error}); correct [data] corpus or the file's permissions."
-    )
+    reason = error.strerror or error
+    return DiskError(f"Cannot read {path} ({reason}); correct [data] corpus or the file's permissions.")
 
 
 def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
     """Returns the files that `sources` name, each once, in the order of the sources.
 
-    | source                | its files                                                |
-    |-----------------------|----------------------------------------------------------|
-    | "stdlib"              | the running Python's standard library                    |
-    | a file                | itself                                                   |
-    | a folder              | all files below it in a known format, sorted by name     |
-    | a glob                | the files that match, sorted by name                     |
-
-    Relative paths start at `base`. Raises ManifestError for a source without a file, or a file in an unknown format.
+    A source is "stdlib" (the running Python's standard library), a file, a folder (all files below it in a known
+    format, sorted by name) or a glob (sorted by name). Relative paths start at `base`. Raises ManifestError for a
+    source without a file, or a file in an unknown format.
     """
     if not sources:
         raise ManifestError(f"[data] corpus is empty; name files, globs or {STDLIB!r}.")
@@ -91,7 +84,7 @@ def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
 
 
 def _files_of(source: str, base: Path) -> list[SourceFile]:
-    """Returns the files of one source of find_files's table, sorted. Raises ManifestError as find_files does."""
+    """Returns the files of one source, sorted by name. Raises ManifestError as find_files does."""
     if source == STDLIB:
         return stdlib_files()
     given = Path(source).expanduser()
@@ -116,11 +109,7 @@ def _files_of(source: str, base: Path) -> list[SourceFile]:
 
 
 def stdlib_files(root: Path | None = None) -> list[SourceFile]:
-    """Returns the source files of Python's standard library, sorted by path: some 12 MB, one document per file.
-
-    Left out are the folders of NOT_STDLIB and `_sysconfigdata*`, and when they are read also files that are not UTF-8:
-    two machines with the same Python release read the same text. root: None for the running Python's.
-    """
+    """Returns the source files of Python's standard library (None: the running one's), sorted by path: some 12 MB."""
     root = root or Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -144,33 +133,23 @@ def _read_source(path: Path) -> Iterator[Piece]:
 
 def _read_text(path: Path) -> Iterator[Piece]:
     """Yields a text file as one document, in pieces that end at the end of a line if there is one in PIECE_BYTES."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    rest, read_bytes = "", 0
+    rest = ""
     with path.open("rb") as file:
-        while chunk := file.read(PIECE_BYTES):
-            rest += _decoded(decoder, chunk, path, read_bytes)
-            read_bytes += len(chunk)
-            cut = rest.rfind("\n") + 1 or (len(rest) if len(rest) >= PIECE_BYTES else 0)
-            if cut:
-                yield Piece(rest[:cut], False)
-                rest = rest[cut:]
-    rest += _decoded(decoder, b"", path, read_bytes)
-    if read_bytes:
-        yield Piece(rest, True)
-
-
-def _decoded(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, offset: int) -> str:
-    """Decodes the next chunk of a file, from byte `offset`; characters may span chunks; an empty chunk ends it.
-
-    Raises ManifestError for bytes that are not UTF-8.
-    """
-    try:
-        return decoder.decode(chunk, final=not chunk)
-    except UnicodeDecodeError as error:
-        raise ManifestError(
-            f"Corpus file {path} is not UTF-8 text (near byte {offset + error.start}); "
-            "convert it, for example with `iconv -f ISO-8859-1 -t UTF-8`."
-        ) from error
+        try:
+            for text in codecs.iterdecode(iter(lambda: file.read(PIECE_BYTES), b""), "utf-8-sig"):
+                rest += text
+                cut = rest.rfind("\n") + 1 or (len(rest) if len(rest) >= PIECE_BYTES else 0)
+                if cut:
+                    yield Piece(rest[:cut], False)
+                    rest = rest[cut:]
+        except UnicodeDecodeError as error:
+            position = file.tell() - len(error.object) + error.start  # error.object: the last bytes that were read
+            raise ManifestError(
+                f"Corpus file {path} is not UTF-8 text (near byte {position}); "
+                "convert it, for example with `iconv -f ISO-8859-1 -t UTF-8`."
+            ) from error
+        if file.tell():
+            yield Piece(rest, True)
 
 
 def _read_jsonl(path: Path) -> Iterator[Piece]:
@@ -187,37 +166,32 @@ def _read_jsonl(path: Path) -> Iterator[Piece]:
 
 
 def _text_of(line: bytes, where: str) -> str:
-    """Returns the field "text" of the JSON object in `line`. where: the line's name in errors.
+    """Returns the field "text" of the JSON object in `line`. Raises ManifestError if there is none, or it is no text.
 
-    Raises ManifestError for a line that is not JSON or no object, and when "text" is absent, no string, or half a
-    surrogate pair.
+    where: the line's name in errors.
     """
     try:
-        row: Any = json.loads(line)
+        row: object = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{where} is not JSON ({str(error)[:200]}); correct or remove the line.") from error
     if not isinstance(row, dict):
         raise ManifestError(f'{where} is not a JSON object; each line must look like {{"text": "..."}}.')
     text = row.get(TEXT_FIELD)
     if not isinstance(text, str):
-        raise _no_text(where, "field", sorted(map(str, row)), TEXT_FIELD in row)
+        raise _no_text(where, "field", sorted(map(str, row)))
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ManifestError(
-            f"{where} holds half a surrogate pair, which is no text; correct or remove the line."
-        ) from error
+        problem = f"{where} holds half a surrogate pair, which is no text; correct or remove the line."
+        raise ManifestError(problem) from error
     return text
 
 
-def _no_text(where: str, kind: str, present: Sequence[str], wrong_type: bool) -> ManifestError:
-    """Returns the error that field or column (`kind`) "text" is absent, or no string (`wrong_type`).
-
-    present: the names of the fields or columns that are there.
-    """
-    names = ", ".join(present[:20]) or "none"
-    if wrong_type:
+def _no_text(where: str, kind: str, present: Sequence[str]) -> ManifestError:
+    """Returns the error that "text" is not among the fields or columns (`kind`) that are `present`, or is no string."""
+    if TEXT_FIELD in present:
         return ManifestError(f"{where} has a {kind} 'text' that is not a string; convert it to one.")
+    names = ", ".join(present[:20]) or "none"
     return ManifestError(
         f"{where} has no {kind} 'text' (present: {names}); rename the one that holds the text to 'text'."
     )
@@ -232,25 +206,16 @@ def _read_parquet(path: Path) -> Iterator[Piece]:
         raise LocalError(f"Reading {path} needs the package pyarrow; {DATA_EXTRA}") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            _check_columns(table.schema_arrow, path)
+            types, schema = pyarrow.types, table.schema_arrow
+            kind = schema.field(TEXT_FIELD).type if TEXT_FIELD in schema.names else pyarrow.null()
+            kind = kind.value_type if types.is_dictionary(kind) else kind
+            if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+                raise _no_text(str(path), "column", schema.names)
             for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[TEXT_FIELD], use_threads=False):
                 yield from (Piece(text, True) for text in batch.column(0).to_pylist() if text)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ManifestError(
-            f"{path} is not a readable parquet file ({str(error)[:200]}); fetch or write it again."
-        ) from error
-
-
-def _check_columns(schema: Any, path: Path) -> None:
-    """Raises ManifestError unless a parquet file has a column "text" of strings."""
-    import pyarrow.types as types
-
-    if TEXT_FIELD not in schema.names:
-        raise _no_text(str(path), "column", schema.names, False)
-    kind = schema.field(TEXT_FIELD).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise _no_text(str(path), "column", schema.names, True)
+        problem = f"{path} is not a readable parquet file ({str(error)[:200]}); fetch or write it again."
+        raise ManifestError(problem) from error
 
 
 READERS: dict[str, Reader] = {".txt": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -29,7 +29,7 @@ from agora.data.tokenizer import Ids
 from agora.state.files import sync_folder
 
 BLOCK_BYTES = 4 << 20
-CHECKED_BLOCKS = 256
+CHECKED_BLOCKS = 256  # at most, 1 GiB; those of a larger file are evenly spread
 BUILDING = "building-"
 ABANDONED_S = 24 * 3600
 LOCK_WAIT_S = 600.0
@@ -39,9 +39,8 @@ LOCK_POLL_S = 0.05
 class CachedTokens:
     """Reads and writes the token ids of one corpus in the cache `folder`.
 
-    signature: the cache key in hex, the hash of what the ids are made of. dtype: of the ids.
-
-    `lock` and `write` raise DiskError when the folder cannot be written or the disk is full.
+    signature: the cache key in hex, the hash of what the ids are made of. dtype: of the ids. `lock` and `write` raise
+    DiskError when the folder cannot be written or the disk is full.
     """
 
     def __init__(self, folder: Path, signature: str, dtype: np.dtype[Any]) -> None:
@@ -50,10 +49,7 @@ class CachedTokens:
         self._index = folder / "index" / f"{signature}.json"
 
     def open(self) -> Ids | None:
-        """Maps the ids [n] into memory, read-only. Returns None when they are missing or damaged.
-
-        Checks at most CHECKED_BLOCKS blocks (1 GiB); those of a larger file are evenly spread.
-        """
+        """Maps the ids [n] into memory, read-only. Returns None when they are missing or a checked block is damaged."""
         try:
             index = json.loads(self._index.read_bytes())
             ids: Ids = np.memmap(self._folder / f"{index['digest']}.tokens", self._dtype, mode="r")
@@ -69,10 +65,7 @@ class CachedTokens:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Waits for and holds the corpus's file lock during the `with`, so that one process at a time builds it.
-
-        It only saves work: after LOCK_WAIT_S, and where locks do not work, the `with` begins without the lock.
-        """
+        """Holds the corpus's file lock, so that one process builds it; after LOCK_WAIT_S, begins without the lock."""
         with _disk_errors(self._folder):
             self._index.parent.mkdir(parents=True, exist_ok=True)
             lock = self._index.with_suffix(".lock").open("wb")
@@ -90,7 +83,10 @@ class CachedTokens:
 
     def write(self, pieces: Iterable[NDArray[Any]]) -> None:
         """Writes the ids of all pieces to a .tokens file, then its index; neither appears when `pieces` raises."""
-        self._remove_abandoned()
+        for path in self._folder.glob(f"{BUILDING}*"):  # unfinished files of processes that were killed
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED_S:
+                    path.unlink()
         digest, crcs = hashlib.sha256(self._dtype.str.encode()), []
         with _disk_errors(self._folder), _unfinished_file(self._folder) as file:
             for ids in pieces:
@@ -103,13 +99,6 @@ class CachedTokens:
         with _disk_errors(self._folder), _unfinished_file(self._index.parent) as file:
             file.write(json.dumps({"digest": digest.hexdigest(), "crc32": crcs}).encode())
             _publish(file, self._index)
-
-    def _remove_abandoned(self) -> None:
-        """Deletes the unfinished files of processes that were killed: those last written more than a day ago."""
-        for path in self._folder.glob(f"{BUILDING}*"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > ABANDONED_S:
-                    path.unlink()
 
 
 @contextlib.contextmanager
@@ -138,10 +127,8 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        reason = error.strerror or error
+        problem = f"Cannot write the token cache in {folder} ({reason}); correct that, or use another --dir."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskError(
-                f"No space is left for the token cache in {folder}; free some, or use --dir on another disk."
-            ) from error
-        raise DiskError(
-            f"Cannot write the token cache in {folder} ({error.strerror or error}); correct that, or use another --dir."
-        ) from error
+            problem = f"No space is left for the token cache in {folder}; free some, or use --dir on another disk."
+        raise DiskError(problem) from error

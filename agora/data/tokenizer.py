@@ -1,4 +1,4 @@
-"""Converts text to token ids: plain bytes, or any JSON file of the `tokenizers` package.
+"""Converts text to token ids: plain bytes, or any JSON file of the `tokenizers` package; exports both to transformers.
 
 Knows: what an id means, and which ids stand between two documents. Must not know: files of text, batches, models.
 """
@@ -6,9 +6,10 @@ Knows: what an id means, and which ids stand between two documents. Must not kno
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from agora_protocol.errors import DiskError, LocalError, ManifestError
@@ -27,25 +28,6 @@ def token_dtype(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
     if vocabulary <= 1 << 8:
         return np.dtype("<u1")
     return np.dtype("<u2") if vocabulary <= 1 << 16 else np.dtype("<u4")
-
-
-class Tokenizer(Protocol):
-    """Converts text to token ids."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of ids: every id is below it."""
-
-    @property
-    def separator(self) -> Ids:
-        """The ids that open_corpus writes after each document."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A name that is different whenever the same text could give other ids; part of the cache's key."""
-
-    def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns the ids of each text, without special ids; may use several cores."""
 
 
 class ByteTokenizer:
@@ -67,10 +49,16 @@ class JsonTokenizer:
     ids of a newline.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path) -> None:
         """Reads the file. Raises DiskError, ManifestError for another kind of file, LocalError without the package."""
-        self.content = _read(Path(path))
-        self._tokenizer = _parse(self.content, Path(path))
+        try:
+            self.content = path.read_bytes()
+        except OSError as error:
+            raise DiskError(
+                f"Cannot read the tokenizer file {path} ({error.strerror or error}); "
+                f"give the path of a tokenizer.json in [data] tokenizer, or {BYTES!r}."
+            ) from error
+        self._tokenizer = _parse(self.content, path)
         # ids may have gaps, so that the number of tokens does not bound them
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.fingerprint = f"json:{hashlib.sha256(self.content).hexdigest()}"
@@ -82,9 +70,13 @@ class JsonTokenizer:
         )
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns the ids of each text; the package uses several cores."""
+        """Returns the ids of each text, without special ids; the package uses several cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
+"""vocabulary: number of ids. separator: ids that end each document. fingerprint: another one where ids may differ."""
 
 
 def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) -> Tokenizer:
@@ -101,22 +93,8 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
     return tokenizer
 
 
-def _read(path: Path) -> bytes:
-    """Returns the bytes of a tokenizer file. Raises DiskError when it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DiskError(
-            f"Cannot read the tokenizer file {path} ({error.strerror or error}); "
-            f"give the path of a tokenizer.json in [data] tokenizer, or {BYTES!r}."
-        ) from error
-
-
 def _parse(content: bytes, path: Path) -> Any:
-    """Makes a tokenizer of the `tokenizers` package from a tokenizer.json, with truncation and padding switched off.
-
-    path: the file's name in errors. Raises LocalError without the package, ManifestError for malformed content.
-    """
+    """Makes the package's tokenizer from a tokenizer.json, without truncation and padding. path: its name in errors."""
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError as error:
@@ -131,3 +109,70 @@ def _parse(content: bytes, path: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def tokenizer_files(
+    source: str, vocabulary: int, context: int, base: Path | None = None
+) -> tuple[dict[str, bytes], int | None]:
+    """Makes tokenizer.json and tokenizer_config.json, as transformers reads them, for the tokenizer of a manifest.
+
+    Returns the files' content by name, and the id that ends a document, None when no id does. "bytes" becomes an equal
+    byte-level tokenizer. context: the longest input in tokens. Raises what open_tokenizer raises.
+    """
+    tokenizer = open_tokenizer(source, vocabulary, base=base)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
+        "clean_up_tokenization_spaces": False,
+    }
+    end_of_text: int | None = None
+    if isinstance(tokenizer, JsonTokenizer):
+        content = tokenizer.content
+        if tokenizer.end_of_text is not None:
+            config["eos_token"] = tokenizer.end_of_text
+            end_of_text = int(tokenizer.separator[0])
+    else:
+        content = _json(byte_tokenizer())
+        end_of_text = int(tokenizer.separator[0])
+    return {"tokenizer.json": content, "tokenizer_config.json": _json(config)}, end_of_text
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """Returns the content of a tokenizer.json whose ids are the bytes of UTF-8: a byte-level BPE without merges.
+
+    It has no special tokens: one with id 0, the byte 0, would need a spelling that text could contain.
+    """
+    # GPT-2's spelling of bytes: a visible one is itself, the others are U+0100 and the characters after it.
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    spelling = [chr(byte) if byte in visible else chr(0x100 + hidden.index(byte)) for byte in range(256)]
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in enumerate(spelling)},
+        "merges": [],
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": bytewise,
+        "post_processor": None,
+        "decoder": bytewise,
+        "model": model,
+    }
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    """Returns `value` as the content of a JSON file."""
+    return json.dumps(value, indent=2).encode() + b"\n"

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from agora.data.tokenizer import JsonTokenizer
-from agora.data.tokenizer_files import TokenizerFiles, byte_tokenizer, tokenizer_files
+from agora.data.tokenizer import JsonTokenizer, byte_tokenizer, tokenizer_files
 
 HARD = "h\u00e9llo \u0100 \x00 <s> </s> don't  .  , \u6f22\u5b57\U0001f389\r\n\t \u2019 <|endoftext|>"
 BYTEWISE = Tokenizer.from_str(json.dumps(byte_tokenizer()))
 
 
-def loaded(made: TokenizerFiles, folder: Path) -> Any:
-    for name, content in made.files.items():
+def loaded(files: dict[str, bytes], folder: Path) -> Any:
+    for name, content in files.items():
         (folder / name).write_bytes(content)
     return AutoTokenizer.from_pretrained(folder)
 
@@ -38,9 +37,9 @@ def test_bytes_that_are_no_text_read_as_replacement_characters(data: bytes) -> N
 
 
 def test_transformers_loads_the_byte_tokenizer_as_it_is(tmp_path: Path) -> None:
-    made = tokenizer_files("bytes", 256, 128)
-    tokenizer = loaded(made, tmp_path)
-    assert made.end_of_text == 0 and (len(tokenizer), tokenizer.model_max_length) == (256, 128)
+    files, end_of_text = tokenizer_files("bytes", 256, 128)
+    tokenizer = loaded(files, tmp_path)
+    assert end_of_text == 0 and (len(tokenizer), tokenizer.model_max_length) == (256, 128)
     ids = tokenizer(HARD)["input_ids"]
     assert bytes(ids) == HARD.encode() and tokenizer.decode(ids) == HARD
 
@@ -58,14 +57,14 @@ def test_a_tokenizer_file_is_taken_as_it_is(tmp_path: Path, end: str | None) -> 
     source.train_from_iterator([Path(__file__).read_text()], trainer)
     source.enable_truncation(4)
     source.save(str(tmp_path / "run.json"))
-    made = tokenizer_files("run.json", 300, 64, tmp_path)
-    assert made.files["tokenizer.json"] == (tmp_path / "run.json").read_bytes()
+    files, end_of_text = tokenizer_files("run.json", 300, 64, tmp_path)
+    assert files["tokenizer.json"] == (tmp_path / "run.json").read_bytes()
     (tmp_path / "out").mkdir()
-    tokenizer = loaded(made, tmp_path / "out")
+    tokenizer = loaded(files, tmp_path / "out")
     text = Path(__file__).read_text()[:300]
     ids = JsonTokenizer(tmp_path / "run.json").encode([text])[0].tolist()
     assert tokenizer(text)["input_ids"] == ids and tokenizer.decode(ids) == text
-    assert (made.end_of_text, tokenizer.eos_token) == ((0, end) if end else (None, None))
+    assert (end_of_text, tokenizer.eos_token) == ((0, end) if end else (None, None))
 
 
 def test_a_tokenizer_too_large_for_the_model_is_refused() -> None:
