@@ -1,4 +1,4 @@
-"""What the product asks of a model family and of its stages, and the loss after the last stage.
+"""What the product asks of a model family and of its stages, their initial weights, and the loss after the last one.
 
 Knows: what enters and leaves a stage, tensors' names and shapes. Must not know: how a family computes, peers, files.
 Layers are numbered over the whole model; a stage is a range of them.
@@ -7,6 +7,7 @@ Layers are numbered over the whole model; a stage is a range of them.
 from __future__ import annotations
 
 import abc
+import hashlib
 import math
 from typing import Any, Final
 
@@ -14,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agora.model.initial_weights import generator_for, normal_like
 from agora.state.merged_model import ExportedTensor
 from agora.state.model_card import ModelDescription
 
@@ -22,6 +22,9 @@ IGNORED: Final = -1
 """The target of a token that is not supervised."""
 TRAINING_BYTES: Final = 16
 """Bytes of a trained parameter: weight, gradient and two moments, float32."""
+PIECES, PIECE_BITS = 8, 15
+"""An initial value is the sum of so many uniform integers of so many bits."""
+CHUNK = 1 << 22  # values drawn at a time
 
 
 class Stage(nn.Module, abc.ABC):
@@ -46,10 +49,7 @@ class Stage(nn.Module, abc.ABC):
         """
 
     def fill_buffers(self, seed: int) -> None:
-        """Computes the stage's buffers from its sizes and the run's seed; they never change afterwards.
-
-        Does nothing by default: a family whose stages have buffers overrides it.
-        """
+        """Computes the buffers, if the family has any, from its sizes and the run's seed; they never change again."""
 
     @abc.abstractmethod
     def initial_std(self, name: str) -> float | None:
@@ -69,10 +69,7 @@ class Stage(nn.Module, abc.ABC):
 
 
 class Family(abc.ABC):
-    """One model family with the sizes of one manifest: builds, counts, exports and describes its stages.
-
-    How wide a boundary is, the manifest's ModelSection says, since every peer must know it without torch.
-    """
+    """One model family with the sizes of one manifest: builds, counts, exports and describes its stages."""
 
     @abc.abstractmethod
     def make_stage(self, layers: range) -> Stage:
@@ -84,10 +81,7 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns, for every tensor of the stage that holds `layers`, its name and shape in a Hugging Face folder.
-
-        Each also names its source and the conversion, if any. seed: the run's.
-        """
+        """Returns, for each tensor of `layers`, its name, shape, source and conversion for a Hugging Face folder."""
 
     @abc.abstractmethod
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
@@ -102,10 +96,9 @@ class Family(abc.ABC):
 
     @torch.no_grad()
     def build_stage(self, layers: range, seed: int) -> Stage:
-        """Makes the stage that holds `layers`, with its buffers and initial weights, float32 on the CPU.
+        """Makes the stage of `layers`, float32 on the CPU, with initial weights equal for every cut and every peer.
 
-        Every cut of the model, on every peer, starts from the same weights. Raises DerivationError if this machine
-        would give its fixed tensors other values.
+        Raises DerivationError if this machine would give its fixed tensors other values.
         """
         with torch.device("meta"):
             stage = self.make_stage(layers)
@@ -115,7 +108,7 @@ class Family(abc.ABC):
             if (std := stage.initial_std(name)) is None:
                 parameter.fill_(1.0)
             else:
-                parameter.copy_(normal_like(parameter.shape, std, generator_for(seed, name)))
+                parameter.copy_(initial_values(seed, name, parameter.shape, std))
         return stage
 
     def parameter_shapes(self, layers: range) -> dict[str, tuple[int, ...]]:
@@ -126,6 +119,28 @@ class Family(abc.ABC):
     def parameter_count(self, layers: range) -> int:
         """Returns how many parameters the stage that holds `layers` has."""
         return sum(math.prod(shape) for shape in self.parameter_shapes(layers).values())
+
+
+def initial_values(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+    """Returns the named tensor's initial values, float32 [shape] on the CPU: nearly normal, mean 0, deviation `std`.
+
+    A value is the sum of eight 15-bit uniform integers, then multiplied once, so that every CPU gives the same bits
+    (torch's normal_ and trunc_normal_ do not); it is bounded at 4.9 std. Each tensor has a random generator of its own,
+    so a peer draws only those that it holds.
+    """
+    digest = hashlib.sha256(f"agora initial weights 1\0{seed}\0{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    flat = torch.empty(math.prod(shape))
+    centre = PIECES * (2**PIECE_BITS - 1) / 2
+    scale = std / math.sqrt(PIECES * (4**PIECE_BITS - 1) / 12)
+    for chunk in torch.split(flat, CHUNK):
+        sums = torch.zeros(len(chunk), dtype=torch.int64)
+        for _ in range(PIECES // 4):  # four integers from each 63-bit draw
+            bits = torch.empty(len(chunk), dtype=torch.int64).random_(generator=generator)
+            for shift in range(0, 4 * PIECE_BITS, PIECE_BITS):
+                sums += (bits >> shift) & (2**PIECE_BITS - 1)
+        chunk.copy_((sums.double() - centre) * scale)
+    return flat.view(shape)
 
 
 def stage_loss(logits: Tensor, targets: Tensor) -> Tensor:

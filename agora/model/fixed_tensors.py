@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from agora.codec.seeded_random import random_words
 
 KNOWN_DIGEST = "b6dd8460cd61ee1dfc1d8c770288a0ecf2f41e3f58c29979a61989144b69a38a"
-"""The digest for seed 7, 1000 tokens, width 24 and rank 5 on a correct machine; see check_derivation."""
+"""SHA-256 of basis and signs for seed 7, 1000 tokens, width 24 and rank 5 on a correct machine."""
 
 
 class DerivationError(LocalError):
@@ -64,17 +64,12 @@ def derive_embedding(seed: int, vocabulary: int, width: int) -> NDArray[np.float
     return np.where(bits, np.float32(1), np.float32(-1))
 
 
-def digest_of_fixed_tensors(seed: int, vocabulary: int, width: int, rank: int) -> str:
-    """Returns the SHA-256 in hex of the basis, float32, followed by the signs; the same on every peer of a run."""
-    state = hashlib.sha256(derive_basis(seed, width, rank).astype("<f4").tobytes())
-    state.update(derive_embedding_signs(seed, vocabulary, width).tobytes())
-    return state.hexdigest()
-
-
 @functools.cache
 def check_derivation() -> None:
     """Raises DerivationError if this machine's digest is not KNOWN_DIGEST. Called before a stage is built."""
-    if (derived := digest_of_fixed_tensors(7, 1000, 24, 5)) != KNOWN_DIGEST:
+    tensors = derive_basis(7, 24, 5).astype("<f4"), derive_embedding_signs(7, 1000, 24)
+    derived = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors)).hexdigest()
+    if derived != KNOWN_DIGEST:
         raise DerivationError(
             f"this machine derives other fixed tensors ({derived[:16]}, not {KNOWN_DIGEST[:16]}) from a seed than "
             f"other peers, and cannot train with them; install another numpy than {np.__version__}"

@@ -1,8 +1,8 @@
 """The `subspace` family: its stages, its memory, and its model as Hugging Face's LlamaForCausalLM.
 
-In an export, a matrix that adds to the k coordinates of the residual stream is multiplied by U and gets all d rows, and
-the embedding becomes the learnt rows times U^T plus the fixed rows. Every other tensor only gets another name. Knows:
-names of tensors, keys of config.json. Must not know: files, peers; nothing here needs the package transformers.
+In an export, a matrix that adds to the residual stream's k coordinates is multiplied by U and gets all d rows, and the
+embedding becomes the learnt rows times U^T plus the fixed rows. Every other tensor only gets another name. Knows: names
+of tensors, keys of config.json. Must not know: files, peers, the package transformers.
 """
 
 from __future__ import annotations
@@ -76,11 +76,7 @@ class SubspaceFamily(Family):
         )
 
     def _exported_tensor(self, name: str, shape: tuple[int, ...], seed: int) -> ExportedTensor:
-        """Returns how the parameter `name` of this shape is exported: its Llama name, its shape there, its conversion.
-
-        A fixed embedding is expanded to learnt U^T + T; a matrix of STREAM_PROJECTIONS with k rows is multiplied by U;
-        every other parameter keeps its values.
-        """
+        """Returns how the parameter `name` of this shape is exported: its name and shape in a Llama, its conversion."""
         model, llama = self._model, llama_name(name)
         if name == EMBEDDING and model.embedding_is_fixed:
             full = (shape[0], model.width)

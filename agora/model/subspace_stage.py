@@ -1,11 +1,11 @@
 """The layers of the `subspace` family: a Llama decoder whose residual stream is k numbers of each token, and its id.
 
-A sublayer reads x = U c + T[token]: c are the k coordinates, U [d, k] is the run's basis, T its fixed embedding. The
-sublayer adds its output to c (its output projection has k rows), so a boundary that carries c loses nothing. The last
-layer is free: it turns c into x once and goes on in all of d. Where k = d and no embedding is fixed, x is c and the
-model a plain Llama: pre-norm RMSNorm, rotate-half positions, grouped-query attention, SwiGLU, untied head.
-Source: Subspace Networks, arXiv 2506.01260, with the constraint built into the weights. Knows: layers. Must not know:
-how a seed becomes values, peers. Shapes: b sequences, s positions, d width, k subspace, h query heads, e head width.
+A sublayer reads x = U c + T[token]: c are the k coordinates, U [d, k] is the run's basis, T its fixed embedding. Its
+output projection has k rows and adds to c, so a boundary that carries c loses nothing. The last layer is free: it turns
+c into x once and goes on in all of d. Where k = d and no embedding is fixed, x is c and the model a plain Llama:
+pre-norm RMSNorm, rotate-half positions, grouped-query attention, SwiGLU, untied head. Source: Subspace Networks, arXiv
+2506.01260, with the constraint built into the weights. Shapes: b sequences, s positions, d width, k subspace, e head
+width. Knows: layers. Must not know: how a seed becomes values, peers.
 """
 
 from __future__ import annotations
@@ -93,10 +93,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention, then feed-forward, each behind a norm.
-
-    Both read `width` numbers of each token and add `outputs` numbers to the residual stream.
-    """
+    """One decoder layer: attention, then feed-forward, each behind a norm; both add `outputs` numbers to each token."""
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
@@ -112,10 +109,7 @@ class Layer(nn.Module):
 
 
 class Subspace(nn.Module):
-    """Turns a token's coordinates c into x = U c + T[token]. It has no parameters, and nothing of it is saved.
-
-    U (`basis`, None for the identity) and the signs of T are buffers, which the seed decides.
-    """
+    """Turns a token's coordinates c into x = U c + T[token]. U (None: identity) and T's signs are unsaved buffers."""
 
     signs: Tensor
     bits: Tensor
@@ -139,11 +133,10 @@ class Subspace(nn.Module):
             self.basis.copy_(torch.from_numpy(fixed_tensors.derive_basis(seed, self.width, self.rank)))
 
     def expand_for(self, tokens: Tensor) -> Expand:
-        """Returns the function that turns c [b, s, k] into x = U c + T[tokens] for these tokens [b, s].
-
-        Negative ids read row 0 of T.
-        """
-        rows = self.fixed_rows(tokens)
+        """Returns the function that turns c [b, s, k] into x = U c + T[tokens] for tokens [b, s]; id -1 reads row 0."""
+        packed = self.signs[tokens.clamp(min=0).long()]
+        signs = (packed.unsqueeze(-1) >> self.bits & 1).flatten(-2)[..., : self.width]
+        rows = torch.where(signs.bool(), FIXED_SCALE, -FIXED_SCALE)
 
         def expand(coordinates: Tensor) -> Tensor:
             """Called before each sublayer: returns U c + T[token], [b, s, d], of the coordinates c."""
@@ -151,12 +144,6 @@ class Subspace(nn.Module):
             return inside + rows
 
         return expand
-
-    def fixed_rows(self, tokens: Tensor) -> Tensor:
-        """Returns the fixed embedding rows T[tokens], [..., d]; every value is FIXED_SCALE or -FIXED_SCALE."""
-        packed = self.signs[tokens.clamp(min=0).long()]
-        signs = (packed.unsqueeze(-1) >> self.bits & 1).flatten(-2)[..., : self.width]
-        return torch.where(signs.bool(), FIXED_SCALE, -FIXED_SCALE)
 
 
 class SubspaceStage(Stage):
@@ -182,10 +169,7 @@ class SubspaceStage(Stage):
             self.head = nn.Linear(model.width, model.vocabulary, bias=False)
 
     def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward.
-
-        The model's last layer gets the residual stream expanded to the whole width.
-        """
+        """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward."""
         expand = EXPAND_NOTHING
         tokens = hidden if self.is_first else tokens
         if self.space is not None:
@@ -210,11 +194,7 @@ class SubspaceStage(Stage):
             self.space.fill_buffers(seed)
 
     def initial_std(self, name: str) -> float | None:
-        """Returns the standard deviation of the initial values, None (all ones) for norms.
-
-        0.05 for the embedding, 1 / sqrt(width) for the head, 0.02 / sqrt(2 (layer + 1)) for STREAM_PROJECTIONS, layers
-        counted from 0, and 0.02 for all others.
-        """
+        """Returns the standard deviation of the initial values, None (all ones) for norms. Layers count from 0."""
         if "norm." in name:
             return None
         if name == "embedding.weight":
