@@ -73,6 +73,7 @@ class LocalPeer:
             startup.identity,
             startup.report_event,
             progress=lambda: progress_record(take_node_report()),
+            on_change=lambda: self.router.view_changed(),
         )
         self.router = Router(
             self.network,
@@ -84,7 +85,6 @@ class LocalPeer:
             offences=self.offences,
             round_trip_s=self.network.round_trip_s,
         )
-        self.membership.subscribe(self.router.view_changed)
         self.tasks = BackgroundTasks()
         self._directory = directory
 

@@ -3,15 +3,6 @@
 Knows: offences and their penalties. Must not know: how an offence is detected, nor any clock. Each offence adds points
 to the peer's sum; a sum of `POINTS_TO_SHUT_OUT` shuts the peer out: it is neither called nor answered, and routing does
 not count it as a replica. Points are taken off again when they are `heals_s` old.
-
-| offence          | what the peer did                             | what follows at once                             |
-|------------------|-----------------------------------------------|--------------------------------------------------|
-| bad-frame        | sent a frame that the protocol forbids        | GOODBYE, and the connection ends                 |
-| bad-request      | sent a request that no honest peer makes      | the request is refused                           |
-| bad-answer       | answered with a wrong message, shape or number | routing backs off; a sibling is asked            |
-| useless-gradient | returned a gradient that backward cannot use  | routing backs off; a sibling is asked            |
-| bad-average      | sent a part that no replica may send          | the part is refused; counted once for each round |
-| false-state      | sent state that is not what it had announced  | the transfer goes on with other sources          |
 """
 
 from __future__ import annotations
@@ -30,14 +21,14 @@ POINTS_TO_SHUT_OUT: Final = 3
 
 
 class Offence(Enum):
-    """The kinds of wrong that a peer can do; the table at the top of this module tells what each is."""
+    """The kinds of offence. Each comment says what the peer did: and what follows at once, beside the points."""
 
-    BAD_FRAME = "bad-frame"
-    BAD_REQUEST = "bad-request"
-    BAD_ANSWER = "bad-answer"
-    USELESS_GRADIENT = "useless-gradient"
-    BAD_AVERAGE = "bad-average"
-    FALSE_STATE = "false-state"
+    BAD_FRAME = "bad-frame"  # sent a frame that the protocol forbids: GOODBYE, and the connection ends
+    BAD_REQUEST = "bad-request"  # sent a request that no honest peer makes: it is refused
+    BAD_ANSWER = "bad-answer"  # answered with a wrong message, shape or number: routing backs off, a sibling is asked
+    USELESS_GRADIENT = "useless-gradient"  # returned a gradient that backward cannot use: as for a bad answer
+    BAD_AVERAGE = "bad-average"  # sent a part that no replica may send: it is refused; counted once for each round
+    FALSE_STATE = "false-state"  # sent state that is not what it had announced: the transfer goes on with others
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +54,7 @@ class Consequence:
 class ReportOffence(Protocol):
     """A function to call when an offence of `peer` is detected: records it. text: what was wrong. Never raises.
 
-    An offence of the same peer and kind on the same `occasion`, such as one round, as the last is not counted again;
-    "" is no occasion.
+    occasion: such as one round; the same peer's next offence of the kind on it is not counted. "" is no occasion.
     """
 
     def __call__(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None: ...
@@ -80,24 +70,17 @@ class _Record:
 
 
 class Conduct:
-    """Counts the offences of all peers, and says who is shut out; for as long as the daemon lives.
+    """Counts the offences of at most MAX_PEERS peers, and says who is shut out. now: seconds, monotonic clock."""
 
-    It forgets the peer with the oldest last offence beyond `max_peers`. `now`: seconds on any monotonic clock.
-    """
-
-    def __init__(self, penalties: Mapping[Offence, Penalty] = PENALTIES, max_peers: int = MAX_PEERS) -> None:
+    def __init__(self, penalties: Mapping[Offence, Penalty] = PENALTIES) -> None:
         self._penalties = penalties
-        self._max_peers = max_peers
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
     def record(self, peer: PeerId, offence: Offence, now: float, occasion: str = "") -> Consequence | None:
-        """Adds an offence to the peer's record, and shuts it out when its points are full. Returns what follows.
-
-        None when this kind's last offence of the peer was on the same `occasion`: then it is not counted.
-        """
+        """Adds an offence, which may shut the peer out. Returns what follows; None: `occasion` was counted already."""
         record = self._records.setdefault(peer, _Record())
         self._records.move_to_end(peer)
-        if len(self._records) > self._max_peers:
+        if len(self._records) > MAX_PEERS:
             self._records.popitem(last=False)
         if occasion and record.occasions.get(offence) == occasion:
             return None

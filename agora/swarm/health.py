@@ -35,9 +35,8 @@ class Health:
 
 
 def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, paused: bool = False) -> Health:
-    """Returns the swarm's health as one peer sees it: PAUSED, UNREACHABLE, STALLED, DEGRADED or OK.
+    """Returns the swarm's health as one peer sees it: PAUSED, UNREACHABLE, STALLED, DEGRADED or OK (module's table).
 
-    STALLED is a swarm of which any stage has no serving peer, or took no step for longer than `_patience_s`.
     since_unix: when that peer began to look; steps are missed only from then on. paused: by this peer's owner.
     """
     if paused:
@@ -48,7 +47,9 @@ def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, p
     empty = [stage for stage in range(stage_count) if not view.replicas(stage)]
     if empty:
         return _judge_vacant(view, empty)
-    last = {stage: _last_step(view.replicas(stage)) for stage in range(stage_count)}
+    last: dict[int, float | None] = {}
+    for stage in range(stage_count):
+        last[stage] = max((p.stepped_unix for p in view.replicas(stage) if p.stepped_unix is not None), default=None)
     for stage, stepped in last.items():
         patience_s = _patience_s(view.replicas(stage))
         if now_unix - max(stepped or 0.0, since_unix) > patience_s:
@@ -70,10 +71,7 @@ def _judge_vacant(view: View, empty: list[int]) -> Health:
 
 
 def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) -> Health:
-    """Returns DEGRADED when a stage has not stepped yet or has a single replica, else OK.
-
-    last: when each stage was last seen to step, None for never.
-    """
+    """Returns DEGRADED when a stage has a single replica or never stepped (None in `last`, the unix times), else OK."""
     steps = [stepped for stepped in last.values() if stepped is not None]
     if len(steps) < len(last):
         waiting = next(stage for stage, stepped in last.items() if stepped is None)
@@ -92,8 +90,3 @@ def _patience_s(replicas: Sequence[PeerView]) -> float:
     """Returns after how many seconds without a step a stage is stalled: 10 times its usual step time, 60 at least."""
     usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
     return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)
-
-
-def _last_step(replicas: Sequence[PeerView]) -> float | None:
-    """Returns the latest unix time at which any of these replicas was seen to step; None when none was."""
-    return max((p.stepped_unix for p in replicas if p.stepped_unix is not None), default=None)

@@ -59,11 +59,7 @@ class MembershipConfig:
 
 
 class Membership:
-    """Chooses and publishes which span this peer holds, and keeps its view of all peers fresh.
-
-    `claim_span` claims a span, `announce` changes the claim's state, and `run` publishes the claim and progress again,
-    reads the others' and reports who came, changed or went, until cancelled.
-    """
+    """Chooses and publishes which span this peer holds, and keeps its view of all peers fresh while `run` runs."""
 
     def __init__(
         self,
@@ -73,35 +69,34 @@ class Membership:
         report: Report,
         *,
         progress: Callable[[], Progress | None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
-        """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock."""
+        """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
+
+        on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
+        """
         self._me = identity.peer
         self._config = config
         self._directory = directory
         self._identity = identity
         self._report = report
         self._progress = progress
+        self._on_change = on_change
         self._rng = rng or random.Random()
         self._unix = unix
-        self._subscribers: list[Callable[[], None]] = []
         self._changed_at = 0.0
         self._linger_s = linger_s(0.0)
         self.claim: Claim | None = None
         self.view = View()
-
-    def subscribe(self, on_change: Callable[[], None]) -> None:
-        """Has `on_change` called, on the loop, after each merge in which a peer came, went or changed its claim."""
-        self._subscribers.append(on_change)
 
     # --- the own claim
 
     async def claim_span(self, length: int = 1, pinned: Span | None = None) -> Placement:
         """Claims a span as joining: `pinned`, or the best one of `length` stages, chosen again while others collide.
 
-        A peer that claims stages already gives them up by this: the new claim is a new incarnation. Returns the
-        placement that stands; `confirm` asks once more before serving.
+        Gives up the stages that this peer claimed before. Returns the placement that stands; call `confirm` later.
         """
         await self.refresh()
         others, count = self.view.without(self._me), self._config.stage_count
@@ -110,27 +105,23 @@ class Membership:
         return await self._settle(Settling(choose_span(others, count, length, self._rng)))
 
     async def confirm(self) -> Placement | None:
-        """Asks once more, with a fresh view, right before serving. Returns None when the claimed span still stands.
+        """Asks once more, right before serving. Returns None when the claimed span still stands.
 
         Otherwise returns the placement to load instead, already claimed and settled.
         """
-        await self.refresh()
-        claimed, judged = self.view.peers[self._me].span, self._judge_collision()
+        judged = await self._judge_collision()
+        claimed = self.view.peers[self._me].span
         if judged.span == claimed:
             return None
         placement = await self._settle(Settling(judged))
         return placement if placement.span != claimed else None
 
     async def _settle(self, settling: Settling) -> Placement:
-        """Claims the placement, then waits, reads the other claims and claims another span if it must, until settled.
-
-        Reports SpanChosen and returns the placement that stands.
-        """
+        """Claims the placement, then others while claims collide. Reports SpanChosen and returns the settled one."""
         await self._publish_new_claim(settling.placement.span)
         while not settling.settled:
             await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
-            await self.refresh()
-            claimed, settling = settling.placement, next_settling_step(settling, self._judge_collision())
+            claimed, settling = settling.placement, next_settling_step(settling, await self._judge_collision())
             if settling.placement is not claimed:
                 await self._publish_new_claim(settling.placement.span)
             elif not settling.settled:
@@ -139,8 +130,9 @@ class Membership:
         self._report(events.SpanChosen(span.first, span.last, reason))
         return settling.placement
 
-    def _judge_collision(self) -> Placement:
-        """Returns which span this peer should hold by its present view; see placement.judge_collision."""
+    async def _judge_collision(self) -> Placement:
+        """Reads the directory, then returns which span this peer should hold; see placement.judge_collision."""
+        await self.refresh()
         return judge_collision(self.view, self.view.peers[self._me], self._config.stage_count, self._config.run)
 
     async def announce(self, state: str) -> None:
@@ -156,7 +148,7 @@ class Membership:
     async def _publish_changed(self, claim: Claim) -> None:
         """Makes `claim` this peer's claim, merges it into the own view and publishes it."""
         self.claim = claim
-        self._merge([claim])
+        self._merge([])
         await self._publish_claim()
 
     async def _publish_claim(self) -> None:
@@ -164,9 +156,9 @@ class Membership:
         if self.claim is not None:
             await self._publish(self.claim, LEAVING_LIFETIME_S if self.claim.state == "leaving" else LIFETIME_S)
 
-    async def publish_progress(self, progress: Progress) -> None:
-        """Merges progress into the own view and publishes it, with the claim's incarnation; not if of another span."""
-        if self.claim is not None and self.claim.span == progress.span:
+    async def publish_progress(self, progress: Progress | None) -> None:
+        """Merges progress, if any of the claimed span, into the view; publishes it with the claim's incarnation."""
+        if self.claim is not None and progress is not None and self.claim.span == progress.span:
             progress = replace(progress, incarnation=self.claim.incarnation)
             self._merge([progress])
             await self._publish(progress, LIFETIME_S)
@@ -184,7 +176,8 @@ class Membership:
         """Until cancelled, publishes the claim and the progress every few seconds and reads the directory."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._repeat(PUBLISH_CLAIM_S, self._publish_claim), name="publish claim")
-            group.create_task(self._repeat(PUBLISH_PROGRESS_S, self._publish_own_progress), name="publish progress")
+            repeated_progress = self._repeat(PUBLISH_PROGRESS_S, lambda: self.publish_progress(self._progress()))
+            group.create_task(repeated_progress, name="publish progress")
             group.create_task(self._keep_reading(), name="read directory")
 
     async def _repeat(self, every_s: float, publish: Callable[[], Awaitable[None]]) -> None:
@@ -193,21 +186,13 @@ class Membership:
             await asyncio.sleep(self._jittered(every_s))
             await publish()
 
-    async def _publish_own_progress(self) -> None:
-        """Publishes the progress that the `progress` callback returns, if it returns any."""
-        if progress := self._progress():
-            await self.publish_progress(progress)
-
     async def _keep_reading(self) -> None:
         """Refreshes the view until cancelled; rests between, longer when nothing changes or reads are slow."""
         while True:
             took_s = await self.refresh()
-            await asyncio.sleep(self._jittered(read_interval_s(self._is_calm(), took_s)))
-
-    def _is_calm(self) -> bool:
-        """Returns whether every stage has a serving peer and no peer has come, changed or gone for CALM_AFTER_S."""
-        is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
-        return is_complete and loop_time() - self._changed_at > CALM_AFTER_S
+            is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
+            is_calm = is_complete and loop_time() - self._changed_at > CALM_AFTER_S
+            await asyncio.sleep(self._jittered(read_interval_s(is_calm, took_s)))
 
     async def refresh(self) -> float:
         """Reads all stages' claims and progress once, merges the others' into the view. Returns the seconds it took."""
@@ -234,10 +219,7 @@ class Membership:
     # --- the view
 
     def _merge(self, records: Sequence[Record]) -> None:
-        """Merges records and this peer's own claim, so that it never expires, into the view.
-
-        Reports each change as an event; after any, calls all subscribers.
-        """
+        """Merges records and this peer's own claim, so that it never expires, into the view; reports each change."""
         renewed = [*records, self.claim] if self.claim is not None else records
         former, self.view = self.view, merge(self.view, renewed, self._unix(), self._linger_s)
         changed = changes(former, self.view)
@@ -245,8 +227,7 @@ class Membership:
             self._report(event)
         if changed:
             self._changed_at = loop_time()
-            for on_change in self._subscribers:
-                on_change()
+            self._on_change()
 
 
 def read_interval_s(is_calm: bool, took_s: float) -> float:
@@ -255,10 +236,9 @@ def read_interval_s(is_calm: bool, took_s: float) -> float:
 
 
 def linger_s(took_s: float) -> float:
-    """Returns how long a peer stays in the view after a read that found it: until the next read can have been answered.
+    """Returns how many seconds a peer stays in the view after a read of `took_s` seconds found it.
 
-    took_s: how long the read took. The next one begins after the longest rest, and may take twice as long, since a slow
-    read of the directory must not look like a peer's death.
+    The next read begins after the longest rest and may take twice as long: a slow one must not look like a death.
     """
     return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_S, 2.0 * took_s)
 

@@ -59,10 +59,7 @@ def next_settling_step(settling: Settling, judged: Placement) -> Settling:
 
 
 def choose_span(view: View, stage_count: int, length: int, rng: random.Random) -> Placement:
-    """Returns the contiguous span of `length` stages, at most all, whose stages have the fewest holders.
-
-    Spans are compared by their numbers of holders in ascending order; `rng` chooses among equals.
-    """
+    """Returns the contiguous span of `length` stages, at most all, with the fewest holders; `rng` breaks ties."""
     length = max(1, min(length, stage_count))
     holders = holders_by_stage(view, stage_count)
     first = rng.choice(_best_starts(holders, length))
@@ -83,11 +80,9 @@ def holders_by_stage(view: View, stage_count: int) -> list[int]:
 def judge_collision(view: View, me: PeerView, stage_count: int, run: RunId) -> Placement:
     """Decides which span this peer, still joining, should hold, since others may have chosen at the same time.
 
-    To be asked once the claim had time to be seen, and again right before serving. A joiner whose span is a best choice
-    beside all other claims keeps it. The other joiners take turns in the order of a hash of (run, peer): each keeps its
-    span if that is a best choice beside those who serve, those who keep theirs, and those whose turn came before; else
-    it gets the best span then. Every peer that sees the same view computes the same outcome, so they settle in one
-    round; peers whose views differ settle once the views agree.
+    A joiner whose span is a best choice beside all other claims keeps it. The other joiners take turns in the order of
+    a hash of (run, peer): each keeps its span if that is a best choice beside those who serve, those who keep theirs,
+    and those whose turn came before; else it gets the best span then. The same view gives every peer the same outcome.
     """
     everybody = holders_by_stage(view, stage_count)
     moving = {p.peer: p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(everybody, p)}

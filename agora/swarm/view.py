@@ -69,10 +69,8 @@ class View:
     @cached_property
     def _serving_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
         """The serving peers of each stage, sorted by id."""
-        return {
-            stage: tuple(p for p in held_by if p.state == "serving")
-            for stage, held_by in self._claiming_by_stage.items()
-        }
+        claiming = self._claiming_by_stage
+        return {stage: tuple(p for p in held_by if p.state == "serving") for stage, held_by in claiming.items()}
 
     @cached_property
     def _claiming_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
@@ -104,10 +102,7 @@ _STATES = ("joining", "serving", "leaving")
 
 
 def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:
-    """Puts a claim into `peers`, or renews the one known there, for `linger_s`.
-
-    Ignored when a later incarnation or state is known. Another incarnation or span drops the progress known before.
-    """
+    """Puts a claim into `peers` for `linger_s`, unless a later one is known; another incarnation drops the progress."""
     known = peers.get(claim.peer)
     if known is not None and known.incarnation > claim.incarnation:
         return
@@ -127,10 +122,7 @@ def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, l
 
 
 def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: float) -> None:
-    """Puts progress into `peers`, unless the known claim is of another incarnation or span, or any step would fall.
-
-    Steps that have grown update the mean time of a step.
-    """
+    """Puts progress into `peers`, unless the known claim is of another incarnation or span, or any step would fall."""
     known = peers.get(progress.peer)
     if known is None or known.incarnation != progress.incarnation or known.span != progress.span:
         return

@@ -66,8 +66,9 @@ def test_offences_of_one_occasion_count_once() -> None:
     assert conduct.record(OTHER, Offence.BAD_AVERAGE, 0.0, "round 3"), "an occasion is one peer's"
 
 
-def test_the_memory_of_offenders_is_bounded_and_the_oldest_is_forgotten_first() -> None:
-    conduct = Conduct(max_peers=10)
+def test_the_memory_of_offenders_is_bounded_and_the_oldest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agora.swarm.conduct.MAX_PEERS", 10)
+    conduct = Conduct()
     strangers = [PeerId(f"stranger {number}") for number in range(30)]
     for stranger in strangers:
         for _ in range(3):
