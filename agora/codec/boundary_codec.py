@@ -89,7 +89,7 @@ class BoundaryCodec:
         return tensor
 
     def _encode_values(self, codec: DirectionCodec, tensor: Tensor, key: str | None) -> WireTensor:
-        """Encodes all columns of a tensor [b, s, columns]: uncompressed, or rotated, if `codec` is, and quantised."""
+        """Encodes all columns of a tensor [b, s, columns] as `codec` says: uncompressed, or (rotated and) quantised."""
         if not codec.bits:
             return encode_uncompressed(tensor, codec.name)
         b, s, k = tensor.shape

@@ -58,7 +58,7 @@ def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
 def decode_tokens(
     wire: WireTensor, vocabulary: int, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Decodes token ids to int32. Raises ProtocolError for a false dtype or shape, or ids not in [-1, vocabulary)."""
+    """Decodes token ids, -1 where not supervised, to int32. Raises ProtocolError for a false dtype, shape or id."""
     if wire.dtype not in TOKEN_DTYPES:
         raise ProtocolError("bad-tensor", f"Token ids are {wire.dtype}; they travel as {', '.join(TOKEN_DTYPES)}.")
     tokens = _from_wire(wire, wire.dtype, shape)

@@ -28,8 +28,7 @@ LINE_BYTES = 64 << 20
 PARQUET_ROWS = 256
 
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-"""Folders of the standard library that are left out: some distributions do not ship them. The rest is equal everywhere.
-"""
+"""Folders of the standard library that are left out: some distributions do not ship them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ def _files_of(source: str, base: Path) -> list[SourceFile]:
 
 
 def stdlib_files(root: Path | None = None) -> list[SourceFile]:
-    """Returns the source files of Python's standard library (None: the running one's), sorted by path: some 12 MB."""
+    """Returns the source files of the standard library in `root` (None: the running Python's), sorted by path."""
     root = root or Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):

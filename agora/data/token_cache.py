@@ -1,9 +1,8 @@
 """The cache of tokenised text: token ids on disk, written once, mapped into memory, checked for damage.
 
-Knows: bytes, files, folders. Must not know: text, tokenizers.
-
 `DIGEST.tokens` holds ids as little-endian unsigned integers. Its name is the SHA-256 of their dtype and the ids, so
-equal texts share a file. `index/SIGNATURE.json` names the digest, and the CRC-32 of each block of BLOCK_BYTES.
+equal texts share a file. `index/SIGNATURE.json` names the digest, and the CRC-32 of each block of BLOCK_BYTES. Knows:
+bytes, files, folders. Must not know: text, tokenizers.
 """
 
 from __future__ import annotations

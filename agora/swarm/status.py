@@ -81,6 +81,5 @@ def _stage_status(view: View, stage: int) -> dict[str, Any]:
 def _mean_loss(view: View) -> float | None:
     """Returns the mean of the losses that peers report, weighted by their tokens per second; None without any."""
     known = [(p.loss, max(p.tokens_per_second, 1e-3)) for p in view.peers.values() if p.loss is not None]
-    if not known:
-        return None
-    return round(sum(loss * weight for loss, weight in known) / sum(weight for _, weight in known), 4)
+    weights = sum(weight for _, weight in known)
+    return round(sum(loss * weight for loss, weight in known) / weights, 4) if known else None
