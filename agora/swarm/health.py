@@ -49,9 +49,9 @@ def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, p
         return _judge_vacant(view, empty)
     last: dict[int, float | None] = {}
     for stage in range(stage_count):
-        last[stage] = max((p.stepped_unix for p in view.replicas(stage) if p.stepped_unix is not None), default=None)
-    for stage, stepped in last.items():
-        patience_s = _patience_s(view.replicas(stage))
+        replicas = view.replicas(stage)
+        stepped = last[stage] = max((p.stepped_unix for p in replicas if p.stepped_unix is not None), default=None)
+        patience_s = _patience_s(replicas)
         if now_unix - max(stepped or 0.0, since_unix) > patience_s:
             ago = "since this peer began to look" if stepped is None else f"for {now_unix - stepped:.0f} s"
             why = f"stage {stage} took no step {ago}; up to {patience_s:.0f} s are usual"
