@@ -82,8 +82,7 @@ class Sampler:
         while (again := self.is_held_out(drawn)).any():
             state[again] = mix(state[again], self._draw_key)
             drawn[again] = state[again] % np.uint64(self.windows)
-        windows: NDArray[np.int64] = drawn.astype(np.int64)
-        return windows
+        return drawn.astype(np.int64)
 
     def batch(self, sample_ids: Sequence[int] | Hashes) -> Tokens:
         """Returns the training samples with these ids, int32 [b, context + 1]: inputs [:, :-1], targets [:, 1:]."""
@@ -94,8 +93,7 @@ class Sampler:
         hashes = mix(self._scanned, self._split_key)
         held = np.flatnonzero(hashes < self._limit)
         order = np.argsort(hashes[held], kind="stable")
-        windows: NDArray[np.int64] = self._scanned[held[order]].astype(np.int64)
-        return windows
+        return self._scanned[held[order]].astype(np.int64)
 
     def heldout_batches(self, batch: int, limit: int | None = None) -> Iterator[Tokens]:
         """Yields at most `limit` batches of held-out windows, each int32 [batch, context + 1], the same at every call.

@@ -165,10 +165,7 @@ def _read_jsonl(path: Path) -> Iterator[Piece]:
 
 
 def _text_of(line: bytes, where: str) -> str:
-    """Returns the field "text" of the JSON object in `line`. Raises ManifestError if there is none, or it is no text.
-
-    where: the line's name in errors.
-    """
+    """Returns the field "text" of the JSON object in `line`. Raises ManifestError about `where` if it is no text."""
     try:
         row: object = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -96,10 +96,7 @@ class Family(abc.ABC):
 
     @torch.no_grad()
     def build_stage(self, layers: range, seed: int) -> Stage:
-        """Makes the stage of `layers`, float32 on the CPU, with initial weights equal for every cut and every peer.
-
-        Raises DerivationError if this machine would give its fixed tensors other values.
-        """
+        """Makes the stage of `layers`, float32 on the CPU, the same on every peer. Raises DerivationError."""
         with torch.device("meta"):
             stage = self.make_stage(layers)
         stage.to_empty(device="cpu")

@@ -1,7 +1,6 @@
 """Publishes this peer's records in the directory, and keeps its view of the other peers fresh.
 
-Knows: when to publish and when to read, and whom to notify of changes. Must not know: how records are stored, nor what
-a view is good for: placement, health and routing decide on it.
+Knows: when to publish, when to read, and whom to notify. Must not know: how records are stored, how a view is used.
 """
 
 from __future__ import annotations
