@@ -156,7 +156,7 @@ class Node:
     # --- start and serve
 
     async def _serve_until_stopped(self) -> None:
-        """Starts and serves; returns when `stop` is set, which cancels what it is at. Raises what that raises."""
+        """Starts and serves until `stop` is set, which cancels it; raises the error that ends it before."""
         serving = asyncio.create_task(self._start_and_serve(), name="serve")
         stopping = asyncio.create_task(self.stop.wait(), name="stop")
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -116,7 +116,7 @@ class LocalPeer:
         self.tasks.start("addresses", self._remember_addresses())
 
     async def close(self) -> None:
-        """Ends the tasks and all calls; host and directory are their opener's."""
+        """Ends the tasks and all calls. Host and directory stay open; whoever opened them closes them."""
         await self.tasks.close()
         await self.network.close()
 

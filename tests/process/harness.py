@@ -117,7 +117,7 @@ def swarm(directory: Path, manifest: Manifest) -> Iterator[Swarm]:
 
 
 def drained(made: Swarm, *origins: Daemon) -> None:
-    """No further microbatches; every one that was started comes home."""
+    """Makes the origins open no more microbatches, and asserts that every one that was started has come home."""
     for origin in origins:
         origin.ask("drain", timeout_s=60)
         report = origin.ask("report")["microbatches"]
@@ -126,7 +126,7 @@ def drained(made: Swarm, *origins: Daemon) -> None:
 
 
 def nothing_lost(made: Swarm, *origins: Daemon) -> None:
-    """After a clean stop: no origin gave up on a microbatch that it had started."""
+    """Asserts, after a clean stop, that no origin gave up on a microbatch that it had started."""
     for origin in origins:
         dropped = origin.events("MicrobatchDropped")
         assert not dropped, dropped
@@ -166,14 +166,14 @@ def counted_twice(daemons: Sequence[Daemon]) -> set[tuple[str, int]]:
 
 
 def sampler_of(manifest: Manifest, cache: Path) -> Sampler:
-    """The origins' own view of the data."""
+    """Returns the data as origins of the run see them."""
     tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary)
     corpus = open_corpus(manifest.data.corpus, tokenizer, cache)
     return Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
 
 
 def microbatches_of_a_step(manifest: Manifest) -> int:
-    """Of all origins together."""
+    """How many microbatches all origins together open for one step."""
     return manifest.optimizer.target_tokens // manifest.tokens_per_microbatch
 
 
