@@ -114,7 +114,7 @@ class Hop:
         return await self._ledger.run(key, last, job.deadline, on_progress, lambda work: self._perform(job, work))
 
     async def _perform(self, job: Job, work: Work) -> HopAnswer:
-        """Computes the span and all after it; tells the callers when it begins and ends. Unavailable if hopeless."""
+        """Computes the span and all after it; tells the callers of begin and end. Raises Unavailable if too late."""
         stage, left_s = job.message.stage, job.deadline - loop_time()
         if is_hopeless(left_s, self._busy_s.value or 0.0):
             raise Unavailable(stage, [f"{left_s:.3f} s are too short for this hop"])

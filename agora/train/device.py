@@ -138,7 +138,7 @@ class DeviceQueue:
             self._stop("the compute thread has ended; restart this daemon")
 
     def _next(self) -> _DeviceJob | None:
-        """Waits for a job, removes and returns the next by Priority, PATIENCE_S and age; None when the queue closes."""
+        """Waits for a job; removes and returns the next, by Priority, then age (see PATIENCE_S). None at the end."""
         with self._condition:
             self._condition.wait_for(lambda: self._closing or self.waiting())
             if self._closing:

@@ -146,7 +146,7 @@ class TrainedStage:
     # --- steps
 
     def step_if_due(self) -> None:
-        """Takes the next step along the sum if that holds the tokens that the policy needs and waits for no mean."""
+        """Takes the next step along the sum when that has the policy's tokens and no mean gradient is waited for."""
         tokens = self.sum.contents.tokens
         due = self._share is None and 0 < tokens >= self.policy.tokens_needed(self.step)
         if due and not self.policy.waits_for_mean(self.step):
