@@ -94,7 +94,7 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
 
 
 def _parse(content: bytes, path: Path) -> Any:
-    """Makes the package's tokenizer from a tokenizer.json, without truncation and padding. path: its name in errors."""
+    """Makes a tokenizer of the package `tokenizers`, without truncation and padding. path: the name in errors."""
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError as error:
