@@ -32,7 +32,6 @@ OBSERVERS_MAY: Final = (Ping, GetStatus, GetManifest)
 LONG_ANSWERS: Final = (GetStatus, GetManifest)  # requests whose answers may have headers above MAX_HEADER_BYTES
 LAST_CALL: Final = 2**32 - 1
 GOODBYE_S: Final = 0.3  # both may say GOODBYE at once, and an abort at once would take this side's last frames along
-CONNECTION_FRAMES: Final = (FrameType.HELLO, FrameType.GOODBYE)
 ROUND_TRIP_WEIGHT: Final = 0.3
 
 
@@ -204,13 +203,13 @@ class Connection:
         if verdict is Verdict.PING:
             spawn(self.ping())
         elif verdict is Verdict.GONE:
-            self.break_off(f"the peer has been silent for {self._liveness.silent_s(now):.0f} s")
+            self.break_off(f"the peer has been silent for {now - self._liveness.alive_at:.0f} s")
 
     # --- what arrives
 
     def on_prefix(self, prefix: Prefix) -> None:
         """Raises ProtocolError for a frame before HELLO, or a header above MAX_HEADER_BYTES that is no long answer."""
-        if self._run is None and prefix.type not in CONNECTION_FRAMES:
+        if self._run is None and prefix.type not in (FrameType.HELLO, FrameType.GOODBYE):
             raise ProtocolError("out-of-order", f"A {prefix.type.name} frame came before HELLO.")
         call = self._open.get(prefix.call)
         if prefix.header_bytes > MAX_HEADER_BYTES and not (call and call.request in LONG_ANSWERS):

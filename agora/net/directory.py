@@ -18,7 +18,7 @@ from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import ProtocolError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, is_peer_id
-from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_RECORD_BYTES, MAX_STAGES
+from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_RECORD_BYTES
 from agora_protocol.packing import pack, unpack
 from agora_protocol.records import NAMES, Record, open_record, read_expiry, record_key, seal_record
 
@@ -46,7 +46,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     It accepts records of this run, signed by their peer, under their key, and counts the others by error code.
     """
 
-    def __init__(self, run: RunId, stages: int = MAX_STAGES) -> None:
+    def __init__(self, run: RunId, stages: int) -> None:
         self.run = run
         self.refused: Counter[str] = Counter()  # by the code of the ProtocolError
         self._keys = {
@@ -125,9 +125,7 @@ class Directory:
         self._asking: set[asyncio.Task[Any]] = set()
 
     @classmethod
-    async def create(
-        cls, host: Host, run: RunId, bootstrap: Sequence[str] = (), *, stages: int = MAX_STAGES
-    ) -> Directory:
+    async def create(cls, host: Host, run: RunId, bootstrap: Sequence[str], *, stages: int) -> Directory:
         """Starts a node on `host` for a run of `stages` stages, and joins the DHT through the peers at `bootstrap`."""
         validator = SignedRecords(run, stages)
         node = await DHTNode.create(

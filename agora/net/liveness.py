@@ -23,7 +23,7 @@ class LivenessCheck:
 
     def __init__(self, silence_s: float, answer_s: float, now: float) -> None:
         self._silence_s, self._answer_s = silence_s, answer_s
-        self._alive_at = now  # when it last showed life, or did not have to
+        self.alive_at = now  # when `judge` last saw a sign of life, or nothing owed
         self._pinged_at = math.inf  # infinity: it need not answer a ping
         self._flushed = 0
         self._had_backlog = False
@@ -36,18 +36,14 @@ class LivenessCheck:
         a sign of life too: on a slow link the peer is still reading the request, and has nothing to answer yet.
         """
         if not owed or (self._had_backlog and flushed > self._flushed):
-            self._alive_at = now
+            self.alive_at = now
         self._flushed, self._had_backlog = flushed, backlog > 0
-        self._alive_at = max(self._alive_at, heard_at)
-        if self._alive_at >= self._pinged_at:
+        self.alive_at = max(self.alive_at, heard_at)
+        if self.alive_at >= self._pinged_at:
             self._pinged_at = math.inf
         if now - self._pinged_at > self._answer_s:
             return Verdict.GONE
-        if now - self._alive_at > self._silence_s and self._pinged_at == math.inf:
+        if now - self.alive_at > self._silence_s and self._pinged_at == math.inf:
             self._pinged_at = now
             return Verdict.PING
         return Verdict.FINE
-
-    def silent_s(self, now: float) -> float:
-        """Returns the seconds since the peer last showed life or owed nothing, as `judge` has seen."""
-        return now - self._alive_at

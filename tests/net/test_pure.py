@@ -21,7 +21,7 @@ def test_a_silent_peer_is_pinged_and_then_given_up() -> None:
     assert [judged(pulse, now) for now in (5.0, 10.0, 10.5, 11.0, 15.5, 15.6)] == [
         "FINE", "FINE", "PING", "FINE", "FINE", "GONE",
     ]  # fmt: skip
-    assert pulse.silent_s(15.6) == 15.6
+    assert pulse.alive_at == 0.0
 
 
 def test_an_answer_in_the_very_moment_of_the_ping_counts() -> None:
