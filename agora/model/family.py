@@ -20,8 +20,8 @@ from agora.state.model_card import ModelDescription
 
 IGNORED: Final = -1
 """The target of a token that is not supervised."""
-TRAINING_BYTES: Final = 16
-"""Bytes of a trained parameter: weight, gradient and two moments, float32."""
+TRAINING_BYTES: Final = 8
+"""Bytes of a trained parameter: weight and gradient, float32. The optimizer's moments come on top."""
 PIECES, PIECE_BITS = 8, 15
 """An initial value is the sum of so many uniform integers of so many bits."""
 CHUNK = 1 << 22  # values drawn at a time
@@ -77,7 +77,10 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def memory_bytes(self, layers: range, tokens: int) -> int:
-        """Returns an estimate of the least bytes that training `layers` takes, with microbatches of `tokens` tokens."""
+        """Returns an estimate of the least bytes that training `layers` takes, without the optimizer's moments.
+
+        tokens: of a microbatch.
+        """
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
@@ -112,6 +115,11 @@ class Family(abc.ABC):
         """Returns full name -> shape of every parameter of a stage, in the stage's order, without allocating any."""
         with torch.device("meta"):
             return {name: tuple(p.shape) for name, p in self.make_stage(layers).named_parameters()}
+
+    def hidden_matrices(self, layers: range) -> list[str]:
+        """Returns the full names of the hidden matrices of the stage that holds `layers`."""
+        with torch.device("meta"):
+            return self.make_stage(layers).hidden_matrices()
 
     def parameter_count(self, layers: range) -> int:
         """Returns how many parameters the stage that holds `layers` has."""

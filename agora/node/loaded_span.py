@@ -40,11 +40,11 @@ from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
 from agora.state.keeper import StageHolders, StateKeeper
-from agora.state.layout import Layout, lay_out
 from agora.swarm.placement import Placement
 from agora.threads import run_in_thread
 from agora.train.compute import Compute
 from agora.train.memory import available_bytes
+from agora.train.trained_stage import stage_layout
 
 MOST_LOADS = 3
 """When other peers take the span while this one loads it, it loads another; the last one it serves in any case."""
@@ -84,7 +84,7 @@ class LoadedSpan:
         self.collector = StageCollector(
             signed.run_id,
             startup.home.runs / signed.run_id / "collected",
-            layouts=lambda: stage_layouts(manifest),
+            layouts=lambda: [stage_layout(manifest, stage) for stage in range(manifest.stage_count)],
             held=compute,
             serving=local_peer.steps_of,
             caller=local_peer.network,
@@ -191,12 +191,6 @@ class LoadedSpan:
         except (TimeoutError, AgoraError) as error:
             reason = str(error) or f"not written in {within_s:.0f} s"
             self._local_peer.startup.report_event(events.TaskFailed("checkpoint", reason))
-
-
-def stage_layouts(manifest: Manifest) -> list[Layout]:
-    """Returns the layout of every stage of the run, held or not. Computed from the manifest; no stage is built."""
-    family, stages = family_of(manifest.model), range(manifest.stage_count)
-    return [lay_out(family.parameter_shapes(manifest.layers_of(stage)).items()) for stage in stages]
 
 
 def step_barrier(manifest: Manifest, compute: Compute) -> StepBarrier | None:

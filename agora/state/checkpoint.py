@@ -3,7 +3,7 @@
 Knows: folders, files, hashes, which checkpoints to keep. Must not know: peers, when to write, how training goes on.
 
     FOLDER/stage-S/step-N-HASH/weights.safetensors   the weights by parameter name, float32
-                              /moments.safetensors   mean.NAME and square.NAME of the optimizer, float32
+                              /moments.safetensors   MOMENT.NAME of the optimizer (mean.NAME, square.NAME), float32
                               /checkpoint.json       run, stage, step, ..., size and SHA-256 of the other two
     FOLDER/stage-S/.step-...                         half written or half removed; the next write removes it
 
@@ -35,7 +35,6 @@ from agora.state.layout import Layout, StageState
 WEIGHTS: Final = "weights.safetensors"
 MOMENTS: Final = "moments.safetensors"
 INDEX: Final = "checkpoint.json"
-MEAN, SQUARE = "mean.", "square."
 NAME_DIGITS: Final = 16
 MAX_INDEX_BYTES: Final = 65_536
 _NAME: Final = re.compile(rf"step-(0|[1-9][0-9]{{0,17}})-([0-9a-f]{{{NAME_DIGITS}}})")
@@ -71,7 +70,7 @@ class Checkpoint:
     tokens_total: int
 
 
-def write_checkpoint(folder: Path, run: str, state: StageState, layout: Layout, *, keep: int) -> Checkpoint:
+def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) -> Checkpoint:
     """Writes `state` as a checkpoint below `folder`.
 
     Of the stage's checkpoints up to this step, the `keep` newest stay, this one included; the others are removed.
@@ -81,7 +80,7 @@ def write_checkpoint(folder: Path, run: str, state: StageState, layout: Layout, 
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_leftovers(place)
-        path = _write_files(place, run, state, layout)
+        path = _write_files(place, run, state)
     except OSError as error:
         _remove_leftovers(place)
         raise DiskError(
@@ -130,18 +129,21 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
 
 def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
     """Reads the checkpoint's weights and moments. Raises CheckpointError when they do not fit `layout`."""
-    moments = _read_tensors(checkpoint.path / MOMENTS)
-    if unknown := [name for name in moments if not name.startswith((MEAN, SQUARE))]:
-        raise CheckpointError(f"{checkpoint.path / MOMENTS} holds {unknown[0]}, which is no moment.")
+    moments: dict[str, dict[str, NDArray[np.float32]]] = {moment.name: {} for moment in layout.moments}
+    for name, tensor in _read_tensors(checkpoint.path / MOMENTS).items():
+        moment_name, _, tensor_name = name.partition(".")
+        if moment_name not in moments:
+            raise CheckpointError(f"{checkpoint.path / MOMENTS} holds {name}, which is no moment of this run.")
+        moments[moment_name][tensor_name] = tensor
     try:
         return StageState(
             checkpoint.stage,
             checkpoint.step,
             checkpoint.updates,
             checkpoint.tokens_total,
+            layout,
             layout.flat(_read_tensors(checkpoint.path / WEIGHTS)),
-            layout.flat({n.removeprefix(MEAN): t for n, t in moments.items() if n.startswith(MEAN)}),
-            layout.flat({n.removeprefix(SQUARE): t for n, t in moments.items() if n.startswith(SQUARE)}),
+            {moment.name: layout.of_moment(moment).flat(moments[moment.name]) for moment in layout.moments},
         )
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit stage {checkpoint.stage}: {error}.") from error
@@ -155,13 +157,16 @@ def stage_folder(folder: Path, stage: int) -> Path:
 # --- writing
 
 
-def _write_files(place: Path, run: str, state: StageState, layout: Layout) -> Path:
+def _write_files(place: Path, run: str, state: StageState) -> Path:
     """Writes a checkpoint in a new folder, renames that, and returns the path; an intact one of that name stays."""
     fresh = fresh_path(place / f"step-{state.step}")
     os.mkdir(fresh, 0o700)
     metadata = {"run": run, "stage": str(state.stage), "step": str(state.step)}
-    moments = {MEAN + name: tensor for name, tensor in layout.named(state.mean).items()}
-    moments |= {SQUARE + name: tensor for name, tensor in layout.named(state.square).items()}
+    moments = {
+        f"{moment.name}.{name}": tensor
+        for moment in state.layout.moments
+        for name, tensor in state.layout.of_moment(moment).named(state.moments[moment.name]).items()
+    }
     index = _CheckpointIndex(
         format=1,
         run=run,
@@ -170,7 +175,7 @@ def _write_files(place: Path, run: str, state: StageState, layout: Layout) -> Pa
         updates=state.updates,
         tokens_total=state.tokens_total,
         files={
-            WEIGHTS: write_tensors(fresh / WEIGHTS, layout.named(state.weights), metadata),
+            WEIGHTS: write_tensors(fresh / WEIGHTS, state.layout.named(state.weights), metadata),
             MOMENTS: write_tensors(fresh / MOMENTS, moments, metadata),
         },
     )

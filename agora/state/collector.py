@@ -116,15 +116,15 @@ class StageCollector:
         if stage in self._held.span:
             state = await self._held.export_state(stage)
         else:
-            state = await self._fetch(stage, layout.numel, deadline)
+            state = await self._fetch(stage, layout, deadline)
         metadata = {"run": self._run, "stage": str(stage), "step": str(state.step)}
         path = folder / f"stage-{stage}.safetensors"
         await run_in_thread(lambda: replace_tensors(path, layout.named(state.weights), metadata))
         return StageFile(stage, state.step, path)
 
-    async def _fetch(self, stage: int, numel: int, deadline: float) -> StageState:
+    async def _fetch(self, stage: int, layout: Layout, deadline: float) -> StageState:
         """Fetches a stage's state from the peers that serve it, and from later ones if all fail. Raises Unavailable."""
-        fetch = StateFetch(self._caller, stage, numel, self._report_offence)
+        fetch = StateFetch(self._caller, stage, layout, self._report_offence)
         asked: set[PeerId] = set()
         reasons: tuple[str, ...] = ()
         while sources := [peer for peer in most_advanced_first(self._serving(stage)) if peer not in asked]:

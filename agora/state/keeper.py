@@ -25,7 +25,7 @@ from agora.observe import events
 from agora.observe.events import Report
 from agora.state import rules
 from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
-from agora.state.layout import ELEMENT_BYTES, Flat, Layout, StageState
+from agora.state.layout import Flat, Layout, StageState
 from agora.state.missed_slices import SliceFetch, chunk_blocks, slice_reply
 from agora.state.snapshot import Snapshots
 from agora.state.transfer import USUAL_LAG, StateFetch
@@ -120,7 +120,7 @@ class StateKeeper:
         self._due: set[int] = set()
         self._wake = asyncio.Event()
         self._writing = asyncio.Lock()
-        self._snapshots = Snapshots(self._export, lambda stage: ELEMENT_BYTES * stages.layout(stage).numel)
+        self._snapshots = Snapshots(self._export, lambda stage: stages.layout(stage).nbytes)
         self.fetched: set[int] = set()  # stages whose state came from other replicas
 
     # --- filling the stages
@@ -192,7 +192,7 @@ class StateKeeper:
         fetch = StateFetch(
             self._caller,
             stage,
-            self._stages.layout(stage).numel,
+            self._stages.layout(stage),
             self._report_offence,
             lag_limit=0 if exact else USUAL_LAG,
             plausible_step=lambda: self._plausible_step(stage),
@@ -206,7 +206,7 @@ class StateKeeper:
         self.fetched.add(stage)
         self._checkpointed[stage] = state.step
         missed = 0 if exact else await self._fetch_missed_slices(stage, state.step, sources)
-        seconds, size = loop_time() - began, state.nbytes
+        seconds, size = loop_time() - began, state.layout.nbytes
         self._report(events.StateFetched(stage, state.step, size, seconds, fetch.schedule.refetched))
         return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s, and {missed} slices averaged since"
 
@@ -296,12 +296,12 @@ class StateKeeper:
 
     async def _write(self, stage: int) -> None:
         """Writes a checkpoint of the stage as it is now, one write at a time; reports it, or the disk's error."""
-        layout, keep, began = self._stages.layout(stage), self._manifest.checkpoint.keep, loop_time()
+        keep, began = self._manifest.checkpoint.keep, loop_time()
         try:
             async with self._writing:
                 state = await self._stages.export_state(stage)
-                await run_in_thread(lambda: write_checkpoint(self._folder, self._run_id, state, layout, keep=keep))
+                await run_in_thread(lambda: write_checkpoint(self._folder, self._run_id, state, keep=keep))
         except DiskError as error:
             self._report(events.DiskTrouble(str(self._folder), str(error)))
             return
-        self._report(events.CheckpointWritten(stage, state.step, state.nbytes, loop_time() - began))
+        self._report(events.CheckpointWritten(stage, state.step, state.layout.nbytes, loop_time() - began))

@@ -2,9 +2,9 @@
 
 Knows: elements, names, and which elements a chunk carries. Must not know: files, peers, or how anything is trained.
 
-Chunk i holds elements [i*m, (i+1)*m) of the weights, then of the means, then of the squares, float32 little-endian,
-with m = STATE_CHUNK_BYTES // 12. So chunks of different replicas' snapshots may be mixed: no element gets its weight
-from one replica and its moments from another.
+Chunk i holds the values of the stage's elements [i*m, (i+1)*m) in the weights, then in each moment that has values for
+them, float32 little-endian, with m = STATE_CHUNK_BYTES // (4 * arrays). So chunks of different replicas' snapshots may
+be mixed: no element gets its weight from one replica and its moments from another.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from agora_protocol.limits import SLICE_BLOCK, STATE_CHUNK_BYTES
 from numpy.typing import NDArray
 
 Flat = NDArray[np.float32]
-"""float32 [numel]: a value for every element of a stage's weights, padding included."""
+"""float32 [n]: a value for every element of a stage's weights, padding included, or for those that a moment has."""
 
 ALIGNMENT: Final = 16  # elements: tensors start on 64-byte borders, as matrix kernels like it; the gaps remain zero
-ELEMENT_BYTES: Final = 12  # a weight, its mean and its square
-CHUNK_ELEMENTS: Final = STATE_CHUNK_BYTES // ELEMENT_BYTES
+VALUE_BYTES: Final = 4
 HASH_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Everything that a stage has learnt, in flat arrays: its weights and the optimizer's two moments.
+    """Everything that a stage has learnt, in flat arrays: its weights, and the moments that `layout` names, by name.
 
     step: the stage's optimizer steps. updates: those that went into the moments. tokens_total: the supervised tokens
     behind them, 0 when unknown.
@@ -41,19 +40,39 @@ class StageState:
     step: int
     updates: int
     tokens_total: int
+    layout: Layout
     weights: Flat
-    mean: Flat
-    square: Flat
+    moments: Mapping[str, Flat]
+
+    @property
+    def arrays(self) -> dict[str, Flat]:
+        """The weights and the moments by name, in the order in which a chunk carries them."""
+        return {"weights": self.weights, **{moment.name: self.moments[moment.name] for moment in self.layout.moments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A flat array that the optimizer keeps beside the weights: a value for each of the stage's elements in `ranges`.
+
+    The ranges ascend, and the values lie one range after another. is_square: a negative value is an error.
+    """
+
+    name: str
+    ranges: Sequence[slice]
+    is_square: bool = False
+
+    def places(self, elements: slice) -> slice:
+        """Returns the range of the array where the values for `elements` of the stage lie; empty if it has none."""
+        start, stop = (
+            sum(max(min(part.stop, end) - part.start, 0) for part in self.ranges)
+            for end in (elements.start, elements.stop)
+        )
+        return slice(start, stop)
 
     @property
     def numel(self) -> int:
-        """How many elements the stage has, padding included."""
-        return self.weights.size
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes the weights and the moments have together."""
-        return ELEMENT_BYTES * self.numel
+        """How many values the array has."""
+        return sum(part.stop - part.start for part in self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +95,40 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The places of a stage's named tensors inside `numel` elements. Elements that no slot covers are padding: zero."""
+    """The places of a stage's named tensors inside `numel` elements, and the moments that its optimizer keeps of them.
+
+    Elements that no slot covers are padding: zero.
+    """
 
     numel: int
     slots: Sequence[Slot]
+    moments: Sequence[Moment] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the weights and the moments have together."""
+        return VALUE_BYTES * (self.numel + sum(moment.numel for moment in self.moments))
+
+    @property
+    def chunk_count(self) -> int:
+        """How many chunks a snapshot of the stage has."""
+        return -(-self.numel // self._chunk_elements)
+
+    @property
+    def _chunk_elements(self) -> int:
+        """How many of the stage's elements a chunk carries; the last one may carry fewer."""
+        return STATE_CHUNK_BYTES // (VALUE_BYTES * (1 + len(self.moments)))
+
+    def chunk_places(self, chunk: int) -> list[slice]:
+        """Returns which range of the weights, and of each moment in order, chunk number `chunk` carries."""
+        start = chunk * self._chunk_elements
+        elements = slice(start, min(start + self._chunk_elements, self.numel))
+        return [elements, *(moment.places(elements) for moment in self.moments)]
+
+    def of_moment(self, moment: Moment) -> Layout:
+        """Returns the layout of the tensors that `moment` has values for, inside its own array."""
+        slots = [slot for slot in self.slots if any(part.start <= slot.offset < part.stop for part in moment.ranges)]
+        return Layout(moment.numel, [replace(slot, offset=moment.places(slot.elements).start) for slot in slots])
 
     def ranges(self, chosen: Callable[[Slot], bool]) -> list[slice]:
         """Returns the element ranges of the chosen tensors, each with the padding behind it; adjacent ones joined."""
@@ -90,6 +139,11 @@ class Layout:
                 start = ranges.pop().start if adjacent else slot.offset
                 ranges.append(slice(start, following.offset))
         return ranges
+
+    def clear_padding(self, flat: Any) -> None:
+        """Sets the elements of `flat` [numel], an array or a tensor, that belong to no tensor to zero."""
+        for slot, following in pairwise([*self.slots, Slot("", self.numel, ())]):
+            flat[slot.elements.stop : following.offset] = 0.0
 
     def named(self, flat: Flat) -> dict[str, NDArray[np.float32]]:
         """Returns the tensors inside `flat` [numel] by name, as views."""
@@ -124,30 +178,19 @@ def lay_out(shapes: Iterable[tuple[str, Sequence[int]]], hidden_matrices: Collec
     return Layout(-(-end // SLICE_BLOCK) * SLICE_BLOCK, slots)
 
 
-def chunk_count(numel: int) -> int:
-    """Returns how many chunks a snapshot of `numel` elements has."""
-    return -(-numel // CHUNK_ELEMENTS)
-
-
-def chunk_range(chunk: int, numel: int) -> slice:
-    """Returns the range of a flat array's elements that chunk number `chunk` carries; the last chunk may be shorter."""
-    return slice(chunk * CHUNK_ELEMENTS, min((chunk + 1) * CHUNK_ELEMENTS, numel))
-
-
 def pack_chunk(state: StageState, chunk: int) -> bytearray:
-    """Returns the bytes of chunk number `chunk`: its elements' weights, then means, then squares, as float32."""
-    elements = chunk_range(chunk, state.numel)
-    arrays = (state.weights, state.mean, state.square)
-    return bytearray().join(np.ascontiguousarray(array[elements], "<f4").data.cast("B") for array in arrays)
+    """Returns the bytes of chunk number `chunk`: its elements' weights, then each moment, as float32."""
+    parts = zip(state.arrays.values(), state.layout.chunk_places(chunk), strict=True)
+    return bytearray().join(np.ascontiguousarray(array[place], "<f4").data.cast("B") for array, place in parts)
 
 
-def unpack_chunk(data: memoryview) -> tuple[Flat, Flat, Flat]:
-    """Returns the weights, means and squares in a chunk of whole elements, as views of `data`."""
-    weights, mean, square = np.frombuffer(data, "<f4").reshape(3, -1)
-    return weights, mean, square
+def unpack_chunk(data: memoryview, layout: Layout, chunk: int) -> list[Flat]:
+    """Returns the weights, and the values of each moment in order, in the whole chunk `data`, as views of it."""
+    sizes = [place.stop - place.start for place in layout.chunk_places(chunk)]
+    return np.split(np.frombuffer(data, "<f4"), np.cumsum(sizes)[:-1])
 
 
 def chunk_hashes(state: StageState) -> bytes:
     """Returns the SHA-256 of each chunk of `state`, one after another. Blocks for about a second per gigabyte."""
-    chunks = range(chunk_count(state.numel))
+    chunks = range(state.layout.chunk_count)
     return b"".join(hashlib.sha256(pack_chunk(state, chunk)).digest() for chunk in chunks)

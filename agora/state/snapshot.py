@@ -18,7 +18,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.clock import loop_time
-from agora.state.layout import HASH_BYTES, StageState, chunk_count, chunk_hashes, pack_chunk
+from agora.state.layout import HASH_BYTES, StageState, chunk_hashes, pack_chunk
 
 RETRY_MS: Final = 1000
 FRESH_S: Final = 30.0  # up to this age a snapshot is given to new joiners
@@ -54,7 +54,7 @@ class Snapshots:
     @property
     def nbytes(self) -> int:
         """How many bytes all kept snapshots have together."""
-        return sum(snapshot.state.nbytes for snapshot in self._kept.values())
+        return sum(snapshot.state.layout.nbytes for snapshot in self._kept.values())
 
     async def get_state(self, request: GetState) -> Reply:
         """Returns the name, step and chunk hashes of a snapshot: the stage's newest if that is fresh, else a new one.
@@ -67,15 +67,15 @@ class Snapshots:
             return Reply(StateIndex(b"", 0, 0, 0))
         snapshot.last_used = loop_time()
         state = snapshot.state
-        hashes = WireTensor("uint8", (chunk_count(state.numel), HASH_BYTES), memoryview(snapshot.hashes))
-        return Reply(StateIndex(snapshot.name, state.step, state.updates, state.nbytes), [hashes])
+        hashes = WireTensor("uint8", (state.layout.chunk_count, HASH_BYTES), memoryview(snapshot.hashes))
+        return Reply(StateIndex(snapshot.name, state.step, state.updates, state.layout.nbytes), [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:
         """Returns a chunk of a snapshot. Raises Refused for a dropped snapshot, ProtocolError for no such chunk."""
         snapshot = self._kept.get(request.snapshot)
         if snapshot is None:
             raise Refused("this snapshot is not kept any more; ask for the state again")
-        if request.chunk >= (count := chunk_count(snapshot.state.numel)):
+        if request.chunk >= (count := snapshot.state.layout.chunk_count):
             raise ProtocolError("bad-message", f"The snapshot has {count} chunks; ask for one of them.")
         snapshot.last_used = loop_time()
         data = await asyncio.to_thread(pack_chunk, snapshot.state, request.chunk)

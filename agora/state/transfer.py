@@ -21,7 +21,7 @@ from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 from agora.calls import Caller, Reply
 from agora.clock import loop_time
 from agora.state.chunk_schedule import ChunkSchedule
-from agora.state.layout import ELEMENT_BYTES, HASH_BYTES, Flat, StageState, chunk_count, chunk_range, unpack_chunk
+from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, StageState, unpack_chunk
 from agora.swarm.conduct import Offence, ReportOffence
 
 SOURCES: Final = 4  # asked for chunks at once; the others wait to replace them
@@ -79,21 +79,22 @@ class StateFetch:
         self,
         caller: Caller,
         stage: int,
-        numel: int,
+        layout: Layout,
         report_offence: ReportOffence,
         *,
         lag_limit: int = USUAL_LAG,
         plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """Sources are used at steps from the newest offer - lag_limit up to plausible_step()."""
-        self.schedule = ChunkSchedule(chunk_count(numel))
+        self.schedule = ChunkSchedule(layout.chunk_count)
         self._caller = caller
         self._stage = stage
-        self._numel = numel
+        self._layout = layout
         self._report_offence = report_offence
         self._lag_limit = lag_limit
         self._plausible_step = plausible_step
-        self._weights, self._mean, self._square = (np.empty(numel, np.float32) for _ in range(3))
+        self._weights = np.empty(layout.numel, np.float32)
+        self._moments = {moment.name: np.empty(moment.numel, np.float32) for moment in layout.moments}
         self._versions: dict[int, tuple[int, int]] = {}  # (step, updates) behind each chunk that has arrived
         self._sources: list[_Source] = []
         self._deadline = 0.0
@@ -128,7 +129,7 @@ class StateFetch:
             await asyncio.gather(*calls, return_exceptions=True)
             self._remove_ended_calls()
         step, updates = (min(values) for values in zip(*self._versions.values(), strict=True))
-        return StageState(self._stage, step, updates, 0, self._weights, self._mean, self._square)
+        return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments)
 
     async def _advance(self) -> None:
         """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable when late or without sources."""
@@ -208,7 +209,7 @@ class StateFetch:
         ends = min(self._deadline, loop_time() + OFFER_S)
         request = GetState(self._stage, self._lowest_step, milliseconds_until(ends))
         try:
-            offer = check_offer(await self._caller.call(source.peer, request, deadline=ends), self._numel)
+            offer = check_offer(await self._caller.call(source.peer, request, deadline=ends), self._layout)
         except AgoraError as error:
             self._handle_failure(source, error, None)
             return
@@ -223,18 +224,18 @@ class StateFetch:
         began = loop_time()
         ends = min(self._deadline, began + CHUNK_S)
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(ends))
-        elements = chunk_range(chunk, self._numel)
         expected = offer.hashes[HASH_BYTES * chunk :][:HASH_BYTES]
-        nbytes = ELEMENT_BYTES * self._weights[elements].size
         try:
             reply = await self._caller.call(source.peer, request, deadline=ends)
-            values = await asyncio.to_thread(check_chunk, reply, expected, nbytes)
+            values = await asyncio.to_thread(check_chunk, reply, expected, self._layout, chunk)
         except AgoraError as error:
             self._handle_failure(source, error, offer)
             return
         source.failures, source.last_chunk_s = 0, loop_time() - began
         self._versions[chunk] = (offer.index.step, offer.index.updates)
-        self._weights[elements], self._mean[elements], self._square[elements] = values
+        arrays = [self._weights, *self._moments.values()]
+        for array, place, part in zip(arrays, self._layout.chunk_places(chunk), values, strict=True):
+            array[place] = part
         needless = self.schedule.record_arrival(chunk, source.peer, loop_time())
         for other in [other for other in self._sources if other.peer in needless]:
             other.calls[chunk][0].cancel()
@@ -276,35 +277,37 @@ def milliseconds_until(moment: float) -> int:
     return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)
 
 
-def check_offer(reply: Reply, numel: int) -> Offer:
+def check_offer(reply: Reply, layout: Layout) -> Offer:
     """Returns the offer in the answer to GetState. Raises Refused without one, FalseStateError if it cannot be true."""
     index = reply.message
     if not isinstance(index, StateIndex):
         raise FalseStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
     if index.size == 0:
         raise Refused("has no snapshot of this stage to give")
-    if index.size != ELEMENT_BYTES * numel:
-        raise FalseStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {ELEMENT_BYTES * numel}.")
+    if index.size != layout.nbytes:
+        raise FalseStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
     tensor = reply.tensors[0] if reply.tensors else None
-    if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (chunk_count(numel), HASH_BYTES)):
-        raise FalseStateError("bad-tensor", f"The snapshot's index is not {chunk_count(numel)} hashes.")
+    if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (layout.chunk_count, HASH_BYTES)):
+        raise FalseStateError("bad-tensor", f"The snapshot's index is not {layout.chunk_count} hashes.")
     hashes = bytes(tensor.data)
     if hashlib.sha256(hashes).digest() != index.snapshot:
         raise FalseStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
     return Offer(index, hashes)
 
 
-def check_chunk(reply: Reply, expected: bytes, nbytes: int) -> tuple[Flat, Flat, Flat]:
-    """Returns weights, means and squares in the answer to GetChunk. expected: SHA-256 of the chunk of `nbytes`.
+def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> list[Flat]:
+    """Returns the weights and moments in the answer to GetChunk, as `unpack_chunk` does. expected: the chunk's SHA-256.
 
     Raises FalseStateError when the bytes have another hash or size, or hold values that no optimizer produces.
     """
+    nbytes = VALUE_BYTES * sum(place.stop - place.start for place in layout.chunk_places(chunk))
     tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None
     if tensor is None or tensor.dtype != "uint8" or tensor.nbytes != nbytes:
         raise FalseStateError("bad-tensor", f"A chunk is not uint8 [{nbytes}].")
     if (digest := hashlib.sha256(tensor.data).digest()) != expected:
         raise FalseStateError("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {digest.hex()}.")
-    _, _, square = values = unpack_chunk(tensor.data)
-    if not all(np.isfinite(array).all() for array in values) or square.min() < 0:
+    _, *moments = values = unpack_chunk(tensor.data, layout, chunk)
+    negative = any(moment.is_square and (part < 0).any() for moment, part in zip(layout.moments, moments, strict=True))
+    if negative or not all(np.isfinite(part).all() for part in values):
         raise FalseStateError("bad-tensor", "A chunk holds values that are not finite, or a negative square.")
     return values

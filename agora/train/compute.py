@@ -193,7 +193,7 @@ class Compute:
 
     def layout(self, stage: int) -> Layout:
         """Returns where the stage's named tensors lie in its flat weights [numel], a multiple of SLICE_BLOCK."""
-        return self.trainer.stage(stage).weights.layout
+        return self.trainer.stage(stage).optimizer.layout
 
     async def copy_weights(self, stage: int) -> dict[str, np.ndarray]:
         """Returns a copy of the stage's trainable tensors by full name. Every step due before the call is in it."""

@@ -8,7 +8,8 @@ section.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.nadam import nadam
 
-from agora.state.layout import Layout
+from agora.state.layout import Layout, Moment, Slot
 from agora.train.muon import MuonMatrices
 
 MOMENTUM_DECAY = 4e-3
 """NAdam's momentum decay; torch's own default."""
+MEAN, SQUARE = "mean", "square"
+"""The names of the moments."""
 
 
 def learning_rate(step: int, optimizer: OptimizerSection) -> float:
@@ -62,23 +65,24 @@ class StageOptimizer:
     | nadam          | NAdam           | NAdam             |
     | muon           | Muon            | AdamW             |
 
-    mean, square: the moments, flat like the weights. updates: the steps that changed them, without those in which this
-    replica had no part. The manifest's `clip` bounds the gradient norm of the whole model, which no peer sees; a stage
+    layout: with the moments that it keeps. moments: their values by name, flat, the mean of every element and the mean
+    square of those that Muon does not update. updates: the steps that changed them, without those in which this replica
+    had no part. The manifest's `clip` bounds the gradient norm of the whole model, which no peer sees; a stage
     clips at clip / sqrt(stages), or not at all when it is 0. Weight decay applies to matrices only.
     """
 
     def __init__(self, section: OptimizerSection, stage_count: int, layout: Layout, device: torch.device) -> None:
         """Starts with zero moments. section: the manifest's [optimizer]; stage_count: stages of the whole model."""
-        self.mean = torch.zeros(layout.numel, device=device)
-        self.square = torch.zeros(layout.numel, device=device)
+        self.layout = with_moments(section, layout)
+        self.moments = {moment.name: torch.zeros(moment.numel, device=device) for moment in self.layout.moments}
         self.updates = 0
         self.section = section
         self._clip = section.clip / math.sqrt(stage_count)
-        self._muon = MuonMatrices(section, layout, self.mean) if section.name == "muon" else None
-        self._parts = [
-            _WeightPart.create(section, elements, decay, self.mean, self.square)
-            for elements, decay in elementwise_ranges(section, layout)
-        ]
+        self._muon = MuonMatrices(section, layout, self.moments[MEAN]) if section.name == "muon" else None
+        self._parts = []
+        for elements, decay in elementwise_ranges(section, layout):
+            mean, square = (self.moments[moment.name][moment.places(elements)] for moment in self.layout.moments)
+            self._parts.append(_WeightPart.create(section, elements, decay, mean, square))
 
     def step(self, weights: Tensor, gradient: Tensor, number: int, tokens: int = 1) -> StepResult | None:
         """Changes `weights` [numel] in place by step `number` (0 the first) along gradient / tokens, clipped.
@@ -103,20 +107,31 @@ class StageOptimizer:
         return StepResult(rate, norm)
 
     @torch.no_grad()
-    def load(self, updates: int, mean: Tensor, square: Tensor) -> None:
+    def load(self, updates: int, moments: Mapping[str, Tensor]) -> None:
         """Replaces the moments by copies of these, as if the `updates` that made them had been taken here."""
         self.updates = updates
-        self.mean.copy_(mean)
-        self.square.copy_(square)
+        for name, values in self.moments.items():
+            values.copy_(moments[name])
         for part in self._parts:
             part.step.fill_(updates)
             part.momentum.fill_(momentum_product(self.section.beta1, updates))
 
 
+def with_moments(section: OptimizerSection, layout: Layout) -> Layout:
+    """Returns the layout with the moments that the optimizer keeps: mean and square; of Muon's matrices, the mean."""
+    mean = Moment(MEAN, [slice(0, layout.numel)])
+    square = Moment(SQUARE, layout.ranges(lambda slot: not has_muon(section, slot)), is_square=True)
+    return replace(layout, moments=(mean, square))
+
+
+def has_muon(section: OptimizerSection, slot: Slot) -> bool:
+    """Returns whether Muon updates this tensor."""
+    return section.name == "muon" and slot.is_hidden_matrix
+
+
 def elementwise_ranges(section: OptimizerSection, layout: Layout) -> list[tuple[slice, float]]:
     """Returns the ranges of elements that AdamW or NAdam updates, each with its weight decay: 0 for vectors."""
-    muon_has_hidden = section.name == "muon"
-    matrices = layout.ranges(lambda slot: len(slot.shape) > 1 and not (muon_has_hidden and slot.is_hidden_matrix))
+    matrices = layout.ranges(lambda slot: len(slot.shape) > 1 and not has_muon(section, slot))
     vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
     return [*((part, section.weight_decay) for part in matrices), *((part, 0.0) for part in vectors)]
 
@@ -152,7 +167,7 @@ class _WeightPart:
         options = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "weight_decay": decay}
         # The fused kernel wants its step count on the device; nadam's scalars stay on the CPU, as its class has them.
         step = torch.zeros((), device="cpu" if section.name == "nadam" else mean.device)
-        return cls(part, mean[part], square[part], step, torch.ones(()), {**options, "maximize": False})
+        return cls(part, mean, square, step, torch.ones(()), {**options, "maximize": False})
 
 
 def _update_adamw(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:

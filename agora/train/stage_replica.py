@@ -16,7 +16,7 @@ from agora_protocol.manifest import OptimizerSection
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.state.layout import Flat, StageState
+from agora.state.layout import Flat, Layout, StageState
 from agora.train.optimizer import half_cosine
 from agora.train.trained_stage import TrainedStage
 
@@ -82,27 +82,37 @@ class StageReplica(TrainedStage):
 
     def export_state(self) -> StageState:
         """Returns a copy of weights and moments after the last step. The gradient sum is not part of it."""
-        flats = (self.weights.current.flat, self.optimizer.mean, self.optimizer.square)
-        copies = [flat.cpu().numpy().copy() for flat in flats]
-        return StageState(self.number, self.step, self.optimizer.updates, self.tokens_stepped, *copies)
+        weights = self.weights.current.flat.cpu().numpy().copy()
+        moments = {name: moment.cpu().numpy().copy() for name, moment in self.optimizer.moments.items()}
+        optimizer = self.optimizer
+        return StageState(
+            self.number, self.step, optimizer.updates, self.tokens_stepped, optimizer.layout, weights, moments
+        )
 
     def load_state(self, state: StageState) -> None:
         """Replaces weights, moments and step by those of `state`, drops the gradient sum and forgets the drifts."""
-        flats = []
-        for name, array in (("weights", state.weights), ("mean", state.mean), ("square", state.square)):
-            if array.dtype != np.float32 or array.shape != self.sum.flat.shape or not np.isfinite(array).all():
-                problem = "have another size than this run's, or are not finite"
-                raise ProtocolError("bad-tensor", f"the {name} of stage {self.number} {problem}")
-            flats.append(torch.tensor(array, device=self.sum.flat.device))
-        weights, mean, square = flats
-        if bool((square < 0).any()):
-            raise ProtocolError("bad-tensor", f"a squared moment of stage {self.number} is negative")
-        for flat in flats:
-            self.weights.clear_padding(flat)
+        layout = self.optimizer.layout
+        weights = self._checked_array("weights", state.weights, layout)
+        moments = {}
+        for moment in layout.moments:
+            values = self._checked_array(moment.name, state.moments.get(moment.name), layout.of_moment(moment))
+            if moment.is_square and bool((values < 0).any()):
+                raise ProtocolError("bad-tensor", f"a value of {moment.name} of stage {self.number} is negative")
+            moments[moment.name] = values
         self.writable_weights().copy_(weights)
-        self.optimizer.load(state.updates, mean, square)
+        self.optimizer.load(state.updates, moments)
         self.restart_at(state.step, state.tokens_total)
         self._drift = None
+
+    def _checked_array(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
+        """Returns a state's array on the device, its padding zero. Raises ProtocolError unless it fits `layout`."""
+        fits = array is not None and array.dtype == np.float32 and array.shape == (layout.numel,)
+        if array is None or not fits or not np.isfinite(array).all():
+            problem = "are missing, have another size than this run's, or are not finite"
+            raise ProtocolError("bad-tensor", f"the {name} of stage {self.number} {problem}")
+        values = torch.tensor(array, device=self.sum.flat.device)
+        layout.clear_padding(values)
+        return values
 
     def _read(self, blocks: Tensor) -> Tensor:
         """Returns a copy of the current weights in `blocks`, [blocks, SLICE_BLOCK]."""
@@ -114,7 +124,7 @@ class StageReplica(TrainedStage):
             raise ProtocolError("bad-tensor", "a slice holds values that are not finite")
         flat = self.writable_weights()
         flat.view(-1, SLICE_BLOCK).index_copy_(0, blocks, values)
-        self.weights.clear_padding(flat)
+        self.weights.layout.clear_padding(flat)
 
     def _block_numbers(self, blocks: Blocks) -> Tensor:
         """Returns `blocks` as an int64 tensor on the device."""

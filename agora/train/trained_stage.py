@@ -14,11 +14,11 @@ from agora_protocol.errors import LocalError, ProtocolError
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.model import Stage
+from agora.model import Stage, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
-from agora.state.layout import Layout
+from agora.state.layout import Layout, lay_out
 from agora.stepping import StageStepped, StepPolicy
-from agora.train.optimizer import StageOptimizer, StepResult
+from agora.train.optimizer import StageOptimizer, StepResult, with_moments
 from agora.train.weight_versions import StageWeights, StashedForwards, tensor_in
 
 STALENESS_BINS = 33
@@ -72,6 +72,13 @@ class GradientSum:
         self.flat.zero_()
         contents, self.contents = self.contents, SumContents()
         return contents
+
+
+def stage_layout(manifest: Manifest, stage: int) -> Layout:
+    """Returns where a stage's tensors and moments lie, computed from the manifest; no stage is built."""
+    family, layers = family_of(manifest.model), manifest.layers_of(stage)
+    layout = lay_out(family.parameter_shapes(layers).items(), family.hidden_matrices(layers))
+    return with_moments(manifest.optimizer, layout)
 
 
 class TrainedStage:
@@ -199,7 +206,7 @@ class TrainedStage:
         result = None
         if tokens > 0:
             gradient = mean.to(self.sum.flat.device, copy=True)
-            self.weights.clear_padding(gradient)
+            self.weights.layout.clear_padding(gradient)
             result = self.optimizer.step(self.writable_weights(), gradient, number)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")

@@ -12,7 +12,6 @@ import copy
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from agora_protocol.errors import Busy, LocalError
@@ -62,11 +61,6 @@ class StageWeights:
             tensor_in(flat, slot).copy_(trainable[slot.name].detach())
         self.current = WeightVersion(flat, self.layout, module)
         self.previous: WeightVersion | None = None
-
-    def clear_padding(self, flat: Tensor) -> None:
-        """Sets the elements of `flat` [numel] that belong to no tensor to zero. Values from peers may fill them."""
-        for slot, following in pairwise([*self.layout.slots, Slot("", self.layout.numel, ())]):
-            flat[slot.elements.stop : following.offset].zero_()
 
     def make_writable(self, stashed: StashedForwards) -> Tensor:
         """Returns the flat weights [numel] that the caller may now change in place: no live graph needs them.

@@ -85,9 +85,8 @@ def named(stage: Stage) -> dict[str, np.ndarray]:
 def checkpoint(home: paths.Home, signed: SignedManifest, stages: list[Stage], stage: int, step: int) -> Path:
     weights = StageWeights(stages[stage], torch.device("cpu"))
     layout = weights.layout
-    moments = np.zeros(weights.layout.numel, np.float32)
-    state = StageState(stage, step, step, 0, layout.flat(named(stages[stage])), moments, moments)
-    return write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, layout, keep=3).path
+    state = StageState(stage, step, step, 0, layout, layout.flat(named(stages[stage])), {})
+    return write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=3).path
 
 
 def run(wanted: str, out: Path, *directories: Path, dtype: str = "float32", size: str = "5GB", force: bool = False):

@@ -184,9 +184,8 @@ def test_its_export_has_its_own_tensors_config_and_card(
         exact |= {f"linear.{name}": p.detach().clone() for name, p in module.named_parameters()}
         weights = StageWeights(module, torch.device("cpu"))
         named = {name: p.detach().numpy() for name, p in module.named_parameters()}
-        moments = np.zeros(weights.layout.numel, np.float32)
-        state = StageState(stage, 5, 5, 0, weights.layout.flat(named), moments, moments)
-        write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, weights.layout, keep=1)
+        state = StageState(stage, 5, 5, 0, weights.layout, weights.layout.flat(named), {})
+        write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)
     out = tmp_path / "out"
     export.run("second", out, as_json=True)
     exported = load_file(out / "model-00001-of-00001.safetensors")

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +29,14 @@ from agora.state.checkpoint import (
     write_checkpoint,
 )
 from agora.state.files import replace_tensors
-from agora.state.layout import ELEMENT_BYTES, Layout, StageState, chunk_hashes
+from agora.state.layout import Layout, Moment, StageState, chunk_hashes
 from agora.state.snapshot import Snapshots
 from tests.state.test_layout import slots_of
 
 RUN = "ab" * 32
 NUMEL, SLOTS = slots_of([(7, 30), (30,), (20, 20), ()])
-LAYOUT = Layout(NUMEL, SLOTS)
+WHOLE = [slice(0, NUMEL)]
+LAYOUT = Layout(NUMEL, SLOTS, (Moment("mean", WHOLE), Moment("square", WHOLE, is_square=True)))
 FILES = ("checkpoint.json", "weights.safetensors", "moments.safetensors")
 
 
@@ -45,11 +47,12 @@ def trained(step: int, stage: int = 2, seed: int = 0) -> StageState:
         tensors = {s.name: rng.standard_normal(s.shape).astype(np.float32).reshape(s.shape) for s in SLOTS}
         return LAYOUT.flat({name: np.asarray(tensor) for name, tensor in tensors.items()})
 
-    return StageState(stage, step, step // 2, 1000 * step, flat(), flat(), np.square(flat()))
+    moments = {"mean": flat(), "square": np.square(flat())}
+    return StageState(stage, step, step // 2, 1000 * step, LAYOUT, flat(), moments)
 
 
 def write(folder: Path, step: int, *, keep: int = 3, seed: int = 0) -> Checkpoint:
-    return write_checkpoint(folder, RUN, trained(step, seed=seed), LAYOUT, keep=keep)
+    return write_checkpoint(folder, RUN, trained(step, seed=seed), keep=keep)
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[CheckpointError]]:
@@ -65,7 +68,7 @@ def assert_holds(checkpoint: Checkpoint, step: int, seed: int = 0) -> None:
     got, expected = read_checkpoint(checkpoint, LAYOUT), trained(step, seed=seed)
     assert (got.stage, got.step, got.updates, got.tokens_total) == (2, step, step // 2, 1000 * step)
     for name in ("weights", "mean", "square"):
-        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
+        np.testing.assert_array_equal(got.arrays[name], expected.arrays[name])
 
 
 # --- what is written
@@ -105,7 +108,7 @@ def test_the_last_k_are_kept_and_what_is_not_ours_is_left_alone(tmp_path: Path) 
 
 def test_stages_do_not_touch_each_other(tmp_path: Path) -> None:
     write(tmp_path, 100)
-    write_checkpoint(tmp_path, RUN, trained(500, stage=3), LAYOUT, keep=1)
+    write_checkpoint(tmp_path, RUN, trained(500, stage=3), keep=1)
     assert newest(tmp_path)[0].step == 100
     assert newest_checkpoint(tmp_path, RUN, 4) is None and newest_checkpoint(tmp_path / "none", RUN, 2) is None
 
@@ -125,7 +128,7 @@ async def give(checkpoint: Checkpoint) -> StateIndex:
     async def export(_: int) -> StageState:
         return read_checkpoint(checkpoint, LAYOUT)
 
-    given = await Snapshots(export, lambda _: ELEMENT_BYTES * NUMEL).get_state(GetState(2))
+    given = await Snapshots(export, lambda _: 12 * NUMEL).get_state(GetState(2))
     assert isinstance(given.message, StateIndex)
     return given.message
 
@@ -217,9 +220,11 @@ def test_a_checkpoint_of_another_run_or_stage_or_model_is_refused(tmp_path: Path
         verify_checkpoint(written.path, RUN, 1)
     numel, slots = slots_of([(7, 30), (30,), (20, 21), ()])
     with pytest.raises(CheckpointError, match=r"does not fit stage 2: layer.2.weight is float32 \(20, 20\)"):
-        read_checkpoint(written, Layout(numel, slots))
+        read_checkpoint(written, replace(LAYOUT, numel=numel, slots=slots))
     with pytest.raises(CheckpointError, match="layer.3.weight is no tensor of this stage"):
-        read_checkpoint(written, Layout(NUMEL, SLOTS[:-1]))
+        read_checkpoint(written, replace(LAYOUT, slots=SLOTS[:-1]))
+    with pytest.raises(CheckpointError, match=r"holds square.layer.0.weight, which is no moment of this run"):
+        read_checkpoint(written, replace(LAYOUT, moments=LAYOUT.moments[:1]))
     (written.path / FILES[2]).write_bytes(b"\xff" * 64)
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
         read_checkpoint(written, LAYOUT)

@@ -18,11 +18,11 @@ from agora_protocol.manifest import SignedManifest, preset
 from safetensors import safe_open
 
 from agora.model import family_of
-from agora.node.loaded_span import stage_layouts
 from agora.state import collector
 from agora.state.collector import StageCollector
 from agora.state.layout import Layout, StageState
 from agora.swarm.view import PeerView, View
+from agora.train.trained_stage import stage_layout
 from agora.train.weight_versions import StageWeights
 from tests.state.world import Replica, World, flipped, state
 
@@ -75,7 +75,7 @@ class Scene:
         self.collector = StageCollector(
             signed.run_id,
             self.folder,
-            lambda: stage_layouts(signed.manifest),
+            lambda: [stage_layout(signed.manifest, stage) for stage in range(3)],
             self.held,
             lambda stage: {holder.peer: holder.step_of(stage) for holder in self.view.replicas(stage)},
             self.world,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from agora_protocol.messages import GetSlice, GetState, Slice, StateIndex
 from agora.averaging.partition import Slices
 from agora.state.checkpoint import newest_checkpoint
 from agora.state.keeper import StageHolders, StateKeeper
-from agora.state.layout import StageState
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
 
@@ -43,8 +43,8 @@ def test_a_joining_stage_is_filled_by_replicas_and_not_by_one_that_claims_an_abs
             world, initial = World(), await compute.export_state(0)
             honest = dict(zip(OTHERS[:3], (100, 101, 103), strict=True))
             for peer, step in honest.items():
-                world.add(peer, StageState(0, step, step, 0, initial.weights + 1, initial.mean, initial.square))
-            liar = world.add(OTHERS[3], StageState(0, 10**9, 1, 0, initial.weights + 9, initial.mean, initial.square))
+                world.add(peer, replace(initial, step=step, updates=step, weights=initial.weights + 1))
+            liar = world.add(OTHERS[3], replace(initial, step=10**9, weights=initial.weights + 9))
             keeper = keeper_of(compute, tmp_path, {ME: 0, **honest, OTHERS[3]: 10**9}, world)
             assert await keeper.find_checkpoints() == (0,)
             assert "fetched step 10" in await keeper.fill_stages()

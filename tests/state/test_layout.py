@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from agora_protocol.limits import STATE_CHUNK_BYTES
@@ -11,13 +14,10 @@ from hypothesis.extra.numpy import array_shapes
 
 from agora.state import layout
 from agora.state.layout import (
-    ELEMENT_BYTES,
-    HASH_BYTES,
     Layout,
+    Moment,
     Slot,
-    chunk_count,
     chunk_hashes,
-    chunk_range,
     pack_chunk,
     unpack_chunk,
 )
@@ -66,22 +66,57 @@ def test_tensors_of_another_stage_are_named() -> None:
         stage.flat(good | {"layer.1.weight": np.zeros(4)})
 
 
-@given(st.integers(1, 300))
-def test_chunks_cover_every_element_once_and_carry_its_moments(blocks) -> None:
+def moments_of(numel: int, cuts: list[int]) -> tuple[Moment, Moment]:
+    """The mean of every element; the square of every second range between these places."""
+    edges = sorted({0, *(cut % numel for cut in cuts), numel})
+    ranges = [slice(*edge) for edge in pairwise(edges)][::2]
+    return Moment("mean", [slice(0, numel)]), Moment("square", ranges, is_square=True)
+
+
+@given(st.integers(1, 300), st.lists(st.integers(0, 10**6), max_size=6))
+def test_chunks_cover_every_element_once_and_carry_its_moments(blocks, cuts) -> None:
     numel = 1024 * blocks
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "CHUNK_ELEMENTS", 5000)
-        given_state = state(numel)
-        parts = [pack_chunk(given_state, chunk) for chunk in range(chunk_count(numel))]
-        sizes = [given_state.mean[chunk_range(chunk, numel)].size for chunk in range(len(parts))]
-        assert [len(part) for part in parts] == [ELEMENT_BYTES * size for size in sizes]
-        arrays = [unpack_chunk(memoryview(part)) for part in parts]
-        for number, name in enumerate(("weights", "mean", "square")):
-            np.testing.assert_array_equal(np.concatenate([a[number] for a in arrays]), getattr(given_state, name))
-        assert len(chunk_hashes(given_state)) == HASH_BYTES * len(parts)
-        assert chunk_range(len(parts) - 1, numel).stop == numel
+        patch.setattr(layout, "STATE_CHUNK_BYTES", 60_000)
+        mean, square = moments_of(numel, cuts)
+        full = state(numel)
+        squares = np.concatenate([full.moments["square"][part] for part in square.ranges])
+        moments = {"mean": full.moments["mean"], "square": squares}
+        given_state = replace(full, layout=replace(full.layout, moments=(mean, square)), moments=moments)
+        stage, parts = given_state.layout, [pack_chunk(given_state, n) for n in range(given_state.layout.chunk_count)]
+        assert stage.nbytes == sum(map(len, parts)) == 4 * sum(array.size for array in given_state.arrays.values())
+        assert len(parts) == -(-numel // 5000) and max(map(len, parts)) <= 60_000
+        arrays = [unpack_chunk(memoryview(part), stage, number) for number, part in enumerate(parts)]
+        for number, array in enumerate(given_state.arrays.values()):
+            np.testing.assert_array_equal(np.concatenate([chunk[number] for chunk in arrays]), array)
+        for number, (weights, _, values) in enumerate(arrays):
+            elements, *_ = stage.chunk_places(number)
+            inside = np.zeros(numel, bool)
+            for part in square.ranges:
+                inside[part] = True
+            np.testing.assert_array_equal(values, np.square(weights[inside[elements]]))
+        assert len(chunk_hashes(given_state)) == 32 * len(parts)
+
+
+@given(
+    st.lists(array_shapes(min_dims=0, max_dims=2, min_side=1, max_side=9), min_size=1, max_size=8), st.integers(0, 255)
+)
+def test_a_moment_of_some_tensors_holds_them_by_name(shapes, chosen) -> None:
+    numel, slots = slots_of(shapes)
+    stage = Layout(numel, slots)
+    names = {slot.name for number, slot in enumerate(slots) if chosen >> number & 1}
+    moment = Moment("square", stage.ranges(lambda slot: slot.name in names))
+    flat = np.arange(numel, dtype=np.float32)
+    stage.clear_padding(flat)
+    kept = np.concatenate([flat[part] for part in moment.ranges] or [np.zeros(0, np.float32)])
+    inside = stage.of_moment(moment)
+    assert kept.size == moment.numel == inside.numel
+    assert inside.named(kept).keys() == names
+    for name, tensor in inside.named(kept).items():
+        np.testing.assert_array_equal(tensor, stage.named(flat)[name])
+    np.testing.assert_array_equal(inside.flat(inside.named(kept)), kept)
 
 
 def test_a_chunk_is_never_larger_than_the_protocol_says() -> None:
-    nbytes = ELEMENT_BYTES * chunk_range(0, 10**7).stop
+    nbytes = 12 * state(10**7).layout.chunk_places(0)[0].stop
     assert nbytes <= STATE_CHUNK_BYTES < nbytes + 12

@@ -10,11 +10,10 @@ from agora_protocol.messages import GetState
 
 from agora.calls import Reply
 from agora.net.incoming import IncomingCall
-from agora.state.layout import ELEMENT_BYTES
 from agora.state.snapshot import Snapshots
 from agora.state.transfer import StateFetch
 from tests.net.helpers import after, echo, peers, run
-from tests.state.world import WINDOW, World, chunks, state
+from tests.state.world import WINDOW, World, chunks, layout_of, state
 
 NUMEL = chunks(11.5)
 
@@ -42,15 +41,15 @@ def test_a_peer_that_closes_in_the_middle_costs_its_open_chunks() -> None:
     async def main() -> None:
         async with peers(echo, handle, handle, handle) as (joiner, *sources):
             first_source.append(sources[0])
-            fetch = StateFetch(joiner.network, 0, NUMEL, World().report_offence)
+            fetch = StateFetch(joiner.network, 0, layout_of(NUMEL), World().report_offence)
             got = await fetch.run([source.id for source in sources], deadline=after(60))
             for name in ("weights", "mean", "square"):
-                np.testing.assert_array_equal(getattr(got, name), getattr(given, name))
+                np.testing.assert_array_equal(got.arrays[name], given.arrays[name])
             assert len(closing) == 1 and 0 <= fetch.schedule.refetched <= WINDOW
             await closing[0]
             assert not joiner.violations and not joiner.failures
 
     closing: list[asyncio.Task[None]] = []
     first_source: list[Any] = []
-    snapshots = Snapshots(export, lambda _: ELEMENT_BYTES * NUMEL)
+    snapshots = Snapshots(export, lambda _: 12 * NUMEL)
     run(main, timeout_s=90.0)

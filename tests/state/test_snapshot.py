@@ -9,13 +9,13 @@ import pytest
 from agora_protocol.errors import Busy, NotMyStage, ProtocolError, Refused
 from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
-from agora.state.layout import ELEMENT_BYTES, StageState, pack_chunk
+from agora.state.layout import StageState, pack_chunk
 from agora.state.snapshot import MAX_BYTES, Snapshots
 from tests.pipeline.virtual_time import run
 from tests.state.world import chunks, state
 
 NUMEL = chunks(2.5)
-NBYTES = ELEMENT_BYTES * NUMEL
+NBYTES = 12 * NUMEL
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,9 @@ from agora_protocol.messages import StateIndex
 
 from agora.calls import Reply
 from agora.state import transfer
-from agora.state.layout import chunk_range
 from agora.state.transfer import StateFetch
 from tests.pipeline.virtual_time import run
-from tests.state.world import WINDOW, World, chunks, flipped, state
+from tests.state.world import WINDOW, World, chunks, flipped, layout_of, state
 
 NUMEL = chunks(11.5)
 COUNT = 12
@@ -37,7 +36,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def fetcher(world: World) -> StateFetch:
-    return StateFetch(world, 0, NUMEL, world.report_offence)  # type: ignore[arg-type]
+    return StateFetch(world, 0, layout_of(NUMEL), world.report_offence)  # type: ignore[arg-type]
 
 
 async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, at_least: int = 0):
@@ -53,7 +52,7 @@ async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, a
 
 def assert_equal(got, expected) -> None:
     for name in ("weights", "mean", "square"):
-        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
+        np.testing.assert_array_equal(got.arrays[name], expected.arrays[name])
 
 
 def test_one_source_gives_exactly_what_it_has() -> None:
@@ -76,10 +75,10 @@ def test_several_sources_are_used_at_once_and_no_element_is_mixed() -> None:
             world.add(name, state(NUMEL, value=value, step=10 + int(value), updates=int(value)), uplink=8e6)
         got, took = await fetched(world, fetcher(world))
         for chunk in range(COUNT):
-            elements = chunk_range(chunk, NUMEL)
+            elements, *_ = layout_of(NUMEL).chunk_places(chunk)
             source = next(r.state for r in world.replicas.values() if r.given[chunk])
             for name in ("weights", "mean", "square"):
-                np.testing.assert_array_equal(getattr(got, name)[elements], getattr(source, name)[elements])
+                np.testing.assert_array_equal(got.arrays[name][elements], source.arrays[name][elements])
         assert all(len(replica.given) == COUNT / 3 for replica in world.replicas.values())
         assert took < 1.1 * STATE_BYTES / 24e6 + 0.1
         assert (got.step, got.updates) == (11, 1), "the least of those behind the chunks"
@@ -171,7 +170,7 @@ def test_what_no_optimizer_leaves_is_a_lie_even_where_the_hash_is_right() -> Non
         for field, value in (("weights", np.nan), ("mean", np.inf), ("square", -1.0)):
             world = World()
             poisoned = state(NUMEL)
-            getattr(poisoned, field)[5] = value
+            poisoned.arrays[field][5] = value
             world.add("liar", poisoned)
             world.add("b", state(NUMEL))
             got, _ = await fetched(world, fetcher(world))
@@ -254,7 +253,9 @@ def test_a_source_where_no_replica_can_be_is_not_used_and_puts_no_other_behind()
         world = World()
         sound = [world.add(name, state(NUMEL, step=500)) for name in "ab"]
         liar = world.add("liar", state(NUMEL, step=10**9))
-        got, _ = await fetched(world, StateFetch(world, 0, NUMEL, world.report_offence, plausible_step=lambda: 600.0))
+        got, _ = await fetched(
+            world, StateFetch(world, 0, layout_of(NUMEL), world.report_offence, plausible_step=lambda: 600.0)
+        )
         assert got.step == 500 and all(source.given for source in sound) and not liar.calls["GetChunk"]
 
     run(work())

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from agora_protocol.errors import AgoraError, Refused
 from agora_protocol.ids import PeerId
+from agora_protocol.limits import STATE_CHUNK_BYTES
 from agora_protocol.messages import GetChunk, GetSlice, GetState, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
-from agora.state.layout import CHUNK_ELEMENTS, ELEMENT_BYTES, StageState
+from agora.state.layout import Layout, Moment, Slot, StageState
 from agora.state.missed_slices import SLICE_CHUNK, slice_reply
 from agora.state.snapshot import Snapshots
 from agora.swarm.conduct import Offence
@@ -24,15 +25,24 @@ from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 WINDOW = 3
 
 
+def layout_of(numel: int, squared: slice | None = None) -> Layout:
+    """One vector of `numel` elements, the mean of each, and the square of those in `squared`, by default of all."""
+    whole = slice(0, numel)
+    moments = Moment("mean", [whole]), Moment("square", [squared or whole], is_square=True)
+    return Layout(numel, [Slot("all", 0, (numel,))], moments)
+
+
 def state(numel: int, *, value: float = 1.0, step: int = 10, updates: int = 7, stage: int = 0) -> StageState:
     """Weights near `value`, means near -value, squares value^2: what came from whom can be told."""
     ramp = np.linspace(0, 0.5, numel, dtype=np.float32)
-    return StageState(stage, step, updates, 1000, ramp + value, -(ramp + value), np.square(ramp + value))
+    weights = ramp + value
+    moments = {"mean": -weights, "square": np.square(weights)}
+    return StageState(stage, step, updates, 1000, layout_of(numel), weights, moments)
 
 
 def chunks(count: float) -> int:
     """Elements of about `count` chunks, a whole number of slice blocks."""
-    return int(count * CHUNK_ELEMENTS) // 1024 * 1024
+    return int(count * (STATE_CHUNK_BYTES // 12)) // 1024 * 1024
 
 
 @dataclass
@@ -71,7 +81,7 @@ class Replica:
         async def export(_: int) -> StageState | None:
             return self.state
 
-        self.snapshots = Snapshots(export, lambda _: 0 if self.state is None else ELEMENT_BYTES * self.state.numel)
+        self.snapshots = Snapshots(export, lambda _: 0 if self.state is None else self.state.layout.nbytes)
         self.world.network.join(self.peer, self.handle)
 
     @property

@@ -35,7 +35,7 @@ class SliceBench(Bench):
         """The slice of a stage whose weights would be `values` there: what lies between tensors is zero."""
         flat = torch.zeros(self.stage.weights.layout.numel)
         flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)] = values.view(-1, SLICE_BLOCK)
-        self.stage.weights.clear_padding(flat)
+        self.stage.weights.layout.clear_padding(flat)
         return flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)].flatten()
 
 
