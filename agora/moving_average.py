@@ -10,10 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MovingAverage:
-    """Exponential moving average with weight `weight` for each new sample; `value` is None before the first sample.
-
-    The first 1 / weight samples count equally, so that the average starts as a plain mean and not at the first sample.
-    """
+    """Exponential moving average, None before the first sample; the first 1 / `weight` samples count equally."""
 
     weight: float
     value: float | None = None

@@ -1,7 +1,6 @@
 """What the device thread and the event loop tell each other: step policies one way; results and step events back.
 
 Knows: tokens, step numbers, encoded gradients. Must not know: torch, gradients, replicas, how tokens are agreed on.
-
 The loop publishes a new StepPolicy whenever what it knows of the other replicas changes; the device thread reads the
 newest one. For every step it puts a StageStepped on a queue. Neither calls into objects of the other.
 """
@@ -18,10 +17,8 @@ from typing import Final
 
 from agora_protocol.tensors import WireTensor
 
-EVERY_STEP: Final = sys.maxsize
-"""As `exact_steps`: all steps of the run are exact."""
-MOST_EVENTS: Final = 4096
-"""Step events that wait for their reader at most; the oldest are dropped beyond that."""
+EVERY_STEP: Final = sys.maxsize  # as `exact_steps`: all steps of the run are exact
+MOST_EVENTS: Final = 4096  # step events that wait for their reader at most; the oldest are dropped beyond that
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +32,20 @@ class StepPolicy:
     |------------------------|---------------------------------------------|----------------------|
     | own tokens needed      | tokens_to_go                                | target_tokens        |
     | waits for mean gradient| step < exact_steps, unless `alone`          | step < exact_steps   |
-
-    tokens_to_go: tokens that this replica has to count, what it has counted already included, so that all replicas
-    together reach `target_tokens`. alone: no other replica holds the stage.
     """
 
-    target_tokens: int
+    target_tokens: int  # that all replicas together count for one step
     exact_steps: int = 0
     step: int = -1
-    tokens_to_go: int = 0
-    alone: bool = False
+    tokens_to_go: int = 0  # that this replica has to count so that all reach `target_tokens`, its counted ones included
+    alone: bool = False  # no other replica holds the stage
 
     def tokens_needed(self, step: int) -> int:
         """Returns the tokens this replica must count for step `step`: tokens_to_go at self.step, else target_tokens."""
         return self.tokens_to_go if step == self.step else self.target_tokens
 
     def waits_for_mean(self, step: int) -> bool:
-        """Returns whether step number `step` waits for the mean gradient of all replicas.
-
-        So it does if step < exact_steps, unless it is self.step and this peer is `alone` with the stage.
-        """
+        """Whether step `step` waits for all replicas' mean gradient: step < exact_steps, unless known to be alone."""
         return step < self.exact_steps and not (self.alone and step == self.step)
 
 
@@ -69,23 +60,16 @@ class StageStepped:
 
 @dataclass(frozen=True, slots=True)
 class SpanResult:
-    """What a span has made of one microbatch: gradient, device time, loss.
+    """What a span has made of one microbatch: gradient, device time, loss."""
 
-    gradient: of the boundary that entered, encoded; None at stage 0 and when evaluating. busy_s: seconds on the device,
-    the forward included. loss_sum: in nats, over `tokens` supervised tokens; only the run's last stage knows them.
-    """
-
-    gradient: WireTensor | None
-    busy_s: float
-    loss_sum: float = 0.0
+    gradient: WireTensor | None  # of the boundary that entered, encoded; None at stage 0 and when evaluating
+    busy_s: float  # seconds on the device, the forward included
+    loss_sum: float = 0.0  # in nats, over `tokens` supervised tokens; only the run's last stage knows both
     tokens: int = 0
 
 
 class StepEvents:
-    """A queue of StageStepped from any thread to one reader, on the event loop on which it was made.
-
-    It holds MOST_EVENTS at most and then drops the oldest.
-    """
+    """A bounded queue of StageStepped, from any thread to one reader on the event loop on which it was made."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

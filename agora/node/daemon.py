@@ -25,7 +25,7 @@ from agora.node.startup import StartSteps, Startup
 from agora.node.watchdog import Notifier
 from agora.observe import faults
 from agora.observe.journal import Journal
-from agora.observe.log import choose_log
+from agora.observe.log import EventLog
 from agora.observe.reporter import Reporter
 
 
@@ -39,11 +39,8 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
     chosen = settings.load(home.root / "agora.toml", flags)
     reference = runs.resolve(text, home)
     with _open_directory(home.root) as journal:
-        reporter, notifier = Reporter([journal, choose_log(chosen.log_level)]), Notifier()
-        try:
-            faults.activate(faults.from_environment())
-        except faults.FaultSpecError as error:
-            raise LocalError(f"{error}; correct it, or unset AGORA_FAULTS.") from None
+        reporter, notifier = Reporter([journal, EventLog(level=chosen.log_level)]), Notifier()
+        faults.activate(faults.from_environment())
         steps = StartSteps(reporter.report, notifier)
         with steps.step("identity") as note:
             identity = Identity.load_or_create(home.identity)

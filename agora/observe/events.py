@@ -3,7 +3,7 @@
 Knows: names, fields and one-line sentences. Must not know: clocks, files, torch, asyncio. Every event is a frozen
 dataclass of plain values (str, int, float, bool, None, tuples of them), so that it survives a trip through JSON. Peers
 are base58 peer ids, microbatches are 32 hex characters, durations are seconds. Events of level debug go to the journal
-only; the others are shown to people as well, with the sentence that `describe` returns.
+only. In order: a daemon's life, a microbatch's way, training, replicas and their state, the swarm.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ Level = Literal["debug", "info", "warning", "error"]
 @dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a daemon. The subclasses below are the whole list; each becomes a frozen dataclass.
-
-    template: a sentence with the fields' names in braces; "" lists all fields.
-    """
+    """Something that happened in a daemon. The subclasses below are the whole list; each becomes a frozen dataclass."""
 
     level: ClassVar[Level] = "debug"
-    template: ClassVar[str] = ""
+    template: ClassVar[str] = ""  # a sentence with the fields' names in braces; "" lists all fields
 
     def __init_subclass__(cls, level: Level = "debug", template: str = "") -> None:
         """Makes the subclass a frozen dataclass with this level and template."""
@@ -43,9 +40,6 @@ class Event:
 
 Report = Callable[[Event], None]
 """Takes an event from any room and any thread. It never blocks and never raises."""
-
-
-# --- a daemon's life
 
 
 class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {note}"):
@@ -96,9 +90,6 @@ class DiskTrouble(
 
     path: str
     error: str
-
-
-# --- a microbatch's way
 
 
 class MicrobatchStarted(Event):
@@ -174,25 +165,17 @@ class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} ove
     seconds: float
 
 
-# --- training
-
-
 class StepTaken(Event):
-    """Event: a stage took an optimizer step.
-
-    tokens: of this peer in the step; 0 when only the stage's other replicas took it, and this one took over its number.
-    loss: mean loss per token of its microbatches where this peer knows it (last stage), else None. staleness: mean age
-    of their gradients, in steps.
-    """
+    """Event: a stage took an optimizer step."""
 
     stage: int
     step: int
-    tokens: int
-    loss: float | None
+    tokens: int  # of this peer; 0 when only the stage's other replicas took the step, and this one took over its number
+    loss: float | None  # mean per token of this peer's microbatches; None unless it holds the last stage
     seconds: float
     learning_rate: float = 0.0
     gradient_norm: float | None = None
-    staleness: float = 0.0
+    staleness: float = 0.0  # mean age of this peer's gradients, in steps
 
 
 class StepsSkipped(
@@ -225,29 +208,21 @@ class GradientRefused(Event, level="warning", template="refused a gradient of st
     reason: str
 
 
-# --- replicas and their state
-
-
 class RoundDone(Event):
-    """Event: an averaging round of one stage ended.
-
-    what: "weights" or "gradient". failed_parts: of `parts`, those that stayed as they were. members: replicas that took
-    part in time, of `expected`, as a mean over the parts. distance, distance_others: root mean square difference from
-    the average: of this replica, and the median over all members in the average.
-    """
+    """Event: an averaging round of one stage ended."""
 
     stage: int
-    what: str
+    what: str  # "weights" or "gradient"
     round: int
     parts: int
-    failed_parts: int
-    members: float
+    failed_parts: int  # those that stayed as they were
+    members: float  # replicas that took part in time, of `expected`: the mean over the parts
     expected: int
     weight: float
     seconds: float
     bytes_out: int
-    distance: float
-    distance_others: float
+    distance: float  # of this replica: root mean square difference from the average
+    distance_others: float  # the median over all members in the average
 
 
 class PartFailed(Event):
@@ -297,9 +272,6 @@ class StageFellBehind(
     others: int
 
 
-# --- the swarm
-
-
 class PeerSeen(Event):
     """Event: a peer of the run came into view, or changed its span, state, incarnation or addresses."""
 
@@ -333,16 +305,13 @@ class HealthChanged(Event, level="info", template="health {state}: {why}; {do}")
 
 
 class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offence}, {text}; {follows}"):
-    """Event: a peer did what no honest peer does. offence: a word of swarm.conduct.Offence; follows: its consequence.
-
-    shut_out_s: seconds for which the peer is shut out from now, 0.0 when it is not.
-    """
+    """Event: a peer did what no honest peer does. offence: a word of conduct.Offence; follows: its consequence."""
 
     peer: str
     offence: str
     text: str
     follows: str = ""
-    shut_out_s: float = 0.0
+    shut_out_s: float = 0.0  # seconds for which the peer is shut out from now
 
 
 class DirectoryTrouble(Event):

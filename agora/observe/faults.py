@@ -3,13 +3,6 @@
 Knows: AGORA_FAULTS ("point:action[:nth][,...]"), AGORA_FAULTS_LOG. Must not know: what happens at the points. Without
 AGORA_FAULTS a point costs one comparison. `nth` counts arrivals from 1 (the default); `3+` stands for the third and
 every later one. Each fault is appended to the file AGORA_FAULTS_LOG before it acts, so that a test can count them.
-
-| action | effect |
-|---|---|
-| kill | SIGKILL to this process |
-| stop | SIGSTOP: the whole process freezes |
-| hang | this task, or this thread, never goes on; the rest of the process lives |
-| sleep=SECONDS | this task, or this thread, goes on later |
 """
 
 from __future__ import annotations
@@ -23,6 +16,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from agora_protocol.errors import LocalError
+
 POINTS = {
     "hop.accepted": "a seat is taken, nothing is computed",
     "hop.forwarded": "this span's forward is done, its backward is not",
@@ -34,15 +29,16 @@ POINTS = {
     "averaging.gathered": "an owner has averaged a part and not answered this member",
     "averaging.answered": "an owner's answer to one member is ready to leave",
 }
+ACTIONS = {
+    "kill": "SIGKILL to this process",
+    "hang": "this task, or this thread, never goes on; the rest of the process lives",
+    "stop": "SIGSTOP: the whole process freezes",
+    "sleep": "as sleep=SECONDS: this task, or this thread, goes on later",
+}
 HANG_S = 1e8
-ACTIONS = ("kill", "hang", "stop", "sleep")
 
 ReachFault = Callable[[str], Awaitable[None]]
 """Called with a point's name when the program reaches it; `reach` outside of tests."""
-
-
-class FaultSpecError(ValueError):
-    """Raised when AGORA_FAULTS names an unknown point or action, or a malformed number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,39 +53,33 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Returns the faults of "point:action[:nth][,...]", the text of AGORA_FAULTS. Raises FaultSpecError."""
-    return tuple(_parse_fault(part.strip()) for part in text.split(",") if part.strip())
-
-
-def _parse_fault(text: str) -> Fault:
-    """Returns the fault of one entry "point:action[=seconds][:nth[+]]". Raises FaultSpecError."""
-    point, _, rest = text.partition(":")
-    action, _, nth = rest.partition(":")
-    action, _, seconds = action.partition("=")
-    if point not in POINTS:
-        raise FaultSpecError(f"AGORA_FAULTS names the point {point!r}; known are {', '.join(POINTS)}")
-    if action not in ACTIONS:
-        raise FaultSpecError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}")
-    try:
-        return Fault(point, action, float(seconds or 0.0), int(nth.rstrip("+") or 1), nth.endswith("+"))
-    except ValueError:
-        raise FaultSpecError(f"AGORA_FAULTS has a malformed number in {text!r}") from None
+    """Returns the faults of "point:action[=seconds][:nth[+]][,...]", the text of AGORA_FAULTS. Raises ValueError."""
+    faults = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        point, _, rest = entry.partition(":")
+        action, _, nth = rest.partition(":")
+        action, _, seconds = action.partition("=")
+        if point not in POINTS:
+            raise ValueError(f"AGORA_FAULTS names the point {point!r}; known are {', '.join(POINTS)}")
+        if action not in ACTIONS:
+            raise ValueError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}")
+        try:
+            faults.append(Fault(point, action, float(seconds or 0.0), int(nth.rstrip("+") or 1), nth.endswith("+")))
+        except ValueError:
+            raise ValueError(f"AGORA_FAULTS has a malformed number in {entry!r}") from None
+    return tuple(faults)
 
 
 class Faults:
     """Counts how often each point of this process is reached; kills, freezes or delays where planned. Thread-safe."""
 
     def __init__(self, plan: tuple[Fault, ...], log_path: str | None) -> None:
-        self._plan = plan
-        self._log_path = log_path
+        self._plan, self._log_path = plan, log_path
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def act(self, point: str) -> float:
-        """Counts an arrival at `point`; when a fault is due there, logs it and kills or freezes the process.
-
-        Returns the seconds that the caller must wait instead for "sleep" and "hang"; 0.0 when nothing is due.
-        """
+        """Counts an arrival at `point`; kills, freezes, or returns the seconds to wait for, as is due; else 0.0."""
         with self._lock:
             self._counts[point] += 1
             count = self._counts[point]
@@ -107,9 +97,12 @@ class Faults:
 
 
 def from_environment() -> Faults | None:
-    """Returns the faults of AGORA_FAULTS, None when it is empty. Raises FaultSpecError."""
+    """Returns the faults of AGORA_FAULTS, None when it is empty. Raises LocalError when it is malformed."""
     text = os.environ.get("AGORA_FAULTS", "")
-    return Faults(parse(text), os.environ.get("AGORA_FAULTS_LOG")) if text else None
+    try:
+        return Faults(parse(text), os.environ.get("AGORA_FAULTS_LOG")) if text else None
+    except ValueError as error:
+        raise LocalError(f"{error}; correct it, or unset AGORA_FAULTS.") from None
 
 
 _active: Faults | None = None

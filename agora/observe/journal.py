@@ -6,13 +6,14 @@ write(2) to a file opened with O_APPEND, so that what was reported before a SIGK
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import math
 import os
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,7 @@ KEPT_FILES = 3
 
 
 class Journal:
-    """A reporter's sink that appends to the journal. Raises OSError when the file cannot be written.
-
-    At `max_file_bytes` the file is rotated; KEPT_FILES files are kept.
-    """
+    """A reporter's sink that appends to the journal; rotates the file at `max_file_bytes`, keeps KEPT_FILES files."""
 
     def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self.path = directory / FILE_NAME
@@ -68,11 +66,8 @@ def rotated(path: Path, number: int) -> Path:
 def encode(event: Event, at_unix: float) -> bytes:
     """Returns the event's JSON line, with its time. Numbers that are not finite become null, since JSON has none."""
     fields = {"at_unix": round(at_unix, 6)} | to_json(event)
-    try:
-        return (json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n").encode()
-    except ValueError:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
-        return (json.dumps(finite, separators=(",", ":")) + "\n").encode()
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+    return (json.dumps(finite, separators=(",", ":")) + "\n").encode()
 
 
 @dataclass
@@ -85,7 +80,7 @@ class Follower:
 
     def news(self) -> list[dict[str, Any]]:
         """Returns the whole lines that were written since the last call; those that are no JSON object are left out."""
-        lines: list[dict[str, Any]] = []
+        values: list[Any] = []
         for file in self._unread():
             with file.open("rb") as handle:
                 inode = os.fstat(handle.fileno()).st_ino
@@ -94,8 +89,10 @@ class Follower:
                 data = handle.read()
             whole = data[: data.rfind(b"\n") + 1]
             self._inode, self._offset = inode, offset + len(whole)
-            lines.extend(_parsed(whole))
-        return lines
+            for line in whole.splitlines():
+                with contextlib.suppress(ValueError):
+                    values.append(json.loads(line))
+        return [value for value in values if isinstance(value, dict)]
 
     def _unread(self) -> list[Path]:
         """Returns the file that was read last, wherever rotation has moved it, and every newer one, oldest first."""
@@ -108,17 +105,6 @@ class Follower:
             if candidate.stat().st_ino == self._inode:
                 break
         return files
-
-
-def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of whole lines; other lines are left out."""
-    for line in lines.splitlines():
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(fields, dict):
-            yield fields
 
 
 def to_json(event: Event) -> dict[str, Any]:

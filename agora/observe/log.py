@@ -19,8 +19,8 @@ _PRIORITY = {"debug": 7, "info": 6, "warning": 4, "error": 3}
 REPEAT_SECONDS = 10.0
 
 
-def under_systemd(stream: TextIO = sys.stderr) -> bool:
-    """Whether standard error goes to journald: then JOURNAL_STREAM names the stream's device and inode."""
+def goes_to_journald(stream: TextIO) -> bool:
+    """Whether systemd's journal reads the stream: then JOURNAL_STREAM names the stream's device and inode."""
     try:
         status = os.fstat(stream.fileno())
     except (OSError, ValueError):
@@ -28,21 +28,27 @@ def under_systemd(stream: TextIO = sys.stderr) -> bool:
     return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
-class HumanLog:
-    """A reporter's sink that writes `12:00:01 sentence` for each event of `level` or above.
+class EventLog:
+    """A reporter's sink that writes each event of `level` or above to a stream, standard error by default.
 
-    A sentence that is repeated within 10 s is written once (info events always); the next one says how many there were.
+    People get `12:00:01 sentence`: one that is repeated within 10 s is written once (info events always), and the next
+    one says how many there were. journald gets every event, as `<priority>{json}`.
     """
 
     def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:
         self._stream = stream if stream is not None else sys.stderr
         self._floor = LEVELS.index(level)
+        self._is_for_journald = goes_to_journald(self._stream)
         self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
         self._last: dict[str, tuple[float, int]] = {}
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Writes the event's sentence, unless its level is too low or it repeats one, not info, of the last 10 s."""
+        """Writes the event, unless its level is too low or its sentence repeats one, not info, of the last 10 s."""
         if LEVELS.index(event.level) < self._floor:
+            return
+        if self._is_for_journald:
+            line = journal.encode(event, at_unix).decode().rstrip("\n")
+            print(f"<{_PRIORITY[event.level]}>{line}", file=self._stream, flush=True)
             return
         sentence = event.describe()
         written_unix, repeats = self._last.get(sentence, (0.0, 0))
@@ -58,22 +64,3 @@ class HumanLog:
         if self._colour and event.level in _COLOURS:
             line = f"{_COLOURS[event.level]}{line}\x1b[0m"
         print(line, file=self._stream, flush=True)
-
-
-class JsonLog:
-    """A reporter's sink for journald: writes `<priority>{json}` for each event of `level` or above, and no others."""
-
-    def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:
-        self._stream = stream if stream is not None else sys.stderr
-        self._floor = LEVELS.index(level)
-
-    def take(self, event: Event, at_unix: float) -> None:
-        """Writes the event, unless its level is too low."""
-        if LEVELS.index(event.level) >= self._floor:
-            line = journal.encode(event, at_unix).decode().rstrip("\n")
-            print(f"<{_PRIORITY[event.level]}>{line}", file=self._stream, flush=True)
-
-
-def choose_log(level: str = "info") -> HumanLog | JsonLog:
-    """Returns the sink that writes JSON lines when standard error goes to journald, else the one for people."""
-    return JsonLog(level=level) if under_systemd() else HumanLog(level=level)

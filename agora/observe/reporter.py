@@ -67,30 +67,26 @@ SIGNS_OF_PROGRESS = (
 
 @dataclass
 class Counters:
-    """Running totals of the events.
+    """Running totals of the events; numbers of microbatches unless said otherwise."""
 
-    started, completed, dropped: this peer's own microbatches by purpose. tokens: of the completed ones that train.
-    counted: by stage, the microbatches whose gradient was added. steps: by stage, the newest step. stage_loss: the
-    newest loss that the last stage reported, None before. last_sign_unix: time of the last sign of progress.
-    """
-
-    started: Counter[str] = field(default_factory=Counter)
+    occurred: Counter[str] = field(default_factory=Counter)  # all events, by name
+    started: Counter[str] = field(default_factory=Counter)  # this peer's own, by purpose; so are the next two
     completed: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0
-    rerouted: int = 0
-    repeats: int = 0
-    refused: int = 0
-    counted: Counter[int] = field(default_factory=Counter)
+    tokens: int = 0  # of the completed ones that train
+    counted: Counter[int] = field(default_factory=Counter)  # by stage: those whose gradient was added
     counted_tokens: int = 0
     first_counted_unix: float | None = None
-    steps: dict[int, int] = field(default_factory=dict)
-    stage_loss: float | None = None
-    last_sign_unix: float = 0.0
+    steps: dict[int, int] = field(default_factory=dict)  # by stage: the newest optimizer step
+    stage_loss: float | None = None  # the newest that the last stage reported
+    last_sign_unix: float = 0.0  # when the last of SIGNS_OF_PROGRESS came
     offences: Counter[str] = field(default_factory=Counter)
 
     def take(self, event: Event, at_unix: float) -> None:
         """Adds one event to the totals that it concerns, and notes its time if it is one of SIGNS_OF_PROGRESS."""
+        self.occurred[type(event).__name__] += 1
+        if isinstance(event, SIGNS_OF_PROGRESS):
+            self.last_sign_unix = at_unix
         match event:
             case events.MicrobatchStarted(_, purpose):
                 self.started[purpose] += 1
@@ -106,16 +102,8 @@ class Counters:
             case events.StepTaken(stage, step, _, loss):
                 self.steps[stage] = step
                 self.stage_loss = self.stage_loss if loss is None else loss
-            case events.MicrobatchRerouted():
-                self.rerouted += 1
-            case events.RepeatServed():
-                self.repeats += 1
-            case events.HopRefused():
-                self.refused += 1
             case events.OffenceRecorded(_, offence):
                 self.offences[offence] += 1
-        if isinstance(event, SIGNS_OF_PROGRESS):
-            self.last_sign_unix = at_unix
 
     def summary(self) -> dict[str, Any]:
         """Returns most counters as JSON values; stage numbers become strings, as JSON requires of keys."""
@@ -126,9 +114,9 @@ class Counters:
                 "completed": completed,
                 "dropped": dropped,
                 "in_flight": started - completed - dropped,
-                "rerouted": self.rerouted,
-                "repeats": self.repeats,
-                "refused": self.refused,
+                "rerouted": self.occurred["MicrobatchRerouted"],
+                "repeats": self.occurred["RepeatServed"],
+                "refused": self.occurred["HopRefused"],
             },
             "tokens": self.tokens,
             "evaluated": {"completed": self.completed["evaluate"], "dropped": self.dropped["evaluate"]},

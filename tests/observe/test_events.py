@@ -103,4 +103,4 @@ def test_reports_from_many_threads_are_all_counted() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert reporter.counters.repeats == 4000
+    assert reporter.counters.occurred["RepeatServed"] == 4000

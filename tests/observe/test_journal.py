@@ -77,12 +77,12 @@ import sys
 from pathlib import Path
 from agora.observe import events
 from agora.observe.journal import Journal
-from agora.observe.log import HumanLog
+from agora.observe.log import EventLog
 from agora.observe.reporter import Reporter
-reporter = Reporter([Journal(Path(sys.argv[1])), HumanLog(sys.stdout)])
+reporter = Reporter([Journal(Path(sys.argv[1])), EventLog(sys.stdout)])
 for number in range(200):
     reporter.report(events.PeerGone(str(number), "left"))
-print("alive", reporter.counters.repeats)
+print("alive", reporter.counters.occurred['PeerGone'])
 """
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from agora.observe import events
-from agora.observe.log import HumanLog, JsonLog, under_systemd
+from agora.observe.log import EventLog, goes_to_journald
 
 
 def test_a_healthy_daemon_says_nothing_about_its_work() -> None:
     stream = io.StringIO()
-    log = HumanLog(stream)
+    log = EventLog(stream)
     for number in range(100):
         log.take(events.MicrobatchStarted(f"{number}"), number)
         log.take(events.MicrobatchCompleted(f"{number}", 1.0, 8, 0.1), number)
@@ -25,7 +25,7 @@ def test_a_healthy_daemon_says_nothing_about_its_work() -> None:
 
 def test_equal_warnings_are_told_once_with_their_number() -> None:
     stream = io.StringIO()
-    log = HumanLog(stream)
+    log = EventLog(stream)
     for number in range(50):
         log.take(events.OffenceRecorded("p", "bad-frame", "a wrong magic"), 100.0 + number / 10)
     log.take(events.OffenceRecorded("p", "bad-frame", "a wrong magic"), 111.0)
@@ -34,10 +34,14 @@ def test_equal_warnings_are_told_once_with_their_number() -> None:
     assert lines[1].endswith("(50 times)")
 
 
-def test_journald_gets_a_priority_and_the_journals_fields() -> None:
-    stream = io.StringIO()
-    JsonLog(stream).take(events.OffenceRecorded("p", "bad-frame", "why", "1 of 3 points", 0.0), 12.5)
-    priority, _, rest = stream.getvalue().partition(">")
+def test_journald_gets_a_priority_and_the_journals_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "stream").open("w") as stream:
+        status = os.fstat(stream.fileno())
+        monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
+        log = EventLog(stream)
+        log.take(events.MicrobatchStarted("quiet"), 12.0)
+        log.take(events.OffenceRecorded("p", "bad-frame", "why", "1 of 3 points", 0.0), 12.5)
+    priority, _, rest = (tmp_path / "stream").read_text().partition(">")
     assert priority == "<4"
     assert json.loads(rest) == {"at_unix": 12.5, "event": "OffenceRecorded"} | {
         "peer": "p",
@@ -52,7 +56,7 @@ def test_journald_is_recognised_by_the_streams_own_inode(tmp_path: Path, monkeyp
     with (tmp_path / "stream").open("w") as stream:
         status = os.fstat(stream.fileno())
         monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
-        assert under_systemd(stream)
+        assert goes_to_journald(stream)
         monkeypatch.setenv("JOURNAL_STREAM", "1:2")
-        assert not under_systemd(stream)
-    assert not under_systemd(io.StringIO())
+        assert not goes_to_journald(stream)
+    assert not goes_to_journald(io.StringIO())
