@@ -1,8 +1,6 @@
 """How every command prints and ends: exit codes, one sentence for an error, progress, JSON alone on standard output.
 
 Knows: streams, terminals, exit codes. Must not know: any command; imports the standard library and typer only.
-
-Exit codes: 0 done, 1 failed, 2 bad arguments, 3 degraded, 4 stalled or unreachable.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 DONE = 0
 FAILED = 1
 USAGE = 2
 DEGRADED = 3
-STALLED = 4
+STALLED = 4  # or unreachable
 LINE_SECONDS = 2.0
 
 RUN = Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")]
@@ -99,25 +97,17 @@ def explain(error: Exception) -> tuple[str, int]:
         return str(error), USAGE
     if isinstance(error, AgoraError):
         return str(error), int(getattr(error, "exit_code", FAILED))
-    return f"{type(error).__name__}: {error}; the details are in {_write_traceback(error)}, please report them", FAILED
-
-
-def _write_traceback(error: Exception) -> str:
-    """Writes an error's traceback to a temporary file; returns its path, or a remark that none could be written."""
     try:
-        handle, path = tempfile.mkstemp(prefix="agora-error-", suffix=".txt", text=True)
+        handle, details = tempfile.mkstemp(prefix="agora-error-", suffix=".txt", text=True)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
     except OSError:
-        return "no file (none could be written)"
-    return path
+        details = "no file (none could be written)"
+    return f"{type(error).__name__}: {error}; the details are in {details}, please report them", FAILED
 
 
 class ProgressDisplay:
-    """Shows on standard error what is being done and how far it has come: a bar on a terminal, else lines of text.
-
-    A `with` around the work starts it, and leaves the terminal as it was.
-    """
+    """Shows on standard error, within its `with`, how far work has come: a bar on a terminal, else lines of text."""
 
     def __init__(self, what: str, total: float | None = None) -> None:
         """total: how much there is to do, in bytes for `advance`, else in any unit; None when nobody knows."""
@@ -126,7 +116,6 @@ class ProgressDisplay:
         self._began = self._last_line = time.monotonic()
         self._last_text = what
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
 
     def __enter__(self) -> ProgressDisplay:
         """Starts the bar on a terminal; elsewhere prints a line with what begins."""
@@ -138,7 +127,7 @@ class ProgressDisplay:
 
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=Console(stderr=True))
-        self._task = self._bar.add_task(self._what, total=self._total)
+        self._bar.add_task(self._what, total=self._total)
         self._bar.start()
         return self
 
@@ -157,8 +146,8 @@ class ProgressDisplay:
     def show(self, done: float, text: str) -> None:
         """Shows `text` and that `done` of the total is done; without a terminal, new text at most every 2 s."""
         now = time.monotonic()
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, description=text)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, description=text)
         elif now - self._last_line >= LINE_SECONDS and text != self._last_text:
             print_line(f"{text}  {now - self._began:.0f} s")
             self._last_line, self._last_text = now, text

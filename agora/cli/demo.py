@@ -1,6 +1,7 @@
 """`swarm demo`: trains a whole swarm on this machine, watched from outside through journals and control sockets.
 
-Knows: the order of events of a demo. Must not know: how daemons work or are started, torch, the network.
+Knows: the plan of a demo, the manifest that follows from it, the order of events. Must not know: how daemons work or
+are started, torch, the network.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from agora.cli import console, demo_plan
+from agora_protocol.invite import Invite
+
+from agora.cli import console
 from agora.cli.console import Failure, ProgressDisplay, print_line
-from agora.cli.demo_plan import DemoPlan
 from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of, summary_of
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
+
+if TYPE_CHECKING:
+    from agora_protocol.manifest import Manifest
 
 POLL_SECONDS = 0.2
 STALL_SECONDS = 180.0
@@ -28,28 +35,78 @@ JOIN_SECONDS = 60.0
 DRAIN_SECONDS = 90.0
 EVALUATE_SECONDS = 300.0
 EVALUATE_BATCHES = 32
+LEAST_WARMUP_STEPS = 8
+"""With fewer, Adam's first steps at the full learning rate make the loss rise before it falls."""
 
 
-class Stopped(BaseException):
-    """Raised by the first SIGINT, SIGTERM or SIGHUP, so that the demo leaves cleanly."""
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """The flags of `swarm demo`, with their defaults."""
+
+    peers: int = 4
+    stages: int = 2
+    steps: int = 40
+    data: tuple[str, ...] = ("stdlib",)
+    preset: str = "tiny"
+    codec: str | None = None
+    link: str | None = None
+    kill_every: float | None = None
+    seed: int = 0
+    directory: Path | None = None
+
+    def manifest(self) -> Manifest:
+        """Returns the preset's manifest with these stages, seed and data, and a schedule as long as the demo.
+
+        A codec that the plan names carries the whole width, not the preset's subspace. Raises Failure for a bad plan.
+        """
+        from agora_protocol.errors import ManifestError
+        from agora_protocol.manifest import preset
+
+        from agora.net.link import LinkError, LinkSpec
+
+        if self.peers < self.stages:
+            why = f"--peers {self.peers} cannot hold {self.stages} stages; give --peers {self.stages} or more"
+            raise Failure(why, console.USAGE)
+        corpus = tuple(text if text == "stdlib" else str(Path(text).expanduser().absolute()) for text in self.data)
+        try:
+            if self.link is not None:
+                LinkSpec.parse(self.link)
+            base = preset(self.preset)
+            model: dict[str, object] = {"layers": max(base.model.layers, self.stages)}
+            return base.replaced(
+                name="demo",
+                seed=self.seed,
+                model=model | (base.model.full_boundary() if self.codec else {}),
+                stages={"count": self.stages, "first_layers": ()},
+                boundary={"codec": self.codec} if self.codec else {},
+                optimizer={
+                    "warmup_steps": min(base.optimizer.warmup_steps, max(LEAST_WARMUP_STEPS, self.steps // 4)),
+                    "total_steps": max(self.steps, 2 * LEAST_WARMUP_STEPS),
+                },
+                data={"corpus": corpus},
+            )
+        except LinkError as error:
+            raise Failure(f"--link: {error}", console.USAGE) from None
+        except ManifestError as error:
+            raise Failure(str(error), console.USAGE) from None
+
+
+def cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def run(plan: DemoPlan, *, as_json: bool) -> int:
-    """Trains a swarm as planned, stops its daemons, prints the result and returns the exit code.
-
-    A signal ends it early, without a result. Raises Failure when the result is not as it should be, such as a loss that
-    did not fall.
-    """
-    manifest = demo_plan.manifest_of(plan)
+    """Trains a swarm as planned, prints the result and returns the exit code. Raises Failure when the result is bad."""
+    manifest = plan.manifest()
     with _workspace(plan.directory) as directory:
         flags = ["--allow-files", *(["--link", plan.link] if plan.link else [])]
-        threads = max(1, demo_plan.cores() // plan.peers)
-        swarm = LocalSwarm(directory, manifest.to_toml(), threads=threads, flags=flags)
+        swarm = LocalSwarm(directory, manifest.to_toml(), threads=max(1, cores() // plan.peers), flags=flags)
         demo = Demo(plan, swarm, manifest.optimizer.target_tokens)
         with _stopped_by_signals(demo):
             try:
                 measured = demo.train()
-            except Stopped:
+            except KeyboardInterrupt:
                 print_line("stopped; the daemons are gone")
                 return console.FAILED
             finally:
@@ -66,10 +123,7 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _workspace(chosen: Path | None) -> Iterator[Path]:
-    """Yields the directory of --dir, which stays, or without one a temporary directory, which is removed.
-
-    Raises Failure when --dir is not empty or cannot be made.
-    """
+    """Yields the directory of --dir, which must be empty and stays, or a temporary one. Raises Failure."""
     if chosen is None:
         with tempfile.TemporaryDirectory(prefix="agora-demo-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
@@ -86,21 +140,18 @@ def _workspace(chosen: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _stopped_by_signals(demo: Demo) -> Iterator[None]:
-    """Within the block, the first signal raises Stopped, and the second kills all daemons and exits at once."""
+    """Within the block, the first signal raises KeyboardInterrupt, and the second kills all daemons and exits."""
     signals_seen = 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        """Signal handler: the first signal raises Stopped, the second kills all daemons and exits at once.
-
-        The first one is ignored when the demo is stopping already.
-        """
+        """Signal handler: raises KeyboardInterrupt, if the demo is not stopping; again, kills all daemons and exits."""
         nonlocal signals_seen
         signals_seen += 1
         if signals_seen > 1:
             demo.swarm.kill_all()
             os._exit(console.FAILED)
         if not demo.is_stopping:
-            raise Stopped
+            raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     old_handlers = {number: signal.signal(number, handle) for number in numbers}
@@ -114,38 +165,25 @@ def _stopped_by_signals(demo: Demo) -> Iterator[None]:
 class Demo:
     """Runs one demo: starts daemons, reads their journals, kills and replaces some, drains, evaluates, stops them."""
 
-    def __init__(
-        self,
-        plan: DemoPlan,
-        swarm: LocalSwarm,
-        target_tokens: int,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        """target_tokens: the tokens of one optimizer step. now, sleep: the clock, in seconds."""
+    def __init__(self, plan: DemoPlan, swarm: LocalSwarm, target_tokens: int) -> None:
+        """target_tokens: the tokens of one optimizer step."""
         self.plan, self.swarm = plan, swarm
         self.totals = DemoTotals(target_tokens)
         self.is_stopping = False
-        self._now, self._sleep = now, sleep
         self._not_started = plan.peers  # daemons that are still to be started, replacements included
         self._drained: set[int] = set()
         self._random = random.Random(plan.seed)
-        self._achieved, self._achieved_at = (0, 0, 0), now()
+        self._achieved, self._achieved_at = (0, 0, 0), time.monotonic()
         what = f"starting {plan.peers} peers of {plan.stages} stages in {swarm.directory}"
         self._display = ProgressDisplay(what, plan.steps)
 
     def train(self) -> Measured:
-        """Starts the daemons, watches them until the last step, drains and evaluates; returns what it measured.
-
-        Raises Failure or SwarmFailed.
-        """
-        from agora_protocol.invite import Invite
-
-        began, began_unix = self._now(), time.time()
+        """Starts daemons, trains to the last step, drains and evaluates; returns the figures. May raise Failure."""
+        began, began_unix = time.monotonic(), time.time()
         with self._display:
             self._start_one()
             self._train_to_the_last_step()
-            total_seconds = self._now() - began
+            total_seconds = time.monotonic() - began
             self._drain()
             trained = self.totals.trained()
             loss = self._evaluate()
@@ -163,22 +201,19 @@ class Demo:
     def _train_to_the_last_step(self) -> None:
         """Watches the swarm until stage 0 has taken its steps, and kills peers in between where the plan says so."""
         kill_every = self.plan.kill_every
-        next_kill = self._now() + (kill_every or 0.0)
+        next_kill = time.monotonic() + (kill_every or 0.0)
         while self.totals.step < self.plan.steps:
             self._watch_once()
             self._refuse_stall()
-            if kill_every and self._now() >= next_kill and self._kill_a_peer():
-                next_kill = self._now() + kill_every
-            self._sleep(POLL_SECONDS)
+            if kill_every and time.monotonic() >= next_kill and self._kill_a_peer():
+                next_kill = time.monotonic() + kill_every
+            time.sleep(POLL_SECONDS)
 
     def _watch_once(self) -> None:
-        """Reads all journals and shows the progress; starts a daemon that is due, while fewer are starting than cores.
-
-        Raises SwarmFailed when a daemon has died.
-        """
+        """Reads all journals, shows the progress, starts a daemon that is due. Raises SwarmFailed when one has died."""
         self._read_journals()
         self.swarm.check_alive()
-        if self._not_started and len(self._living(serving=False)) < demo_plan.cores():
+        if self._not_started and len(self._living(serving=False)) < cores():
             self._start_one()
         tokens, seconds = self.totals.trained()
         rate = tokens / seconds if seconds else 0.0
@@ -209,14 +244,11 @@ class Demo:
                 self.totals.add(index, fields)
 
     def _refuse_stall(self) -> None:
-        """Raises Failure when for STALL_SECONDS no microbatch completed, no step was taken and no peer joined.
-
-        New lines in the journals are no proof: an idle daemon's journal grows, too.
-        """
+        """Raises Failure when for STALL_SECONDS no microbatch completed, no step was taken and no peer joined."""
         achieved = self.totals.achieved(self.plan.peers)
         if achieved != self._achieved:
-            self._achieved, self._achieved_at = achieved, self._now()
-        elif self._now() - self._achieved_at > STALL_SECONDS:
+            self._achieved, self._achieved_at = achieved, time.monotonic()
+        elif time.monotonic() - self._achieved_at > STALL_SECONDS:
             completed, step, joined = achieved
             words = next(d.last_words() for d in self.swarm.daemons.values() if not d.end_is_intended)
             raise Failure(
@@ -225,10 +257,7 @@ class Demo:
             )
 
     def _kill_a_peer(self) -> bool:
-        """Kills a random peer whose every stage another serving peer holds, and has a fresh one started in its place.
-
-        Returns whether there was such a peer.
-        """
+        """Kills a random peer whose stages others serve too, and has a fresh one started; False if there is none."""
         stages_of = {index: self.totals.peer(index).stages for index, _ in self._living(serving=True)}
         replicas = Counter(stage for stages in stages_of.values() for stage in stages)
         spare = [index for index, stages in stages_of.items() if stages and all(replicas[k] > 1 for k in stages)]
@@ -244,11 +273,11 @@ class Demo:
 
     def _await_joining_peers(self) -> None:
         """Waits at most JOIN_SECONDS until every daemon of the plan has started and serves; drains all that serve."""
-        deadline = self._now() + JOIN_SECONDS
-        while (self._not_started or self._living(serving=False)) and self._now() < deadline:
+        deadline = time.monotonic() + JOIN_SECONDS
+        while (self._not_started or self._living(serving=False)) and time.monotonic() < deadline:
             self._watch_once()
             self._drain()
-            self._sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         self._drain()
 
     def _drain(self) -> None:
@@ -259,10 +288,7 @@ class Demo:
         self._read_journals()
 
     def _evaluate(self) -> float | None:
-        """Asks serving peers with stage 0, oldest first, to evaluate the held-out loss through the swarm.
-
-        Returns the first answer; None if nobody answers.
-        """
+        """Has a serving peer with stage 0 evaluate the held-out loss; returns the first answer, None if none comes."""
         for index, daemon in self._living(serving=True):
             if 0 in self.totals.peer(index).stages:
                 answer = daemon.try_ask("evaluate", EVALUATE_SECONDS, batches=EVALUATE_BATCHES)

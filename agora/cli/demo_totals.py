@@ -9,11 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agora.cli.demo_plan import DemoPlan
 from agora.observe import events
 from agora.observe.journal import from_json
+
+if TYPE_CHECKING:
+    from agora.cli.demo import DemoPlan
 
 
 @dataclass
@@ -23,11 +25,9 @@ class PeerTotals:
     is_killed: bool = False
     has_joined: bool = False
     is_serving: bool = False
-    unfinished: set[str] = field(default_factory=set)
-    """Training microbatches that it originated and that have neither completed nor been dropped."""
+    unfinished: set[str] = field(default_factory=set)  # training microbatches that it originated, still without an end
     traffic: events.Traffic = field(default_factory=lambda: events.Traffic(0, 0, 0))
-    stages: range = range(0)
-    """The stages that it holds; empty before it has chosen them."""
+    stages: range = range(0)  # those that it holds; empty before it has chosen them
     start_steps: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -45,14 +45,11 @@ class DemoTotals:
     first_completed_unix: float | None = None
     last_completed_unix: float | None = None
     recent_loss: float | None = None
-    losses: list[float] = field(default_factory=list)
-    """Mean loss per token of each `target_tokens` tokens, in the order in which they were completed."""
+    losses: list[float] = field(default_factory=list)  # mean per token of each `target_tokens` tokens that completed
     finished_rounds: set[tuple[int, int]] = field(default_factory=set)
     failed_parts: int = 0
-    stepped_tokens: dict[int, Counter[int]] = field(default_factory=dict)
-    """For each stage, the tokens of its replicas in each optimizer step, by the step's number."""
-    members: float = 0.0
-    """The sum of the members of all rounds; `expected_members`: of the replicas that could have been members."""
+    stepped_tokens: dict[int, Counter[int]] = field(default_factory=dict)  # by stage: of all replicas, by step number
+    members: float = 0.0  # the sum of the members of all rounds; the next: of the replicas that could have been members
     expected_members: int = 0
     _times_counted: dict[str, Counter[int]] = field(default_factory=dict)
     _loss_sum: float = 0.0  # of the completed microbatches that are in no entry of `losses` yet, as is the next
@@ -65,7 +62,8 @@ class DemoTotals:
     def add(self, index: int, fields: Mapping[str, Any]) -> None:
         """Adds one line of the journal of the peer with this index."""
         peer, at_unix = self.peer(index), float(fields.get("at_unix", 0.0))
-        match from_json(fields):
+        event = from_json(fields)
+        match event:
             case events.MicrobatchStarted(microbatch, "train"):
                 peer.unfinished.add(microbatch)
                 self.first_started_unix = min(self.first_started_unix or at_unix, at_unix)
@@ -81,12 +79,6 @@ class DemoTotals:
                 self._times_counted.setdefault(microbatch, Counter()).update(stages)
             case events.StepTaken(stage, step, tokens, gradient_norm=float()):  # without a norm, only its number passed
                 self.stepped_tokens.setdefault(stage, Counter())[step] += tokens
-            case event:
-                self._add_rare(peer, event)
-
-    def _add_rare(self, peer: PeerTotals, event: events.Event | None) -> None:
-        """Adds an event of any other kind: a state, the stages, traffic, an averaging round, a step of the start."""
-        match event:
             case events.StateChanged("serving", _):
                 peer.is_serving = peer.has_joined = True
             case events.StateChanged("leaving" | "left", _):
@@ -122,10 +114,7 @@ class DemoTotals:
         return len(self.stepped_tokens.get(0, ()))
 
     def achieved(self, peers: int) -> tuple[int, int, int]:
-        """Returns (microbatches completed, steps of stage 0, peers joined); at least one grows while training goes on.
-
-        peers: how many the demo has at a time, the most that count as joined; further ones only replace others.
-        """
+        """Returns (microbatches completed, steps of stage 0, peers joined but `peers` at most): training raises one."""
         return self.completed, self.step, min(peers, sum(peer.has_joined for peer in self.peers.values()))
 
     def trained(self) -> tuple[int, float]:
@@ -140,15 +129,13 @@ class DemoTotals:
         dropped: a living origin started them and nobody finished them. counted_twice: some stage added their gradient
         more than once. abandoned_by_killed_origin: their origin was killed before it had their answer.
         """
-        unfinished = Counter({True: 0, False: 0})
-        for peer in self.peers.values():
-            unfinished[peer.is_killed] += len(peer.unfinished)
+        peers = self.peers.values()
         return {
             "completed": self.completed,
             "rerouted": self.rerouted,
-            "dropped": self.dropped + unfinished[False],
+            "dropped": self.dropped + sum(len(peer.unfinished) for peer in peers if not peer.is_killed),
             "counted_twice": sum(max(stages.values()) > 1 for stages in self._times_counted.values()),
-            "abandoned_by_killed_origin": unfinished[True],
+            "abandoned_by_killed_origin": sum(len(peer.unfinished) for peer in peers if peer.is_killed),
         }
 
 
@@ -164,10 +151,7 @@ class Measured:
 
 
 def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[str, Any]:
-    """Returns the object that `swarm demo --json` prints.
-
-    tokens_counted: tokens whose gradient went into a step of every stage; tokens: those that were computed.
-    """
+    """Returns what `swarm demo --json` prints. tokens_counted: those whose gradient went into a step of every stage."""
     tokens, seconds = measured.trained
     losses, peers, first_unix = totals.losses, sorted(totals.peers.items()), totals.first_completed_unix
     stepped = [totals.stepped_tokens.get(stage, Counter()) for stage in range(plan.stages)]
@@ -210,10 +194,7 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
 
 
 def failure_of(result: Mapping[str, Any]) -> str:
-    """Returns why the demo failed and what to do, or "" when it did not fail.
-
-    It fails when stage 0 took too few steps, a microbatch was dropped, or the loss was not evaluated or did not fall.
-    """
+    """Returns why the demo failed: few steps, a dropped microbatch, no held-out or no lower loss; "" if it did not."""
     loss, microbatches, steps = result["loss"], result["microbatches"], result["optimizer_steps"][0]
     if steps < result["steps"]:
         return f"stage 0 took {steps} of {result['steps']} steps"

@@ -14,9 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from agora_protocol.errors import LocalError
 
@@ -35,34 +34,18 @@ class SwarmFailed(LocalError):
     """Raised when a daemon ended by itself, or what was waited for did not happen in time; says which and why."""
 
 
-class DaemonProcess(Protocol):
-    """The part of subprocess.Popen that a swarm needs. The process leads a process group with its own id."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def send_signal(self, sig: int) -> None: ...
+Launch = Callable[[Sequence[str], Mapping[str, str], Path], subprocess.Popen[bytes]]
+"""Starts `agora-node ARGUMENTS` with this environment, its output going to this file, in a process group of its own."""
 
 
-Launch = Callable[[Sequence[str], Mapping[str, str], Path], DaemonProcess]
-"""Starts `agora-node ARGUMENTS` with this environment, its output going to this file."""
-
-
-@dataclass
 class LocalDaemon:
     """One `agora-node join` process with its own data directory: reads its journal, asks it questions, kills it."""
 
-    name: str
-    root: Path
-    process: DaemonProcess
-    end_is_intended: bool = False
-    """Whether the daemon was told to end, so that its end is no failure of the swarm."""
-
-    def __post_init__(self) -> None:
-        """Finds its journal and its control socket."""
-        self._journal = Follower(self.root)
-        self._socket = paths.socket_of(paths.Home(self.root))
+    def __init__(self, name: str, root: Path, process: subprocess.Popen[bytes]) -> None:
+        self.name, self.root, self.process = name, root, process
+        self.end_is_intended = False  # whether it was told to end, so that its end is no failure of the swarm
+        self._journal = Follower(root)
+        self._socket = paths.socket_of(paths.Home(root))
         self._history: list[dict[str, Any]] = []
 
     @property
@@ -71,17 +54,14 @@ class LocalDaemon:
         return self.process.poll() is None
 
     def new_events(self) -> list[dict[str, Any]]:
-        """Returns the events that the journal has gained since the last call of this method or of `all_events`."""
+        """Returns the events that the journal has gained since the last call of this method or of `events`."""
         return self._journal.news()
 
-    def all_events(self) -> list[dict[str, Any]]:
-        """Returns the events of the journal since the start, and keeps them in memory."""
+    def events(self, kind: str = "", **fields: Any) -> list[dict[str, Any]]:
+        """Returns the journal's events since the start, of one kind if it is given, whose fields have these values."""
         self._history += self.new_events()
-        return self._history
-
-    def events(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
-        """Returns the events of one kind, since the start, whose fields have these values."""
-        return [e for e in self.all_events() if e["event"] == kind and all(e.get(k) == v for k, v in fields.items())]
+        wanted = ({"event": kind} if kind else {}) | fields
+        return [event for event in self._history if all(event.get(name) == value for name, value in wanted.items())]
 
     @property
     def is_serving(self) -> bool:
@@ -104,10 +84,7 @@ class LocalDaemon:
         return None
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal, SIGKILL by default, to the daemon's own process alone: its p2p daemon must notice by itself.
-
-        After SIGKILL, waits for the end, which counts as intended.
-        """
+        """Sends a signal to the daemon's own process alone; waits for the end, which is intended, after SIGKILL."""
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.end_is_intended = True
@@ -159,8 +136,7 @@ class LocalSwarm:
         self.file = directory / "run.toml"
         self.file.write_text(manifest, encoding="utf-8")
         self.daemons: dict[str, LocalDaemon] = {}
-        self.invite = ""
-        """What the next daemon joins; "" lets it found the run from the manifest's file."""
+        self.invite = ""  # what the next daemon joins; "" lets it found the run from the manifest's file
         self._threads, self._flags = threads, tuple(flags)
         self._launch = launch or start_interpreter
 
@@ -205,10 +181,7 @@ class LocalSwarm:
         return value
 
     def check_alive(self) -> None:
-        """Raises SwarmFailed when daemons have ended by themselves; the text names all of them.
-
-        One may have ended because another is about to: the others get CAUSE_SECONDS to end, too.
-        """
+        """Raises SwarmFailed when daemons have ended by themselves; first waits CAUSE_SECONDS, to name all of them."""
         deadline = time.monotonic() + CAUSE_SECONDS
         while failed := [d for d in self.daemons.values() if not d.end_is_intended and not d.is_alive]:
             if time.monotonic() > deadline or not any(daemon.is_alive for daemon in self.daemons.values()):
@@ -239,7 +212,7 @@ class LocalSwarm:
             daemon.kill_group()
 
 
-def start_interpreter(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> DaemonProcess:
+def start_interpreter(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     """Starts `agora-node ARGUMENTS` in a new interpreter, as users do; it gets SIGTERM when this process dies."""
 
     def terminate_with_parent() -> None:

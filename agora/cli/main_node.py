@@ -139,10 +139,7 @@ def move(
 def _ask_and_print(
     question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_SECONDS, **arguments: Any
 ) -> paths.Entry:
-    """Asks the daemon that RUN and --dir mean, prints its answer's text, and returns which daemon it is.
-
-    Raises Failure with what it refused, or with what to do when it does not answer.
-    """
+    """Asks the daemon that RUN and --dir mean, prints its answer, returns its entry. Raises Failure with what to do."""
     entry = _the_daemon(run, directory)
     try:
         answer = control_client.ask(Path(entry.socket), question, timeout_s=timeout_s, **arguments)

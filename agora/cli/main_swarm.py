@@ -109,14 +109,13 @@ def demo(
       swarm demo
       swarm demo --peers 8 --stages 4 --steps 100 --kill-every 10 --json
     """
-    from agora.cli import demo as demo_command
-    from agora.cli.demo_plan import DemoPlan
+    from agora.cli import demo as command
 
     if more_data and not data:
         raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.USAGE)
     texts = (*(data or ("stdlib",)), *(more_data or ()))
-    plan = DemoPlan(peers, stages, steps, texts, preset, codec, link, kill_every, seed, directory)
-    raise typer.Exit(demo_command.run(plan, as_json=as_json))
+    plan = command.DemoPlan(peers, stages, steps, texts, preset, codec, link, kill_every, seed, directory)
+    raise typer.Exit(command.run(plan, as_json=as_json))
 
 
 @app.command()

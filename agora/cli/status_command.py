@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agora_protocol.errors import AgoraError
+from agora_protocol.ids import RunId
+
 from agora.cli import console
-from agora.node import control_client, paths
+from agora.node import control_client, paths, runs
 
 WATCH_SECONDS = 2.0
 EXIT_CODES = {"OK": console.DONE, "PAUSED": console.DONE, "DEGRADED": console.DEGRADED}
@@ -47,11 +50,6 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
 
 def fetch(run: str, home: paths.Home) -> Status:
     """Returns a run's status from a daemon of this machine, else from a peer over the network, else UNREACHABLE."""
-    from agora_protocol.errors import AgoraError
-    from agora_protocol.ids import RunId
-
-    from agora.node import runs
-
     reference = runs.resolve(run, home)
     for entry in paths.daemons():
         if reference.is_of(entry):

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from agora_protocol.manifest import Manifest
 
-from agora.cli import demo_plan
-from agora.cli.demo_plan import DemoPlan
+from agora.cli.demo import DemoPlan
 from agora.net.link import LinkError, LinkSpec
 
 STAGES: Final = 2
@@ -86,7 +85,7 @@ class Effort:
         """Returns the manifest of a run: that of `swarm demo` with as many steps. The plain loop has one stage."""
         name = "".join(letter if letter.isalnum() else "-" for letter in f"{job.name} {job.steps} {job.seed}")
         plan = DemoPlan(stages=STAGES, steps=job.steps, seed=job.seed)
-        manifest = demo_plan.manifest_of(plan).replaced(name=name, **self.overrides)
+        manifest = plan.manifest().replaced(name=name, **self.overrides)
         return manifest if job.setting else manifest.replaced(stages={"count": 1, "first_layers": ()})
 
 

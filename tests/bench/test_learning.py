@@ -21,7 +21,7 @@ from benchmarks.report import Report, columns
 from benchmarks.task import corpus_cache, prepare_corpus
 from safetensors.torch import save_file
 
-from agora.cli.demo_plan import DemoPlan, manifest_of
+from agora.cli.demo import DemoPlan
 from agora.model import family_of
 from agora.observe import events, journal
 
@@ -195,7 +195,7 @@ def test_the_efforts_have_what_the_ratios_need() -> None:
 
 def test_a_swarm_trains_what_the_demo_trains_and_the_plain_loop_the_same_in_one_stage() -> None:
     swarm, plain = (FULL.manifest(Job(setting, 100, 2)) for setting in (EIGHT, None))
-    assert swarm == manifest_of(DemoPlan(peers=8, steps=100, seed=2)).replaced(name=swarm.name)
+    assert swarm == DemoPlan(peers=8, steps=100, seed=2).manifest().replaced(name=swarm.name)
     assert plain == swarm.replaced(name=plain.name, stages={"count": 1})
 
 

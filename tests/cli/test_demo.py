@@ -10,9 +10,9 @@ import pytest
 from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 
-from agora.cli import demo, demo_plan
+from agora.cli import demo
 from agora.cli.console import Failure
-from agora.cli.demo_plan import DemoPlan
+from agora.cli.demo import DemoPlan
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
 from agora.observe import events, journal
 
@@ -27,12 +27,15 @@ Script = Sequence[tuple[float, events.Event]]
 
 
 class Clock:
-    """Time passes only while somebody sleeps, and a test that sleeps for too long has failed."""
+    """Stands in for the module `time`: it passes only while somebody sleeps, and too long a sleep fails the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -102,16 +105,16 @@ Make = Callable[[DemoPlan, Sequence[Script]], demo.Demo]
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(demo, "POLL_SECONDS", 2.0)
-    monkeypatch.setattr(demo_plan, "cores", lambda: 8)
-    return Clock()
+    monkeypatch.setattr(demo, "cores", lambda: 8)
+    clock = Clock()
+    monkeypatch.setattr(demo, "time", clock)
+    return clock
 
 
 @pytest.fixture
 def swarm(clock: Clock, tmp_path: Path) -> Make:
     def make(plan: DemoPlan, scripts: Sequence[Script]) -> demo.Demo:
-        return demo.Demo(
-            plan, ScriptedSwarm(tmp_path, clock, scripts), target_tokens=8, now=clock.monotonic, sleep=clock.sleep
-        )
+        return demo.Demo(plan, ScriptedSwarm(tmp_path, clock, scripts), target_tokens=8)
 
     return make
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agora.cli.console import Failure
-from agora.cli.demo_plan import DemoPlan, manifest_of
+from agora.cli.demo import DemoPlan
 from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of
 from agora.observe import events, journal
 
@@ -128,12 +128,12 @@ def test_flags_that_cannot_work_are_bad_arguments() -> None:
         (DemoPlan(link="200,50"), "write RATE,RTT"),
     ):
         with pytest.raises(Failure, match=text) as caught:
-            manifest_of(plan)
+            plan.manifest()
         assert caught.value.code == 2
 
 
 def test_the_manifest_follows_from_the_flags() -> None:
-    manifest = manifest_of(DemoPlan(peers=6, stages=6, steps=10, seed=3, codec="float32", data=("stdlib", "poems.txt")))
+    manifest = DemoPlan(peers=6, stages=6, steps=10, seed=3, codec="float32", data=("stdlib", "poems.txt")).manifest()
     assert (manifest.stages.count, manifest.model.layers, manifest.seed, manifest.boundary.codec) == (
         6,
         6,
@@ -143,14 +143,14 @@ def test_the_manifest_follows_from_the_flags() -> None:
     assert manifest.optimizer.total_steps == 16 and manifest.optimizer.warmup_steps == 8
     assert manifest.data.corpus[0] == "stdlib" and manifest.data.corpus[1].startswith("/")
     with pytest.raises(Failure, match="gzip") as caught:
-        manifest_of(DemoPlan(codec="gzip"))
+        DemoPlan(codec="gzip").manifest()
     assert caught.value.code == 2
     with pytest.raises(Failure, match="huge"):
-        manifest_of(DemoPlan(preset="huge"))
+        DemoPlan(preset="huge").manifest()
 
 
 @pytest.mark.parametrize("link", [None, "20Mbit,50ms"])
 def test_boundaries_are_the_presets_unless_a_codec_is_asked_for(link: str | None) -> None:
-    plain, told = (manifest_of(DemoPlan(link=link, codec=codec)) for codec in (None, "int8"))
+    plain, told = (DemoPlan(link=link, codec=codec).manifest() for codec in (None, "int8"))
     assert (plain.model.subspace, plain.boundary.codec) == (56, "int6/int3")
     assert (told.model.subspace, told.boundary.codec) == (128, "int8")

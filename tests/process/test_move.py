@@ -25,7 +25,7 @@ def trains_on(made: Swarm, origin: LocalDaemon, microbatches: int = ENOUGH) -> N
 
 def counted_after(daemon: LocalDaemon, stage: int) -> list[dict[str, Any]]:
     """The microbatches that the daemon has counted for a stage since it last began to move."""
-    events = daemon.all_events()
+    events = daemon.events()
     moved = max(n for n, event in enumerate(events) if event["event"] == "StateChanged" and event["state"] == "moving")
     return [e for e in events[moved:] if e["event"] == "MicrobatchCounted" and stage in e["stages"]]
 

@@ -56,7 +56,7 @@ def shares_of(origin: Daemon) -> list[int]:
     Usually that is a third of eight; a peer that is slow to open its own lets another one top the step up.
     """
     shares = [0]
-    for event in origin.all_events():
+    for event in origin.events():
         if event["event"] == "StepTaken" and event["stage"] == 0:
             shares.append(0)
         elif event["event"] == "MicrobatchStarted" and event["purpose"] == "train":

@@ -32,7 +32,7 @@ def said_of_state(daemon: Daemon) -> str:
 
 def steps_of_this_life(daemon: Daemon) -> list[int]:
     """The steps since the newest start."""
-    told = daemon.all_events()
+    told = daemon.events()
     begun = max(index for index, event in enumerate(told) if event["event"] == "PeerStarted")
     return [event["step"] for event in told[begun:] if event["event"] == "StepTaken"]
 
