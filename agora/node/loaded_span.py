@@ -208,14 +208,13 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
     wanted: None lets placement choose. Raises an AgoraError that says what to do.
     """
     async with AsyncExitStack() as closing:
-        claimed = await _claim(local_peer, wanted)
-        compute, batches = await load_until_it_stands(
-            claimed,
+        loading = load_until_it_stands(
+            await _claim(local_peer, wanted),
             load=lambda span: _load_stages(local_peer, span),
             confirm=lambda: _confirm(local_peer),
-            closing=closing,
             loads=MOST_LOADS if wanted is None else 1,
         )
+        compute, batches = await closing.enter_async_context(loading)
         keeper = await _fill_stages(local_peer, compute, closing)
         span = LoadedSpan(local_peer, compute, keeper, batches)
         closing.callback(span.collector.close)
@@ -295,25 +294,24 @@ async def _confirm(local_peer: LocalPeer) -> Span | None:
         return placement.span
 
 
+@asynccontextmanager
 async def load_until_it_stands(
     span: Span,
     load: Callable[[Span], AbstractAsyncContextManager[T]],
     confirm: Callable[[], Awaitable[Span | None]],
-    closing: AsyncExitStack,
     loads: int,
-) -> T:
-    """Loads the span and returns it; when `confirm` then names another one, closes it and loads that one instead.
+) -> AsyncIterator[T]:
+    """Loads the span and yields it; when `confirm` names another one before, closes it and loads that one instead.
 
-    loads: the most loads in all; after the last one, `confirm` is not asked. `closing` takes over the one that stays.
+    loads: the most loads in all; after the last one, `confirm` is not asked.
     """
     while True:
-        async with AsyncExitStack() as loading:
-            loaded = await loading.enter_async_context(load(span))
+        async with load(span) as loaded:
             loads -= 1
             other = await confirm() if loads else None
             if other is None:
-                closing.push_async_exit(loading.pop_all())
-                return loaded
+                yield loaded
+                return
         span = other
 
 

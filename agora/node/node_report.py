@@ -1,14 +1,6 @@
 """The report of one daemon about itself, and everything that is shown of it: one typed snapshot, several projections.
 
 Knows: names, types, the JSON of the commands' contract. Must not know: where a number comes from, torch, who asks.
-
-| projection | for |
-|---|---|
-| `status_json` | `swarm status --json`, and the answer to GetStatus |
-| `report_json` | the control question "report": demo, benchmarks, tests |
-| `progress_record` | the directory |
-| `traffic` | the journal, where it survives a kill |
-| `service_status` | systemd's STATUS line |
 """
 
 from __future__ import annotations
@@ -85,7 +77,7 @@ class NodeReport:
 
 
 def status_json(report: NodeReport) -> dict[str, Any]:
-    """Returns what `swarm status --json` prints."""
+    """Returns what `swarm status --json` prints, also as the answer to a peer's GetStatus."""
     note = "; ".join(["paused by its owner"] * report.is_paused + [f"link {report.link}"] * bool(report.link))
     paths = {**report.paths, report.peer: "self"}
     return status(report.view, report.run, report.health, report.now_unix, paths, {report.peer: note})

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 from agora_protocol.ids import Span
@@ -42,8 +42,7 @@ def load(loads: Loads, most: int = MOST_LOADS) -> Span:
     """The span that stays loaded, until the block ends in which it was asked for."""
 
     async def work() -> Span:
-        async with AsyncExitStack() as closing:
-            span = await load_until_it_stands(Span(0, 0), loads.load, loads.confirm, closing, most)
+        async with load_until_it_stands(Span(0, 0), loads.load, loads.confirm, most) as span:
             assert loads.held == {span}
         assert not loads.held
         return span
@@ -89,10 +88,10 @@ def test_a_failed_question_keeps_nothing_loaded() -> None:
 
     async def work() -> None:
         loads = Broken()
-        async with AsyncExitStack() as closing:
-            with pytest.raises(ConnectionError):
-                await load_until_it_stands(Span(0, 0), loads.load, loads.confirm, closing, MOST_LOADS)
-            assert not loads.held
+        with pytest.raises(ConnectionError):
+            async with load_until_it_stands(Span(0, 0), loads.load, loads.confirm, MOST_LOADS):
+                raise AssertionError("nothing is yielded")
+        assert not loads.held
 
     asyncio.run(work())
 
