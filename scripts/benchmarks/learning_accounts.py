@@ -28,8 +28,8 @@ Journal = Sequence[Mapping[str, Any]]
 class StageAccount:
     """What one stage did, all its replicas together.
 
-    step_tokens: the tokens counted in each optimizer step, by its number. newcomers: tokens that were in a step with
-    weight 0. staleness: mean age of the counted gradients, in steps.
+    step_tokens: the tokens that each optimizer step holds, by its number, those with weight 0 included. newcomers: the
+    tokens with weight 0. staleness: mean age of the counted gradients, in steps.
     """
 
     step_tokens: Mapping[int, int]
@@ -39,7 +39,7 @@ class StageAccount:
     @property
     def counted(self) -> int:
         """Tokens whose gradient went into a step."""
-        return sum(self.step_tokens.values())
+        return sum(self.step_tokens.values()) - self.newcomers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Accounts:
 
     @property
     def fills(self) -> list[float]:
-        """Tokens counted in each step of each stage, by the target."""
+        """Tokens that each step of each stage holds, by the target; those with weight 0 are held, too."""
         return [tokens / self.target for stage in self.stages for tokens in stage.step_tokens.values()]
 
     @property
@@ -109,13 +109,12 @@ def stage_account(journals: Sequence[Journal], stage: int) -> StageAccount:
             if event["event"] != "StepTaken" or event["stage"] != stage or event["gradient_norm"] is None:
                 continue
             step, tokens = event["step"], event["tokens"]
-            if weights.get(step, 1.0) > 0 or not tokens:
-                step_tokens[step] += tokens
+            step_tokens[step] += tokens
+            if weights.get(step, 1.0) > 0:
                 age += tokens * event["staleness"]
             else:
-                step_tokens[step] += 0  # the step was taken; these tokens are not in it
                 newcomers += tokens
-    return StageAccount(step_tokens, newcomers, age / max(sum(step_tokens.values()), 1))
+    return StageAccount(step_tokens, newcomers, age / max(step_tokens.total() - newcomers, 1))
 
 
 def _weights_in_rounds(journal: Journal, stage: int) -> dict[int, float]:

@@ -179,7 +179,7 @@ def notes(effort: Effort, chunk: int) -> list[str]:
         "seeds, with low and high. A ratio is the median over seeds, and the worse of the lengths.",
         "All else comes from the journals: steps, the optimizer steps that each stage has taken; computed, the tokens "
         "of completed microbatches; counted, those that were in a step of every stage with a weight; newcomers_lost, "
-        "those that were in a step with weight 0; step_fill, the tokens counted in a step by its target: mean, "
+        "those that were in a step with weight 0; step_fill, the tokens that a step holds by its target: mean, "
         "standard deviation, most; staleness, the mean age of a gradient in steps, of the stage where it is highest.",
         "time_vs_plain: seconds from the first microbatch to the lowest loss that both reach, by those of the plain "
         "loop; start-up and evaluations are left out on both sides. others: cores that other programs used; daemons "

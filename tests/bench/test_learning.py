@@ -64,7 +64,7 @@ def test_a_newcomers_tokens_are_in_no_step() -> None:
     new = written(*computed("b", 50), gradient_round(0, 0, 0.0), step(0, 1, 50))
     found = accounts_of([old, new], 1, 100)
     assert found.steps == [1] and found.counted == pytest.approx(2 / 3)
-    assert found.lost_by_newcomers == pytest.approx(1 / 3) and found.fills == [1.0]
+    assert found.lost_by_newcomers == pytest.approx(1 / 3) and found.fills == [1.5]
 
 
 def test_a_round_of_weights_or_of_another_stage_says_nothing_of_a_gradient() -> None:
