@@ -120,16 +120,16 @@ def worst(groups: Sequence[Group], setting: SwarmSetting, measure: Measure, more
 
 
 def row(group: Group) -> dict[str, Cell]:
-    """Returns one line of the table: means over the seeds; low and high are those of vs_plain."""
-    relative = group.relative_losses()
+    """Returns one line of the table: means over the seeds; of lost_% the median, with the least and the most."""
+    lost = [100 * (relative - 1) for relative in group.relative_losses()]
     return {
         "name": group.job.name,
         "length": group.job.steps,
         "seeds": len(group.runs),
         "loss": round(statistics.fmean(run.end.loss for run in group.runs), 4),
-        "vs_plain": round(statistics.median(relative), 4),
-        "low": round(min(relative), 4),
-        "high": round(max(relative), 4),
+        "lost_%": round(statistics.median(lost), 2),
+        "low": round(min(lost), 2),
+        "high": round(max(lost), 2),
         "steps": _steps(group),
         "computed_M": round(statistics.fmean(run.end.tokens for run in group.runs) / 1e6, 3),
         "counted_%": _mean(group, lambda accounts: 100 * accounts.counted),
@@ -174,9 +174,9 @@ def notes(effort: Effort, chunk: int) -> list[str]:
         "and OpenMP's way to wait as they were fastest here just before.",
         f"loss: nats per held-out token over {effort.heldout_batches} microbatches, the same for each run of a seed, "
         "by the same code in one process, without a codec. A swarm's weights are copied from its daemons (all of them "
-        "at the end: the mean over its replicas), as an export would have them. vs_plain: that by the loss of the "
-        "plain loop at the very same number of tokens, between two of its points on a straight line; the median over "
-        "seeds, with low and high. A ratio is the median over seeds, and the worse of the lengths.",
+        "at the end: the mean over its replicas), as an export would have them. lost: how much higher that is than "
+        "the loss of the plain loop at the very same number of tokens, between two of its points on a straight line; "
+        "the median over seeds, with low and high. A ratio is the median over seeds, and the worse of the lengths.",
         "All else comes from the journals: steps, the optimizer steps that each stage has taken; computed, the tokens "
         "of completed microbatches; counted, those that were in a step of every stage with a weight; newcomers_lost, "
         "those that were in a step with weight 0; step_fill, the tokens that a step holds by its target: mean, "

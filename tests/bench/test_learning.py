@@ -178,6 +178,7 @@ def test_rows_share_their_columns_and_are_json() -> None:
     told = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert [each["name"] for each in told["rows"][:3]] == ["plain loop", "4 peers", "8 peers"]
     assert [each["steps"] for each in told["rows"][:3]] == ["100", "100", "80"]
+    assert [each["lost_%"] for each in told["rows"][:3]] == [0.0, 10.0, 20.0]
     assert told["rows"][0]["counted_%"] is None and told["rows"][2]["counted_%"] == 80.0
 
 
@@ -280,7 +281,8 @@ def test_a_swarm_of_daemons_is_compared_with_the_plain_loop(
             options += ["--set", f"{section}.{name}={json.dumps(value)}"]
     report = learning.run_with_options(True, tmp_path, options)
     plain, swarm = report.rows
-    assert (plain["name"], swarm["name"], plain["vs_plain"]) == ("plain loop", "2 peers", 1.0)
+    assert (plain["name"], swarm["name"], plain["lost_%"]) == ("plain loop", "2 peers", 0.0)
     assert int(str(swarm["steps"]).split("/")[0]) >= 1 and float(swarm["computed_M"] or 0) >= 6 * 512 / 1e6
     assert 0 < float(swarm["counted_%"] or 0) <= 100
-    assert 0.5 < float(swarm["vs_plain"] or 0) < 2 and report.ratios["loss_at_equal_tokens_2"].value > 0
+    ratio = report.ratios["loss_at_equal_tokens_2"].value
+    assert 0.5 < ratio < 2 and swarm["lost_%"] == round(100 * (ratio - 1), 2)
