@@ -26,6 +26,8 @@ LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 UPDATE_RMS: Final = 0.2
 """Root mean square of an update's elements at rate 1, which is what AdamW's have: one learning rate serves both."""
 SMALLEST_NORM: Final = 1e-30
+BATCH_ELEMENTS: Final = 1 << 24
+"""Of the matrices that are orthogonalised at once: more of them are no faster, and take several times their memory."""
 WIDE, MANY_ROWS = 1.5, 128
 """With r rows and over WIDE r columns, the way by x x^T has fewer operations: 34 r^3 + 4 r^2 c, not 10 r^3 + 20 r^2 c.
 It is taken where that saves time: its error is some 1e-4 of the result instead of 1e-6."""
@@ -50,11 +52,14 @@ class MuonMatrices:
         self._mean = mean
         self._dtype = torch.bfloat16 if has_native_bf16(mean.device) else torch.float32
         self._ranges = layout.ranges(lambda slot: slot.is_hidden_matrix)
-        batches = defaultdict(list)
+        of_one_shape = defaultdict(list)
         for slot in layout.slots:
             if slot.is_hidden_matrix:
-                batches[min(slot.shape), max(slot.shape)].append(slot)
-        self._batches = list(batches.values())
+                of_one_shape[min(slot.shape), max(slot.shape)].append(slot)
+        self._batches: list[list[Slot]] = []
+        for (rows, columns), slots in of_one_shape.items():
+            size = max(BATCH_ELEMENTS // (rows * columns), 1)
+            self._batches += [slots[first : first + size] for first in range(0, len(slots), size)]
 
     def step(self, weights: Tensor, gradient: Tensor, rate: float) -> None:
         """Changes the hidden matrices in `weights` [numel] in place by one step at this learning rate.
@@ -71,7 +76,7 @@ class MuonMatrices:
     def directions(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         """Yields the slot of each hidden matrix and its orthogonalised values in `flat` [numel], as a wide matrix.
 
-        Matrices of one shape, transposed or not, are orthogonalised as one batch.
+        Matrices of one shape, transposed or not, are orthogonalised as one batch, of at most BATCH_ELEMENTS.
         """
         for slots in self._batches:
             matrices = torch.stack([wide_view(flat, slot) for slot in slots])

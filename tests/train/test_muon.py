@@ -12,7 +12,17 @@ from agora_protocol.manifest import OptimizerSection, preset
 from torch import nn
 
 from agora.model import family_of
-from agora.train.muon import CUBIC, ITERATIONS, LINEAR, MANY_ROWS, QUINTIC, UPDATE_RMS, orthogonalise
+from agora.train import muon
+from agora.train.muon import (
+    CUBIC,
+    ITERATIONS,
+    LINEAR,
+    MANY_ROWS,
+    QUINTIC,
+    UPDATE_RMS,
+    MuonMatrices,
+    orthogonalise,
+)
 from agora.train.optimizer import StageOptimizer, learning_rate
 from agora.train.weight_versions import StageWeights, tensor_in
 
@@ -171,6 +181,18 @@ def test_weight_decay_shrinks_hidden_matrices_by_rate_times_decay() -> None:
     for name in HIDDEN:
         shrunk = moved[0.0][name] - moved[0.5][name]
         torch.testing.assert_close(shrunk, 0.005 * Several().get_parameter(name).detach(), rtol=1e-3, atol=1e-6)
+
+
+def test_batches_of_matrices_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = []
+    for elements in (muon.BATCH_ELEMENTS, 1):
+        monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
+        weights, optimizer = stage()
+        hidden = MuonMatrices(optimizer.section, weights.layout, optimizer.moments["mean"])
+        updates.append({slot.name: found for slot, found in hidden.directions(gradient_of(weights, 0))})
+    assert updates[0].keys() == updates[1].keys() == set(HIDDEN)
+    for name in HIDDEN:
+        torch.testing.assert_close(updates[0][name], updates[1][name], rtol=1e-4, atol=1e-5)
 
 
 def test_two_replicas_with_equal_gradients_have_equal_bits() -> None:
