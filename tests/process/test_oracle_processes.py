@@ -53,10 +53,20 @@ def weights_of(daemon: Daemon, stage: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("stages", "activations", "subspace"), [(1, "keep", 64), (2, "recompute", 64), (4, "keep", 64), (2, "keep", 12)]
+    ("stages", "activations", "subspace", "optimizer"),
+    [
+        (1, "keep", 64, "adamw"),
+        (2, "recompute", 64, "adamw"),
+        (4, "keep", 64, "adamw"),
+        (2, "keep", 12, "adamw"),
+        (2, "keep", 28, "muon"),
+    ],
 )
-def test_a_synchronous_swarm_equals_a_plain_loop(tmp_path: Path, stages: int, activations: str, subspace: int) -> None:
+def test_a_synchronous_swarm_equals_a_plain_loop(
+    tmp_path: Path, stages: int, activations: str, subspace: int, optimizer: str
+) -> None:
     manifest = oracle_manifest(stages, kind="synchronous", activations=activations, subspace=subspace)
+    manifest = manifest.replaced(optimizer={"name": optimizer})
     with swarm(tmp_path, manifest) as made:
         peers = trained(made, stages, LEAST_STEPS)
         taken = [steps_of(peer, k) for k, peer in enumerate(peers)]
