@@ -17,6 +17,7 @@ from agora.node.control import Answer, Question
 from agora.node.node_report import report_json, status_json
 from agora.observe import events
 from agora.state.collector import COLLECT_S
+from agora.state.files import replace_tensors
 
 if TYPE_CHECKING:
     from agora.node.lifecycle import Node
@@ -40,6 +41,7 @@ def questions_of(node: Node) -> Mapping[str, Question]:
         "leave": Question(answers.leave, {}),
         "move": Question(answers.move, {"stages": str}, deadline_s=MOVE_SECONDS),
         "drain": Question(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
+        "weights": Question(answers.weights, {}, deadline_s=60.0),
         "collect": Question(answers.collect, {}, deadline_s=COLLECT_S + 60.0),
         "evaluate": Question(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
     }
@@ -114,6 +116,19 @@ class ControlAnswers:
         began = loop_time()
         evaluation = await origin.evaluate(batches, EVALUATE_SECONDS)
         return {"loss": evaluation.loss, "tokens": evaluation.tokens, "seconds": round(loop_time() - began, 3)}
+
+    async def weights(self) -> Answer:
+        """Writes the present weights of every stage held into the data directory, and returns the files' paths."""
+        compute, files = self._node.serving_span().compute, {}
+        run = self._node.invite().run
+        folder = self._node.startup.home.runs / run / "weights"
+        for progress in compute.progress():
+            tensors = await compute.copy_weights(progress.stage)
+            stage, path = str(progress.stage), folder / f"stage-{progress.stage}.safetensors"
+            about = {"run": run, "stage": stage, "step": str(progress.step)}
+            await asyncio.to_thread(replace_tensors, path, tensors, about)
+            files[stage] = str(path)
+        return {"files": files}
 
     async def collect(self) -> Answer:
         """Writes the weights of every stage as files, fetching those not held here; returns the paths, and steps."""

@@ -48,7 +48,7 @@ def trained(made: Swarm, stages: int, steps: int) -> list[Daemon]:
 
 def weights_of(daemon: Daemon, stage: int) -> dict[str, np.ndarray]:
     """The stage's tensors as the daemon, which holds it, has them now."""
-    files = daemon.ask("collect", timeout_s=60)["files"]
+    files = daemon.ask("weights")["files"]
     return dict(load_file(files[str(stage)]))
 
 
