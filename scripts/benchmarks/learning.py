@@ -20,7 +20,6 @@ from benchmarks.learning_swarm import LearningSwarm
 from benchmarks.machine import Watch, describe, usable_cores
 from benchmarks.report import Report
 from benchmarks.task import corpus_cache, prepare_corpus
-from benchmarks.turns import calmness
 from benchmarks.window import print_progress
 
 PATIENCE_S: Final = 3600.0
@@ -51,7 +50,7 @@ def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Repor
     groups = groups_of(found)
     report.rows = [row(group) for group in groups]
     report.ratios = ratios(groups)
-    report.notes = calmness([run.others] for run in found.values()) + notes(effort, plain.chunk)
+    report.notes = notes(effort, plain.chunk, max(run.others for run in found.values()))
     return report
 
 

@@ -15,6 +15,7 @@ from benchmarks.learning_accounts import Accounts
 from benchmarks.learning_curves import Point, loss_at, times_to_common_loss
 from benchmarks.learning_settings import KILL_EVERY_S, OVER_LINK, STAGES, Effort, Job, SwarmSetting
 from benchmarks.report import Cell, Ratio
+from benchmarks.turns import CALM_CORES
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +158,19 @@ def _mean(group: Group, value: Callable[[Accounts], float]) -> float | None:
     return round(statistics.fmean(values), 3) if values else None
 
 
-def notes(effort: Effort, chunk: int) -> list[str]:
-    """Returns what makes the comparison fair and what the columns mean, for the published page."""
+def notes(effort: Effort, chunk: int, others: float) -> list[str]:
+    """Returns what makes the comparison fair and what the columns mean, for the published page.
+
+    chunk: sequences of one forward of the plain loop. others: the most cores that other programs used during a run.
+    """
+    busy = f"Other programs used up to {others:.1f} cores: times mean little; losses at equal tokens hardly feel it."
     manifest = effort.manifest(effort.jobs[-1])
     optimizer = manifest.optimizer
     overrides = [
         f"{section}.{key} = {value}" for section in effort.overrides for key, value in effort.overrides[section].items()
     ]
     return [
+        *([busy] if others > CALM_CORES else []),
         f"All train the demo's model (preset tiny, {STAGES} stages, a step of {optimizer.target_tokens:,} tokens) on "
         f"the same text from the same weights, by {optimizer.name} with the learning rate's decay ending at `length` "
         f"steps, on as many tokens as `length` steps should have ({'; '.join(overrides) or 'default settings'}). "

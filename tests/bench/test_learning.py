@@ -173,13 +173,17 @@ def test_a_loss_is_compared_at_the_tokens_that_the_swarm_has_computed() -> None:
 
 def test_rows_share_their_columns_and_are_json() -> None:
     groups = groups_of(found_in_a_run())
-    report = Report("learning", "Learning", {}, [row(group) for group in groups], ratios(groups), notes(FULL, 8))
+    report = Report("learning", "Learning", {}, [row(group) for group in groups], ratios(groups), notes(FULL, 8, 0.0))
     assert len({tuple(columns([each])) for each in report.rows}) == 1
     told = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert [each["name"] for each in told["rows"][:3]] == ["plain loop", "4 peers", "8 peers"]
     assert [each["steps"] for each in told["rows"][:3]] == ["100", "100", "80"]
     assert [each["lost_%"] for each in told["rows"][:3]] == [0.0, 10.0, 20.0]
     assert told["rows"][0]["counted_%"] is None and told["rows"][2]["counted_%"] == 80.0
+
+
+def test_a_busy_machine_is_said() -> None:
+    assert "1.3 cores" in notes(QUICK, 8, 1.3)[0] and len(notes(QUICK, 8, 1.3)) == len(notes(QUICK, 8, 0.1)) + 1
 
 
 # --- settings
