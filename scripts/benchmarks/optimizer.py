@@ -65,9 +65,14 @@ def stage_size(width: int) -> StageSize:
 
 
 def run(quick: bool, folder: Path) -> Report:
-    """Measures every width; fewer turns when `quick`."""
+    """Measures every width on one thread; fewer turns when `quick`."""
     keep_freed_memory()
-    rows = [measure_stage(stage_size(width), 3 if quick else 7) for width in WIDTHS]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = [measure_stage(stage_size(width), 3 if quick else 7) for width in WIDTHS]
+    finally:
+        torch.set_num_threads(threads)
     ratios = {
         f"muon_share_{row['width']}": Ratio(float(row["muon_share_%"] or 0), TARGET, "% of the stage's own computation")
         for row in rows
@@ -132,7 +137,7 @@ def _timed(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, lis
 
 NOTES: Final = [
     f"A stage of {LAYERS} layers in the middle of a model shaped as the presets are (feed-forward 11/4 of the width, "
-    "subspace 7/16), float32; medians of processor time, so that other programs count little.",
+    "subspace 7/16), float32, on one core; medians of processor time, so that other programs count little.",
     "`compute_s`: forwards and backwards of a step's tokens in microbatches of 2,048, graphs kept, when one replica "
     "computes all of them. Each of n replicas computes an n-th and takes the whole step: the shares are n times those.",
     "`muon_ms`: the whole step, with norm, clipping, and AdamW where Muon does not apply. `orthogonalising_ms`: of it, "

@@ -76,7 +76,7 @@ def by_singular_values(matrix: torch.Tensor) -> torch.Tensor:
     return u * s @ v
 
 
-@pytest.mark.parametrize("shape", [(1, 24, 24), (3, 24, 56), (2, 64, 64), (1, 1, 9), (2, 128, 320)])
+@pytest.mark.parametrize("shape", [(1, 24, 24), (3, 24, 56), (1, 1, 9), (2, 129, 129), (2, 130, 320)])
 def test_an_orthogonalised_matrix_has_singular_values_near_one_and_its_own_singular_vectors(shape) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     found = orthogonalise(matrices)
@@ -100,7 +100,7 @@ def test_wide_matrices_are_orthogonalised_by_way_of_their_gram_matrix_nearly_as_
     matrices = u * singular @ v
     for found, matrix in zip(orthogonalise(matrices), matrices, strict=True):
         expected = by_singular_values(matrix)
-        assert float((found - expected).norm() / expected.norm()) < 1e-3
+        assert float((found - expected).norm() / expected.norm()) < 3e-3
 
 
 def test_bf16_orthogonalises_as_well_but_for_its_rounding() -> None:
