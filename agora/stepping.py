@@ -2,7 +2,7 @@
 
 Knows: tokens, step numbers, encoded gradients. Must not know: torch, gradients, replicas, how tokens are agreed on.
 The loop publishes a new StepPolicy whenever what it knows of the other replicas changes; the device thread reads the
-newest one. For every step it puts a StageStepped on a queue. Neither calls into objects of the other.
+newest one. For every step, and every part of one, it puts an event on a queue. Neither calls into objects of the other.
 """
 
 from __future__ import annotations
@@ -23,30 +23,36 @@ MOST_EVENTS: Final = 4096  # step events that wait for their reader at most; the
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """When one stage takes an optimizer step by itself, and when it waits for its replicas.
+    """When one stage ends what it counts for a step: by stepping along it, or by giving it to a mean of all replicas.
 
-    `tokens_to_go` and `alone` hold for optimizer step number `step` only (0 is the first), because the stage may have
-    stepped since. Of any other step nothing is known, so the safe answer holds:
+    `own_tokens`, `alone` and `closes_part` hold while it counts for step number `step` (0 is the first); it may have
+    gone on since. Of any other step nothing is known, so the safe answer holds:
 
-    | question               | step `step`                                 | any other step       |
-    |------------------------|---------------------------------------------|----------------------|
-    | own tokens needed      | tokens_to_go                                | target_tokens        |
-    | waits for mean gradient| step < exact_steps, unless `alone`          | step < exact_steps   |
+    | question                                | step `step`                          | any other step      |
+    |-----------------------------------------|--------------------------------------|---------------------|
+    | own tokens needed                       | own_tokens                           | target_tokens       |
+    | steps along the mean of all replicas    | step < exact_steps, unless `alone`   | step < exact_steps  |
+    | closes its part when it has the tokens  | closes_part                          | no                  |
     """
 
     target_tokens: int  # that all replicas together count for one step
     exact_steps: int = 0
     step: int = -1
-    tokens_to_go: int = 0  # that this replica has to count so that all reach `target_tokens`, its counted ones included
+    own_tokens: int = 0  # that this replica has to count so that all reach `target_tokens`, its counted ones included
     alone: bool = False  # no other replica holds the stage
+    closes_part: bool = False
 
     def tokens_needed(self, step: int) -> int:
-        """Returns the tokens this replica must count for step `step`: tokens_to_go at self.step, else target_tokens."""
-        return self.tokens_to_go if step == self.step else self.target_tokens
+        """Returns the tokens this replica must count for step `step`: own_tokens at self.step, else target_tokens."""
+        return self.own_tokens if step == self.step else self.target_tokens
 
     def waits_for_mean(self, step: int) -> bool:
         """Whether step `step` waits for all replicas' mean gradient: step < exact_steps, unless known to be alone."""
         return step < self.exact_steps and not (self.alone and step == self.step)
+
+    def closes(self, step: int) -> bool:
+        """Returns whether a part of step `step` that has the tokens needed is closed at once, without being asked."""
+        return self.closes_part and step == self.step and self.waits_for_mean(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,18 @@ class StageStepped:
     stage: int
     step: int
     own_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartClosed:
+    """Event: a stage has counted its `tokens` for step number `part`, and counts for the next one from now on."""
+
+    stage: int
+    part: int
+    tokens: int
+
+
+StepEvent = StageStepped | PartClosed
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +87,20 @@ class SpanResult:
 
 
 class StepEvents:
-    """A bounded queue of StageStepped, from any thread to one reader on the event loop on which it was made."""
+    """A bounded queue of step events, from any thread to one reader on the event loop on which it was made."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: deque[StageStepped] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[StepEvent] = deque(maxlen=MOST_EVENTS)
         self._arrived = asyncio.Event()
 
-    def put(self, event: StageStepped) -> None:
+    def put(self, event: StepEvent) -> None:
         """Appends an event and wakes the reader; when full, drops the oldest event. From any thread; never blocks."""
         self._events.append(event)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._arrived.set)
 
-    async def __aiter__(self) -> AsyncIterator[StageStepped]:
+    async def __aiter__(self) -> AsyncIterator[StepEvent]:
         """Yields the events in order, and waits for more; ends only when its task is cancelled."""
         while True:
             while self._events:

@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import torch
 from agora_protocol.messages import Averaged
+from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.codec import all_finite
@@ -26,10 +27,14 @@ MOST_DISTANCE: Final = 1e30  # the protocol's limit for a distance; absurd value
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """The average of a part, float32 [n], and the owner's message about it: counts, weight, median distance."""
+    """The average of a part, float32 [n], and the owner's message about it: counts, weight, median distance.
+
+    wire: of a mean gradient, the bytes that `values` were decoded from.
+    """
 
     values: Tensor
     message: Averaged
+    wire: Sequence[WireTensor] = ()
 
 
 def aggregate(

@@ -16,11 +16,13 @@ import math
 import random
 import statistics
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
+
+from agora.averaging.quota import TokenRate
 
 SILENT_S: Final = 6.0
 """Seconds without a report after which a replica counts as gone. It may then come back with lower numbers."""
@@ -29,21 +31,53 @@ MOST_DIRECT_TARGETS: Final = 8
 GOSSIP_FANOUT: Final = 4
 
 
+class Counts(NamedTuple):
+    """How far a replica is with a stage. step: optimizer steps taken. part: number of the step that it now counts for.
+
+    part is step + 1 when its part of step `step` is closed and the mean not known yet, else step. tokens: counted for
+    `part`. counted: in all since the replica started, so that others can measure its rate.
+    """
+
+    step: int = 0
+    part: int = 0
+    tokens: int = 0
+    counted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnReport:
+    """What a replica last reported itself. at: when. part_since: when it first reported that `part`. rate: measured."""
+
+    step: int = -1
+    part: int = -1
+    counted: int = 0
+    at: float = -math.inf
+    part_since: float = -math.inf
+    rate: TokenRate = field(default_factory=TokenRate)
+
+    def after(self, counts: Counts, now: float) -> OwnReport:
+        """Returns the report that follows this one. A replica that counts from 0 again has restarted: no rate yet."""
+        since = self.part_since if counts.part == self.part else now
+        rate = TokenRate()
+        if self.counted <= counts.counted and self.at > -math.inf:
+            rate = self.rate.after(counts.counted - self.counted, now - self.at)
+        return OwnReport(counts.step, counts.part, counts.counted, now, since, rate)
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaProgress:
     """What is known of one other replica of a stage.
 
-    tokens: counted since `step`. previous_tokens: counted when it took its last step, 0 when unknown. heard_at: when it
-    last reported to anybody. failed_at: when a call to it last failed. reported_step: the step that it last reported
-    itself, -1 before the first. listed: whether the view has named it since it was first heard of. Times in seconds.
+    closed_tokens: of its part of step `counts.part` - 1, 0 when unknown. heard_at: when it last reported to anybody.
+    failed_at: when a call to it last failed. reported: what it said itself. listed: whether the view has named it since
+    it was first heard of. Times in seconds.
     """
 
-    step: int
-    tokens: int
-    previous_tokens: int
+    counts: Counts
     heard_at: float
+    closed_tokens: int = 0
     failed_at: float = -math.inf
-    reported_step: int = -1
+    reported: OwnReport = field(default_factory=OwnReport)
     listed: bool = False
 
     def is_silent(self, now: float) -> bool:
@@ -54,23 +88,25 @@ class ReplicaProgress:
         """Returns whether it has reported lately, and no call to it has failed since."""
         return not self.is_silent(now) and self.heard_at > self.failed_at
 
-    def advanced(self, step: int, tokens: int, heard_at: float) -> ReplicaProgress:
-        """Returns a copy with newer numbers.
+    def advanced(self, counts: Counts, heard_at: float) -> ReplicaProgress:
+        """Returns a copy with newer counts.
 
-        previous_tokens: after exactly one more step the old tokens; at the same step unchanged; 0 after a jump, or when
-        the tokens of the same step have become fewer, as after a restart.
+        closed_tokens: after exactly one more part what that part held; at the same part unchanged; 0 after a jump, or
+        when the tokens of the same part have become fewer, as after a restart.
         """
-        if step == self.step:
-            previous = self.previous_tokens if tokens >= self.tokens else 0
+        old = self.counts
+        if counts.part == old.part:
+            closed = self.closed_tokens if counts.tokens >= old.tokens else 0
         else:
-            previous = self.tokens if step == self.step + 1 else 0
-        return replace(self, step=step, tokens=tokens, previous_tokens=previous, heard_at=heard_at)
+            began, ended = old.counted - old.tokens, counts.counted - counts.tokens
+            closed = max(0, ended - began) if counts.part == old.part + 1 else 0
+        return replace(self, counts=counts, closed_tokens=closed, heard_at=heard_at)
 
 
 KnownReplicas = Mapping[PeerId, ReplicaProgress]
 """What is known of the other replicas of one stage."""
-GossipEntry = tuple[PeerId, int, int, int]
-"""A replica's id, its step, its tokens, and the age of that report in milliseconds."""
+GossipEntry = tuple[PeerId, int, int, int, int, int]
+"""A replica's id, its Counts, and the age of that report in milliseconds."""
 
 
 def merge_gossip(
@@ -85,20 +121,20 @@ def merge_gossip(
     | this peer | never |
     """
     merged = dict(known)
-    for peer, step, tokens, age_ms in entries:
-        heard_at = now if peer == sender else now - age_ms / 1000
+    for peer, *numbers, age_ms in entries:
+        counts, heard_at = Counts(*numbers), now if peer == sender else now - age_ms / 1000
         if peer == me or now - heard_at > SILENT_S:
             continue
-        last = merged.get(peer) or ReplicaProgress(step, tokens, 0, heard_at)
-        if peer == sender or (step, tokens) >= (last.step, last.tokens) or not last.is_live(now):
-            last = last.advanced(step, tokens, max(heard_at, last.heard_at))
-        merged[peer] = replace(last, reported_step=step) if peer == sender else last
+        last = merged.get(peer) or ReplicaProgress(counts, heard_at)
+        if peer == sender or counts >= last.counts or not last.is_live(now):
+            last = last.advanced(counts, max(heard_at, last.heard_at))
+        merged[peer] = replace(last, reported=last.reported.after(counts, now)) if peer == sender else last
     return merged
 
 
 def record_failure(known: KnownReplicas, peer: PeerId, now: float) -> dict[PeerId, ReplicaProgress]:
     """Returns `known` after a call to `peer` failed now; one never heard of is added as heard now, at step 0."""
-    return dict(known) | {peer: replace(known.get(peer) or ReplicaProgress(0, 0, 0, now), failed_at=now)}
+    return dict(known) | {peer: replace(known.get(peer) or ReplicaProgress(Counts(), now), failed_at=now)}
 
 
 def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
@@ -127,16 +163,21 @@ def exact_members(known: KnownReplicas, listed: Collection[PeerId], now: float) 
     that have reported themselves but were never listed.
     """
     silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
-    unlisted = {p for p, last in known.items() if last.reported_step >= 0 and not last.listed and last.is_live(now)}
+    unlisted = {p for p, last in known.items() if last.reported.step >= 0 and not last.listed and last.is_live(now)}
     return (set(listed) | unlisted) - silent
 
 
 def count_tokens(others: KnownReplicas, step: int) -> int:
-    """Returns the tokens counted for step `step`: `tokens` of those at it, `previous_tokens` of those one step on."""
+    """Returns the tokens counted for step `step`: `tokens` of those counting for it, `closed_tokens` of the next."""
     return sum(
-        last.tokens if last.step == step else last.previous_tokens if last.step == step + 1 else 0
+        last.counts.tokens if last.counts.part == step else last.closed_tokens if last.counts.part == step + 1 else 0
         for last in others.values()
     )
+
+
+def closed_since(others: KnownReplicas, step: int) -> float | None:
+    """Returns when the first other replica reported itself that its part of step `step` is closed; None before."""
+    return min((last.reported.part_since for last in others.values() if last.reported.part == step + 1), default=None)
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
@@ -156,11 +197,11 @@ def step_to_follow(others: KnownReplicas, present: int, step: int, own_tokens: i
     | a quarter of `present` is at step + 1; a quarter of `target` is known to be counted for `step` | step + 1 |
     | else | step |
     """
-    reached = sorted((last.reported_step for last in others.values()), reverse=True)
+    reached = sorted((last.reported.step for last in others.values()), reverse=True)
     half = math.ceil(present / 2)
     if 0 < half <= len(reached) and reached[half - 1] > step:
         return reached[half - 1]
-    ahead = sum(last.reported_step == step + 1 for last in others.values())
+    ahead = sum(last.reported.step == step + 1 for last in others.values())
     tokens = own_tokens + count_tokens(others, step)
     return step + 1 if ahead and ahead >= math.ceil(present / 4) and 4 * tokens >= target else step
 
@@ -172,12 +213,12 @@ def choose_targets(listed: Collection[PeerId], me: PeerId, rng: random.Random) -
 
 
 def compose_gossip(
-    known: KnownReplicas, own: tuple[PeerId, int, int], listed: Collection[PeerId], now: float
+    known: KnownReplicas, me: PeerId, own: Counts, listed: Collection[PeerId], now: float
 ) -> tuple[GossipEntry, ...]:
-    """Returns the entries to send: `own` (id, step, tokens), then live listed others, freshest first, up to a limit."""
+    """Returns the entries to send: this peer's `own` counts, then live listed others, freshest first, up to a limit."""
     others = sorted(live_replicas(known, listed, now).items(), key=lambda item: -item[1].heard_at)
-    entries = ((peer, last.step, last.tokens, round(1000 * (now - last.heard_at))) for peer, last in others)
-    return ((*own, 0), *entries)[:MAX_GOSSIPED_REPLICAS]
+    entries = ((peer, *last.counts, round(1000 * (now - last.heard_at))) for peer, last in others)
+    return ((me, *own, 0), *entries)[:MAX_GOSSIPED_REPLICAS]
 
 
 def leading_step(steps: Collection[Collection[int]]) -> int:

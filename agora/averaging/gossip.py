@@ -16,7 +16,7 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.messages import GossipedSteps, GossipSteps
 
 from agora.averaging import agreement
-from agora.averaging.agreement import GossipEntry, KnownReplicas
+from agora.averaging.agreement import Counts, GossipEntry, KnownReplicas
 from agora.calls import Caller
 from agora.clock import loop_time
 
@@ -30,10 +30,10 @@ CALL_S: Final = 3.0
 
 @dataclass(slots=True)
 class _StageGossip:
-    """What was heard of one stage's replicas, and the (step, tokens) that this peer has last sent them, and when."""
+    """What was heard of one stage's replicas, and the counts that this peer has last sent them, and when."""
 
     known: KnownReplicas = field(default_factory=dict)
-    sent: tuple[int, int] = (-1, -1)
+    sent: Counts | None = None
     sent_at: float = -1e9
 
 
@@ -50,7 +50,7 @@ class StepGossip:
         span: Span,
         caller: Caller,
         listed: Callable[[int], Collection[PeerId]],
-        counts: Callable[[], Mapping[int, tuple[int, int]]],
+        counts: Callable[[], Mapping[int, Counts]],
         changed: Callable[[int], None],
         *,
         interval_s: float = INTERVAL_S,
@@ -58,7 +58,7 @@ class StepGossip:
     ) -> None:
         """listed: returns the replicas of a stage that the view lists, with or without this peer.
 
-        counts: returns for each stage the optimizer steps taken and the tokens counted here since; never blocks.
+        counts: returns for each stage how far this peer is; never blocks.
         changed: is called with a stage, on the loop, at every tick and whenever something was heard.
         """
         self._me = me
@@ -117,9 +117,9 @@ class StepGossip:
         self._take_in(message.stage, message.replicas, peer)
         return GossipedSteps(self._compose(message.stage, own))
 
-    def _compose(self, stage: int, own: tuple[int, int]) -> tuple[GossipEntry, ...]:
-        """Returns the entries to send about a stage, `own` being this peer's step and tokens."""
-        return agreement.compose_gossip(self.known(stage), (self._me, *own), self.others(stage), loop_time())
+    def _compose(self, stage: int, own: Counts) -> tuple[GossipEntry, ...]:
+        """Returns the entries to send about a stage, `own` being how far this peer is."""
+        return agreement.compose_gossip(self.known(stage), self._me, own, self.others(stage), loop_time())
 
     async def _exchange(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
         """Sends one request and takes in the answer; a call that fails is recorded: the peer is unreachable."""

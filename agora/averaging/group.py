@@ -7,26 +7,29 @@ docs/averaging.md tells what the rounds are for, and what follows when one fails
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.errors import AgoraError, ProtocolError, Refused
+from agora_protocol.ids import PeerId
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute
 from agora_protocol.tensors import WireTensor
-from numpy.typing import NDArray
 from torch import Tensor
 
 from agora.averaging import agreement, next_action
+from agora.averaging.agreement import Counts
+from agora.averaging.exact_steps import ExactSteps
 from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
 from agora.averaging.kinds import Part, RoundConfig
 from agora.averaging.next_action import ActionConfig, OtherReplicas, OwnStage
 from agora.averaging.owner import Owner
 from agora.averaging.partition import Slices, cut_into_parts
 from agora.averaging.plausibility import Newcomer
+from agora.averaging.quota import StepPace, StepSize
+from agora.averaging.replicated_stages import ReplicatedStages, StateFetcher
 from agora.averaging.rounds import Round, RoundResult
 from agora.calls import Caller
 from agora.clock import loop_time
@@ -36,52 +39,11 @@ from agora.swarm.conduct import Offence, ReportOffence
 
 MOST_ROUNDS_APART: Final = 2
 """An owner refuses parts of a round that is farther from its own."""
-FETCH_AGAIN_S: Final = 1.0
-FETCH_TRIES: Final = 3
-"""After so many failed fetches of a step that nobody has, the least peer id takes it with the parts that it has."""
+STEPS_OF_ROUND: Final = 2.0
+"""A gradient round of an asynchronous run may take as long as so many steps, but LEAST_ROUND_S at least."""
+LEAST_ROUND_S: Final = 4.0
 LOOK_S: Final = 5.0
 """Seconds between two looks at how far the other stages of a synchronous run are."""
-
-
-class ReplicatedStages(Protocol):
-    """The stages of this peer's span (train.Compute). Each method raises NotMyStage for a stage that is not held.
-
-    step_of: returns the optimizer steps taken. publish_policy: replaces what decides when the stage steps by itself.
-    """
-
-    @property
-    def span(self) -> Span: ...
-    def layout(self, stage: int) -> Any:
-        """Returns a description of the stage's flat weights; `numel` is their number of elements."""
-
-    def progress(self) -> Sequence[Any]:
-        """Returns for each stage its number `stage`, `step`, and `tokens_in_step`."""
-
-    def step_of(self, stage: int) -> int: ...
-    def publish_policy(self, stage: int, policy: StepPolicy) -> None: ...
-    async def snapshot_blocks(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, int]:
-        """Returns a flat copy of the weights in `blocks`, and the number of steps they have taken."""
-
-    async def apply_average(self, stage: int, blocks: NDArray[Any], delta: Tensor, snapshot: Tensor, rule: Any) -> None:
-        """Changes the weights in `blocks` by an average, which is snapshot + delta, as `rule` says."""
-
-    async def catch_up(self, stage: int, step: int) -> None:
-        """Follows the others to `step`: one behind, it steps along its sum; else it drops that. Takes a due step."""
-
-    async def take_mean_gradient(self, stage: int) -> Any:
-        """Returns this replica's share of the next step, a train.MeanGradient; only `step_with_gradient` takes it."""
-
-    async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
-        """Takes step `number` along the mean gradient over all replicas' `tokens`; with 0 tokens it is only counted."""
-
-
-class StateFetcher(Protocol):
-    """Fetches states from other replicas (state.StateKeeper). fetched: the stages whose state came from others."""
-
-    fetched: set[int]
-
-    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Replaces the stage's state by one of at least `at_least` steps. Raises Unavailable when no source has one."""
 
 
 class ReplicaListing(Protocol):
@@ -102,6 +64,7 @@ class _StageTasks:
 
     slices: Slices
     newcomer: Newcomer
+    pace: StepPace
     tokens: int = 0
     last_slice_round: int = -1
     slice_due: int | None = None
@@ -140,15 +103,17 @@ class ReplicaGroup:
         self._report_offence = report_offence
         self._leaving = False
         self.owner = Owner(RoundConfig.of(signed, me), caller, self)
+        self._exact = ExactSteps(me, config.synchronous, stages, state, self.owner, self, report)
         interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
         self.gossip = StepGossip(
             me, stages.span, caller, listing.listed, self._counts, self._decide_and_begin, interval_s=interval_s
         )
         self._stages: dict[int, _StageTasks] = {}
+        unit = signed.manifest.tokens_per_microbatch
         for stage in stages.span.stages:
             slices = Slices(stages.layout(stage).numel, averaging.fraction, signed.manifest.seed)
             newcomer = Newcomer(counts=config.synchronous or stage not in state.fetched)
-            self._stages[stage] = _StageTasks(slices, newcomer)
+            self._stages[stage] = _StageTasks(slices, newcomer, StepPace(unit, StepSize(config.target_tokens)))
             stages.publish_policy(stage, StepPolicy(config.target_tokens, config.exact_steps))
 
     async def run(self) -> None:
@@ -183,10 +148,12 @@ class ReplicaGroup:
 
     def missing_tokens(self, stage: int) -> int:
         """Returns how many tokens this replica and the live others together still lack for the step this peer is at."""
-        step, tokens = self._counts()[stage]
+        own = self._counts()[stage]
+        if own.part > own.step:
+            return 0
         others = OtherReplicas(self.gossip.known(stage), self.gossip.others(stage))
-        _, live = next_action.counting_replicas(loop_time(), step, others, self._config)
-        return max(0, self._config.target_tokens - tokens - agreement.count_tokens(live, step))
+        _, live = next_action.counting_replicas(loop_time(), own.part, others, self._config)
+        return max(0, self._config.target_tokens - own.tokens - agreement.count_tokens(live, own.part))
 
     def reason(self, stage: int) -> str:
         """Returns, in words, the reason that `next_action` last gave for what the stage does or waits for."""
@@ -207,6 +174,16 @@ class ReplicaGroup:
             others -= agreement.unreachable_replicas(known, others, now)
         return {peer: listed.get(peer, 0.0) for peer in {*others, self._me}}
 
+    def round_s(self, stage: int, what: str) -> float:
+        """Returns the seconds that a round may take: in asynchronous runs STEPS_OF_ROUND of the stage's usual steps.
+
+        At least LEAST_ROUND_S; `averaging.round_s` at most, for weights, and before any step was measured.
+        """
+        step_s, most = self._stages[stage].pace.step_s.value, self._averaging.round_s
+        if what == "weights" or self._config.synchronous or step_s is None:
+            return most
+        return min(most, max(LEAST_ROUND_S, STEPS_OF_ROUND * step_s))
+
     def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
         """Returns those of `peers` that are silent, or to which a call failed after their last report."""
         return agreement.unreachable_replicas(self.gossip.known(stage), peers, loop_time())
@@ -226,7 +203,37 @@ class ReplicaGroup:
             raise ProtocolError("bad-message", f"round {part.number} has {len(cuts)} parts, not {part.part + 1}")
         return len(range(numel)[cuts[part.part]])
 
+    # --- what an exact step asks and notes, see StepTakers
+
+    def others(self, stage: int) -> set[PeerId]:
+        """Returns the other replicas of a stage that are listed and live."""
+        return set(agreement.live_replicas(self.gossip.known(stage), self.gossip.others(stage), loop_time()))
+
+    def weight(self, stage: int, tokens: int) -> float:
+        """Returns what values behind so many tokens weigh: 0 while this replica is a newcomer."""
+        return float(tokens if self._stages[stage].newcomer.counts else 0)
+
+    async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
+        """Takes part in one round, with those who are members now, which ends `round_s` from now at the latest."""
+        deadline = loop_time() + self.round_s(stage, what)
+        members = self.members(stage, what)
+        return await Round(self.owner, self._report, stage, what, number, weight, members, deadline).run(values)
+
+    def note_exact_step(self, stage: int, tokens: float) -> None:
+        """Notes that a step was taken along the whole mean of all `tokens`: this replica is what the others are."""
+        state = self._stages[stage]
+        state.newcomer = Newcomer()
+        state.pace.size = state.pace.size.after_step(tokens)
+
+    def note_fetched(self, stage: int) -> None:
+        """Notes that the state came from another replica, which in asynchronous runs makes this one a newcomer."""
+        self._stages[stage].newcomer = Newcomer(counts=self._config.synchronous)
+
     # --- deciding
+
+    def part_closed(self, stage: int) -> None:
+        """Gossips that this replica's part of a step is closed, and begins the round of its mean."""
+        self.gossip.tick()
 
     def stepped(self, stage: int, step: int, tokens: int) -> None:
         """Gossips that the stage has taken its `step`-th step; after every `every`-th one a slice round begins.
@@ -234,6 +241,7 @@ class ReplicaGroup:
         tokens: this replica's in the step, added to its weight in that round. None begins while another runs.
         """
         state = self._stages[stage]
+        state.pace.stepped(loop_time())
         state.tokens = min(state.tokens + tokens, int(self.owner.config.max_weight))
         number, rest = divmod(step, self._averaging.every)
         if rest == 0 and number > state.last_slice_round and not _is_running(state.slice_task):
@@ -243,16 +251,16 @@ class ReplicaGroup:
 
     def _decide_and_begin(self, stage: int) -> None:
         """Publishes a new StepPolicy for the device thread, and starts the task for what `next_action` decides."""
-        now, state = loop_time(), self._stages[stage]
-        step, tokens = self._counts()[stage]
+        now, state, own = loop_time(), self._stages[stage], self._counts()[stage]
         others = OtherReplicas(self.gossip.known(stage), self.gossip.others(stage), self._leading)
-        replicas, live = next_action.counting_replicas(now, step, others, self._config)
-        target = self._config.target_tokens
-        to_go, alone = agreement.tokens_to_go(live, step, target), not replicas
-        self._held.publish_policy(stage, StepPolicy(target, self._config.exact_steps, step, to_go, alone))
-        behind_since = state.behind[1] if state.behind and state.behind[0] == step < self._leading else None
-        own = OwnStage(step, tokens, self._leaving, _is_running(state.work), state.slice_due, behind_since)
-        action, state.reason = next_action.next_action(now, own, others, self._config)
+        replicas, live = next_action.counting_replicas(now, own.part, others, self._config)
+        state.pace.measure(now, own.counted)
+        quota = state.pace.quota(self._me, {peer: last.reported.rate.value for peer, last in live.items()})
+        self._held.publish_policy(stage, next_action.step_policy(own.part, replicas, live, quota, self._config))
+        behind_since = state.behind[1] if state.behind and state.behind[0] == own.step < self._leading else None
+        busy, step_s = _is_running(state.work), state.pace.step_s.value or 0.0
+        own_stage = OwnStage(own, quota, step_s, self._leaving, busy, state.slice_due, behind_since)
+        action, state.reason = next_action.next_action(now, own_stage, others, self._config)
         match action.what:
             case "slice round":
                 state.slice_due = None
@@ -261,12 +269,14 @@ class ReplicaGroup:
             case "follow":
                 state.work = self._start(self._held.catch_up(stage, action.number))
             case "step":  # the device looks for due steps after each of its jobs
-                state.work = self._start(self._held.catch_up(stage, step))
+                state.work = self._start(self._held.catch_up(stage, own.step))
+            case "replay":
+                state.work = self._start(self._exact.replay(stage, action.number))
             case "step together":
-                state.work = self._start(self._step_together(stage, action.number))
+                state.work = self._start(self._exact.step_together(stage, action.number))
             case "recover":
-                self._report(events.StageFellBehind(stage, step, action.number))
-                state.work = self._start(self._recover(stage, action.at_least, action.number))
+                self._report(events.StageFellBehind(stage, own.step, action.number))
+                state.work = self._start(self._exact.recover(stage, action.at_least, action.number))
 
     async def _watch_other_stages(self) -> None:
         """Notes, in a synchronous run, how far the run's furthest stage is, and since when each stage is behind it.
@@ -283,9 +293,9 @@ class ReplicaGroup:
                 elif state.behind is None or state.behind[0] != step:
                     state.behind = (step, loop_time())
 
-    def _counts(self) -> Mapping[int, tuple[int, int]]:
-        """Returns for each stage the steps taken and the tokens counted since."""
-        return {progress.stage: (progress.step, progress.tokens_in_step) for progress in self._held.progress()}
+    def _counts(self) -> Mapping[int, Counts]:
+        """Returns for each stage how far this peer is."""
+        return {p.stage: Counts(p.step, p.part, p.tokens_in_part, p.tokens_counted) for p in self._held.progress()}
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a task and returns it; if it fails, TaskFailed is reported."""
@@ -319,9 +329,9 @@ class ReplicaGroup:
         """
         state = self._stages[stage]
         state.last_slice_round, blocks = number, state.slices.blocks(number)
-        weight, state.tokens = float(state.tokens if state.newcomer.counts else 0), 0
+        weight, state.tokens = self.weight(stage, state.tokens), 0
         values, _ = await self._held.snapshot_blocks(stage, blocks)
-        result = await self._run_round(stage, "weights", number, values, weight)
+        result = await self.run_round(stage, "weights", number, values, weight)
         averaged = result.averaged_blocks()
         if len(averaged):
             delta, snapshot = (flat.view(-1, SLICE_BLOCK)[averaged].flatten() for flat in (result.answer, values))
@@ -329,68 +339,6 @@ class ReplicaGroup:
         if not result.failed_parts:
             distances = result.distance, result.distance_others, result.members
             state.newcomer = state.newcomer.after_round(*distances, cover=state.slices.count)
-
-    async def _step_together(self, stage: int, step: int) -> None:
-        """Takes exact step `step` along the mean gradient of a round; a newcomer's gradient has weight 0 in it.
-
-        With failed parts a synchronous stage fetches the state of a replica that has taken the step. If none has, and
-        in asynchronous runs, its own gradient stands for them. The latter only count a step whose gradient is unusable.
-        """
-        share = await self._held.take_mean_gradient(stage)
-        if share.step != step:
-            return
-        weight = float(share.tokens if self._stages[stage].newcomer.counts else 0)
-        result = await self._run_round(stage, "gradient", step, share.values, weight)
-        if result.failed_parts and self._config.synchronous and await self._fetch_step(stage, step + 1):
-            return
-        tokens = max(share.tokens, round(result.weight))
-        try:
-            await self._held.step_with_gradient(stage, step, result.answer, tokens)
-        except ProtocolError:
-            if self._config.synchronous:
-                raise
-            # The step counts, but changes nothing.
-            await self._held.step_with_gradient(stage, step, share.values, tokens=0)
-
-    async def _run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
-        """Takes part in one round, with those who are members now, which ends at most `round_s` from now."""
-        deadline = loop_time() + self._averaging.round_s
-        members = self.members(stage, what)
-        return await Round(self.owner, self._report, stage, what, number, weight, members, deadline).run(values)
-
-    async def _fetch_step(self, stage: int, at_least: int) -> bool:
-        """Fetches the state of a replica that has taken `at_least` steps, trying again; returns whether one gave it.
-
-        False when all others are silent or have left, or when none has taken the step after FETCH_TRIES and this peer
-        has the least id: then it takes the step, and the others fetch it.
-        """
-        tries = 0
-        while others := sorted(self.members(stage, "gradient").keys() - {self._me}):
-            tries += 1
-            try:
-                await self._state.fetch(stage, others, at_least)
-                return True
-            except Unavailable as error:
-                self._report(events.TaskFailed("fetch state", str(error)))
-            if self._me < others[0] and tries >= FETCH_TRIES:
-                return False
-            await asyncio.sleep(FETCH_AGAIN_S)
-        return False
-
-    async def _recover(self, stage: int, at_least: int, reached: int) -> None:
-        """Fetches the others' state of `at_least` steps, which in an asynchronous run makes this peer a newcomer again.
-
-        If nobody gives it, a synchronous stage waits a second; an asynchronous one goes on at `reached` as it is.
-        """
-        try:
-            await self._state.fetch(stage, sorted(self.gossip.others(stage)), at_least)
-            self._stages[stage].newcomer = Newcomer(counts=self._config.synchronous)
-        except Unavailable as error:
-            self._report(events.TaskFailed("fetch state", str(error)))
-            if self._config.synchronous:
-                await asyncio.sleep(FETCH_AGAIN_S)
-            else:
-                await self._held.catch_up(stage, reached)
 
 
 def _is_running(task: asyncio.Task[None] | None) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 from agora_protocol.errors import PeerFailed
@@ -85,19 +86,29 @@ class WeightRound:
         self._drifts: defaultdict[int, Drift] = defaultdict(Drift)  # by stage
         self._recorded: defaultdict[int, dict[int, float]] = defaultdict(dict)  # of the running round: stage, part
 
-    def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Average | None:
+    def combine(
+        self, part: Part, values: Sequence[Tensor], weights: list[float], center: Tensor | None
+    ) -> Average | None:
         """Returns the owner's average, weights capped; several that all weigh 0 count equally. center: of a clip."""
         if len(weights) > 1 and not any(weights):
             weights = [1.0] * len(weights)
         return aggregate(values, weights, self._config.aggregation, center=center, cap=True)
 
-    def encode_answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
+    def encode_answer(self, average: Average, values: Tensor) -> Sequence[WireTensor]:
         """Encodes average - values, the answer to the member that sent `values`; without dither."""
-        return PartCodec(self._config.wire).encode(average - values)
+        return PartCodec(self._config.wire).encode(average.values - values)
 
-    def own_answer(self, part: Part, average: Tensor, values: Tensor) -> Tensor:
+    def own_answer(self, average: Average, values: Tensor) -> Tensor:
         """Returns average - values, the owner's answer to itself: it does not travel, so it is not rounded."""
-        return average - values
+        return average.values - values
+
+    def encode_recalled(self, average: Average) -> Sequence[WireTensor]:
+        """Encodes the average itself, as float32."""
+        return PartCodec("float32").encode(average.values)
+
+    def decode_recalled(self, part: Part, tensors: Sequence[WireTensor], numel: int, message: Averaged) -> Average:
+        """Undoes `encode_recalled`; raises ProtocolError for tensors of another form."""
+        return Average(PartCodec("float32").decode(list(tensors), numel), message)
 
     def decode_answer(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
         """Returns the difference between the average and the values that were sent, float32 [numel]."""
@@ -107,9 +118,15 @@ class WeightRound:
         """Returns zeros for a part that was not averaged: the weights stay as they are."""
         return zeros_like(values)
 
-    def recalled(self, part: Part, sent: Sequence[WireTensor], answer: Tensor, message: Averaged) -> Average:
-        """Returns a part's average again: what this member has `sent`, decoded, plus the `answer` to it."""
-        return Average(self._config.decode(part, sent, len(answer)) + answer, message)
+    def kept(self, part: Part, average: Average) -> Callable[[], Average]:
+        """Returns a function that returns the owner's average again."""
+        return lambda: average
+
+    def kept_answer(
+        self, part: Part, sent: Sequence[WireTensor], tensors: Sequence[WireTensor], answer: Tensor, message: Averaged
+    ) -> Callable[[], Average]:
+        """Returns a function that returns a part's average again: what was `sent`, decoded, plus the `answer` to it."""
+        return lambda: Average(self._config.decode(part, sent, len(answer)) + answer, message)
 
     def check_and_record(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
         """Returns the root mean square of (values - average). Raises PeerFailed for a distance above Drift.limit.
@@ -134,25 +151,44 @@ class WeightRound:
 
 
 class GradientRound:
-    """Rounds of gradients of one exact step: owners answer by the average itself; methods as those of WeightRound."""
+    """Rounds of gradients of one exact step: owners answer by the average itself; methods as those of WeightRound.
+
+    The average is encoded once, with the part's dither, and everybody uses what these bytes decode to, the owner too:
+    so all replicas step along the same bits, whoever gave them the average, and whenever.
+    """
 
     def __init__(self, config: RoundConfig) -> None:
         self._config = config
         self._sizes: defaultdict[tuple[int, int], GradientSize] = defaultdict(GradientSize)  # by stage and part
 
-    def combine(self, values: Sequence[Tensor], weights: list[float], center: Tensor | None) -> Average | None:
+    def combine(
+        self, part: Part, values: Sequence[Tensor], weights: list[float], center: Tensor | None
+    ) -> Average | None:
         """Returns the owner's average: by the run's aggregation, weights capped; the plain mean if synchronous."""
         if self._config.exact:
-            return aggregate(values, weights, "mean", center=None, cap=False)
-        return aggregate(values, weights, self._config.aggregation, center=center, cap=True)
+            average = aggregate(values, weights, "mean", center=None, cap=False)
+        else:
+            average = aggregate(values, weights, self._config.aggregation, center=center, cap=True)
+        if average is None:
+            return None
+        wire = self._config.encode(part, average.values)
+        return Average(self._config.decode(part, wire, len(average.values)), average.message, wire)
 
-    def encode_answer(self, part: Part, average: Tensor, values: Tensor) -> list[WireTensor]:
-        """Encodes the average itself, with the part's dither."""
-        return self._config.encode(part, average)
+    def encode_answer(self, average: Average, values: Tensor) -> Sequence[WireTensor]:
+        """Returns the encoded average: the same bytes for every member."""
+        return average.wire
 
-    def own_answer(self, part: Part, average: Tensor, values: Tensor) -> Tensor:
-        """Returns the average, encoded and decoded again, so that the owner gets the same bits as the other members."""
-        return self._config.decode(part, self._config.encode(part, average), len(values))
+    def own_answer(self, average: Average, values: Tensor) -> Tensor:
+        """Returns the average: the same bits that the other members get."""
+        return average.values
+
+    def encode_recalled(self, average: Average) -> Sequence[WireTensor]:
+        """Returns the encoded average, the bytes that its owner has sent."""
+        return average.wire
+
+    def decode_recalled(self, part: Part, tensors: Sequence[WireTensor], numel: int, message: Averaged) -> Average:
+        """Returns the average of which these are the bytes. Raises ProtocolError for tensors of another form."""
+        return Average(self._config.decode(part, tensors, numel), message, tensors)
 
     def decode_answer(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
         """Returns the average that an owner's answer brought, float32 [numel]."""
@@ -162,9 +198,15 @@ class GradientRound:
         """Returns the member's own gradient for a part that was not averaged."""
         return values
 
-    def recalled(self, part: Part, sent: Sequence[WireTensor], answer: Tensor, message: Averaged) -> Average:
-        """Returns a part's average again, which is the answer."""
-        return Average(answer, message)
+    def kept(self, part: Part, average: Average) -> Callable[[], Average]:
+        """Returns a function that decodes the owner's average again; it holds the bytes only."""
+        return partial(self.decode_recalled, part, average.wire, len(average.values), average.message)
+
+    def kept_answer(
+        self, part: Part, sent: Sequence[WireTensor], tensors: Sequence[WireTensor], answer: Tensor, message: Averaged
+    ) -> Callable[[], Average]:
+        """Returns a function that decodes an owner's answer, `tensors`, again; it holds these bytes only."""
+        return partial(self.decode_recalled, part, tensors, len(answer), message)
 
     def check_and_record(self, part: Part, values: Tensor, answer: Tensor, message: Averaged) -> float:
         """Returns the root mean square of (values - average), sampled. Raises PeerFailed for too large a mean.

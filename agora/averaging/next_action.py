@@ -16,12 +16,16 @@ from agora_protocol.manifest import Manifest
 
 from agora.averaging import agreement
 from agora.averaging.agreement import unreachable_replicas
+from agora.stepping import StepPolicy
 
 LOST_COVERS: Final = 0.5
 """A stage that is so many covers of the slice rounds behind, and LEAST_LOST steps, fetches the others' state."""
 LEAST_LOST: Final = 20
 RESUME_S: Final = 15.0
 """Seconds for which a synchronous stage is behind the leading stage before it takes that one's step number."""
+CLOSE_AFTER: Final = 0.25
+"""Share of a step's usual duration for which a replica goes on counting after another one has closed its part."""
+MOST_CLOSE_AFTER_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +36,14 @@ class Action:
     |---|---|
     | wait | does nothing now |
     | slice round | averages slice `number` of its weights with the other replicas, in the background |
+    | replay | takes step `number`, which the others have taken, along the mean gradient that they keep of it |
     | follow | takes over step number `number` of the others; one step behind, it steps along its own gradient first |
     | step | takes its step, whose tokens are all counted, along this replica's own gradient |
-    | step together | takes step `number` along the mean gradient of all replicas, in a gradient round |
+    | step together | takes step `number` along the mean gradient of all replicas; closes its part if it is open |
     | recover | fetches another replica's state of at least `at_least` steps; the others are at `number` |
     """
 
-    what: Literal["wait", "slice round", "follow", "step", "step together", "recover"]
+    what: Literal["wait", "slice round", "replay", "follow", "step", "step together", "recover"]
     number: int = 0
     at_least: int = 0
 
@@ -75,14 +80,17 @@ class ActionConfig:
 
 @dataclass(frozen=True, slots=True)
 class OwnStage:
-    """This replica of a stage: steps taken, tokens counted since, and what it is doing.
+    """This replica of a stage: how far it is, and what it is doing.
 
-    busy: whether an exact step, a fetch or a catch-up is running. slice_due: the slice round that the step just taken
-    has made due, None without one. behind_since: when it fell behind the run's leading stage, None when it is not.
+    quota: tokens at which its part of an exact step is closed, 0 where none is known. step_s: the usual duration of a
+    step in seconds, 0 before it is known. busy: whether an exact step, a fetch or a catch-up is running. slice_due: the
+    slice round that the step just taken has made due, None without one. behind_since: when it fell behind the run's
+    leading stage, None when it is not.
     """
 
-    step: int
-    tokens: int
+    counts: agreement.Counts
+    quota: int = 0
+    step_s: float = 0.0
     leaving: bool = False
     busy: bool = False
     slice_due: int | None = None
@@ -106,27 +114,63 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
         return Action("slice round", own.slice_due), f"slice round {own.slice_due} is due"
     if own.busy:
         return Action("wait"), "a step or a fetch is running"
-    replicas, live = counting_replicas(now, own.step, others, config)
+    step, tokens = own.counts.step, own.counts.tokens
+    replicas, live = counting_replicas(now, step, others, config)
     present = len(replicas - unreachable_replicas(others.known, replicas, now))
-    reached = agreement.step_to_follow(live, present, own.step, own.tokens, config.target_tokens)
-    behind = reached - own.step
+    reached = agreement.step_to_follow(live, present, step, tokens, config.target_tokens)
+    behind = reached - step
     if behind > config.most_behind:
-        at_least = reached if config.synchronous else own.step + 1
+        at_least = reached if config.synchronous else step + 1
         return Action("recover", reached, at_least), f"{behind} steps behind the others"
-    if behind > 1 or (behind == 1 and not config.is_exact(own.step)):
+    closed = own.counts.part > step
+    if behind > 0 and not closed and not config.synchronous and config.is_exact(step):
+        return Action("replay", step), f"the others have taken step {reached}"
+    if not closed and (behind > 1 or (behind == 1 and not config.is_exact(step))):
         return Action("follow", reached), f"the others have taken step {reached}"
-    if own.behind_since is not None and now - own.behind_since >= RESUME_S:
+    if not closed and own.behind_since is not None and now - own.behind_since >= RESUME_S:
         return Action("follow", others.leading_step), f"another stage of the run is at step {others.leading_step}"
-    missing = config.target_tokens - own.tokens - agreement.count_tokens(live, own.step)
-    if behind == 0 and missing > 0:
-        return Action("wait"), f"{missing} tokens are missing"
-    if not config.is_exact(own.step) or not replicas:
-        if own.tokens == 0:
+    waits_for = "" if behind or closed else _why_incomplete(now, own, live, config)
+    if waits_for:
+        return Action("wait"), waits_for
+    if not closed and (not config.is_exact(step) or not replicas):
+        if tokens == 0:
             return Action("wait"), "nothing was counted here; the others take the step"
         return Action("step"), "all tokens are counted"
-    if present == 0:
+    if replicas and present == 0:
         return Action("wait"), f"{', '.join(sorted(replicas))} did not answer, and may still be alive"
-    return Action("step together", own.step), f"all tokens of step {own.step} are counted"
+    return Action("step together", step), f"all tokens of step {step} are counted"
+
+
+def _why_incomplete(now: float, own: OwnStage, live: agreement.KnownReplicas, config: ActionConfig) -> str:
+    """Returns why this replica goes on counting for its step; "" when the step, or its part of it, is complete.
+
+    A step is complete when all replicas together have counted its tokens. In asynchronous runs the part of an exact
+    step is complete before, when it has its quota, or when another replica closed its own CLOSE_AFTER of a step ago.
+    """
+    step, tokens = own.counts.step, own.counts.tokens
+    missing = config.target_tokens - tokens - agreement.count_tokens(live, step)
+    if missing <= 0:
+        return ""
+    if config.synchronous or not config.is_exact(step):
+        return f"{missing} tokens are missing"
+    closed_at = agreement.closed_since(live, step)
+    patience_s = min(CLOSE_AFTER * own.step_s, MOST_CLOSE_AFTER_S)
+    if 0 < own.quota <= tokens or (closed_at is not None and now - closed_at >= patience_s):
+        return ""
+    return f"{tokens} of the {own.quota} tokens of its part are counted"
+
+
+def step_policy(
+    part: int, replicas: Collection[PeerId], live: agreement.KnownReplicas, quota: int, config: ActionConfig
+) -> StepPolicy:
+    """Returns the device thread's policy for step number `part`; its part of an exact step is closed at `quota`.
+
+    replicas, live: as counting_replicas returns them. In synchronous runs the device thread closes no part by itself.
+    """
+    target, alone = config.target_tokens, not replicas
+    if config.synchronous or alone or not config.is_exact(part):
+        return StepPolicy(target, config.exact_steps, part, agreement.tokens_to_go(live, part, target), alone)
+    return StepPolicy(target, config.exact_steps, part, quota, closes_part=quota > 0)
 
 
 def counting_replicas(

@@ -29,32 +29,36 @@ from torch import Tensor
 from agora.averaging.aggregate import Average
 from agora.averaging.kinds import Part, RoundConfig, round_kinds
 from agora.averaging.partition import choose_owners
-from agora.averaging.wire import PartCodec
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import faults
 
 FIRST_WINDOW: Final = 0.4
-"""Share of round_s for which a first owner waits for contributions, counted from the first one."""
+"""Share of a round's time for which a first owner waits for contributions, counted from the first one."""
 SECOND_WINDOW: Final = 0.2
 RECALL_SHARE: Final = 0.1
-"""Share of round_s in which the members asked by Recall must answer."""
+"""Share of a round's time in which the members asked by Recall must answer."""
 MAX_OPEN: Final = 4096
 """Parts that may be gathered at once."""
 KEPT_ROUNDS: Final = 2.0
 """Times round_s for which a round is remembered after it began here, for late contributions and for Recall."""
 KEPT_NUMBERS: Final = 4
-"""Rounds of a kind whose averages are kept; exact steps follow one another fast, and nobody asks for older ones."""
+"""Rounds of a kind whose averages are kept at least, for a second owner and for replicas that are late."""
+KEPT_BYTES: Final = 2**28
+"""Bytes of mean gradients of a stage beyond which older rounds are dropped; replicas that have just joined ask for
+those of the steps that were taken while they fetched the state."""
 
 
 class RoundView(Protocol):
     """What an owner asks of its group of replicas; ReplicaGroup has the methods.
 
-    members: who takes part in a stage's rounds, with bandwidths. unreachable: which of `peers` are silent, or a call to
-    them failed. numel_of: a part's number of elements; raises Refused or ProtocolError for one not averaged now.
+    members: who takes part in a stage's rounds, with bandwidths. round_s: seconds that a round may take. unreachable:
+    which of `peers` are silent, or a call to them failed. numel_of: a part's number of elements; raises Refused or
+    ProtocolError for one not averaged now.
     """
 
     def members(self, stage: int, what: str) -> Mapping[PeerId, float]: ...
+    def round_s(self, stage: int, what: str) -> float: ...
     def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]: ...
     def numel_of(self, part: Part) -> int: ...
 
@@ -84,13 +88,19 @@ class _Gathering:
 class _RoundRecord:
     """What is known of a round. members: with bandwidths. given_up: members that no part waits for.
 
-    By part index: who has `contributed`, and functions that return the `averages`.
+    By part index: who has `contributed`, and functions that return the `averages`, which hold `nbytes` in memory.
     """
 
     members: dict[PeerId, float] = field(default_factory=dict)
     given_up: set[PeerId] = field(default_factory=set)
     contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
     averages: dict[int, Callable[[], Average]] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def drop_averages(self) -> None:
+        """Forgets the averages, not who has contributed."""
+        self.averages.clear()
+        self.nbytes = 0
 
 
 class Owner:
@@ -148,16 +158,16 @@ class Owner:
         Raises Refused, Busy or ProtocolError, and TimeoutError at the deadline.
         """
         part, values, average = await self._average_with(peer, message, tensors, deadline)
-        answer = self.kinds[part.what].encode_answer(part, average.values, values)
+        answer = self.kinds[part.what].encode_answer(average, values)
         await self.reach("averaging.answered")
-        return average.message, answer
+        return average.message, list(answer)
 
     async def contribute_own(
         self, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> tuple[Tensor, Averaged]:
         """Does as `contribute` for this peer's own values; the answer is a tensor, float32 [n], not encoded."""
         part, values, average = await self._average_with(self.config.me, message, tensors, deadline)
-        answer = self.kinds[part.what].own_answer(part, average.values, values)
+        answer = self.kinds[part.what].own_answer(average, values)
         await self.reach("averaging.answered")
         return answer, average.message
 
@@ -181,22 +191,33 @@ class Owner:
         return part, values, average
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
-        """Answers a second owner: returns the part's average, as float32, if it is kept here, else no tensor."""
-        kept = self._kept(Part(message.stage, message.what, message.round, message.part))
+        """Answers Recall: returns the part's average if it is kept here, else no tensor."""
+        part = Part(message.stage, message.what, message.round, message.part)
+        kept = self._kept(part)
         if kept is None:
             return Recalled(0, 0, 0.0, 0.0), []
         average = kept()
-        counts, tensors = average.message, PartCodec("float32").encode(average.values)
+        counts, tensors = average.message, list(self.kinds[part.what].encode_recalled(average))
         return Recalled(counts.members, counts.present, counts.weight, counts.distance), tensors
 
-    def keep(self, part: Part, average: Callable[[], Average]) -> None:
+    def keep(self, part: Part, average: Callable[[], Average], nbytes: int) -> None:
         """Keeps for a while a function that returns a part's average, for late contributions and for Recall.
 
-        The first one stays. Drops the averages of the round KEPT_NUMBERS before.
+        The first one stays. nbytes: what it holds in memory. Of a stage's gradients the newest rounds stay, up to
+        KEPT_BYTES; of its weights KEPT_NUMBERS.
         """
-        self._round(part).averages.setdefault(part.part, average)
-        if old := self._rounds.get((part.stage, part.what, part.number - KEPT_NUMBERS)):
-            old.averages.clear()
+        record = self._round(part)
+        if part.part in record.averages:
+            return
+        record.averages[part.part] = average
+        record.nbytes += nbytes
+        limit, total = KEPT_BYTES if part.what == "gradient" else 0, 0
+        numbers = sorted((name[2] for name in self._rounds if name[:2] == part[:2]), reverse=True)
+        for number in numbers:
+            kept = self._rounds[part.stage, part.what, number]
+            total += kept.nbytes
+            if total > limit and number <= numbers[0] - KEPT_NUMBERS:
+                kept.drop_averages()
 
     def _kept(self, part: Part) -> Callable[[], Average] | None:
         """Returns the function that `keep` was given for the part; None without one."""
@@ -259,7 +280,8 @@ class Owner:
         """Opens the gathering of a part and starts its window's timer. Raises Busy when MAX_OPEN are open."""
         if len(self._open) >= MAX_OPEN:
             raise Busy("too many parts are being averaged here; ask the second owner", 1000)
-        loop, window_s = asyncio.get_running_loop(), (SECOND_WINDOW if second else FIRST_WINDOW) * self.config.round_s
+        loop, window = asyncio.get_running_loop(), SECOND_WINDOW if second else FIRST_WINDOW
+        window_s = window * self._view.round_s(part.stage, part.what)
         result, timer = loop.create_future(), loop.call_later(window_s, self._end_window, part)
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
         gathering = self._open[part] = _Gathering(numel, self._expected(part, peer, second), result, timer)
@@ -294,7 +316,8 @@ class Owner:
         """Averages what has come and ends the gathering. A clip begins at this peer's own values, if they count."""
         me, weights = self.config.me, list(gathering.weights.values())
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
-        self._end(part, gathering, self.kinds[part.what].combine(list(gathering.values.values()), weights, center))
+        average = self.kinds[part.what].combine(part, list(gathering.values.values()), weights, center)
+        self._end(part, gathering, average)
 
     def _end(self, part: Part, gathering: _Gathering, average: Average | None) -> None:
         """Closes a gathering, cancels its timer and recall, and gives all who wait the average, or Refused for None.
@@ -311,7 +334,8 @@ class Owner:
             gathering.result.set_exception(Refused("nobody has anything to average yet"))
         else:
             if average.message.present > 1:
-                self.keep(part, lambda: average)
+                nbytes = sum(tensor.nbytes for tensor in average.wire)
+                self.keep(part, self.kinds[part.what].kept(part, average), nbytes)
             gathering.result.set_result(average)
         gathering.values.clear()
 
@@ -322,9 +346,9 @@ class Owner:
 
         The first one found ends the gathering; without any, it is averaged here as soon as it is complete.
         """
-        deadline = loop_time() + RECALL_SHARE * self.config.round_s
+        deadline = loop_time() + RECALL_SHARE * self._view.round_s(part.stage, part.what)
         others = gathering.expected - {self.config.me}
-        calls = [asyncio.create_task(self._recall_from(peer, part, gathering.numel, deadline)) for peer in others]
+        calls = [asyncio.create_task(self.recall_from(peer, part, gathering.numel, deadline)) for peer in others]
         try:
             for answer in asyncio.as_completed(calls):
                 if (average := await answer) is not None:
@@ -336,14 +360,15 @@ class Owner:
         if gathering.is_complete:
             self._average(part, gathering)
 
-    async def _recall_from(self, peer: PeerId, part: Part, numel: int, deadline: float) -> Average | None:
+    async def recall_from(self, peer: PeerId, part: Part, numel: int, deadline: float) -> Average | None:
         """Asks a member, by Recall, for the average that it has; None when it has none, fails, or sends a bad one."""
         request = Recall(*part, max(1, int(1000 * (deadline - loop_time()))))
         try:
             reply = await self.caller.call(peer, request, (), deadline=deadline)
             if not isinstance(reply.message, Recalled) or not reply.tensors:
                 return None
-            values, counts = PartCodec("float32").decode(list(reply.tensors), numel), reply.message
-            return Average(values, Averaged(counts.members, counts.present, counts.weight, counts.distance))
+            counts = reply.message
+            message = Averaged(counts.members, counts.present, counts.weight, counts.distance)
+            return self.kinds[part.what].decode_recalled(part, reply.tensors, numel, message)
         except AgoraError:
             return None

@@ -9,7 +9,6 @@ import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -141,7 +140,7 @@ class Round:
                 if owner is None or self.owner.is_given_up(owner, part):
                     continue
                 try:
-                    answer, message = await self._ask(part, owner, bool(second), sent, len(values))
+                    answer, message, tensors = await self._ask(part, owner, bool(second), sent, len(values))
                     if message.present < 2 and len(self.members) > 1:
                         reasons.append(f"{owner}: nobody else contributed in time")
                         break
@@ -151,15 +150,17 @@ class Round:
                         self.owner.give_up_on(owner, part)
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
-                self.owner.keep(part, partial(kind.recalled, part, sent, answer, message))
+                if tensors:  # else this peer is the owner, and has kept it
+                    kept = kind.kept_answer(part, sent, tensors, answer, message)
+                    self.owner.keep(part, kept, sum(tensor.nbytes for tensor in tensors))
                 return _PartAnswer(answer, message, distance)
         self.report(events.PartFailed(*part, "; ".join(reasons)[:500]))
         return None
 
     async def _ask(
         self, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], numel: int
-    ) -> tuple[Tensor, Averaged]:
-        """Sends a part to an owner and returns its decoded answer. Raises an AgoraError, or TimeoutError, without one.
+    ) -> tuple[Tensor, Averaged, Sequence[WireTensor]]:
+        """Sends a part to an owner; returns its answer decoded, and as it came. Raises an AgoraError, or TimeoutError.
 
         The first owner gets FIRST_PATIENCE of the time left, the second all. An own part goes to `owner` directly.
         """
@@ -171,12 +172,13 @@ class Round:
         request = Contribute(*part, self.weight, second, max(1, int(1000 * (deadline - now))))
         await self.owner.reach("averaging.sending")
         if owner == self.owner.config.me:
-            return await self.owner.contribute_own(request, sent, deadline)
+            return *await self.owner.contribute_own(request, sent, deadline), ()
         self._bytes_out += sum(tensor.nbytes for tensor in sent)
         reply = await self.owner.caller.call(owner, request, sent, deadline=deadline)
         if not isinstance(reply.message, Averaged):
             raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
-        return self.owner.kinds[self.what].decode_answer(part, reply.tensors, numel), reply.message
+        answer = self.owner.kinds[self.what].decode_answer(part, reply.tensors, numel)
+        return answer, reply.message, reply.tensors
 
 
 def _add_means(result: RoundResult, averaged: Sequence[_PartAnswer]) -> None:

@@ -40,6 +40,7 @@ from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
 from agora.state.keeper import StageHolders, StateKeeper
+from agora.stepping import PartClosed
 from agora.swarm.placement import Placement
 from agora.threads import run_in_thread
 from agora.train.compute import Compute
@@ -164,6 +165,9 @@ class LoadedSpan:
     async def follow_steps(self) -> None:
         """Tells replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled."""
         async for event in self.compute.step_events():
+            if isinstance(event, PartClosed):
+                self.replicas.part_closed(event.stage)
+                continue
             self.replicas.stepped(event.stage, event.step, event.own_tokens)
             self.keeper.note_step(event.stage, event.step)
             for waiting in (self._barrier, self.origin):

@@ -21,7 +21,7 @@ from torch import Tensor
 from agora.codec import BoundaryCodec, all_finite, decode_tokens, gradient_dither_key
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Flat, Layout, StageState
-from agora.stepping import SpanResult, StageStepped, StepEvents, StepPolicy
+from agora.stepping import SpanResult, StepEvent, StepEvents, StepPolicy
 from agora.train.device import DeviceQueue, Priority, choose_device
 from agora.train.memory import keep_freed_memory
 from agora.train.span_trainer import SpanTrainer
@@ -177,8 +177,8 @@ class Compute:
         """Returns the number of optimizer steps that a stage has taken."""
         return self.trainer.stage(stage).progress.step
 
-    def step_events(self) -> AsyncIterator[StageStepped]:
-        """Yields every optimizer step of the span's stages, in order, to one reader; ends only when it is cancelled."""
+    def step_events(self) -> AsyncIterator[StepEvent]:
+        """Yields every step and closed part of the span's stages, in order, to one reader; ends only when cancelled."""
         return aiter(self._events)
 
     def busy_fraction(self) -> float:
@@ -221,7 +221,11 @@ class Compute:
         return await self._run_and_step(self.trainer.stage(stage).take_mean_gradient)
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
-        """Takes step `number`, whose share was taken out, along the mean gradient [numel] of all replicas' `tokens`."""
+        """Takes step `number`, the next one, along the mean gradient [numel] over all replicas' `tokens`.
+
+        Ends this replica's share of it, if that was taken out. Raises LocalError when another step is the next; after a
+        ProtocolError it is still to be taken.
+        """
         await self._run_and_step(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)
 
     async def export_state(self, stage: int) -> StageState:

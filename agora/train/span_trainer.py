@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from agora.model import family_of, stage_loss
 from agora.observe.events import MicrobatchCounted, Report
-from agora.stepping import StageStepped
+from agora.stepping import StepEvent
 from agora.train import memory
 from agora.train.device import has_native_bf16
 from agora.train.stage_replica import StageReplica
@@ -57,7 +57,7 @@ class SpanTrainer:
         *,
         report: Report,
         in_flight: int,
-        on_step: Callable[[StageStepped], None] = lambda event: None,
+        on_step: Callable[[StepEvent], None] = lambda event: None,
     ) -> None:
         """Builds the span's stages with their initial weights. Matrix products are in bf16 if the device has it.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from agora.model import Stage, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
 from agora.state.layout import Layout, lay_out
-from agora.stepping import StageStepped, StepPolicy
+from agora.stepping import PartClosed, StageStepped, StepEvent, StepPolicy
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
 from agora.train.weight_versions import StageWeights, StashedForwards, tensor_in
 
@@ -27,11 +27,17 @@ STALENESS_BINS = 33
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """How far a stage of this peer is. staleness[i]: microbatches whose backward came i steps after their forward."""
+    """How far a stage of this peer is. staleness[i]: microbatches whose backward came i steps after their forward.
+
+    part: number of the step that is counted for now, `step` + 1 while the mean of step `step` is awaited. Tokens:
+    counted for that part; counted here since the start; of all steps and parts, those before a loaded state included.
+    """
 
     stage: int
     step: int
-    tokens_in_step: int
+    part: int
+    tokens_in_part: int
+    tokens_counted: int
     tokens_total: int
     staleness: tuple[int, ...]
     refused_nonfinite: int
@@ -97,9 +103,9 @@ class TrainedStage:
         manifest: Manifest,
         stashed: StashedForwards,
         report: Report,
-        on_step: Callable[[StageStepped], None],
+        on_step: Callable[[StepEvent], None],
     ) -> None:
-        """on_step: is called after each step, on the device thread."""
+        """on_step: is called after each step and each closed part, on the device thread."""
         self.number = number
         self.weights = StageWeights(module, device, module.hidden_matrices())
         self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, self.weights.layout, device)
@@ -115,17 +121,19 @@ class TrainedStage:
         self._synchronous = manifest.schedule.kind == "synchronous"
         self._share: MeanGradient | None = None
         self._share_contents = SumContents()
+        self._counted = 0
         self._refused = 0
         self._staleness = [0] * STALENESS_BINS
         self._stepped_at = time.monotonic()
         self._update_progress()
 
     def _update_progress(self) -> None:
-        """Replaces `progress` by the present counts. A share that was taken out still counts in tokens_in_step."""
-        summed, taken = self.sum.contents.tokens, self._share_contents.tokens
-        in_step = summed if self._share is None else taken
-        total = self.tokens_stepped + taken + summed
-        self.progress = StageProgress(self.number, self.step, in_step, total, tuple(self._staleness), self._refused)
+        """Replaces `progress` by the present counts."""
+        summed, part = self.sum.contents.tokens, self.step + (self._share is not None)
+        total, staleness = self.tokens_stepped + self._share_contents.tokens + summed, tuple(self._staleness)
+        self.progress = StageProgress(
+            self.number, self.step, part, summed, self._counted, total, staleness, self._refused
+        )
 
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
         """Counts a microbatch whose gradient was added to the sum; reports GradientLate when it missed its step."""
@@ -135,6 +143,7 @@ class TrainedStage:
         contents.loss += loss
         contents.microbatches += 1
         contents.staleness += staleness
+        self._counted += tokens
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self._update_progress()
         if self._share is not None and self._synchronous:
@@ -153,11 +162,17 @@ class TrainedStage:
     # --- steps
 
     def step_if_due(self) -> None:
-        """Takes the next step along the sum when that has the policy's tokens and no mean gradient is waited for."""
+        """Takes the next step along the sum, or closes this replica's part of it, once it has the tokens needed.
+
+        Neither while this replica's share of an earlier step is taken out, or when the policy wants to be asked.
+        """
         tokens = self.sum.contents.tokens
-        due = self._share is None and 0 < tokens >= self.policy.tokens_needed(self.step)
-        if due and not self.policy.waits_for_mean(self.step):
+        if self._share is not None or not 0 < tokens >= self.policy.tokens_needed(self.step):
+            return
+        if not self.policy.waits_for_mean(self.step):
             self._step_along_sum()
+        elif self.policy.closes(self.step):
+            self.take_mean_gradient()
 
     def catch_up(self, step: int) -> None:
         """Follows the stage's other replicas, which have taken `step` steps.
@@ -191,18 +206,20 @@ class TrainedStage:
                 contents = SumContents()
             self._share, self._share_contents = MeanGradient(self.step, contents.tokens, mean), contents
             self._update_progress()
+            self._on_step(PartClosed(self.number, self.step, contents.tokens))
         return self._share
 
     def step_with_gradient(self, number: int, mean: Tensor, tokens: int) -> None:
-        """Takes step `number`, whose share was taken out, along the `mean` gradient [numel] over all replicas' tokens.
+        """Takes step `number`, the next one, along the `mean` gradient [numel] over all replicas' tokens.
 
-        With `tokens` 0 it only counts the step. Raises LocalError when this step's share was not taken out; after a
-        ProtocolError (another shape, a norm that is not finite) the step can be taken along another gradient.
+        Ends this replica's share of the step if it was taken out; else the sum stays, for the step after. With `tokens`
+        0 the stage only counts the step. Raises LocalError when another step is the next; ProtocolError for another
+        shape or a norm that is not finite, and the step can then be taken along another.
         """
         if mean.shape != self.sum.flat.shape or mean.dtype != self.sum.flat.dtype:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no gradient here")
-        if self._share is None or self._share.step != number:
-            raise LocalError(f"stage {self.number} does not wait for the gradient of step {number}; ask for its share")
+        if number != self.step:
+            raise LocalError(f"stage {self.number} takes step {self.step} next, not {number}; ask for its share")
         result = None
         if tokens > 0:
             gradient = mean.to(self.sum.flat.device, copy=True)

@@ -194,11 +194,10 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
 
 
 def _replica_steps(doc: str) -> Any:
-    """Declares a list field of [replica, steps, tokens since, milliseconds since it reported]."""
+    """Declares a list field of [replica, steps, part, tokens, counted in all, milliseconds since it reported]."""
+    counts = (int_field(0, MAX_UINT) for _ in range(4))
     return list_field(
-        tuple_field(peer_id_field(), int_field(0, MAX_UINT), int_field(0, MAX_UINT), int_field(0, MAX_DEADLINE_MS)),
-        MAX_GOSSIPED_REPLICAS,
-        doc=doc,
+        tuple_field(peer_id_field(), *counts, int_field(0, MAX_DEADLINE_MS)), MAX_GOSSIPED_REPLICAS, doc=doc
     )
 
 
@@ -210,8 +209,9 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")
-    replicas: tuple[tuple[PeerId, int, int, int], ...] = _replica_steps(
-        "[replica, optimizer steps taken, tokens counted since, milliseconds since it reported]; the sender comes first"
+    replicas: tuple[tuple[PeerId, int, int, int, int, int], ...] = _replica_steps(
+        "[replica, optimizer steps taken, number of the step it counts for, tokens counted for that step, tokens "
+        "counted since it started, milliseconds since it reported]; the sender comes first"
     )
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
@@ -219,7 +219,7 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
 class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
     """Answers GossipSteps with what the answering replica knows."""
 
-    replicas: tuple[tuple[PeerId, int, int, int], ...] = _replica_steps("as in GossipSteps")
+    replicas: tuple[tuple[PeerId, int, int, int, int, int], ...] = _replica_steps("as in GossipSteps")
 
 
 _WHAT: Final = ("weights", "gradient")
@@ -261,9 +261,9 @@ class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
 
 
 class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
-    """Asks a member of a round for the average of a part, which it may have from the owner that has failed.
+    """Asks a member of a round for the average of a part, which it has from the part's owner.
 
-    Sent by the part's second owner. Answered by Recalled.
+    Sent by the second owner after the first has failed, and by replicas that follow steps. Answered by Recalled.
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="as in Contribute")
@@ -273,8 +273,9 @@ class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
 
-class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 1)):
-    """Answers Recall. Tensor: the average itself, float32 [n]; none when the answering peer does not have it."""
+class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 2)):
+    """Answers Recall. Tensors: none when the answering peer does not have the average; of weights, the average itself,
+    float32 [n]; of a gradient, those with which the part's owner has answered Contribute."""
 
     members: int = int_field(0, MAX_UINT, doc="as in Averaged; 0 without an average")
     present: int = int_field(0, MAX_UINT, doc="as in Averaged")

@@ -161,8 +161,13 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
     levels = WireTensor("int8", (3,), memoryview(struct.pack("<3b", 21, -53, 127)))
     exponents = WireTensor("int8", (1,), memoryview(struct.pack("<1b", 2)))
     return [
-        (kind.REQUEST, 7, GossipSteps(1, ((FIRST.peer, 40, 8192, 0), (SECOND.peer, 40, 0, 1500)), 5_000), []),
-        (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 1024, 0),)), []),
+        (
+            kind.REQUEST,
+            7,
+            GossipSteps(1, ((FIRST.peer, 40, 41, 8192, 900_000, 0), (SECOND.peer, 40, 40, 0, 9, 1500)), 5_000),
+            [],
+        ),
+        (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 0),)), []),
         (kind.REQUEST, 9, Contribute(1, "weights", 12, 3, 65536.0, False, 10_000), [levels, exponents]),
         (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 0.0, True, 10_000), [values]),
         (kind.ANSWER, 9, Averaged(3, 4, 196608.0, 0.001953125), [levels, exponents]),

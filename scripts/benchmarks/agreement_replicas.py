@@ -20,7 +20,6 @@ from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.averaging.aggregate import aggregate
 from agora.averaging.kinds import Part, RoundConfig, round_kinds
 from agora.averaging.partition import Slices, cut_into_parts
 from agora.averaging.wire import WireName
@@ -143,10 +142,10 @@ def exchange(
         part = Part(0, what, number, index)
         wired = [terms.encode(part, value[cut]) for value in values]
         came = [terms.decode(part, tensors, len(values[0][cut])) for tensors in wired]
-        found = aggregate(came, weights, "mean", center=None, cap=True)
+        found = kind.combine(part, came, list(weights), None)
         assert found is not None
         for answer, value in zip(answers, came, strict=True):
-            answer[cut] = kind.decode_answer(part, kind.encode_answer(part, found.values, value), len(value))
+            answer[cut] = kind.decode_answer(part, kind.encode_answer(found, value), len(value))
         sent += sum(tensor.nbytes for tensor in wired[0])
     return answers, sent
 

@@ -75,6 +75,10 @@ class Member:
         """See RoundView."""
         return self._members
 
+    def round_s(self, stage: int, what: str) -> float:
+        """See RoundView."""
+        return self._round_s
+
     def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
         """See RoundView: nobody is."""
         return set()

@@ -47,17 +47,21 @@ class FakeStage:
     def __init__(self, number: int, rate: float) -> None:
         self.number, self.rate = number, rate
         self.weights = torch.zeros(NUMEL)
-        self.step = self.tokens = self.given = 0
+        self.step = self.tokens = self.counted = 0
         self.share: Share | None = None
         self.policy = StepPolicy(10**9)
         self.alone_at: list[int] = []
+        self.closed: list[int] = []
+        """The tokens of each part that was closed."""
         self.group: ReplicaGroup | None = None
 
     def layout(self, stage: int) -> Any:
         return SimpleNamespace(numel=NUMEL)
 
     def progress(self) -> list[Any]:
-        return [SimpleNamespace(stage=0, step=self.step, tokens_in_step=self.given if self.share else self.tokens)]
+        part = self.step + (self.share is not None)
+        counts = {"tokens_in_part": self.tokens, "tokens_counted": self.counted}
+        return [SimpleNamespace(stage=0, step=self.step, part=part, **counts)]
 
     def step_of(self, stage: int) -> int:
         return self.step
@@ -69,19 +73,31 @@ class FakeStage:
         while True:
             await asyncio.sleep(TICK_S)
             self.tokens += int(self.rate * TICK_S)
+            self.counted += int(self.rate * TICK_S)
             self._take_due_step()
 
     def _take_due_step(self) -> None:
-        due = self.share is None and 0 < self.tokens >= self.policy.tokens_needed(self.step)
-        if due and not self.policy.waits_for_mean(self.step):
+        """As train.TrainedStage.step_if_due."""
+        if self.share is not None or not 0 < self.tokens >= self.policy.tokens_needed(self.step):
+            return
+        if not self.policy.waits_for_mean(self.step):
             self.alone_at.append(self.step)
-            self._step(torch.full((NUMEL,), float(self.number)))
+            self._step(torch.full((NUMEL,), float(self.number)), self.tokens)
+            self.tokens = 0
+        elif self.policy.closes(self.step):
+            self._close()
 
-    def _step(self, gradient: torch.Tensor) -> None:
+    def _close(self) -> None:
+        self.share = Share(self.step, self.tokens, torch.full((NUMEL,), float(self.number)))
+        self.closed.append(self.tokens)
+        self.tokens = 0
+        assert self.group is not None
+        asyncio.get_running_loop().call_soon(self.group.part_closed, 0)
+
+    def _step(self, gradient: torch.Tensor, own_tokens: int) -> None:
         self.weights = self.weights - 0.01 * gradient
         self.step, self.share = self.step + 1, None
-        own, self.tokens = self.tokens, 0
-        self._tell(own)
+        self._tell(own_tokens)
 
     def _tell(self, own: int) -> None:
         assert self.group is not None
@@ -102,13 +118,13 @@ class FakeStage:
 
     async def take_mean_gradient(self, stage: int) -> Share:
         if self.share is None:
-            self.share = Share(self.step, self.tokens, torch.full((NUMEL,), float(self.number)))
-            self.given, self.tokens = self.tokens, 0
+            self._close()
+        assert self.share is not None
         return self.share
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: torch.Tensor, tokens: int) -> None:
-        assert self.share is not None and self.share.step == number
-        self._step(mean_gradient)
+        assert self.step == number
+        self._step(mean_gradient, self.share.tokens if self.share else 0)
 
 
 class GroupPeer:

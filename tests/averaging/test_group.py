@@ -9,7 +9,8 @@ import torch
 from agora_protocol.messages import Contribute
 
 from agora.averaging.agreement import SILENT_S
-from agora.averaging.group import FETCH_TRIES, LOOK_S
+from agora.averaging.exact_steps import FETCH_TRIES
+from agora.averaging.group import LOOK_S
 from agora.averaging.next_action import RESUME_S
 from agora.observe.events import PartFailed, RoundDone, StageFellBehind
 from tests.averaging.group_world import GroupPeer, GroupWorld

@@ -15,7 +15,7 @@ from agora_protocol.errors import ProtocolError, Refused, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import Averaged, Contribute, GossipedSteps, GossipSteps, Message
+from agora_protocol.messages import Averaged, Contribute, GossipedSteps, GossipSteps, Message, Recall, Recalled
 from agora_protocol.tensors import WireTensor
 
 from agora.averaging.group import ReplicaGroup
@@ -40,7 +40,9 @@ class Liar:
     async def call(self, peer: PeerId, request: Message, tensors: Sequence[WireTensor], **_: Any) -> SimpleNamespace:
         """Answers with a part of equal numbers."""
         if isinstance(request, GossipSteps):
-            return SimpleNamespace(message=GossipedSteps(((OTHER, 0, self.tokens, 0),)), tensors=[])
+            return SimpleNamespace(message=GossipedSteps(((OTHER, 0, 0, self.tokens, self.tokens, 0),)), tensors=[])
+        if isinstance(request, Recall):
+            return SimpleNamespace(message=Recalled(0, 0, 0.0, 0.0), tensors=[])
         assert isinstance(request, Contribute)
         answer = Averaged(members=2, present=2, weight=64.0, distance=0.0)
         return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])

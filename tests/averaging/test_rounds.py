@@ -14,6 +14,7 @@ from agora_protocol.limits import PART_ELEMENTS
 from agora_protocol.messages import Averaged, Contribute, Recall
 from agora_protocol.tensors import WireTensor
 
+from agora.averaging import owner as owner_module
 from agora.averaging.aggregate import Average
 from agora.averaging.kinds import Part
 from agora.averaging.owner import KEPT_NUMBERS
@@ -272,7 +273,7 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
         first, _ = owner_of(world, 0)
         liar = next(m for m in members if m is not first)
         lie = Average(torch.full((PART_ELEMENTS,), 3.0), Averaged(4, 4, 4.0, 0.01))
-        liar.owner.keep(Part(0, "weights", 0, 0), lambda: lie)
+        liar.owner.keep(Part(0, "weights", 0, 0), lambda: lie, 0)
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
         honest = [i for i, m in enumerate(members) if m is not liar]
         deadline = asyncio.get_running_loop().time() + world.round_s
@@ -430,15 +431,32 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
     run(main())
 
 
-def test_of_rounds_that_follow_one_another_only_the_last_few_are_kept() -> None:
+def kept_rounds(member: Member, what: str) -> list[int]:
+    return [number for number in range(12) if member.owner.recall(Recall(0, what, number, 0))[1]]
+
+
+def test_of_rounds_of_weights_that_follow_one_another_only_the_last_few_are_kept() -> None:
     async def main() -> None:
         world = World(SIZE)
         members = world.add(*identities(2))
         for number in range(12):
+            await one_round(world, members, [1.0, 1.0], number)
+        assert all(kept_rounds(member, "weights") == list(range(12 - KEPT_NUMBERS, 12)) for member in members)
+        await world.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("rounds_kept", [1, 6, 12])
+def test_mean_gradients_are_kept_up_to_a_limit_of_bytes(rounds_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(owner_module, "KEPT_BYTES", 4 * SIZE * rounds_kept)
+        world = World(SIZE)
+        members = world.add(*identities(2))
+        for number in range(12):
             await one_round(world, members, [1.0, 1.0], number, what="gradient")
-        for member in members:
-            kept = [number for number in range(12) if member.owner.recall(Recall(0, "gradient", number, 0))[1]]
-            assert kept == list(range(12 - KEPT_NUMBERS, 12))
+        expected = list(range(12 - max(rounds_kept, KEPT_NUMBERS), 12))
+        assert all(kept_rounds(member, "gradient") == expected for member in members)
         await world.close()
 
     run(main())

@@ -83,6 +83,9 @@ class Member:
     def members(self, stage: int, what: str) -> dict[PeerId, float]:
         return self.view
 
+    def round_s(self, stage: int, what: str) -> float:
+        return self.world.round_s
+
     def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
         return self.suspects & set(peers)
 

@@ -1,0 +1,64 @@
+"""Quotas: a step's microbatches are divided among the replicas in proportion to what they compute, and none is lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from agora.averaging.quota import MOST_CORRECTION, RATE_MEMORY_S, StepSize, TokenRate, own_quota
+from tests.averaging.world import identities
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_quotas_add_up_to_the_target_and_lie_within_one_microbatch_of_each_share(seed: int) -> None:
+    rng = random.Random(seed)
+    peers = identities(rng.randint(1, 40))
+    rates = {peer: rng.choice([0.0, rng.expovariate(0.01)]) for peer in peers} | {peers[0]: 10.0}
+    unit, microbatches = rng.randint(1, 4096), rng.randint(1, 200)
+    quotas = {peer: own_quota(rates, peer, microbatches * unit, unit) for peer in peers}
+    assert sum(quotas.values()) == microbatches * unit
+    for peer, quota in quotas.items():
+        assert quota % unit == 0 and abs(quota - microbatches * unit * rates[peer] / sum(rates.values())) <= unit
+
+
+def test_equal_replicas_get_equal_quotas_and_small_differences_of_measured_rates_change_nothing() -> None:
+    peers = identities(4)
+    for rates in ([100.0] * 4, [97.0, 102.0, 99.0, 103.0]):
+        known = dict(zip(peers, rates, strict=True))
+        assert [own_quota(known, peer, 16_384, 1024) for peer in peers] == [4096] * 4
+
+
+def test_a_replica_whose_rate_is_not_known_yet_counts_as_the_median_of_the_others() -> None:
+    peers = identities(3)
+    rates = dict(zip(peers, [100.0, None, 300.0], strict=True))
+    assert [own_quota(rates, peer, 600, 1) for peer in peers] == [100, 200, 300]
+    assert [own_quota(dict.fromkeys(peers), peer, 600, 1) for peer in peers] == [200, 200, 200], "nobody is known yet"
+    assert [own_quota(dict.fromkeys(peers, 0.0), peer, 600, 1) for peer in peers] == [200, 200, 200]
+
+
+def test_a_replica_that_counts_nothing_has_no_quota() -> None:
+    peers = identities(2)
+    assert own_quota({peers[0]: 50.0, peers[1]: 0.0}, peers[1], 1000, 100) == 0
+    assert own_quota({peers[0]: 50.0, peers[1]: 0.0}, peers[0], 1000, 100) == 1000
+
+
+def test_a_rate_follows_what_is_counted_and_is_unknown_at_first() -> None:
+    rate = TokenRate()
+    assert rate.after(100, 0.5).value is None
+    for _ in range(100):
+        rate = rate.after(25, 0.25)
+    assert rate.value == pytest.approx(100.0)
+    for _ in range(int(RATE_MEMORY_S / 0.25)):
+        rate = rate.after(50, 0.25)
+    assert rate.value == pytest.approx(200.0 - 100.0 / 2.718, rel=0.03), "1/e of what was is left after the memory"
+
+
+def test_what_a_step_held_too_much_the_next_one_holds_less() -> None:
+    size = StepSize(1000)
+    held = [1100, 950, 1000, 1300]
+    for tokens in held:
+        size = size.after_step(tokens)
+    assert size.next_target == 1000 - (sum(held) - 4000)
+    assert StepSize(1000).after_step(9000).next_target == 1000 * (1 - MOST_CORRECTION), "never a step of nothing"
+    assert StepSize(1000).after_step(0).next_target == 1000 * (1 + MOST_CORRECTION)
