@@ -10,10 +10,10 @@ import pytest
 
 from agora.stepping import EVERY_STEP, MOST_EVENTS, StageStepped, StepEvents, StepPolicy
 
-KNOWN = StepPolicy(target_tokens=1000, exact_steps=10, step=7, tokens_to_go=400, alone=True)
+KNOWN = StepPolicy(target_tokens=1000, exact_steps=10, step=7, own_tokens=400, alone=True)
 
 
-def test_what_the_replicas_have_counted_lowers_the_tokens_needed_for_that_step_only() -> None:
+def test_the_tokens_needed_of_this_replica_are_known_for_that_step_only() -> None:
     assert [KNOWN.tokens_needed(step) for step in (6, 7, 8)] == [1000, 400, 1000]
 
 
@@ -34,6 +34,13 @@ def test_an_exact_step_waits_unless_this_replica_is_known_to_be_alone_at_it(
     exact_steps: int, alone: bool, step: int, waits: bool
 ) -> None:
     assert replace(KNOWN, exact_steps=exact_steps, alone=alone).waits_for_mean(step) == waits
+
+
+def test_a_part_is_closed_at_once_only_of_the_step_that_the_policy_is_of_and_where_the_mean_is_awaited() -> None:
+    closing = replace(KNOWN, alone=False, closes_part=True)
+    assert [closing.closes(step) for step in (6, 7, 8)] == [False, True, False]
+    assert not replace(closing, closes_part=False).closes(7)
+    assert not replace(closing, exact_steps=7).closes(7) and not replace(closing, alone=True).closes(7)
 
 
 def test_a_policy_that_knows_nothing_of_others_asks_for_the_whole_target_and_waits_where_steps_are_exact() -> None:

@@ -9,8 +9,11 @@ import pytest
 from agora.averaging.agreement import (
     GOSSIP_FANOUT,
     SILENT_S,
+    Counts,
+    OwnReport,
     ReplicaProgress,
     choose_targets,
+    closed_since,
     compose_gossip,
     count_tokens,
     exact_members,
@@ -29,10 +32,18 @@ ME, A, B, C = identities(4)
 
 
 def known(*numbers: tuple[str, int, int, int], at: float = 0.0) -> dict:
-    """As each said itself."""
+    """As each said itself: its id, step, tokens, and the tokens of its part before."""
     return {
-        peer: ReplicaProgress(step, tokens, before, at, reported_step=step) for peer, step, tokens, before in numbers
+        peer: ReplicaProgress(
+            Counts(step, step, tokens, tokens), at, before, reported=OwnReport(step, step, tokens, at)
+        )
+        for peer, step, tokens, before in numbers
     }
+
+
+def entry(peer: str, step: int, tokens: int, age_ms: int, counted: int | None = None, part: int | None = None) -> tuple:
+    """A gossiped entry of a replica that has counted nothing before, and whose part is that of its next step."""
+    return peer, step, step if part is None else part, tokens, tokens if counted is None else counted, age_ms
 
 
 def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
@@ -43,20 +54,40 @@ def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
 
 
 def test_a_replica_that_has_stepped_took_its_tokens_with_it() -> None:
-    table = merge_gossip(known((A, 5, 300, 0)), [(A, 6, 10, 0)], A, ME, 1.0)
+    table = merge_gossip(known((A, 5, 300, 0)), [entry(A, 6, 10, 0, counted=310)], A, ME, 1.0)
     assert count_tokens(table, 5) == 300 and count_tokens(table, 6) == 10
-    table = merge_gossip(table, [(A, 9, 4, 0)], A, ME, 2.0)
+    table = merge_gossip(table, [entry(A, 9, 4, 0)], A, ME, 2.0)
     assert count_tokens(table, 8) == 0, "of a jump nothing is known"
     assert count_tokens(known((A, 9, 4, 300)), 5) == 0, "nor of an earlier step"
 
 
+def test_a_replica_that_has_closed_its_part_counts_with_what_it_held() -> None:
+    table = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, part=6)], A, ME, 1.0)
+    assert count_tokens(table, 5) == 340 and count_tokens(table, 6) == 40
+    assert closed_since(table, 5) == 1.0 and closed_since(table, 4) is None is closed_since(table, 6)
+    later = merge_gossip(table, [entry(A, 5, 90, 0, counted=430, part=6)], A, ME, 2.0)
+    assert closed_since(later, 5) == 1.0, "since it was first said"
+    told = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, part=6)], B, ME, 1.0)
+    assert closed_since(told, 5) is None, "others' word is not enough"
+
+
+def test_the_rate_of_a_replica_is_measured_by_what_it_reports_itself() -> None:
+    table = known((A, 5, 0, 0))
+    for tick in range(1, 41):
+        table = merge_gossip(table, [entry(A, 5, 50 * tick, 0)], A, ME, 0.5 * tick)
+    assert table[A].reported.rate.value == pytest.approx(100.0)
+    lied = merge_gossip(table, [entry(A, 5, 10**9, 0)], B, ME, 20.0)
+    assert lied[A].reported.rate.value == pytest.approx(100.0)
+    assert merge_gossip(table, [entry(A, 0, 10, 0)], A, ME, 21.0)[A].reported.rate.value is None, "it has restarted"
+
+
 def test_old_gossip_keeps_nobody_alive_and_changes_nothing() -> None:
     table = known((A, 5, 300, 0))
-    soon = merge_gossip(table, [(A, 5, 200, 0)], B, ME, 1.0)
+    soon = merge_gossip(table, [entry(A, 5, 200, 0)], B, ME, 1.0)
     assert soon[A] == table[A], "a third peer's lower number"
-    late = merge_gossip(table, [(A, 5, 300, 1500)], B, ME, SILENT_S)
+    late = merge_gossip(table, [entry(A, 5, 300, 1500)], B, ME, SILENT_S)
     assert late[A].heard_at == SILENT_S - 1.5, "as old as it was when it was told"
-    assert merge_gossip(table, [(A, 5, 300, 7000)], B, ME, SILENT_S) == table
+    assert merge_gossip(table, [entry(A, 5, 300, 7000)], B, ME, SILENT_S) == table
     assert live_replicas(table, [A, B], SILENT_S + 0.1) == {} and live_replicas(table, [B], 0.0) == {}
 
 
@@ -65,7 +96,7 @@ def test_two_that_tell_each_other_of_a_dead_one_forget_it_in_time() -> None:
     for tick in range(40):
         now = 0.25 * tick
         for one, other in ((ME, B), (B, ME)):
-            news = compose_gossip(tables[one], (one, 5, tick), [ME, A, B], now)
+            news = compose_gossip(tables[one], one, Counts(5, 5, tick, tick), [ME, A, B], now)
             tables[other] = merge_gossip(tables[other], news, one, other, now)
     for peer, table in tables.items():
         assert A not in live_replicas(table, [ME, A, B], 0.25 * 39), peer
@@ -75,11 +106,11 @@ def test_two_that_tell_each_other_of_a_dead_one_forget_it_in_time() -> None:
 def test_a_replica_that_did_not_answer_is_unreachable_until_it_reports_again() -> None:
     table = record_failure(known((A, 5, 300, 0)), A, 1.0)
     assert unreachable_replicas(table, [A, B], 1.0) == {A} and live_replicas(table, [A], 1.0) == {}
-    assert unreachable_replicas(merge_gossip(table, [(A, 5, 300, 500)], B, ME, 1.2), [A], 1.2) == {A}, (
+    assert unreachable_replicas(merge_gossip(table, [entry(A, 5, 300, 500)], B, ME, 1.2), [A], 1.2) == {A}, (
         "it spoke before it was lost"
     )
-    assert unreachable_replicas(merge_gossip(table, [(A, 5, 310, 100)], B, ME, 1.2), [A], 1.2) == set()
-    assert unreachable_replicas(merge_gossip(table, [(A, 5, 300, 0)], A, ME, 1.2), [A], 1.2) == set()
+    assert unreachable_replicas(merge_gossip(table, [entry(A, 5, 310, 100)], B, ME, 1.2), [A], 1.2) == set()
+    assert unreachable_replicas(merge_gossip(table, [entry(A, 5, 300, 0)], A, ME, 1.2), [A], 1.2) == set()
     assert unreachable_replicas(record_failure({}, A, 1.0), [A, B], 1.0) == {A}, (
         "it was never heard; of the other nothing is known"
     )
@@ -87,8 +118,8 @@ def test_a_replica_that_did_not_answer_is_unreachable_until_it_reports_again() -
 
 def test_a_replica_that_started_again_says_so_itself() -> None:
     table = known((A, 50, 300, 0))
-    assert merge_gossip(table, [(A, 0, 0, 0)], B, ME, 1.0)[A].step == 50
-    assert merge_gossip(table, [(A, 0, 0, 0)], A, ME, 1.0)[A].step == 0
+    assert merge_gossip(table, [entry(A, 0, 0, 0)], B, ME, 1.0)[A].counts.step == 50
+    assert merge_gossip(table, [entry(A, 0, 0, 0)], A, ME, 1.0)[A].counts.step == 0
 
 
 @pytest.mark.parametrize(
@@ -113,14 +144,14 @@ def test_one_that_is_heard_first_is_no_majority() -> None:
 
 def test_gossip_about_others_is_no_majority() -> None:
     table = known((A, 5, 100, 0), (B, 5, 100, 0), (C, 5, 100, 0))
-    lies = merge_gossip(table, [(C, 155, 1, 0), (A, 155, 1, 0), (B, 155, 1, 0)], C, ME, 1.0)
-    assert lies[A].step == 155, "believed until it speaks itself"
+    lies = merge_gossip(table, [entry(C, 155, 1, 0), entry(A, 155, 1, 0), entry(B, 155, 1, 0)], C, ME, 1.0)
+    assert lies[A].counts.step == 155, "believed until it speaks itself"
     assert step_to_follow(live_replicas(lies, [A, B, C], 1.0), 3, 5, 100, 1000) == 5
-    near = merge_gossip(table, [(C, 6, 1, 0), (A, 6, 1, 0), (B, 6, 1, 0)], C, ME, 1.0)
+    near = merge_gossip(table, [entry(C, 6, 1, 0), entry(A, 6, 1, 0), entry(B, 6, 1, 0)], C, ME, 1.0)
     assert step_to_follow(live_replicas(near, [A, B, C], 1.0), 3, 5, 10, 2000) == 5, (
         "nor one step ahead, without its tokens"
     )
-    said = merge_gossip(near, [(A, 6, 1, 0)], A, ME, 1.0)
+    said = merge_gossip(near, [entry(A, 6, 1, 0)], A, ME, 1.0)
     assert step_to_follow(live_replicas(said, [A, B, C], 1.0), 3, 5, 10, 2000) == 6
 
 
@@ -136,7 +167,9 @@ def test_a_replica_whose_call_failed_belongs_to_an_exact_step_until_it_is_silent
 def test_a_replica_that_the_view_does_not_list_yet_belongs_to_an_exact_step_and_one_that_has_left_does_not() -> None:
     table = known((A, 5, 300, 0))
     assert exact_members(table, [], 1.0) == {A}, "the view lags"
-    assert exact_members(merge_gossip({}, [(A, 5, 300, 0)], B, ME, 0.0), [], 1.0) == set(), "others' word is not enough"
+    assert exact_members(merge_gossip({}, [entry(A, 5, 300, 0)], B, ME, 0.0), [], 1.0) == set(), (
+        "others' word is not enough"
+    )
     assert exact_members(table, [], SILENT_S + 0.1) == set()
     listed = record_view(table, [A], 1.0)
     assert listed[A].listed and exact_members(record_view(listed, [], 2.0), [], 2.0) == set()
@@ -152,7 +185,10 @@ def test_few_replicas_are_all_gossiped_to_and_of_many_a_few() -> None:
     assert set(choose_targets([ME, A, B, C], ME, rng)) == {A, B, C}
     many = identities(40)
     assert len(set(choose_targets(many, many[0], rng))) == GOSSIP_FANOUT
-    assert compose_gossip(known((A, 5, 1, 0)), (ME, 5, 2), [A], 0.0) == ((ME, 5, 2, 0), (A, 5, 1, 0))
+    assert compose_gossip(known((A, 5, 1, 0)), ME, Counts(5, 5, 2, 9), [A], 0.0) == (
+        (ME, 5, 5, 2, 9, 0),
+        entry(A, 5, 1, 0),
+    )
 
 
 @pytest.mark.parametrize("replicas", [3, 16, 64])
@@ -160,7 +196,7 @@ def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: in
     """A simulation of ticks: everyone counts at its own pace, gossips as StepGossip does, and steps by the rules."""
     rng, peers, target = random.Random(1), identities(replicas), 1000 * replicas
     step = dict.fromkeys(peers, 0)
-    tokens = dict.fromkeys(peers, 0)
+    tokens, counted = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)
     tables: dict = {peer: {} for peer in peers}
     spent: list[int] = []
     for tick in range(200):
@@ -170,7 +206,8 @@ def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: in
         for peer in peers:
             for other in choose_targets(peers, peer, rng):
                 if rng.random() > 0.2:
-                    news = compose_gossip(tables[peer], (peer, step[peer], tokens[peer]), peers, now)
+                    own = Counts(step[peer], step[peer], tokens[peer], counted[peer] + tokens[peer])
+                    news = compose_gossip(tables[peer], peer, own, peers, now)
                     tables[other] = merge_gossip(tables[other], news, peer, other, now)
         for peer in peers:
             others = live_replicas(tables[peer], peers, now)
@@ -179,6 +216,7 @@ def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: in
                 reached = max(reached, step[peer] + 1)
             if reached > step[peer]:
                 spent.append(tokens[peer])
+                counted[peer] += tokens[peer]
                 step[peer], tokens[peer] = reached, 0
         assert max(step.values()) - min(step.values()) <= 2
     per_step = sum(spent) / max(step.values())

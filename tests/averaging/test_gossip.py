@@ -18,6 +18,7 @@ from agora.averaging.agreement import (
     GOSSIP_FANOUT,
     MOST_DIRECT_TARGETS,
     SILENT_S,
+    Counts,
     live_replicas,
     tokens_to_go,
     unreachable_replicas,
@@ -41,7 +42,7 @@ class Replica:
 
     def __init__(self, world: World, peer: PeerId, rate: float) -> None:
         self.world, self.peer, self.rate = world, peer, rate
-        self.step, self.tokens, self.spent = 0, 0, 0
+        self.step, self.tokens, self.counted = 0, 0, 0
         self.sees: list[PeerId] | None = None
         self.actions: list[Action] = []
         self.port = world.network.join(peer, self._answer)
@@ -50,7 +51,7 @@ class Replica:
             Span(STAGE, STAGE),
             self,
             lambda stage: self.sees if self.sees is not None else list(world.replicas),
-            lambda: {STAGE: (self.step, self.tokens)},
+            lambda: {STAGE: self.counts},
             self.decide,
             interval_s=SYNCHRONOUS_INTERVAL_S if world.soon else INTERVAL_S,
             rng=random.Random(len(world.replicas)),
@@ -65,6 +66,10 @@ class Replica:
             task.cancel()
         if self.tasks:
             await asyncio.wait(self.tasks)
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self.step, self.step, self.tokens, self.counted + self.tokens)
 
     @property
     def others(self) -> OtherReplicas:
@@ -85,7 +90,7 @@ class Replica:
 
     def decide(self, stage: int) -> None:
         config = ActionConfig(self.world.target, False, 0, most_behind=10**30)
-        action, _ = next_action(now(), OwnStage(self.step, self.tokens), self.others, config)
+        action, _ = next_action(now(), OwnStage(self.counts), self.others, config)
         self.actions.append(action)
         if self.tasks:
             self.carry_out(action)
@@ -99,6 +104,7 @@ class Replica:
 
     def take(self, step: int) -> None:
         self.world.spent[self.step] += self.tokens
+        self.counted += self.tokens
         self.step, self.tokens = step, 0
         self.gossip.tick()
 
@@ -160,8 +166,13 @@ def in_world(rates: list[float], work: Callable[[World], Coroutine[Any, Any, Non
     run(main())
 
 
-def told(step: int, tokens: int, *others: tuple[PeerId, int, int, int], by: PeerId) -> GossipSteps:
-    return GossipSteps(STAGE, ((by, step, tokens, 0), *others))
+def entry(peer: PeerId, step: int, tokens: int, age_ms: int = 0) -> tuple[PeerId, int, int, int, int, int]:
+    """A gossiped entry of a replica that has counted nothing before."""
+    return peer, step, step, tokens, tokens, age_ms
+
+
+def told(step: int, tokens: int, *others: tuple[PeerId, int, int, int, int, int], by: PeerId) -> GossipSteps:
+    return GossipSteps(STAGE, (entry(by, step, tokens), *others))
 
 
 # --- together
@@ -302,7 +313,11 @@ def test_an_answer_has_the_own_numbers_first_and_how_old_the_others_are() -> Non
         first.gossip.answer(second.peer, told(4, 10, by=second.peer))
         await asyncio.sleep(2.0)
         answer = first.gossip.answer(third.peer, told(4, 20, by=third.peer))
-        assert answer.replicas == ((first.peer, 4, 77, 0), (third.peer, 4, 20, 0), (second.peer, 4, 10, 2000))
+        assert answer.replicas == (
+            entry(first.peer, 4, 77),
+            entry(third.peer, 4, 20),
+            entry(second.peer, 4, 10, 2000),
+        )
 
     in_world([0.0] * 3, work)
 
@@ -312,7 +327,7 @@ def test_a_stage_that_is_not_held_is_refused() -> None:
         first, second = world.all
         for stage in (STAGE - 1, STAGE + 1):
             with pytest.raises(NotMyStage):
-                first.gossip.answer(second.peer, GossipSteps(stage, ((second.peer, 9, 9, 0),)))
+                first.gossip.answer(second.peer, GossipSteps(stage, (entry(second.peer, 9, 9),)))
         assert not first.heard and set(first.actions) <= {Action("wait")}
 
     in_world([0.0] * 2, work)
@@ -375,7 +390,7 @@ def test_without_news_only_heartbeats_are_sent() -> None:
 def test_one_of_three_that_is_far_ahead_carries_nobody() -> None:
     async def work(world: World) -> None:
         hostile = world.all[3]
-        world.answers[hostile.peer] = lambda peer, message: GossipedSteps(((hostile.peer, MAX_UINT, 0, 0),))
+        world.answers[hostile.peer] = lambda peer, message: GossipedSteps((entry(hostile.peer, MAX_UINT, 0),))
         for replica in world.all[:3]:
             replica.start()
         for _ in range(40):
@@ -394,11 +409,13 @@ def test_lies_about_others_last_until_those_report() -> None:
         first, second, third, hostile = world.all
         for honest in (second, third):
             first.gossip.answer(honest.peer, told(0, 100, by=honest.peer))
-        first.gossip.answer(hostile.peer, told(0, 0, (second.peer, 0, 400, 0), by=hostile.peer))
+        first.gossip.answer(hostile.peer, told(0, 0, entry(second.peer, 0, 400), by=hostile.peer))
         assert first.to_go() == 500
         first.gossip.answer(second.peer, told(0, 101, by=second.peer))
         assert first.to_go() == 1000 - 201
-        first.gossip.answer(hostile.peer, told(0, 0, (second.peer, 0, 1, 0), (first.peer, 9, 9, 0), by=hostile.peer))
+        first.gossip.answer(
+            hostile.peer, told(0, 0, entry(second.peer, 0, 1), entry(first.peer, 9, 9), by=hostile.peer)
+        )
         assert first.to_go() == 1000 - 201, "and nobody is made less, or told of itself"
         assert set(first.actions) <= {Action("wait")}
 
@@ -411,13 +428,13 @@ def test_strangers_move_nobody_and_are_not_remembered() -> None:
         strangers = identities(60)[2:]
         first.gossip.answer(second.peer, told(0, 100, by=second.peer))
         for stranger in strangers:
-            about = [(peer, 7, 10**6, 0) for peer in (second.peer, *strangers[:40]) if peer != stranger]
+            about = [entry(peer, 7, 10**6) for peer in (second.peer, *strangers[:40]) if peer != stranger]
             answer = first.gossip.answer(stranger, told(10**6, 10**6, *about, by=stranger))
             assert {peer for peer, *_ in answer.replicas} == {first.peer, second.peer}
         assert first.to_go() == 900 and set(first.actions) <= {Action("wait")}
         assert set(first.heard) == {second.peer}
         await asyncio.sleep(SILENT_S + 1.0)
-        first.gossip.answer(second.peer, told(0, 110, *((it, 7, 7, 0) for it in strangers[:40]), by=second.peer))
+        first.gossip.answer(second.peer, told(0, 110, *(entry(it, 7, 7) for it in strangers[:40]), by=second.peer))
         assert set(first.gossip.known(STAGE)) == {second.peer}
 
     in_world([0.0] * 2, work)
@@ -435,7 +452,10 @@ def test_an_answer_of_another_kind_changes_nothing() -> None:
     in_world([0.0] * 2, work)
 
 
-@pytest.mark.parametrize("bad", [(-1, 0, 0), (0, -1, 0), (0, 0, -1), (MAX_UINT + 1, 0, 0), (0.5, 0, 0), (True, 0, 0)])
-def test_numbers_that_no_replica_can_have_are_no_message(bad: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("bad", [-1, MAX_UINT + 1, 0.5, True])
+def test_numbers_that_no_replica_can_have_are_no_message(place: int, bad: Any) -> None:
+    numbers: list[Any] = [0, 0, 0, 0, 0]
+    numbers[place] = bad
     with pytest.raises(ProtocolError):
-        GossipSteps(STAGE, ((identities(1)[0], *bad),))
+        GossipSteps(STAGE, ((identities(1)[0], *numbers),))

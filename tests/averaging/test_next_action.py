@@ -6,11 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from agora.averaging.agreement import SILENT_S, ReplicaProgress, record_failure
-from agora.averaging.next_action import RESUME_S, Action, ActionConfig, OtherReplicas, OwnStage, next_action
+from agora.averaging.agreement import SILENT_S, Counts, OwnReport, ReplicaProgress, merge_gossip, record_failure
+from agora.averaging.next_action import (
+    CLOSE_AFTER,
+    MOST_CLOSE_AFTER_S,
+    RESUME_S,
+    Action,
+    ActionConfig,
+    OtherReplicas,
+    OwnStage,
+    next_action,
+    step_policy,
+)
+from agora.stepping import StepPolicy
 from tests.averaging.world import identities
 
-A, B, C = identities(3)
+ME, A, B, C = identities(4)
 NOW = 100.0
 EXACT = ActionConfig(target_tokens=1000, synchronous=False, exact_steps=10**9, most_behind=20)
 FREE = replace(EXACT, exact_steps=0)
@@ -18,12 +29,21 @@ SYNCHRONOUS = replace(EXACT, synchronous=True, most_behind=1)
 CONFIGS = pytest.mark.parametrize("config", [EXACT, FREE, SYNCHRONOUS], ids=["exact", "free", "synchronous"])
 
 
+def at(step: int, tokens: int, part: int | None = None) -> Counts:
+    return Counts(step, step if part is None else part, tokens, tokens)
+
+
 def others(
     *progress: tuple[str, int, int], heard_at: float = NOW, listed: tuple[str, ...] | None = None
 ) -> OtherReplicas:
     """Replicas as each reported itself: its id, step and tokens."""
     known = {
-        peer: ReplicaProgress(step, tokens, 0, heard_at, reported_step=step, listed=listed is None or peer in listed)
+        peer: ReplicaProgress(
+            Counts(step, step, tokens, tokens),
+            heard_at,
+            reported=OwnReport(step, step, tokens, heard_at, heard_at),
+            listed=listed is None or peer in listed,
+        )
         for peer, step, tokens in progress
     }
     return OtherReplicas(known, tuple(known) if listed is None else listed)  # type: ignore[arg-type]
@@ -31,13 +51,13 @@ def others(
 
 @CONFIGS
 def test_a_leaving_peer_does_nothing(config: ActionConfig) -> None:
-    own = OwnStage(5, 1000, leaving=True, slice_due=1)
+    own = OwnStage(at(5, 1000), leaving=True, slice_due=1)
     assert next_action(NOW, own, others((A, 9, 0)), config) == (Action("wait"), "this peer is leaving")
 
 
 @CONFIGS
 def test_a_slice_round_begins_beside_anything_else_where_another_replica_is_reachable(config: ActionConfig) -> None:
-    own = OwnStage(5, 0, slice_due=1)
+    own = OwnStage(at(5, 0), slice_due=1)
     for busy in (True, False):
         action, reason = next_action(NOW, replace(own, busy=busy), others((A, 5, 0)), config)
         assert action == Action("slice round", 1) and reason == "slice round 1 is due"
@@ -52,67 +72,118 @@ def test_a_slice_round_begins_beside_anything_else_where_another_replica_is_reac
 
 @CONFIGS
 def test_a_busy_stage_waits(config: ActionConfig) -> None:
-    assert next_action(NOW, OwnStage(5, 1000, busy=True), others((A, 99, 0)), config)[0] == Action("wait")
+    assert next_action(NOW, OwnStage(at(5, 1000), busy=True), others((A, 99, 0)), config)[0] == Action("wait")
 
 
 def test_a_stage_too_far_behind_fetches_a_state() -> None:
-    action, reason = next_action(NOW, OwnStage(5, 10), others((A, 26, 0)), FREE)
+    action, reason = next_action(NOW, OwnStage(at(5, 10)), others((A, 26, 0)), FREE)
     assert action == Action("recover", 26, at_least=6) and reason == "21 steps behind the others"
-    assert next_action(NOW, OwnStage(5, 10), others((A, 7, 0)), SYNCHRONOUS)[0] == Action("recover", 7, at_least=7)
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 7, 0)), SYNCHRONOUS)[0] == Action("recover", 7, at_least=7)
 
 
 def test_a_stage_that_is_behind_follows() -> None:
-    assert next_action(NOW, OwnStage(5, 10), others((A, 6, 0)), FREE)[0] == Action("follow", 6)
-    assert next_action(NOW, OwnStage(5, 10), others((A, 25, 0)), FREE)[0] == Action("follow", 25)
-    assert next_action(NOW, OwnStage(5, 10), others((A, 7, 0)), EXACT)[0] == Action("follow", 7)
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 6, 0)), FREE)[0] == Action("follow", 6)
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 25, 0)), FREE)[0] == Action("follow", 25)
 
 
-@pytest.mark.parametrize("config", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
+@pytest.mark.parametrize("tokens", [0, 10, 1000])
+def test_a_stage_that_is_behind_at_an_exact_step_of_an_asynchronous_run_replays_it(tokens: int) -> None:
+    for step in (6, 7, 25):
+        assert next_action(NOW, OwnStage(at(5, tokens)), others((A, step, 0)), EXACT)[0] == Action("replay", 5)
+    closed = OwnStage(at(5, tokens, part=6))
+    assert next_action(NOW, closed, others((A, 6, 0)), EXACT)[0] == Action("step together", 5), (
+        "its owners have the mean"
+    )
+
+
 @pytest.mark.parametrize("tokens", [0, 10])
-def test_a_stage_one_exact_step_behind_comes_to_that_step(config: ActionConfig, tokens: int) -> None:
+def test_a_stage_one_synchronous_step_behind_comes_to_that_step(tokens: int) -> None:
     """Others may have got their average before: their owner still has it."""
-    assert next_action(NOW, OwnStage(5, tokens), others((A, 6, 0)), config)[0] == Action("step together", 5)
+    assert next_action(NOW, OwnStage(at(5, tokens)), others((A, 6, 0)), SYNCHRONOUS)[0] == Action("step together", 5)
 
 
 def test_a_synchronous_stage_that_waits_behind_another_stage_takes_its_step_number_in_the_end() -> None:
     far = replace(others((A, 5, 0)), leading_step=40)
-    own = OwnStage(5, 0, behind_since=NOW - RESUME_S)
+    own = OwnStage(at(5, 0), behind_since=NOW - RESUME_S)
     assert next_action(NOW, own, far, SYNCHRONOUS)[0] == Action("follow", 40)
     assert next_action(NOW, replace(own, behind_since=NOW - RESUME_S + 0.1), far, SYNCHRONOUS)[0] == Action("wait")
     assert next_action(NOW, replace(own, behind_since=None), far, SYNCHRONOUS)[0] == Action("wait")
 
 
-@CONFIGS
+@pytest.mark.parametrize("config", [FREE, SYNCHRONOUS], ids=["free", "synchronous"])
 def test_an_incomplete_step_waits_for_tokens(config: ActionConfig) -> None:
-    action, reason = next_action(NOW, OwnStage(5, 300), others((A, 5, 600)), config)
+    action, reason = next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 600)), config)
     assert action == Action("wait") and reason == "100 tokens are missing"
 
 
+def test_a_part_of_an_exact_step_is_complete_at_its_quota_and_the_step_goes_on_without_what_is_missing() -> None:
+    own = OwnStage(at(5, 300), quota=400)
+    action, reason = next_action(NOW, own, others((A, 5, 300)), EXACT)
+    assert action == Action("wait") and reason == "300 of the 400 tokens of its part are counted"
+    full = OwnStage(at(5, 400), quota=400)
+    assert next_action(NOW, full, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW, full, others((A, 5, 300)), SYNCHRONOUS)[0] == Action("wait"), "all must have come"
+    closed = OwnStage(at(5, 10, part=6), quota=400)
+    assert next_action(NOW, closed, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
+
+
+def test_a_replica_closes_its_part_a_while_after_another_one_has() -> None:
+    """It contributes what it has, so that the mean is not made without it."""
+    closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 0)], A, ME, NOW)
+    heard = OtherReplicas(closed, (A,))
+    own = OwnStage(at(5, 300), quota=400, step_s=4.0)
+    assert next_action(NOW + 4.0 * CLOSE_AFTER - 0.01, own, heard, EXACT)[0] == Action("wait")
+    assert next_action(NOW + 4.0 * CLOSE_AFTER, own, heard, EXACT)[0] == Action("step together", 5)
+    slow = replace(own, step_s=1000.0)
+    assert next_action(NOW + MOST_CLOSE_AFTER_S, slow, heard, EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW + MOST_CLOSE_AFTER_S, slow, heard, SYNCHRONOUS)[0] == Action("wait")
+
+
+@CONFIGS
+def test_a_part_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_reached(config: ActionConfig) -> None:
+    own = OwnStage(at(5, 0, part=6))
+    one = others((A, 5, 10))
+    assert next_action(NOW, own, one, config)[0] == Action("step together", 5)
+    if config is not FREE:
+        failed = replace(one, known=record_failure(one.known, A, NOW))
+        assert next_action(NOW, own, failed, config)[0] == Action("wait")
+    assert next_action(NOW, own, others(), config)[0] == Action("step together", 5), "a mean of its own share"
+
+
+def test_the_device_closes_the_part_of_an_exact_step_only_where_its_quota_is_known() -> None:
+    heard = others((A, 5, 300))
+    assert step_policy(5, {A}, heard.known, 400, EXACT) == StepPolicy(1000, 10**9, 5, 400, closes_part=True)
+    assert not step_policy(5, {A}, heard.known, 0, EXACT).closes_part
+    assert step_policy(5, {A}, heard.known, 400, SYNCHRONOUS) == StepPolicy(1000, 10**9, 5, 700)
+    assert step_policy(5, {A}, heard.known, 400, FREE) == StepPolicy(1000, 0, 5, 700)
+    assert step_policy(5, set(), {}, 400, EXACT) == StepPolicy(1000, 10**9, 5, 1000, alone=True)
+
+
 def test_a_complete_step_is_taken_by_a_replica_that_has_counted_something() -> None:
-    assert next_action(NOW, OwnStage(5, 300), others((A, 5, 700)), FREE)[0] == Action("step")
-    assert next_action(NOW, OwnStage(5, 0), others((A, 5, 1000)), FREE)[0] == Action("wait"), "the others take it"
+    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), FREE)[0] == Action("step")
+    assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), FREE)[0] == Action("wait"), "the others take it"
 
 
 @pytest.mark.parametrize("config", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
 def test_a_complete_exact_step_is_taken_together(config: ActionConfig) -> None:
-    assert next_action(NOW, OwnStage(5, 300), others((A, 5, 700)), config)[0] == Action("step together", 5)
-    assert next_action(NOW, OwnStage(5, 0), others((A, 5, 1000)), config)[0] == Action("step together", 5)
+    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), config)[0] == Action("step together", 5)
+    assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), config)[0] == Action("step together", 5)
     last = replace(EXACT, exact_steps=6)
-    assert next_action(NOW, OwnStage(5, 300), others((A, 5, 700)), last)[0] == Action("step together", 5)
-    assert next_action(NOW, OwnStage(6, 300), others((A, 6, 700)), last)[0] == Action("step")
+    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), last)[0] == Action("step together", 5)
+    assert next_action(NOW, OwnStage(at(6, 300)), others((A, 6, 700)), last)[0] == Action("step")
 
 
 @CONFIGS
 def test_a_replica_without_others_steps_alone(config: ActionConfig) -> None:
     for alone in (others(), others((A, 5, 700), heard_at=NOW - SILENT_S - 0.1, listed=())):
-        assert next_action(NOW, OwnStage(5, 1000), alone, config)[0] == Action("step")
+        assert next_action(NOW, OwnStage(at(5, 1000)), alone, config)[0] == Action("step")
 
 
 @pytest.mark.parametrize("config", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
 def test_an_exact_step_waits_for_replicas_that_did_not_answer_until_they_are_silent(config: ActionConfig) -> None:
     heard = others((A, 5, 700), (B, 5, 100))
     failed = replace(heard, known=record_failure(record_failure(heard.known, A, NOW), B, NOW))
-    own = OwnStage(5, 1000)
+    own = OwnStage(at(5, 1000))
     action, reason = next_action(NOW + SILENT_S, own, failed, config)
     assert action == Action("wait") and reason.endswith("did not answer, and may still be alive") and A in reason
     assert next_action(NOW + SILENT_S + 0.1, own, failed, config)[0] == Action("step"), "they are gone"
@@ -123,10 +194,10 @@ def test_an_exact_step_waits_for_replicas_that_did_not_answer_until_they_are_sil
 @pytest.mark.parametrize("config", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
 def test_an_exact_step_counts_a_replica_that_the_view_does_not_list_yet(config: ActionConfig) -> None:
     late = others((A, 5, 700), listed=())
-    assert next_action(NOW, OwnStage(5, 300), late, config)[0] == Action("step together", 5)
-    assert next_action(NOW, OwnStage(5, 200), late, config) == (Action("wait"), "100 tokens are missing")
+    assert next_action(NOW, OwnStage(at(5, 300)), late, config)[0] == Action("step together", 5)
+    assert next_action(NOW, OwnStage(at(5, 200), quota=400), late, config)[0] == Action("wait")
 
 
 def test_another_step_does_not_count_a_replica_that_the_view_does_not_list() -> None:
     late = others((A, 5, 700), listed=())
-    assert next_action(NOW, OwnStage(5, 300), late, FREE) == (Action("wait"), "700 tokens are missing")
+    assert next_action(NOW, OwnStage(at(5, 300)), late, FREE) == (Action("wait"), "700 tokens are missing")

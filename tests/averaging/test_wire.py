@@ -225,10 +225,24 @@ def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_t
 
 def test_an_owner_answers_itself_as_the_others_but_for_the_rounding_of_a_difference() -> None:
     kinds = round_kinds(RoundConfig(PeerId("me"), RunId("0" * 64), "mean", "int8", 20.0, 1e9))
-    average, values = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
-    weights, gradient = Part(0, "weights", 3, 0), Part(0, "gradient", 3, 0)
-    assert torch.equal(kinds["weights"].own_answer(weights, average, values), average - values)
-    assert not kinds["weights"].own_answer(weights, values, values).any(), "who agrees is not moved"
-    of_gradients = kinds["gradient"]
-    others = of_gradients.decode_answer(gradient, of_gradients.encode_answer(gradient, average, values), 1000)
-    assert torch.equal(of_gradients.own_answer(gradient, average, values), others), "all step along the same bits"
+    own, values = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
+    of_weights = kinds["weights"].combine(Part(0, "weights", 3, 0), [own, own], [1.0, 1.0], None)
+    assert of_weights is not None
+    assert torch.equal(kinds["weights"].own_answer(of_weights, values), own - values)
+    assert not kinds["weights"].own_answer(of_weights, own).any(), "who agrees is not moved"
+
+
+def test_everybody_gets_the_same_bits_of_a_mean_gradient_whoever_gives_it_and_whenever() -> None:
+    kind = round_kinds(RoundConfig(PeerId("me"), RunId("0" * 64), "mean", "int8", 20.0, 1e9))["gradient"]
+    part, generator = Part(0, "gradient", 3, 0), torch.Generator().manual_seed(1)
+    first, second = torch.randn(2, 1000, generator=generator)
+    average = kind.combine(part, [first, second], [1.0, 3.0], None)
+    assert average is not None
+    answer = kind.encode_answer(average, first)
+    member = kind.decode_answer(part, answer, 1000)
+    assert torch.equal(kind.own_answer(average, second), member)
+    by_owner, by_member = kind.kept(part, average)(), kind.kept_answer(part, [], answer, member, average.message)()
+    for kept in (by_owner, by_member):
+        recalled = kind.decode_recalled(part, kind.encode_recalled(kept), 1000, kept.message)
+        assert torch.equal(recalled.values, member)
+        assert torch.equal(kind.decode_answer(part, kind.encode_answer(recalled, first), 1000), member), "passed on"

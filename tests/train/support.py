@@ -14,7 +14,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
 from agora.observe.events import Event
-from agora.stepping import StepPolicy
+from agora.stepping import StageStepped, StepPolicy
 from agora.train.compute import Compute
 
 torch.set_num_threads(1)
@@ -86,9 +86,13 @@ def never_step(compute: Compute) -> None:
 
 
 async def read_steps(compute: Compute, count: int) -> list[tuple[int, int, int]]:
-    """The next `count` step events: stage, steps taken, own tokens."""
-    events = compute.step_events()
-    read = [await anext(events) for _ in range(count)]
+    """The next `count` steps among the events: stage, steps taken, own tokens."""
+    read: list[StageStepped] = []
+    async for event in compute.step_events():
+        if isinstance(event, StageStepped):
+            read.append(event)
+        if len(read) == count:
+            break
     return [(event.stage, event.step, event.own_tokens) for event in read]
 
 

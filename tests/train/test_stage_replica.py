@@ -16,7 +16,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.observe.events import GradientLate, GradientRefused, StepsSkipped, StepTaken
 from agora.state.layout import StageState
-from agora.stepping import EVERY_STEP, StepPolicy
+from agora.stepping import EVERY_STEP, PartClosed, StageStepped, StepPolicy
 from agora.train.compute import Compute
 from agora.train.optimizer import momentum_product
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
@@ -140,12 +140,12 @@ def test_a_gradient_that_comes_after_the_share_was_given_goes_into_the_next_step
         share = await compute.take_mean_gradient(0)
         await one_microbatch(compute, 1)
         (progress,) = compute.progress()
-        assert (progress.step, progress.tokens_in_step, progress.tokens_total) == (0, 32, 64)  # told as one step's
+        assert (progress.step, progress.tokens_in_part, progress.tokens_total) == (0, 32, 64)
         again = await compute.take_mean_gradient(0)
         assert torch.equal(again.values, share.values) and again.tokens == 32
         await compute.step_with_gradient(0, 0, share.values, 32)
         (progress,) = compute.progress()
-        assert (progress.step, progress.tokens_in_step, progress.tokens_total) == (1, 32, 64)
+        assert (progress.step, progress.tokens_in_part, progress.tokens_total) == (1, 32, 64)
         late = await compute.take_mean_gradient(0)
         assert (late.step, late.tokens, bool(late.values.any())) == (1, 32, True)
 
@@ -156,15 +156,15 @@ def test_a_gradient_that_comes_after_the_share_was_given_goes_into_the_next_step
     assert told == ([(0, 0, microbatch_id(1).hex(), 32)] if kind == "synchronous" else []), "late only where all wait"
 
 
-def test_a_step_with_a_mean_takes_only_the_step_whose_share_was_given() -> None:
+def test_a_step_with_a_mean_takes_only_the_next_step() -> None:
     async def test(compute: Compute) -> None:
         numel = compute.layout(0).numel
-        with pytest.raises(LocalError, match="does not wait"):
-            await compute.step_with_gradient(0, 0, torch.zeros(numel), 1)
+        with pytest.raises(LocalError, match="takes step 0 next"):
+            await compute.step_with_gradient(0, 1, torch.zeros(numel), 1)
         await one_microbatch(compute, 0)
         await compute.catch_up(0, 1)
         share = await compute.take_mean_gradient(0)
-        with pytest.raises(LocalError, match="does not wait"):
+        with pytest.raises(LocalError, match="takes step 1 next"):
             await compute.step_with_gradient(0, 0, share.values, 32)
         for bad in (torch.full((numel,), float("nan")), torch.zeros(numel - 1), torch.zeros(numel).double()):
             with pytest.raises(ProtocolError):
@@ -186,6 +186,39 @@ def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
         assert (share.tokens, bool(share.values.any())) == (0, False)
 
     assert len(with_stage_0(test).of(GradientRefused)) == 1
+
+
+def test_a_part_is_closed_on_the_device_at_its_quota_and_what_comes_after_counts_for_the_next_step() -> None:
+    async def test(compute: Compute) -> None:
+        compute.publish_policy(0, StepPolicy(1 << 20, exact_steps=9, step=0, own_tokens=64, closes_part=True))
+        for number in range(3):
+            await one_microbatch(compute, number)
+        (progress,) = compute.progress()
+        assert (progress.step, progress.part, progress.tokens_in_part, progress.tokens_counted) == (0, 1, 32, 96)
+        events = compute.step_events()
+        assert await anext(events) == PartClosed(0, 0, 64)
+        share = await compute.take_mean_gradient(0)
+        assert (share.step, share.tokens) == (0, 64)
+        await compute.step_with_gradient(0, 0, share.values, 64)
+        assert await anext(events) == StageStepped(0, 1, 64)
+        (progress,) = compute.progress()
+        assert (progress.step, progress.part, progress.tokens_in_part, progress.tokens_counted) == (1, 1, 32, 96)
+
+    with_stage_0(test)
+
+
+def test_a_replayed_step_leaves_what_was_counted_for_the_step_after() -> None:
+    async def test(compute: Compute) -> None:
+        await one_microbatch(compute, 0)
+        before = await compute.export_state(0)
+        await compute.step_with_gradient(0, 0, torch.ones(compute.layout(0).numel), 4096)
+        (progress,) = compute.progress()
+        assert (progress.step, progress.part, progress.tokens_in_part) == (1, 1, 32)
+        assert not np.array_equal((await compute.export_state(0)).weights, before.weights)
+        share = await compute.take_mean_gradient(0)
+        assert (share.step, share.tokens, bool(share.values.any())) == (1, 32, True)
+
+    with_stage_0(test)
 
 
 def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken() -> None:
@@ -328,7 +361,7 @@ def test_a_loaded_state_drops_what_was_summed_and_spares_live_graphs() -> None:
     bench.forward(2)
     bench.backward(2)
     bench.stage.load_state(state)
-    assert bench.progress()[0].tokens_in_step == 0
+    assert bench.progress()[0].tokens_in_part == 0
     assert all(not total.any() for total in bench.sums().values())
     bench.backward(1)
     assert same(bench.sums(), bench.by_hand(1, old))
