@@ -34,6 +34,7 @@ from agora.node.local_peer import LocalPeer, usual_in_flight
 from agora.node.node_report import SpanReport
 from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
 from agora.observe import events, faults
+from agora.pipeline import opening
 from agora.pipeline.barrier import StepBarrier
 from agora.pipeline.hop import Hop
 from agora.pipeline.opening import StepState, Surroundings
@@ -105,22 +106,21 @@ class LoadedSpan:
         return Origin(config, self.hop, batches.draw, batches.heldout, startup.report_event, self._look_around)
 
     def _look_around(self) -> Surroundings:
-        """Returns what the origin must know: whether every stage has enough replicas, the path's time, and its rank.
+        """Returns what the origin must know: whether every stage has enough replicas, the path's time, and its limits.
 
-        Its quota of a step (synchronous runs only) is all of it while it is not in the view.
+        While it is not in the view, it counts as the only origin.
         """
         local_peer, manifest = self._local_peer, self._local_peer.manifest
         view, me = local_peer.membership.view, local_peer.startup.me
         least, path_s = manifest.schedule.least_replicas, self.hop.path_s()
         ready = least == 1 or all(len(view.replicas(stage)) >= least for stage in range(manifest.stage_count))
-        if self._barrier is None:
-            return Surroundings(ready, path_s=path_s)
         origins = [seen.peer for seen in view.replicas(0)]
         rank, count = (origins.index(me), len(origins)) if me in origins else (0, 1)
-        whole, lacking = (
-            math.ceil(tokens / manifest.tokens_per_microbatch)
-            for tokens in (manifest.optimizer.target_tokens, self.replicas.missing_tokens(0))
-        )
+        whole = math.ceil(manifest.optimizer.target_tokens / manifest.tokens_per_microbatch)
+        if self._barrier is None:
+            most = opening.staleness_limit(manifest.schedule.staleness, whole, rank, count)
+            return Surroundings(ready, None, path_s, most)
+        lacking = math.ceil(self.replicas.missing_tokens(0) / manifest.tokens_per_microbatch)
         return Surroundings(ready, StepState(self.compute.step_of(0), whole, lacking, rank, count), path_s)
 
     @property

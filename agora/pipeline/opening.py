@@ -31,7 +31,7 @@ class Credit:
 
 
 def measured_credit(round_trip_s: float | None, period_s: float | None, stages: int, ceiling: int) -> Credit:
-    """Returns x + 4 * sqrt(x) for x = round trip / period: at least two for each stage, at most `ceiling` (memory).
+    """Returns x + 4 * sqrt(x) for x = round trip / period: at least two for each stage, at most `ceiling`.
 
     round_trip_s: of a microbatch that never waits; period_s: between two completions. Either is None before measured.
     """
@@ -46,6 +46,15 @@ def measured_credit(round_trip_s: float | None, period_s: float | None, stages: 
         f"round trip {round_trip_s:.3f} s / period {period_s:.3f} s = {load:.1f}, and {SAFETY:g} times its square root"
     )
     return Credit(limit, f"{limit}: {reason}" + (f", bounded by {ceiling}" if wanted > ceiling else ""))
+
+
+def staleness_limit(staleness: float, microbatches: int, rank: int, origins: int) -> int:
+    """Returns how many microbatches an origin may have in flight: its part of staleness * `microbatches`, at least 1.
+
+    A microbatch in flight is computed on weights that are older than the step its gradient goes into. All origins
+    together so hold at most the share `staleness` of a step's `microbatches`.
+    """
+    return max(1, equal_quota(max(1, round(staleness * microbatches)), rank, origins))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +102,14 @@ class StepState:
 class Surroundings:
     """What an origin sees around it before it decides whether to open a microbatch.
 
-    ready: enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s.
+    ready: enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s. most_in_flight: see
+    staleness_limit.
     """
 
     ready: bool = True
     step: StepState | None = None
     path_s: float | None = None
+    most_in_flight: int = 2**31
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class Origin:
     def _decide(self, seen: Surroundings) -> Opening:
         """Decides by opening.next_opening whether to open a microbatch now, and records credit and quota."""
         ceiling, is_synchronous = self._config.ceiling, seen.step is not None
-        credit = Credit(ceiling, f"{ceiling} seats") if is_synchronous else self._measured_credit(seen.path_s)
+        credit = Credit(ceiling, f"{ceiling} seats") if is_synchronous else self._measured_credit(seen)
         decision = opening.next_opening(
             loop_time(), self._quota, credit, seen, len(self._open), leaving=self._leaving, paused=self._paused
         )
@@ -198,14 +198,19 @@ class Origin:
         self._quota = decision.quota
         return decision
 
-    def _measured_credit(self, path_s: float | None) -> Credit:
-        """Returns the manifest's `max_in_flight`, or if it is 0 the measured credit; at most the config's ceiling."""
+    def _measured_credit(self, seen: Surroundings) -> Credit:
+        """Returns the manifest's `max_in_flight`, or if it is 0 the measured credit; at most the config's ceiling.
+
+        The measured one is bounded by the staleness that the manifest allows, too.
+        """
         config = self._config
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
             return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
-        ceiling = min(self._credit_ceiling, config.ceiling)
-        return opening.measured_credit(path_s, self._pace.period_s.value, config.stage_count, ceiling)
+        ceiling = min(self._credit_ceiling, config.ceiling, seen.most_in_flight)
+        credit = opening.measured_credit(seen.path_s, self._pace.period_s.value, config.stage_count, ceiling)
+        is_bounded = credit.limit == seen.most_in_flight
+        return Credit(credit.limit, credit.reason + " by schedule.staleness") if is_bounded else credit
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
         """Returns a microbatch of these tokens, with a new id that is unique in the run."""

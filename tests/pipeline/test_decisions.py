@@ -6,12 +6,13 @@ import math
 from collections import Counter
 from dataclasses import fields, replace
 
+import pytest
 from agora_protocol.ids import PeerId, Span, microbatch_id
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agora.pipeline.hop import is_hopeless
-from agora.pipeline.opening import Pace, equal_quota, measured_credit
+from agora.pipeline.opening import Pace, equal_quota, measured_credit, staleness_limit
 from agora.pipeline.routing import (
     MAX_BACKOFF_S,
     MAX_BACKOFF_WITHOUT_SIBLING_S,
@@ -342,6 +343,14 @@ def test_credit_finds_the_bottleneck_by_itself() -> None:
         period = max(bottleneck, round_trip / limit)
         limit = measured_credit(round_trip, period, 2, 10_000).limit
     assert 40 <= limit <= 70, "40 cover the round trip"
+
+
+@pytest.mark.parametrize("origins", [1, 2, 3, 8, 40])
+def test_all_origins_together_keep_at_most_the_allowed_share_of_a_step_in_flight(origins: int) -> None:
+    for staleness, microbatches in ((0.5, 16), (1.0, 16), (2.0, 100), (0.01, 16)):
+        limits = [staleness_limit(staleness, microbatches, rank, origins) for rank in range(origins)]
+        assert sum(limits) <= max(staleness * microbatches, origins), "but each has at least one"
+        assert min(limits) >= 1 and max(limits) - min(limits) <= 1
 
 
 def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:
