@@ -40,7 +40,7 @@ RECALL_SHARE: Final = 0.1
 """Share of a round's time in which the members asked by Recall must answer."""
 MAX_OPEN: Final = 4096
 """Parts that may be gathered at once."""
-KEPT_ROUNDS: Final = 2.0
+KEPT_ROUNDS: Final = 10.0
 """Times round_s for which a round is remembered after it began here, for late contributions and for Recall."""
 KEPT_NUMBERS: Final = 4
 """Rounds of a kind whose averages are kept at least, for a second owner and for replicas that are late."""

@@ -184,11 +184,12 @@ class StateKeeper:
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
         """Fetches a stage's state from replicas, loads it, and then fetches the slices that they averaged meanwhile.
 
-        In synchronous runs it fetches again until all chunks are of one step, and no slices: that state is exact.
+        Where steps are exact, it fetches again until all chunks are of one step, and no slices: that state is exact.
         Returns a sentence about the transfer. Raises Unavailable when for `patience_s` nobody could go on with it.
         """
         began = loop_time()
-        exact = self._manifest.schedule.kind == "synchronous"
+        exact_steps, offered = self._manifest.averaging.exact_steps, self._offers(stage).values()
+        exact = self._manifest.schedule.kind == "synchronous" or max(offered, default=at_least) < exact_steps
         fetch = StateFetch(
             self._caller,
             stage,
@@ -197,7 +198,7 @@ class StateKeeper:
             lag_limit=0 if exact else USUAL_LAG,
             plausible_step=lambda: self._plausible_step(stage),
         )
-        at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values(), self._manifest.averaging.every)
+        at_least = rules.lowest_step_to_fetch(at_least, offered, self._manifest.averaging.every)
         state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
         while exact and state.step < fetch.newest_step:  # some chunks are of an earlier step
             state = await self._run_fetch(fetch, stage, sources, fetch.newest_step, patience_s)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from agora_protocol.messages import Contribute
 
+from agora.averaging import owner
 from agora.averaging.agreement import SILENT_S
 from agora.averaging.exact_steps import FETCH_TRIES
 from agora.averaging.group import LOOK_S
@@ -48,6 +49,93 @@ def test_replicas_step_along_the_same_bits(sections: dict) -> None:
             assert world.all[0].stage.step >= 8
             assert_equal_bits(*world.all)
             assert all(done.members == 3 and not done.failed_parts for p in world.all for done in gradient_rounds(p))
+
+    run(main())
+
+
+@pytest.mark.parametrize("rates", [[4000.0] * 4, [2000.0, 8000.0, 1000.0, 4000.0], [4000.0, 8000.0, 0.0]])
+def test_asynchronous_exact_steps_hold_their_target_and_no_token_is_lost(rates: list[float]) -> None:
+    """Each replica closes its part at its quota, and counts for the next step while the mean is formed."""
+    target = 8192
+
+    async def main() -> None:
+        async with GroupWorld(rates, target=target, **EXACT) as world:
+            await asyncio.sleep(60.0)
+            await at_one_step(*world.all)
+            counted = sum(peer.stage.counted for peer in world.all)
+            first = world.all[0].stage
+            assert first.step == pytest.approx(counted / target, abs=1.0)
+            held = [sum(parts) for parts in zip(*(peer.stage.closed for peer in world.all), strict=True)]
+            assert sum(held[5:]) / len(held[5:]) == pytest.approx(target, rel=0.02)
+            assert_equal_bits(*world.all)
+            assert all(done.members >= 1 and not done.failed_parts for p in world.all for done in gradient_rounds(p))
+
+    run(main())
+
+
+def test_a_replica_that_comes_late_replays_the_steps_since_its_state_and_counts_from_the_next_one() -> None:
+    async def main() -> None:
+        world = GroupWorld([4000.0, 4000.0, 0.0], target=4096, **EXACT)
+        async with world:
+            late = world.all[2]
+            await world.kill(late)
+            await asyncio.sleep(20.0)
+            source = world.all[0].stage
+            late.stage.weights, late.stage.step = source.weights, source.step
+            late.group.note_fetched(0)
+            await asyncio.sleep(5.0)
+            missed = source.step - late.stage.step
+            assert missed >= 5
+            world.network.dead.clear()
+            late.stage.rate = 4000.0
+            late.start()
+            await asyncio.sleep(10.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
+            assert not late.fetches and world.calls["Recall"] >= missed
+            weights = [done.weight for done in gradient_rounds(late)]
+            assert weights[0] > 0, "it is what the others are"
+            assert sum(late.stage.closed) == late.stage.counted - late.stage.tokens, "its tokens wait for their step"
+
+    run(main())
+
+
+def test_a_replica_that_comes_too_late_for_the_kept_means_fetches_the_state_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(owner, "KEPT_BYTES", 0)
+        world = GroupWorld([4000.0, 4000.0, 4000.0], target=4096, **EXACT)
+        async with world:
+            late = world.all[2]
+            await world.kill(late)
+            await asyncio.sleep(20.0)
+            world.network.dead.clear()
+            late.start()
+            await asyncio.sleep(10.0)
+            await at_one_step(*world.all)
+            assert late.fetches
+            assert_equal_bits(*world.all)
+
+    run(main())
+
+
+def test_a_replica_that_hangs_costs_an_asynchronous_step_less_than_its_own_duration() -> None:
+    """Its calls get no answer: the owners' windows end after a part of a step, and the others have computed on."""
+
+    async def main() -> None:
+        async with GroupWorld([1000.0, 1000.0, 1000.0], target=12_000, **EXACT) as world:
+            await asyncio.sleep(60.0)
+            first, second, hung = world.all
+            step, began = first.stage.step, asyncio.get_running_loop().time()
+            world.network.silent.add(hung.peer)
+            await hung.stop()
+            while first.stage.step < step + 10:
+                await asyncio.sleep(0.1)
+            seconds = asyncio.get_running_loop().time() - began
+            assert seconds < 10 * 12_000 / 2000 + 4.0 * 0.5, "ten steps of the two that are left, and half of one"
+            held = [sum(parts) for parts in zip(first.stage.closed[-8:], second.stage.closed[-8:], strict=True)]
+            assert sum(held) / len(held) == pytest.approx(12_000, rel=0.05), "they took over what it had to count"
 
     run(main())
 
