@@ -1,24 +1,19 @@
 """What the device thread and the event loop tell each other: step policies one way; results and step events back.
 
-Knows: tokens, step numbers, encoded gradients. Must not know: torch, gradients, replicas, how tokens are agreed on.
+Knows: tokens, step numbers, encoded gradients. Must not know: torch, threads, replicas, how tokens are agreed on.
 The loop publishes a new StepPolicy whenever what it knows of the other replicas changes; the device thread reads the
-newest one. For every step, and every part of one, it puts an event on a queue. Neither calls into objects of the other.
+newest one. For every step, and every part of one, it puts an event on a queue (train.step_events).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import sys
-from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
 
 from agora_protocol.tensors import WireTensor
 
 EVERY_STEP: Final = sys.maxsize  # as `exact_steps`: all steps of the run are exact
-MOST_EVENTS: Final = 4096  # step events that wait for their reader at most; the oldest are dropped beyond that
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +79,3 @@ class SpanResult:
     busy_s: float  # seconds on the device, the forward included
     loss_sum: float = 0.0  # in nats, over `tokens` supervised tokens; only the run's last stage knows both
     tokens: int = 0
-
-
-class StepEvents:
-    """A bounded queue of step events, from any thread to one reader on the event loop on which it was made."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._events: deque[StepEvent] = deque(maxlen=MOST_EVENTS)
-        self._arrived = asyncio.Event()
-
-    def put(self, event: StepEvent) -> None:
-        """Appends an event and wakes the reader; when full, drops the oldest event. From any thread; never blocks."""
-        self._events.append(event)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
-            self._loop.call_soon_threadsafe(self._arrived.set)
-
-    async def __aiter__(self) -> AsyncIterator[StepEvent]:
-        """Yields the events in order, and waits for more; ends only when its task is cancelled."""
-        while True:
-            while self._events:
-                yield self._events.popleft()
-            await self._arrived.wait()
-            self._arrived.clear()

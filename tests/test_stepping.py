@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from agora.stepping import EVERY_STEP, MOST_EVENTS, StageStepped, StepEvents, StepPolicy
+from agora.stepping import EVERY_STEP, StageStepped, StepPolicy
+from agora.train.step_events import MOST_EVENTS, StepEvents
 
 KNOWN = StepPolicy(target_tokens=1000, exact_steps=10, step=7, own_tokens=400, alone=True)
 

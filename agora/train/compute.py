@@ -21,11 +21,12 @@ from torch import Tensor
 from agora.codec import BoundaryCodec, all_finite, decode_tokens, gradient_dither_key
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Flat, Layout, StageState
-from agora.stepping import SpanResult, StepEvent, StepEvents, StepPolicy
+from agora.stepping import SpanResult, StepEvent, StepPolicy
 from agora.train.device import DeviceQueue, Priority, choose_device
 from agora.train.memory import keep_freed_memory
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import Blocks, SliceRule
+from agora.train.step_events import StepEvents
 from agora.train.trained_stage import MeanGradient, StageProgress
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward
 

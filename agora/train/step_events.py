@@ -1,0 +1,39 @@
+"""Carries step events from the device thread to the event loop.
+
+Knows: one queue, asyncio. Must not know: what follows from a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Final
+
+from agora.stepping import StepEvent
+
+MOST_EVENTS: Final = 4096  # step events that wait for their reader at most; the oldest are dropped beyond that
+
+
+class StepEvents:
+    """A bounded queue of step events, from any thread to one reader on the event loop on which it was made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[StepEvent] = deque(maxlen=MOST_EVENTS)
+        self._arrived = asyncio.Event()
+
+    def put(self, event: StepEvent) -> None:
+        """Appends an event and wakes the reader; when full, drops the oldest event. From any thread; never blocks."""
+        self._events.append(event)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            self._loop.call_soon_threadsafe(self._arrived.set)
+
+    async def __aiter__(self) -> AsyncIterator[StepEvent]:
+        """Yields the events in order, and waits for more; ends only when its task is cancelled."""
+        while True:
+            while self._events:
+                yield self._events.popleft()
+            await self._arrived.wait()
+            self._arrived.clear()
