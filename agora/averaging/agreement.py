@@ -151,6 +151,11 @@ def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: f
     return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
 
 
+def replicas_behind(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
+    """Returns those of `peers` that have not reported to count for step `step` or the one before: newcomers, mostly."""
+    return {peer for peer in peers if peer not in known or known[peer].reported.part < step - 1}
+
+
 def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
     """Returns those entries of `known` whose replicas are both listed and live: heard lately, no failed call since."""
     return {peer: last for peer, last in known.items() if peer in listed and last.is_live(now)}
@@ -177,7 +182,7 @@ def count_tokens(others: KnownReplicas, step: int) -> int:
 
 def closed_since(others: KnownReplicas, step: int) -> float | None:
     """Returns when the first other replica reported itself that its part of step `step` is closed; None before."""
-    return min((last.reported.part_since for last in others.values() if last.reported.part == step + 1), default=None)
+    return min((last.reported.part_since for last in others.values() if last.reported.part > step), default=None)
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:

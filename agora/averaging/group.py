@@ -184,9 +184,16 @@ class ReplicaGroup:
             return most
         return min(most, max(LEAST_ROUND_S, STEPS_OF_ROUND * step_s))
 
-    def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
-        """Returns those of `peers` that are silent, or to which a call failed after their last report."""
-        return agreement.unreachable_replicas(self.gossip.known(stage), peers, loop_time())
+    def absent(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
+        """Returns those of `peers` that are silent, or to which a call failed after their last report.
+
+        For a gradient of an asynchronous run also those that are behind: newcomers that fetch a state or replay steps.
+        """
+        known = self.gossip.known(part.stage)
+        absent = agreement.unreachable_replicas(known, peers, loop_time())
+        if part.what == "gradient" and not self._config.synchronous:
+            absent |= agreement.replicas_behind(known, set(peers) - {self._me}, part.number)
+        return absent
 
     def numel_of(self, part: Part) -> int:
         """Returns a part's number of elements. Raises Refused if its round is far off, ProtocolError if unknown."""

@@ -52,14 +52,14 @@ those of the steps that were taken while they fetched the state."""
 class RoundView(Protocol):
     """What an owner asks of its group of replicas; ReplicaGroup has the methods.
 
-    members: who takes part in a stage's rounds, with bandwidths. round_s: seconds that a round may take. unreachable:
-    which of `peers` are silent, or a call to them failed. numel_of: a part's number of elements; raises Refused or
+    members: who takes part in a stage's rounds, with bandwidths. round_s: seconds that a round may take. absent: which
+    of `peers` a part need not wait for. numel_of: a part's number of elements; raises Refused or
     ProtocolError for one not averaged now.
     """
 
     def members(self, stage: int, what: str) -> Mapping[PeerId, float]: ...
     def round_s(self, stage: int, what: str) -> float: ...
-    def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]: ...
+    def absent(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]: ...
     def numel_of(self, part: Part) -> int: ...
 
 
@@ -290,11 +290,11 @@ class Owner:
     def _expected(self, part: Part, peer: PeerId, second: bool) -> frozenset[PeerId]:
         """Returns whom to wait for: the members, less those that are given up or were answered before.
 
-        A second owner does not wait for the first. Unreachable members are waited for only when they are all the others
+        A second owner does not wait for the first. Absent members are waited for only when they are all the others
         there are: they may be alive.
         """
         members = frozenset(self._view.members(part.stage, part.what))
-        reachable = members - self._view.unreachable(part.stage, members)
+        reachable = members - self._view.absent(part, members)
         expected = reachable if len(reachable) > 1 else members
         expected -= self._round(part).given_up
         expected -= self._round(part).contributed[part.part] - {peer}  # of an average that nobody shared

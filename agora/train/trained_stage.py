@@ -6,8 +6,10 @@ Knows: weights, the optimizer, which graphs are alive. Must not know: how gradie
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from agora_protocol.errors import LocalError, ProtocolError
@@ -21,6 +23,8 @@ from agora.stepping import PartClosed, StageStepped, StepEvent, StepPolicy
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
 from agora.train.weight_versions import StageWeights, StashedForwards, tensor_in
 
+MOST_CLOSED = 2
+"""Closed parts that may wait for their means at once, each a gradient in memory; then the open part grows instead."""
 STALENESS_BINS = 33
 """Staleness 0, 1, ... 31, and one bin for everything older."""
 
@@ -63,6 +67,13 @@ class SumContents:
     loss: float = 0.0
     microbatches: int = 0
     staleness: int = 0
+
+
+class ClosedPart(NamedTuple):
+    """A part of a step that waits for the mean of all replicas: this replica's share, and what it was made of."""
+
+    share: MeanGradient
+    contents: SumContents
 
 
 class GradientSum:
@@ -119,8 +130,7 @@ class TrainedStage:
         self._on_step = on_step
         self._knows_loss = number == manifest.stage_count - 1
         self._synchronous = manifest.schedule.kind == "synchronous"
-        self._share: MeanGradient | None = None
-        self._share_contents = SumContents()
+        self._shares: deque[ClosedPart] = deque()
         self._counted = 0
         self._refused = 0
         self._staleness = [0] * STALENESS_BINS
@@ -129,8 +139,9 @@ class TrainedStage:
 
     def _update_progress(self) -> None:
         """Replaces `progress` by the present counts."""
-        summed, part = self.sum.contents.tokens, self.step + (self._share is not None)
-        total, staleness = self.tokens_stepped + self._share_contents.tokens + summed, tuple(self._staleness)
+        summed, part = self.sum.contents.tokens, self.step + len(self._shares)
+        total = self.tokens_stepped + sum(share.contents.tokens for share in self._shares) + summed
+        staleness = tuple(self._staleness)
         self.progress = StageProgress(
             self.number, self.step, part, summed, self._counted, total, staleness, self._refused
         )
@@ -146,7 +157,7 @@ class TrainedStage:
         self._counted += tokens
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self._update_progress()
-        if self._share is not None and self._synchronous:
+        if self._shares and self._synchronous:
             self._report(GradientLate(self.number, self.step, name, tokens))
 
     def count_refused(self, microbatch: str, reason: str) -> None:
@@ -164,15 +175,15 @@ class TrainedStage:
     def step_if_due(self) -> None:
         """Takes the next step along the sum, or closes this replica's part of it, once it has the tokens needed.
 
-        Neither while this replica's share of an earlier step is taken out, or when the policy wants to be asked.
+        It closes no more while MOST_CLOSED parts wait for their means, or when the policy wants to be asked.
         """
-        tokens = self.sum.contents.tokens
-        if self._share is not None or not 0 < tokens >= self.policy.tokens_needed(self.step):
+        tokens, part = self.sum.contents.tokens, self.step + len(self._shares)
+        if not 0 < tokens >= self.policy.tokens_needed(part):
             return
-        if not self.policy.waits_for_mean(self.step):
+        if not self._shares and not self.policy.waits_for_mean(part):
             self._step_along_sum()
-        elif self.policy.closes(self.step):
-            self.take_mean_gradient()
+        elif len(self._shares) < MOST_CLOSED and self.policy.closes(part):
+            self._close_part()
 
     def catch_up(self, step: int) -> None:
         """Follows the stage's other replicas, which have taken `step` steps.
@@ -180,7 +191,7 @@ class TrainedStage:
         One step behind, it takes the step along its sum; further behind, it drops that (its weights were too old) and
         only counts the steps. While its share of the next step is taken out, it does nothing.
         """
-        if step <= self.step or self._share is not None:
+        if step <= self.step or self._shares:
             return
         if step == self.step + 1 and self.sum.contents.tokens > 0:
             self._step_along_sum()
@@ -193,21 +204,26 @@ class TrainedStage:
             self._count_step(SumContents(), None)
 
     def take_mean_gradient(self) -> MeanGradient:
-        """Takes this replica's share of the next step out of the sum and returns it; the same until the step is taken.
+        """Returns this replica's share of the next step, the same until the step is taken; closes the part if open.
 
         A share that is not finite is refused: it becomes zeros over 0 tokens.
         """
-        if self._share is None:
-            mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
-            contents = self.sum.clear()
-            if not bool(mean.isfinite().all()):
-                self.count_refused("", f"the sum over {contents.tokens} tokens is not finite")
-                mean.zero_()
-                contents = SumContents()
-            self._share, self._share_contents = MeanGradient(self.step, contents.tokens, mean), contents
-            self._update_progress()
-            self._on_step(PartClosed(self.number, self.step, contents.tokens))
-        return self._share
+        if not self._shares:
+            self._close_part()
+        return self._shares[0].share
+
+    def _close_part(self) -> None:
+        """Takes the mean out of the sum, which from now on counts for the step after; see take_mean_gradient."""
+        number = self.step + len(self._shares)
+        mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
+        contents = self.sum.clear()
+        if not bool(mean.isfinite().all()):
+            self.count_refused("", f"the sum over {contents.tokens} tokens is not finite")
+            mean.zero_()
+            contents = SumContents()
+        self._shares.append(ClosedPart(MeanGradient(number, contents.tokens, mean), contents))
+        self._update_progress()
+        self._on_step(PartClosed(self.number, number, contents.tokens))
 
     def step_with_gradient(self, number: int, mean: Tensor, tokens: int) -> None:
         """Takes step `number`, the next one, along the `mean` gradient [numel] over all replicas' tokens.
@@ -227,21 +243,15 @@ class TrainedStage:
             result = self.optimizer.step(self.writable_weights(), gradient, number)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
-        contents = self._forget_share()
-        self._count_step(contents, result)
+        self._count_step(self._shares.popleft().contents if self._shares else SumContents(), result)
 
     def restart_at(self, step: int, tokens: int) -> None:
         """Drops the sum and sets the counts of steps and tokens; the caller has replaced weights and moments before."""
         self.sum.clear()
-        self._forget_share()
+        self._shares.clear()
         self.step, self.tokens_stepped = step, tokens
         self._stepped_at = time.monotonic()
         self._update_progress()
-
-    def _forget_share(self) -> SumContents:
-        """Ends the wait for the mean gradient of all replicas; returns what this replica's share was made of."""
-        contents, self._share, self._share_contents = self._share_contents, None, SumContents()
-        return contents
 
     def _step_along_sum(self) -> None:
         """Takes the optimizer step along the sum's mean and clears it. If it is not finite, drops it without a step."""

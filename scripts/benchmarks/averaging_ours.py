@@ -79,7 +79,7 @@ class Member:
         """See RoundView."""
         return self._round_s
 
-    def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
+    def absent(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         """See RoundView: nobody is."""
         return set()
 

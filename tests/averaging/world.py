@@ -86,7 +86,7 @@ class Member:
     def round_s(self, stage: int, what: str) -> float:
         return self.world.round_s
 
-    def unreachable(self, stage: int, peers: Collection[PeerId]) -> set[PeerId]:
+    def absent(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         return self.suspects & set(peers)
 
     def numel_of(self, part: Part) -> int:
