@@ -197,6 +197,8 @@ def _find_experts(dht: Any, count: int) -> list[nn.Module]:
     while True:
         experts = get_experts(dht, [uid(stage) for stage in range(count)])
         if all(experts):
+            for expert in experts:
+                getattr(expert, "info")  # noqa: B009 - hivemind makes a stub on first use, and threads would race for it
             return list(experts)
         if time.monotonic() > deadline:
             raise BenchFailed(f"hivemind's directory does not know all {count} stages after {FIND_S:.0f} s")

@@ -64,7 +64,7 @@ def test_a_replica_that_has_stepped_took_its_tokens_with_it() -> None:
 def test_a_replica_that_has_closed_its_part_counts_with_what_it_held() -> None:
     table = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, part=6)], A, ME, 1.0)
     assert count_tokens(table, 5) == 340 and count_tokens(table, 6) == 40
-    assert closed_since(table, 5) == 1.0 and closed_since(table, 4) is None is closed_since(table, 6)
+    assert closed_since(table, 5) == 1.0 == closed_since(table, 4) and closed_since(table, 6) is None
     later = merge_gossip(table, [entry(A, 5, 90, 0, counted=430, part=6)], A, ME, 2.0)
     assert closed_since(later, 5) == 1.0, "since it was first said"
     told = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, part=6)], B, ME, 1.0)

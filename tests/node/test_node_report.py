@@ -29,7 +29,7 @@ from agora.train.trained_stage import StageProgress
 ME = Identity(bytes([1]) * 32).peer
 SPAN = SpanReport(
     Span(0, 1),
-    (StageProgress(0, 7, 0, 0, (3, 1), 0), StageProgress(1, 8, 0, 0, (0, 2), 1)),
+    (StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 0), StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 1)),
     {0: "96 tokens are missing", 1: ""},
     busy_fraction=0.51239,
     in_hand=2,
