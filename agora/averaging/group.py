@@ -112,7 +112,7 @@ class ReplicaGroup:
         unit = signed.manifest.tokens_per_microbatch
         for stage in stages.span.stages:
             slices = Slices(stages.layout(stage).numel, averaging.fraction, signed.manifest.seed)
-            newcomer = Newcomer(counts=config.synchronous or stage not in state.fetched)
+            newcomer = Newcomer(counts=stage not in state.fetched or config.is_exact(stages.step_of(stage)))
             self._stages[stage] = _StageTasks(slices, newcomer, StepPace(unit, StepSize(config.target_tokens)))
             stages.publish_policy(stage, StepPolicy(config.target_tokens, config.exact_steps))
 
@@ -233,8 +233,9 @@ class ReplicaGroup:
         state.pace.size = state.pace.size.after_step(tokens)
 
     def note_fetched(self, stage: int) -> None:
-        """Notes that the state came from another replica, which in asynchronous runs makes this one a newcomer."""
-        self._stages[stage].newcomer = Newcomer(counts=self._config.synchronous)
+        """Notes that the state came from another replica: a newcomer, unless steps are exact, and so is the state."""
+        is_exact = self._config.is_exact(self._held.step_of(stage))
+        self._stages[stage].newcomer = Newcomer(counts=is_exact)
 
     # --- deciding
 
