@@ -21,13 +21,13 @@ class StepPolicy:
     """When one stage ends what it counts for a step: by stepping along it, or by giving it to a mean of all replicas.
 
     `own_tokens`, `alone` and `closes_part` hold while it counts for step number `step` (0 is the first); it may have
-    gone on since. Of any other step nothing is known, so the safe answer holds:
+    gone on since. Of any other step nothing is known, so the safe answer holds. "Steps so" is: along the mean.
 
     | question                                | step `step`                          | any other step      |
     |-----------------------------------------|--------------------------------------|---------------------|
     | own tokens needed                       | own_tokens                           | target_tokens       |
     | steps along the mean of all replicas    | step < exact_steps, unless `alone`   | step < exact_steps  |
-    | closes its part when it has the tokens  | closes_part                          | no                  |
+    | closes its part when it has the tokens  | closes_part, if it steps so          | no                  |
     """
 
     target_tokens: int  # that all replicas together count for one step

@@ -29,7 +29,7 @@ MOST_DISTANCE: Final = 1e30  # the protocol's limit for a distance; absurd value
 class Average:
     """The average of a part, float32 [n], and the owner's message about it: counts, weight, median distance.
 
-    wire: of a mean gradient, the bytes that `values` were decoded from.
+    wire: the bytes that `values` were decoded from, for a mean gradient; empty for weights.
     """
 
     values: Tensor

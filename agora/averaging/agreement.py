@@ -34,8 +34,8 @@ GOSSIP_FANOUT: Final = 4
 class Counts(NamedTuple):
     """How far a replica is with a stage. step: optimizer steps taken. part: number of the step that it now counts for.
 
-    part is step + 1 when its part of step `step` is closed and the mean not known yet, else step. tokens: counted for
-    `part`. counted: in all since the replica started, so that others can measure its rate.
+    part is step + 1 when its part of step `step` is closed and the mean not known yet, else step. tokens: those that it
+    has counted for `part`. counted: all since it started, from which others measure its rate.
     """
 
     step: int = 0
@@ -46,7 +46,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OwnReport:
-    """What a replica last reported itself. at: when. part_since: when it first reported that `part`. rate: measured."""
+    """What a replica last reported itself, at time `at`. part_since: when it first reported `part`. rate: its speed."""
 
     step: int = -1
     part: int = -1
@@ -68,9 +68,9 @@ class OwnReport:
 class ReplicaProgress:
     """What is known of one other replica of a stage.
 
-    closed_tokens: of its part of step `counts.part` - 1, 0 when unknown. heard_at: when it last reported to anybody.
-    failed_at: when a call to it last failed. reported: what it said itself. listed: whether the view has named it since
-    it was first heard of. Times in seconds.
+    closed_tokens: what its part of step `counts.part` - 1 held, 0 when unknown. heard_at: when it last reported to
+    anybody. failed_at: when a call to it last failed. reported: what it said itself. listed: whether the view has named
+    it since it was first heard of. Times in seconds.
     """
 
     counts: Counts
@@ -91,8 +91,8 @@ class ReplicaProgress:
     def advanced(self, counts: Counts, heard_at: float) -> ReplicaProgress:
         """Returns a copy with newer counts.
 
-        closed_tokens: after exactly one more part what that part held; at the same part unchanged; 0 after a jump, or
-        when the tokens of the same part have become fewer, as after a restart.
+        closed_tokens becomes what the former part held when the replica is exactly one part further. It stays as it is
+        at the same part. It becomes 0 after a jump, or when the same part has fewer tokens, as after a restart.
         """
         old = self.counts
         if counts.part == old.part:

@@ -22,9 +22,9 @@ from agora.clock import loop_time
 
 INTERVAL_S: Final = 0.25
 SYNCHRONOUS_INTERVAL_S: Final = 0.02
-"""In synchronous runs everybody waits for the step, so that news are sent at once; many at a time."""
+"""Seconds between two looks for news in synchronous runs, where everybody waits for the step."""
 HEARTBEAT_S: Final = 1.5
-"""Without news a replica reports this often, so that it does not count as silent."""
+"""Seconds after which a replica without news reports again, so that it does not count as silent."""
 CALL_S: Final = 3.0
 
 

@@ -53,7 +53,8 @@ class Drift:
     def after_acceptance(distance: float, median: float) -> float:
         """Returns the distance to record when an average was accepted: max(distance, min(median, 8 * distance)).
 
-        median: of the members' distances, as the owner says. A member with most of the weight lies near by itself.
+        median: the median of the members' distances, as the owner says it. It is asked because a member with most of
+        the weight always lies near the average.
         """
         return max(distance, min(median, MOST_TIMES_USUAL * distance))
 

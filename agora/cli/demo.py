@@ -199,7 +199,10 @@ class Demo:
             print_line(f"{', '.join(stubborn)} did not leave in time and were killed")
 
     def _train_to_the_last_step(self) -> None:
-        """Watches the swarm until stage 0 has taken its steps, and kills peers in between where the plan says so."""
+        """Blocks until stage 0 has taken the plan's steps; every `kill_every` seconds kills a peer that has a spare.
+
+        The peer is a random one. Raises Failure when training stalls, and SwarmFailed when a daemon has died.
+        """
         kill_every = self.plan.kill_every
         next_kill = time.monotonic() + (kill_every or 0.0)
         while self.totals.step < self.plan.steps:

@@ -1,6 +1,6 @@
 """The totals of a demo, from the journals of all peers, killed ones included; and the result that is made of them.
 
-Knows: the journal's events, the names of the result's fields. Must not know: processes, files. Pure.
+Knows: the journal's events, the names of the result's fields. Must not know: processes, files. Deterministic.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class BoundaryCodec:
     ) -> WireTensor:
         """Encodes a boundary or gradient [b, s, k], of any float dtype, layout and device, as a wire tensor.
 
-        key: of the dither (see gradient_dither_key), the same as for `decode`; None rounds to nearest. float32 and bf16
+        key: the dither's (see gradient_dither_key), the same as for `decode`; None rounds to nearest. float32 and bf16
         ignore it, and share the memory of a contiguous CPU tensor of their dtype: change that only after sending.
         boundary: the decoded boundary whose gradient `tensor` is; a codec that sends some columns sends the gradients
         of the columns that were sent of it. None: the columns with the largest energy in `tensor`.

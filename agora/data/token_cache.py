@@ -38,8 +38,8 @@ LOCK_POLL_S = 0.05
 class CachedTokens:
     """Reads and writes the token ids of one corpus in the cache `folder`.
 
-    signature: the cache key in hex, the hash of what the ids are made of. dtype: of the ids. `lock` and `write` raise
-    DiskError when the folder cannot be written or the disk is full.
+    signature: the cache key in hex, the hash of what the ids are made of. dtype: the dtype of the ids. `lock` and
+    `write` raise DiskError when the folder cannot be written or the disk is full.
     """
 
     def __init__(self, folder: Path, signature: str, dtype: np.dtype[Any]) -> None:

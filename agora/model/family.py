@@ -79,12 +79,15 @@ class Family(abc.ABC):
     def memory_bytes(self, layers: range, tokens: int) -> int:
         """Returns an estimate of the least bytes that training `layers` takes, without the optimizer's moments.
 
-        tokens: of a microbatch.
+        tokens: how many tokens a microbatch has.
         """
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns, for each tensor of `layers`, its name, shape, source and conversion for a Hugging Face folder."""
+        """Returns, for each tensor of `layers`, its name, shape, source and conversion for a Hugging Face folder.
+
+        seed: the run's seed, from which fixed tensors are derived. source: the tensor's name in a stage's file.
+        """
 
     @abc.abstractmethod
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:

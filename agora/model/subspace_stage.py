@@ -125,7 +125,11 @@ class Subspace(nn.Module):
         self.register_buffer("bits", torch.empty(8, dtype=torch.uint8), persistent=False)
 
     def fill_buffers(self, seed: int) -> None:
-        """Derives U and the signs of T from the seed. Raises DerivationError if other peers derive other values."""
+        """Derives the signs of T, and U if there is a basis, from the seed.
+
+        First derives a fixed sample and compares its digest with KNOWN_DIGEST: raises DerivationError if this machine
+        derives other values than the other peers.
+        """
         fixed_tensors.check_derivation()
         torch.arange(8, dtype=torch.uint8, out=self.bits)
         self.signs.copy_(torch.from_numpy(fixed_tensors.derive_embedding_signs(seed, self.vocabulary, self.width)))

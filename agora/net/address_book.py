@@ -1,4 +1,4 @@
-"""Where peers can be dialled, remembered between connections. Pure.
+"""Where peers can be dialled, remembered between connections. Deterministic: a book changes only by the calls to it.
 
 Knows: addresses. Must not know: sockets. The memory is bounded: a stranger can make as many identities as it likes.
 """
@@ -14,7 +14,7 @@ from agora_protocol.errors import InputError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
 
-MAX_PEERS: Final = 16_384
+MAX_PEERS: Final = 16_384  # peers whose addresses are remembered, at most
 
 
 def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:

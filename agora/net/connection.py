@@ -28,11 +28,11 @@ from agora.net.liveness import LivenessCheck, Verdict
 from agora.net.network_errors import ConnectionBroken
 from agora.net.streams import Frame, FrameStream, Intake
 
-OBSERVERS_MAY: Final = (Ping, GetStatus, GetManifest)
+OBSERVERS_MAY: Final = (Ping, GetStatus, GetManifest)  # the only requests that an observer may make
 LONG_ANSWERS: Final = (GetStatus, GetManifest)  # requests whose answers may have headers above MAX_HEADER_BYTES
-LAST_CALL: Final = 2**32 - 1
-GOODBYE_S: Final = 0.3  # both may say GOODBYE at once, and an abort at once would take this side's last frames along
-ROUND_TRIP_WEIGHT: Final = 0.3
+LAST_CALL: Final = 2**32 - 1  # the largest number of a call that a frame can carry
+GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, which would take this side's last frames along
+ROUND_TRIP_WEIGHT: Final = 0.3  # the weight of the newest ping in Connection.round_trip
 
 
 class ConnectionOwner(CallServices, Protocol):
@@ -187,7 +187,10 @@ class Connection:
         self.round_trip = self.round_trip.updated(time.perf_counter() - started)
 
     def tick(self, now: float) -> None:
-        """Called twice a second: pings a peer that owes an answer and is silent; breaks off if it stays silent."""
+        """Called twice a second: pings a peer that owes an answer and is silent; breaks off if it stays silent.
+
+        Also pings while a long payload is being received, so that its sender hears a sign of life.
+        """
         if self._run is None or self.broken is not None:
             return
         stream, spawn = self.stream, self._owner.spawn
@@ -208,7 +211,10 @@ class Connection:
     # --- what arrives
 
     def on_prefix(self, prefix: Prefix) -> None:
-        """Raises ProtocolError for a frame before HELLO, or a header above MAX_HEADER_BYTES that is no long answer."""
+        """Raises ProtocolError for a frame before HELLO, other than GOODBYE, or for a header that is too long.
+
+        A header may exceed MAX_HEADER_BYTES only in a frame of an open call whose request is in LONG_ANSWERS.
+        """
         if self._run is None and prefix.type not in (FrameType.HELLO, FrameType.GOODBYE):
             raise ProtocolError("out-of-order", f"A {prefix.type.name} frame came before HELLO.")
         call = self._open.get(prefix.call)

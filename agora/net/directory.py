@@ -27,11 +27,11 @@ from agora.net.hive import DHTID, DHTLocalStorage, DHTNode, DHTRecord, Dictionar
 from agora.net.host import Host
 from agora.net.network_errors import ConnectionBroken
 
-READ_S: Final = 3.0
-PUBLISH_S: Final = 10.0
-RPC_S: Final = 2.0  # a node that does not answer within this is passed over, and not asked for a while
+READ_S: Final = 3.0  # seconds that a read of the directory takes at most
+PUBLISH_S: Final = 10.0  # seconds that storing a record takes at most
+RPC_S: Final = 2.0  # a node that does not answer within so many seconds is passed over, and not asked for a while
 MAX_PEERS_OF_STAGE: Final = 1024  # strangers can make ids at will, and hivemind sends a key's records in one message
-MAX_VERIFIED: Final = 8192
+MAX_VERIFIED: Final = 8192  # records whose signatures are remembered as verified, at most
 SMALL_SWARM: Final = 20  # up to here every node knows every other: hivemind's buckets hold 20
 NEXT_ANSWER_S: Final = 0.3  # once half of the nodes have answered, how long a read waits for the next answer
 _PACKING_BYTES: Final = 16  # at least what msgpack adds around a record's bytes

@@ -39,14 +39,14 @@ from agora.net.streams import FrameStream
 OnStream = Callable[[FrameStream, PeerId, str], None]
 """Takes a stream that a peer has opened, to attach a sink or close it; that peer; and "direct" or "relayed"."""
 
-STARTUP_S: Final = 60.0  # p2pd starts in 0.3 s on an idle machine; many at once on two cores take their turns
-ANSWER_S: Final = 5.0  # for p2pd to answer what needs no network
-MORE_PEERS_S: Final = 1.0  # once one peer was reached, how long `connect` waits for each other one
-TERMINATE_S: Final = 3.0  # between SIGTERM and SIGKILL
+STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine; many on two cores take their turns
+ANSWER_S: Final = 5.0  # seconds for p2pd to answer what needs no network
+MORE_PEERS_S: Final = 1.0  # seconds that `connect` waits for each other peer, once one was reached
+TERMINATE_S: Final = 3.0  # seconds between SIGTERM and SIGKILL
 CROSSED: Final = "noise: message is too short"  # a dialler's first handshake message where an answer belongs
 
-SOCKET_PREFIX: Final = "agora-net-"
-MAX_BASE_CHARACTERS: Final = 40  # a Unix socket's path has at most 107
+SOCKET_PREFIX: Final = "agora-net-"  # how the names of the folders begin that hold p2pd's Unix sockets
+MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
 
 _GUARD: Final = (
     "import ctypes,os,sys\n"
@@ -283,7 +283,10 @@ class Host:
 
 
 async def _start(identity_path: Path, listen: Sequence[str], announce: Sequence[str], sockets: Path) -> Any:
-    """Starts a p2pd that listens on `listen`, and returns hivemind's handle. Raises LocalError if it does not start."""
+    """Starts a p2pd that listens on `listen`, and returns hivemind's handle. Raises LocalError if it does not start.
+
+    Unless all addresses are loopback, p2pd detects NAT and maps ports in the router (UPnP).
+    """
     is_loopback = all("/127." in address or "/::1/" in address for address in listen)
     kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     try:

@@ -26,7 +26,7 @@ from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import Buffers
 from agora.net.streams import Frame, FrameStream, Intake
 
-NO_MEMORY: Final = "no memory free for the payload"
+NO_MEMORY: Final = "no memory free for the payload"  # the reason of a Busy
 GUARANTEED_BYTES: Final = 65_536  # payload bytes that every connection may always hold, however full the budget is
 
 
@@ -209,7 +209,8 @@ class IncomingCalls:
     def on_request_header(self, prefix: Prefix, request: Message | None, refusal: AgoraError | None) -> Intake:
         """Judges a REQUEST's header: its payload is read (TAKE), waits for memory, or is dropped as it is refused.
 
-        refusal: of any request but a Ping; None: it is refused only as Busy, beyond `max_calls` or for lack of memory.
+        refusal: why any request but a Ping is refused. None: a request is refused only as Busy, beyond `max_calls` or
+        for lack of memory.
         Raises ProtocolError for an open number, or more than MAX_CALLS_PER_CONNECTION.
         """
         number, most_calls = prefix.call, limits.MAX_CALLS_PER_CONNECTION

@@ -28,10 +28,10 @@ from multiaddr import Multiaddr
 from agora.net.address_book import addresses_by_peer
 from agora.net.network_errors import Unreachable
 
-TIMEOUT_S: Final = 10.0
-STAGGER_S: Final = 0.4  # the next peer is tried beside those that have not answered yet
-SOFTWARE: Final = "agora light client"
-LIMITS: Final = FrameLimits(max_payload_bytes=0)
+TIMEOUT_S: Final = 10.0  # seconds that one question to the swarm takes at most
+STAGGER_S: Final = 0.4  # after so many seconds the next peer is tried beside those that have not answered yet
+SOFTWARE: Final = "agora light client"  # what its HELLO says that it is
+LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers that it asks for have no payload
 
 
 def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:

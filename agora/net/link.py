@@ -1,4 +1,6 @@
-"""Computes what a link of a given rate and latency does to bytes: when a chunk has left, and when it arrives. Pure.
+"""Computes when a chunk has left a link of a given rate and latency, and when it arrives.
+
+Deterministic: its objects change only by the calls to them; times and the random generator are arguments.
 
 Knows: rates and delays, as docs/links.md defines them. Must not know: clocks, sockets, streams (`shaping` does).
 """
@@ -14,16 +16,16 @@ from typing import Final
 from agora_protocol.errors import InputError
 
 EXAMPLES: Final = "write RATE,RTT[,JITTER[,LOSS]], such as 200Mbit,50ms or 20Mbit,100ms,10ms,0.1%"
-CHUNK_S: Final = 0.016  # streams take turns this often
-LEAST_CHUNK: Final = 1_500
-MOST_CHUNK: Final = 65_536
-PACKET_BYTES: Final = 1_460  # what TCP puts into one packet, each of which may be lost
-SLOWEST: Final = 1_000  # bytes per second
-LONGEST_S: Final = 10.0
-MOST_LOSS: Final = 0.5
+CHUNK_S: Final = 0.016  # streams take turns of so many seconds
+LEAST_CHUNK: Final = 1_500  # bytes that a stream sends at its turn, at least
+MOST_CHUNK: Final = 65_536  # bytes that a stream sends at its turn, at most
+PACKET_BYTES: Final = 1_460  # bytes that TCP puts into one packet, each of which may be lost
+SLOWEST: Final = 1_000  # the least rate of a link, in bytes per second
+LONGEST_S: Final = 10.0  # the longest round trip or jitter of a link, in seconds
+MOST_LOSS: Final = 0.5  # the largest fraction of packets that a link may lose
 
 _UNITS: Final = {"": 0.125, "k": 125.0, "m": 125e3, "g": 125e6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "%": 0.01}
-"""To bytes per second, seconds, or a fraction."""
+"""What a number in each unit is multiplied by, to give bytes per second, seconds, or a fraction."""
 _NUMBER: Final = r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)"
 _PARTS: Final = (
     ("rate", "20Mbit", re.compile(_NUMBER + "(?P<unit>[kmg]?)bit(?:/s)?")),

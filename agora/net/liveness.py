@@ -1,4 +1,6 @@
-"""Decides when a silent peer counts as gone. Pure: `now` is an argument.
+"""Decides when a silent peer counts as gone.
+
+Deterministic: a LivenessCheck changes only itself, and only by the calls to it; `now` is an argument.
 
 Knows: what one stream has sent and received, and two waits: how long a peer that owes an answer may be silent before it
 is pinged, and how long it has then. Must not know: clocks, sockets, calls.

@@ -30,12 +30,12 @@ from agora.net.incoming import Handler, NetLimits, PayloadBudget
 from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
 from agora.net.streams import FrameStream
 
-GOODBYES_S: Final = 0.5  # how long `Network.close` waits for peers to have read their GOODBYE
-SAME_MOMENT_S: Final = 0.1  # less than this before this peer's deadline, a failed callee has met its own
-DIAL_AGAIN_S: Final = 5.1  # after dials that crossed; p2pd refuses to dial an address for 5 s after it failed
-TURN_S: Final = 0.5  # how much later the peer with the higher id dials again
-DEADLINE_SLACK_MS: Final = 10  # a deadline that is this little too late is not worth a new message
-TICK_S: Final = 0.5
+GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
+SAME_MOMENT_S: Final = 0.1  # less than so many seconds before this peer's deadline, a failed callee has met its own
+DIAL_AGAIN_S: Final = 5.1  # seconds from crossed dials to the next; for 5 s p2pd refuses an address that has failed
+TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again later
+DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by so many milliseconds is not worth a new message
+TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
 
 
 class Network:
@@ -204,7 +204,11 @@ class Network:
         return connection
 
     async def _open_stream_or_meet(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
-        """Returns a new stream to `peer` and its path; when dials have crossed, the connection that the peer opened."""
+        """Returns a new stream to `peer` and its path; when dials have crossed, the connection that the peer opened.
+
+        After crossed dials it waits a random time for the peer's stream, shorter at the lower peer id, and then dials
+        again. It does so without limit: the caller sets one.
+        """
         while True:
             try:
                 return await self._open_stream(peer)

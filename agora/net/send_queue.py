@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-SMALL_BYTES: Final = 16_384  # frames up to this size go before bulk, but interrupt none that is being written
-MAX_SMALL_BYTES: Final = 8_388_608  # of small frames waiting: beyond, the peer has stopped reading
-NEWS_BYTES: Final = 65_536  # of small frames waiting: beyond, news, which nobody depends on, is dropped
-MAX_BULK_BYTES: Final = 67_108_864  # of bulk frames waiting: beyond, their senders wait
+SMALL_BYTES: Final = 16_384  # frames of at most so many bytes go before bulk, but interrupt none that is being written
+MAX_SMALL_BYTES: Final = 8_388_608  # when more bytes of small frames wait, the peer has stopped reading
+NEWS_BYTES: Final = 65_536  # when more bytes of small frames wait, news, which nobody depends on, is dropped
+MAX_BULK_BYTES: Final = 67_108_864  # when more bytes of bulk frames wait, their senders wait
 
 Buffers = Sequence[bytes | memoryview]
 

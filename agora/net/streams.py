@@ -24,8 +24,8 @@ from agora.net.send_queue import NEWS_BYTES, Buffers, QueuedFrame, SendQueue
 
 SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fits, whatever lies before it
 HEAD_BYTES: Final = 8192  # what is read before a payload's own buffer exists is copied there, so it is not much
-MAX_PREAMBLE_BYTES: Final = 4096
-FLUSH_S: Final = 5.0  # how long a closing stream may take to write its last words
+MAX_PREAMBLE_BYTES: Final = 4096  # the longest preamble of p2pd, before the first frame of a stream
+FLUSH_S: Final = 5.0  # seconds that a closing stream may take to write its last frames
 
 
 class Intake(Enum):

@@ -49,7 +49,8 @@ def check_disk(directory: Path) -> str:
 def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: float) -> str:
     """Returns a note with the memory that daemon and span need at least. Raises MemoryError_ if that is not allowed.
 
-    free_bytes: of this machine; limit_gib: what its owner allows, 0 for all that is free.
+    Allowed is the lesser of `free_bytes`, what this machine has free, and `limit_gib`, what its owner allows (0: no
+    limit).
     """
     allowed = min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
     family = family_of(manifest.model)

@@ -34,14 +34,19 @@ from agora.swarm.status import RunIdentity
 from agora.swarm.view import View
 
 LEAVE_SECONDS = 9.0
-"""For all of leaving: a second less than promised."""
+"""Seconds that all of leaving takes at most: one less than is promised."""
 ANNOUNCE_SECONDS = 1.5
+"""Seconds that the directory has for storing the claim that says `leaving`."""
 ORIGIN_SECONDS = 5.0
+"""Seconds that this origin's microbatches have when the daemon leaves, or when it moves while a stage has no peer."""
 CLOSE_SECONDS = 3.0
+"""Seconds that closing the span and the local peer takes at most."""
 MOVE_FINISH_SECONDS = 30.0
-"""How long a move waits for this origin's own microbatches, and then for those of others."""
+"""Seconds that a move waits for this origin's own microbatches, and then for those of others."""
 MOVE_CHECKPOINT_SECONDS = 60.0
+"""Seconds that a move waits for the checkpoints of all stages."""
 MORE_ADDRESSES = 8
+"""An invite has so many of this peer's own addresses, and of other peers, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +64,14 @@ class _CannotGoOn(LocalError):
 class Node:
     """One daemon: opens the local peer, serves a span, moves to others when asked, and leaves once `stop` is set.
 
-    `span` is None before the first one is served and again during a move. reason: why it leaves.
+    `loaded` is None before the first span is served and again during a move. reason: why the daemon leaves.
     """
 
     def __init__(self, startup: Startup) -> None:
         self.startup = startup
         self.signed: SignedManifest | None = None
         self.local_peer: LocalPeer | None = None
-        self.span: LoadedSpan | None = None
+        self.loaded: LoadedSpan | None = None
         self.stop = asyncio.Event()
         self.reason = "asked to leave"
         self.is_paused = False
@@ -100,9 +105,9 @@ class Node:
 
     def serving_span(self) -> LoadedSpan:
         """Returns the span that is held; raises LocalError while there is none."""
-        if self.span is None:
+        if self.loaded is None:
             raise LocalError(f"this daemon is {self._describe_state()}; ask again when it serves")
-        return self.span
+        return self.loaded
 
     def _describe_state(self) -> str:
         """Completes "this daemon is ..." while no span is held: "still starting" or "moving to stages A-B"."""
@@ -143,12 +148,12 @@ class Node:
             view=view,
             paths=local_peer.network.paths if local_peer else {},
             traffic=local_peer.traffic() if local_peer else NO_TRAFFIC,
-            span=self.span.take_span_report() if self.span else None,
+            span=self.loaded.take_span_report() if self.loaded else None,
         )
 
     def _judge(self, view: View, stage_count: int, now_unix: float) -> Health:
         """Returns the swarm's health as this peer sees it; DEGRADED while this daemon serves no span."""
-        if self.span is None:
+        if self.loaded is None:
             step = self.startup.steps.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self._describe_state()}: {step}", "wait until it serves")
         return health.judge(view, stage_count, now_unix, since_unix=self._since_unix, paused=self.is_paused)
@@ -170,9 +175,9 @@ class Node:
     async def _start_and_serve(self) -> None:
         """Opens the local peer, serves a span, prints the invite, then carries out moves until it is cancelled."""
         local_peer = await self._open_peer()
-        span = await self._serve_span(local_peer, self.startup.settings.span)
+        loaded = await self._serve_span(local_peer, self.startup.settings.span)
         me, incarnation = self.startup.me, self.startup.incarnation
-        run, first, last = local_peer.signed.run_id, span.span.first, span.span.last
+        run, first, last = local_peer.signed.run_id, loaded.span.first, loaded.span.last
         self._report_event(events.PeerStarted(me, run, first, last, incarnation, os.getpid(), self._addresses))
         print(f"invite {self.invite()}", flush=True)
         local_peer.tasks.start("watchdog", self._watchdog.run())
@@ -207,17 +212,17 @@ class Node:
 
     async def _serve_span(self, local_peer: LocalPeer, wanted: Span | None) -> LoadedSpan:
         """Loads a span (None: placement chooses), announces it, and starts its origin. If it raises, none is held."""
-        span = await self._span_closing.enter_async_context(load_span(local_peer, wanted))
+        loaded = await self._span_closing.enter_async_context(load_span(local_peer, wanted))
         if self.is_paused:
-            span.pause()
+            loaded.pause()
         with self.startup.steps.step("serve") as note:
-            self.span = span
+            self.loaded = loaded
             await local_peer.membership.announce("serving")
-            note.text = f"stages {span.span}"
-        self._report_event(events.StateChanged("serving", f"stages {span.span}"))
-        if span.origin is not None:
-            span.tasks.start("origin", span.origin.run())
-        return span
+            note.text = f"stages {loaded.span}"
+        self._report_event(events.StateChanged("serving", f"stages {loaded.span}"))
+        if loaded.origin is not None:
+            loaded.tasks.start("origin", loaded.origin.run())
+        return loaded
 
     async def _until_asked_to_move(self, local_peer: LocalPeer) -> None:
         """Returns when a move is asked for. Raises _CannotGoOn if p2pd or a task has ended."""
@@ -282,13 +287,13 @@ class Node:
                 move.done.set_exception(failure)
                 move.done.exception()  # nobody may be waiting any more
 
-    async def _give_up(self, local_peer: LocalPeer, span: LoadedSpan) -> None:
-        """Finishes or cancels what the span has in hand, writes its checkpoints, and closes it; `span` is then None."""
+    async def _give_up(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
+        """Finishes or cancels what the span has in hand, writes checkpoints, closes it. Sets `self.loaded` to None."""
         # While a stage has no peer, this origin's own microbatches cannot come back.
         patience_s = ORIGIN_SECONDS if self.take_node_report().empty_stages else MOVE_FINISH_SECONDS
-        await self._finish(local_peer, span, patience_s, loop_time() + 2 * patience_s, "moving to other stages")
-        await span.write_checkpoints(MOVE_CHECKPOINT_SECONDS)
-        self.span = None
+        await self._finish(local_peer, loaded, patience_s, loop_time() + 2 * patience_s, "moving to other stages")
+        await loaded.write_checkpoints(MOVE_CHECKPOINT_SECONDS)
+        self.loaded = None
         await self._span_closing.aclose()
 
     # --- leave
@@ -297,19 +302,19 @@ class Node:
         """Announces the leaving, finishes what is in hand, cancels what is late, and writes checkpoints; within 9 s."""
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
-        local_peer, span, until = self.local_peer, self.span, loop_time() + LEAVE_SECONDS - 3.0
-        if local_peer is not None and span is None:
+        local_peer, loaded, until = self.local_peer, self.loaded, loop_time() + LEAVE_SECONDS - 3.0
+        if local_peer is not None and loaded is None:
             await self._announce_leaving(local_peer)
-        if local_peer is None or span is None:
+        if local_peer is None or loaded is None:
             return
-        span.collector.close()
+        loaded.collector.close()
         if not local_peer.host.died.is_set():
-            await self._finish(local_peer, span, ORIGIN_SECONDS, until, "leaving")
-        await span.write_checkpoints(max(1.0, until + 1.0 - loop_time()))
+            await self._finish(local_peer, loaded, ORIGIN_SECONDS, until, "leaving")
+        await loaded.write_checkpoints(max(1.0, until + 1.0 - loop_time()))
         self._watchdog.report_traffic(self.take_node_report())
 
     async def _finish(
-        self, local_peer: LocalPeer, span: LoadedSpan, origin_s: float, until: float, reason: str
+        self, local_peer: LocalPeer, loaded: LoadedSpan, origin_s: float, until: float, reason: str
     ) -> None:
         """Announces "leaving", finishes what is in hand, and at `until` cancels the rest: its callers ask others.
 
@@ -317,7 +322,7 @@ class Node:
         """
         try:
             async with asyncio.timeout(origin_s):
-                own = [span.origin.leave(origin_s - 1.0)] if span.origin is not None else []
+                own = [loaded.origin.leave(origin_s - 1.0)] if loaded.origin is not None else []
                 await asyncio.gather(self._announce_leaving(local_peer), *own)
         except TimeoutError:
             self._report_event(events.TaskFailed("leave", "what was in hand could not be ended in time"))
@@ -332,8 +337,11 @@ class Node:
             self._report_event(events.DirectoryTrouble("leave", "the directory did not answer in time"))
 
     async def _close(self) -> None:
-        """Closes the span and the peer within CLOSE_SECONDS; the rest is left to the process' end, and reported."""
-        self.span = None
+        """Closes the span and the peer within CLOSE_SECONDS, and reports the state "left" at the end.
+
+        What is late is left to the process' end and reported; any other error is raised.
+        """
+        self.loaded = None
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._span_closing.aclose()

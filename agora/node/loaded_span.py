@@ -187,7 +187,10 @@ class LoadedSpan:
             self.origin.resume()
 
     async def write_checkpoints(self, within_s: float) -> None:
-        """Stops taking and following steps, and writes a checkpoint of every stage; reports one that takes too long."""
+        """Stops taking and following steps, and writes a checkpoint of every stage, within `within_s` for all together.
+
+        A timeout or an AgoraError is reported as TaskFailed, never raised.
+        """
         self.replicas.leave()
         try:
             async with asyncio.timeout(within_s):
@@ -321,7 +324,10 @@ async def load_until_it_stands(
 
 @asynccontextmanager
 async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[Compute, OriginBatches | None]]:
-    """Builds the stages, and opens the corpus if stage 0 is among them. Closes the stages when the block ends."""
+    """Builds the stages and yields their Compute and the batches (None without stage 0); at the end closes the Compute.
+
+    Opens the corpus first if stage 0 is among the stages, and sets torch's thread count for the whole process.
+    """
     startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
     batches = await _load_corpus(local_peer) if 0 in span else None
     if settings.threads:

@@ -30,8 +30,9 @@ NO_TRAFFIC = Traffic(0, 0, 0)
 class SpanReport:
     """A snapshot of the span held here. waits_for: what each stage waits for, in words.
 
-    busy_fraction: of the device thread's time, on jobs. queue: microbatches at the device. path_s: seconds from here to
-    the end and back, None until measured. loss, credit (microbatches that may be in flight, in words): the origin's.
+    busy_fraction: the part of its time that the device thread spends on jobs. queue: microbatches at the device.
+    path_s: seconds from here to the last stage and back, None until measured. loss, credit: the origin's loss, and in
+    words how many microbatches it may have in flight.
     """
 
     span: Span
@@ -50,8 +51,9 @@ class SpanReport:
 class NodeReport:
     """A snapshot of one daemon.
 
-    state: of its claim (joining, serving, leaving). step_of_start: the one that runs, or "". tokens_per_second: counted
-    here over the last 15 s. paths: how each connected peer is reached. span: None while no stages are loaded.
+    state: the state of its claim (joining, serving, leaving). step_of_start: the step of its start that runs, or "".
+    tokens_per_second: the rate of tokens counted here over the last 15 s. paths: how each connected peer is reached.
+    span: the report of the span, None while no stages are loaded.
     """
 
     peer: PeerId

@@ -17,10 +17,13 @@ from agora.node.node_report import NO_TRAFFIC, NodeReport, service_status
 from agora.observe import events
 
 LOOK_S = 1.0
+"""Seconds between two looks at the daemon."""
 TRAFFIC_S = 2.0
+"""Seconds between two reports of the traffic."""
 SILENCE_S = 30.0
-"""Work in hand may make no progress for so long, or for half of systemd's interval, or for ten paths."""
+"""Seconds for which work in hand may make no progress, where systemd gives no interval; else half of its interval."""
 SILENCE_PATHS = 10.0
+"""The same time is at least so many times `path_s`, from here to the last stage and back."""
 
 
 class Notifier:
@@ -102,10 +105,10 @@ class Watchdog:
 
     def _report_changes(self, report: NodeReport) -> None:
         """Reports FirstHopServed once the first microbatch is counted, and HealthChanged when the health changes."""
-        first_unix, health = report.counters.first_counted_unix, report.health
-        if first_unix is not None and report.span is not None and not self._has_served:
+        first_unix, health, loaded = report.counters.first_counted_unix, report.health, report.span
+        if first_unix is not None and loaded is not None and not self._has_served:
             self._has_served = True
-            self._report_event(events.FirstHopServed(report.span.span.first, first_unix - self._began_unix))
+            self._report_event(events.FirstHopServed(loaded.span.first, first_unix - self._began_unix))
         if health.state != self._health:
             self._health = health.state
             self._report_event(events.HealthChanged(health.state, health.why, health.do or ""))

@@ -43,7 +43,10 @@ ReachFault = Callable[[str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One entry of AGORA_FAULTS: `action` at the `nth` arrival at `point`; `onward`: and at every later one."""
+    """One entry of AGORA_FAULTS: `action` is due at the `nth` arrival at `point`, if `onward` at every later one too.
+
+    seconds: how long a "sleep" lasts; other actions ignore it.
+    """
 
     point: str
     action: str

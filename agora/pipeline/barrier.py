@@ -15,11 +15,13 @@ from agora_protocol.ids import Span
 from agora.clock import loop_time
 
 MAX_WAIT_FRACTION = 0.5
-"""A microbatch waits here for at most this part of its remaining time; the rest is for a peer that is further."""
+"""A microbatch waits here for at most this part of its remaining time; the rest is for a peer that is further on."""
 MAX_STEPS_AHEAD = 1
-"""An origin opens a step when all tokens of the step before are counted, by replicas that had taken all steps before
-that. A replica that is two steps behind must first fetch new state."""
+"""How many steps the stages here may be behind a microbatch's step for it to wait. An origin opens a step when all
+tokens of the step before are counted, by replicas that had taken all steps before that; so a replica that is two steps
+behind must first fetch new state."""
 RETRY_MS = 200
+"""Milliseconds after which a caller may ask again that was refused because a stage here is behind."""
 
 
 class ChangeNotifier:

@@ -29,8 +29,9 @@ from agora.pipeline.routing import deadline_for_others
 from agora.stepping import SpanResult
 
 MIN_USEFUL_S = 0.001
-"""Less time than this is not worth starting for."""
+"""Seconds: with less time left, a hop starts nothing."""
 PATH_SAMPLES = 33
+"""`Hop.path_s` is the median of so many latest samples."""
 T = TypeVar("T")
 
 
@@ -83,9 +84,10 @@ class Hop:
     ) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
-        tensors: [boundary, tokens]; the boundary may be missing at stage 0. deadline: on the loop's clock. A repeat
-        gets the kept answer, or joins the running work. Raises Busy, NotMyStage or ProtocolError before any work;
-        Unavailable or an error of the compute later, when nothing was counted either. Reports refusals as HopRefused.
+        First waits, until `deadline` on the loop's clock at most, for its stages to reach the microbatch's step. A
+        repeat gets the kept answer, or joins the running work. tensors: [boundary, tokens]; the boundary may be missing
+        at stage 0. on_progress gets each Advance. Raises Busy, NotMyStage or ProtocolError before any work; later
+        Unavailable or an error of the compute, when nothing was counted either. Reports refusals as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -175,7 +177,8 @@ class Hop:
     def _answer(self, job: Job, result: SpanResult, below: Processed | None = None) -> HopAnswer:
         """Returns the answer for upstream: loss, times, gradient. When training, records the times for `path_s`.
 
-        result: of this span. below: the answer from downstream, which has the loss; None when this hop is the last.
+        The times are this span's own busy milliseconds, and the milliseconds from here to the last hop and back: its
+        own plus those of `below`, the answer from downstream, which also has the loss. below: None at the last hop.
         """
         path_s = result.busy_s + (below.path_ms / 1000.0 if below is not None else 0.0)
         if job.train:

@@ -22,14 +22,21 @@ from agora.observe import events
 from agora.pipeline.interfaces import HopAnswer
 
 MAX_CACHE_BYTES = 256 << 20
+"""Bytes of all kept answers together, at most."""
 MAX_CACHE_AGE_S = 900.0
+"""Seconds after which a kept answer is dropped."""
 MAX_CACHE_ENTRIES = 65536
+"""Answers that are kept, at most."""
 ENTRY_BYTES = 512
-"""About what a kept answer costs beside its tensors; evaluation answers have no tensors at all."""
+"""Bytes that a kept answer costs beside its tensors, about; evaluation answers have no tensors at all."""
 CLOSED_RETRY_MS = 2000
+"""Milliseconds after which a caller may ask again that was refused because this peer takes no new work."""
 MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000
+"""The bounds of the milliseconds after which a caller may ask again that found all seats taken."""
 OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000
+"""Milliseconds after which a caller may ask again whose microbatch entered elsewhere, or is still being cancelled."""
 MAX_ENDING_S = 5.0
+"""Seconds for which `WorkLedger.finish` waits for cancelled work to end."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -104,7 +111,7 @@ class Work:
         self.newest: dict[int, Advance] = {}
 
     def publish(self, news: Advance) -> None:
-        """Passes progress to every caller, and keeps it for callers that join later."""
+        """Passes progress to every caller, and keeps the newest of each stage for callers that join later."""
         self.newest[news.stage] = news
         for on_progress in list(self.callers):
             on_progress(news)

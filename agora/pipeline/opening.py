@@ -15,11 +15,13 @@ from typing import Literal
 from agora.moving_average import MovingAverage
 
 SAFETY = 4.0
+"""The number of square roots of x that are in flight beyond x, see above."""
 PER_STAGE = 2
-"""At the start, and at least: for each stage one microbatch that is computed and one that travels."""
+"""Microbatches in flight for each stage, at the start and at least: one that is computed and one that travels."""
 MAX_GAP_PERIODS = 10.0
+"""One gap between two completions counts as at most so many mean periods."""
 GRACE_S = 3.0
-"""How long an origin of a synchronous run waits, with nothing open, before it opens what the step still lacks."""
+"""Seconds for which an origin of a synchronous run has nothing open before it opens what the step still lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Credit:
 def measured_credit(round_trip_s: float | None, period_s: float | None, stages: int, ceiling: int) -> Credit:
     """Returns x + 4 * sqrt(x) for x = round trip / period: at least two for each stage, at most `ceiling`.
 
-    round_trip_s: of a microbatch that never waits; period_s: between two completions. Either is None before measured.
+    round_trip_s: what a microbatch takes that never waits. period_s: the mean seconds between two completions. Either
+    is None before it was measured.
     """
     ceiling = max(1, ceiling)
     least = min(PER_STAGE * stages, ceiling)

@@ -28,11 +28,15 @@ from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.opening import Credit, Opening, Pace, StepQuota, Surroundings
 
 MIN_PATIENCE_S = 20.0
+"""Seconds that an attempt may take, at least, once an attempt was measured."""
 PATIENCE_FACTOR = 10.0
 """An attempt may take this many times what attempts usually take: room for a hung peer at every stage."""
 MAX_PATIENCE_S = MAX_DEADLINE_MS / 1000.0
+"""Seconds that an attempt may take, at most: the longest deadline of the protocol."""
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
+"""Seconds of rest after a microbatch's first failed attempt, and at most; they double with each attempt."""
 LOOK_AGAIN_S = 0.5
+"""Seconds after which an origin that waits for replicas, or for a step, looks again at what is around it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,8 @@ class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
     draw(n): returns the tokens [b, s + 1] of training microbatch number n. heldout(n): yields at most n microbatches
-    that are never trained on. look: is called before each decision to open one. loss: of training, in nats per token.
+    that are never trained on. look: is called before each decision to open one. loss: the moving average of the
+    training loss, in nats per token.
     """
 
     def __init__(

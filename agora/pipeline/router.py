@@ -29,13 +29,15 @@ from agora.swarm.offences import OffenceLog
 from agora.swarm.view import View
 
 MIN_ATTEMPT_S = 0.001
-"""Less time than this is not worth a message."""
+"""Seconds: with less time left, no peer is asked."""
 MAX_REASONS = 8
+"""How many peers' reasons an Unavailable names: the last ones."""
 NEWS_PER_STAGE = 8
 """An attempt brings one progress message for every stage that it passes, more where calls were repeated; more than this
 are dropped, because every caller before us would have to pass them on."""
 UNAVAILABLE_FAILURES = 3
-"""A peer that could not get further downstream is left alone for a second at most: it may not be its fault."""
+"""Failures in a row that are counted, at most, of a peer that could not get further downstream: with three it is not
+called for a second. It may not be its fault."""
 
 
 @dataclass(slots=True)
@@ -90,7 +92,8 @@ class Trip:
 class Router:
     """Sends microbatches to peers of later stages: chooses each, calls it, and tries another when it fails or is busy.
 
-    offences: also says who must not be called. round_trip_s(peer): measured on the idle link, None when unknown.
+    offences: records bad answers, and says who must not be called. round_trip_s(peer): returns the seconds measured on
+    the idle link, None when unknown.
     """
 
     def __init__(

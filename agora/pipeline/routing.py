@@ -1,8 +1,9 @@
-"""Decides which peer of a later stage gets a microbatch, and by when it must answer. Pure.
+"""Decides which peer of a later stage gets a microbatch, and by when it must answer. Deterministic.
 
 Knows: what was measured of every peer that serves a stage. Must not know: a clock (`now` is an argument), the network,
-or randomness. The rule is weighted round robin by virtual runtime (SWARM parallelism, arXiv 2301.11913, section 3.2)
-plus the least expected finish time; docs/routing.md explains it, docs/notes/routing.md what differs from SWARM.
+or randomness. The functions are pure; a RoutingTable changes only itself, and only by the calls to it. The rule is
+weighted round robin by virtual runtime (SWARM parallelism, arXiv 2301.11913, section 3.2) plus the least expected
+finish time; docs/routing.md explains it, and docs/notes/routing.md says what differs from SWARM.
 """
 
 from __future__ import annotations
@@ -21,49 +22,49 @@ from agora.moving_average import MovingAverage
 from agora.swarm.view import PeerView
 
 UNMEASURED_SERVICE_S = 0.25
-"""Assumed device time per microbatch before any peer of the stage was measured."""
+"""Device seconds that a microbatch is assumed to take before any peer of the stage was measured."""
 AVERAGE_WEIGHT = 0.1
+"""The weight of the newest sample in the moving averages of PeerCost."""
 BACKOFF_S = 0.25
+"""Seconds for which a peer is not called after its first failure at least; they double with each failure in a row."""
 MAX_BACKOFF_S = 60.0
+"""Seconds for which a peer that fails is not called, at most."""
 MAX_BACKOFF_WITHOUT_SIBLING_S = 4.0
+"""The same seconds while every peer of the stage fails."""
 MAX_FAILURES = 64
+"""Failures in a row that are counted of one peer, at most."""
 MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0
+"""The bounds of the seconds for which a peer that was BUSY is not called, whatever its refusal asks for."""
 SEAT_WAITS = 128
+"""How many of a peer's latest waits for a seat are kept."""
 NEWCOMER_CALLS = 2
+"""Calls that may be open to a peer that has never answered, once another peer of its stage has."""
 MAX_OWN_FRACTION = 0.25
-"""No caller keeps more of its remaining time for itself: a wrong estimate must not starve the rest."""
+"""The largest part of its remaining time that a caller keeps for itself: a wrong estimate must not starve the rest."""
 
 
 @dataclass(slots=True)
 class PeerCost:
-    """What a caller knows about one peer of a later stage. Only `RoutingTable` changes it.
+    """What a caller knows about one peer of a later stage. Only `RoutingTable` changes it."""
 
-    virtual_s: seconds of work charged to the peer so far. service_s: its device time per microbatch. round_trip_s,
-    bytes_per_s: of the link, as far as they can be told apart. call_s: length of a whole call, everything downstream
-    included. answers, seats: how often the peer has answered, and has taken a seat. open_calls: our calls that are
-    open; call_limit: how many the peer lets us have, learnt from BUSY. queue: microbatches at its device at time
-    `queue_at`; sent_since: ours that followed. failures: failed calls in a row, the last at failed_at; wasted_s: the
-    longest time one of them took. seat_waits_s: the last times from sending a microbatch to hearing that it has a seat.
-    """
-
-    virtual_s: float = 0.0
-    service_s: float = UNMEASURED_SERVICE_S
-    round_trip_s: float = 0.0
-    bytes_per_s: float = math.inf
-    call_s: float = 0.0
-    answers: int = 0
-    seats: int = 0
-    open_calls: int = 0
-    call_limit: float = math.inf
-    queue: int = 0
-    queue_at: float = 0.0
-    sent_since: int = 0
-    failures: int = 0
-    failed_at: float = 0.0
-    wasted_s: float = 0.0
-    busy_until: float = 0.0
-    incarnation: int = 0
-    seat_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEAT_WAITS))
+    virtual_s: float = 0.0  # seconds of work that were charged to the peer so far
+    service_s: float = UNMEASURED_SERVICE_S  # its mean device time per microbatch
+    round_trip_s: float = 0.0  # mean round trip of the link, as far as it can be told from the transfer
+    bytes_per_s: float = math.inf  # mean rate of the link; infinite until a transfer was measured
+    call_s: float = 0.0  # mean length of a whole call, everything downstream included
+    answers: int = 0  # how often the peer has answered
+    seats: int = 0  # how often it has given a microbatch a seat
+    open_calls: int = 0  # our calls to it that are open
+    call_limit: float = math.inf  # how many calls it lets us have open, learnt from BUSY
+    queue: int = 0  # microbatches at its device, as it said at `queue_at`
+    queue_at: float = 0.0  # when it last gave a seat
+    sent_since: int = 0  # microbatches that we have sent since `queue_at`
+    failures: int = 0  # failed calls in a row
+    failed_at: float = 0.0  # when the last counted failure happened
+    wasted_s: float = 0.0  # the longest time that one of these failures took
+    busy_until: float = 0.0  # before this time it is not called, because it said BUSY
+    incarnation: int = 0  # of its claim; a higher one means that its daemon was restarted or has moved
+    seat_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEAT_WAITS))  # from sending to a seat
 
     def queue_now(self, now: float) -> float:
         """Returns the expected number of microbatches before ours: the reported queue, fading, plus ours since then."""
@@ -107,7 +108,7 @@ class Choice:
 class Attempt:
     """One call of a microbatch to one peer. charge_s: the virtual runtime that the peer was charged for it.
 
-    until: when we stop waiting. deadline_ms: the time that the peer is told, a little less, see deadline_to_send.
+    until: the time at which we stop waiting. deadline_ms: what the peer is told, a little less, see deadline_to_send.
     """
 
     stage: int
@@ -203,7 +204,7 @@ def virtual_floor(costs: Iterable[PeerCost], payload_bytes: int) -> float:
 class StagePeers:
     """The peers of one stage by the last `update`: `live` are the replicas other than this peer and those shut out.
 
-    costs: of the live ones, and of others while calls to them are open.
+    costs: the costs of the live ones, and those of others while calls to them are open.
     """
 
     replicas: Sequence[PeerView] = ()

@@ -1,4 +1,4 @@
-"""Decides which chunk of a state to ask which source for next. Pure: `now` is passed in, nothing is sent or awaited.
+"""Decides which chunk of a state to ask which source for next. Deterministic: `now` is an argument, nothing is sent.
 
 Knows chunks by number, sources by peer id, and how long chunks took. Must not know bytes, snapshots, or calls.
 """

@@ -136,7 +136,8 @@ def check_export_place(out: Path, *, replace: bool) -> Path:
 def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
     """Creates and yields a folder beside `place`; the end of the `with` renames it to `place`, an exception removes it.
 
-    Raises DiskError, at once if the disk has less than `need_bytes` free.
+    A folder at `place` is replaced and removed. An OSError in the block becomes a DiskError; a disk with less than
+    `need_bytes` free raises one at once.
     """
     fresh = fresh_path(place)
     try:

@@ -45,7 +45,12 @@ class KeptStages(Protocol):
     @property
     def span(self) -> Span: ...
     def layout(self, stage: int) -> Layout: ...
-    async def load_state(self, state: StageState) -> None: ...
+    async def load_state(self, state: StageState) -> None:
+        """Replaces the weights, moments and step of `state`'s stage, and drops its gradient sum.
+
+        Running microbatches go on: their gradients count for the new step. After a ProtocolError nothing has changed.
+        """
+
     async def export_state(self, stage: int) -> StageState:
         """Returns a consistent copy of the stage's weights and moments as of its last step."""
 
@@ -60,7 +65,10 @@ class KeptStages(Protocol):
 
 
 class StageSlices(Protocol):
-    """The slices into which averaging cuts a stage's weights; round r averages slice r mod count."""
+    """What the keeper needs of averaging.Slices: which blocks of a stage's weights round r averages, slice r mod count.
+
+    The ids of a slice's blocks are no contiguous range.
+    """
 
     count: int
 

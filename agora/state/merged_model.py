@@ -49,7 +49,8 @@ class StageFile:
 class ExportedTensor:
     """How one tensor of an exported model is made: from the tensor `source` in a stage's file, by `convert`.
 
-    name, shape: of the result. source_shape: in the file. source_shape and convert are None where nothing changes.
+    name, shape: those of the result. source: the tensor's name in a stage's file; source_shape: its shape there.
+    source_shape and convert are None where nothing changes.
     """
 
     source: str

@@ -39,7 +39,7 @@ def chunk_blocks(blocks: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
 
 
 def slice_reply(values: Flat, step: int) -> Reply:
-    """Returns the answer to GetSlice. values: of the blocks asked for, float32 [n]; step: the step that they are of."""
+    """Returns the answer to GetSlice. values: the weights of the blocks asked for, float32 [n], as of step `step`."""
     data = np.ascontiguousarray(values, "<f4")
     return Reply(Slice(step), [WireTensor("float32", data.shape, data.data.cast("B"))])
 

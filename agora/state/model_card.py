@@ -28,7 +28,7 @@ def model_card(
 ) -> str:
     """Returns the model card, README.md: facts, how to load the model, its limits, and the whole manifest.
 
-    steps: of each stage. dtype: as transformers calls it. source: where the stages come from, in words.
+    steps: the steps that each stage has taken. dtype: as transformers calls it. source: where the stages come from.
     """
     return "\n\n".join(
         [

@@ -1,4 +1,6 @@
-"""What other peers did wrong, what each offence costs, and who is shut out for it. Pure: `now` is an argument.
+"""What other peers did wrong, what each offence costs, and who is shut out for it.
+
+Deterministic: a Conduct changes only itself, and only by the calls to it; `now` is an argument.
 
 Knows: offences and their penalties. Must not know: how an offence is detected, nor any clock. Each offence adds points
 to the peer's sum; a sum of `POINTS_TO_SHUT_OUT` shuts the peer out: it is neither called nor answered, and routing does
@@ -18,6 +20,7 @@ from agora_protocol.ids import PeerId
 MAX_PEERS: Final = 16_384
 """Peers whose offences are remembered; the one whose last offence is oldest is forgotten first."""
 POINTS_TO_SHUT_OUT: Final = 3
+"""The sum of points at which a peer is shut out."""
 
 
 class Offence(Enum):
@@ -97,6 +100,9 @@ class Conduct:
         return Consequence(seconds, f"{points} of {POINTS_TO_SHUT_OUT} points; {follows}")
 
     def shut_out_s(self, peer: PeerId, now: float) -> float:
-        """Returns for how many more seconds the peer is shut out; 0.0 when it is not."""
+        """Returns for how many seconds after `now` the peer is shut out; 0.0 when it is not.
+
+        now: on the clock of `record`; OffenceLog calls both with the loop's.
+        """
         record = self._records.get(peer)
         return 0.0 if record is None else max(0.0, record.shut_out_until - now)

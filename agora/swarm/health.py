@@ -37,7 +37,7 @@ class Health:
 def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, paused: bool = False) -> Health:
     """Returns the swarm's health as one peer sees it: PAUSED, UNREACHABLE, STALLED, DEGRADED or OK (module's table).
 
-    since_unix: when that peer began to look; steps are missed only from then on. paused: by this peer's owner.
+    since_unix: when that peer began to look; steps are missed only from then on. paused: whether its owner paused it.
     """
     if paused:
         return Health(PAUSED, "this peer was paused by its owner", "run `agora-node resume` to go on")

@@ -18,6 +18,7 @@ from agora_protocol.ids import PeerId, RunId, Span
 from agora.swarm.view import PeerView, View
 
 MAX_SETTLING_ROUNDS = 12
+"""After so many looks at the claims of others, a joining peer's claim is settled in any case."""
 ROUNDS_TO_KEEP = 3
 """A span that was kept in so many rounds in a row is settled; others that still have to choose again may be pinned."""
 
@@ -33,7 +34,11 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """How far settling a claim is. rounds: of looking at the others. kept: the last in a row that kept the span."""
+    """How far a joining peer is with settling its claim.
+
+    rounds: how often it has looked at the claims of the others. kept: how many of the last looks, in a row, have left
+    its span as it was.
+    """
 
     placement: Placement
     rounds: int = 0
@@ -42,7 +47,9 @@ class Settling:
 
 
 def next_settling_step(settling: Settling, judged: Placement) -> Settling:
-    """Returns the next state of settling. judged: of `judge_collision`, after the other claims had time to be seen.
+    """Returns the next state of settling.
+
+    judged: what `judge_collision` has returned, after the other claims had time to be seen.
 
     | judged                                                        | next                                   |
     |---------------------------------------------------------------|----------------------------------------|

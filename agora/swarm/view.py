@@ -16,6 +16,7 @@ from agora_protocol.records import Claim, Progress, Record
 from agora.moving_average import MovingAverage
 
 STEP_SECONDS_WEIGHT = 0.3
+"""The weight of the newest sample in PeerView.mean_step_s."""
 _NO_STEPS = MovingAverage(STEP_SECONDS_WEIGHT)
 
 
@@ -24,7 +25,7 @@ class PeerView:
     """What is known of one live peer.
 
     steps: optimizer steps taken, one number for each stage of the span. stepped_unix: when any of them last grew.
-    mean_step_s: of the seconds between two steps, without a value before the second one.
+    mean_step_s: the moving average of the seconds between two steps of a stage; it has no value before the second step.
     """
 
     peer: PeerId

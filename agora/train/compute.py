@@ -148,7 +148,7 @@ class Compute:
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
         """Adds a microbatch's gradients to the sums and counts its tokens in every stage that it went through.
 
-        first: the stage that its forward entered. gradient: of the loss sum, by the boundary that `forward` returned.
+        first: the stage that its forward entered. gradient: the loss sum's, by the boundary that `forward` returned.
         After a ProtocolError another gradient may follow; after any other error the forward is gone.
         """
 

@@ -65,10 +65,10 @@ class StageOptimizer:
     | nadam          | NAdam           | NAdam             |
     | muon           | Muon            | AdamW             |
 
-    layout: with the moments that it keeps. moments: their values by name, flat, the mean of every element and the mean
-    square of those that Muon does not update. updates: the steps that changed them, without those in which this replica
-    had no part. The manifest's `clip` bounds the gradient norm of the whole model, which no peer sees; a stage
-    clips at clip / sqrt(stages), or not at all when it is 0. Weight decay applies to matrices only.
+    layout: the places of tensors and moments. moments: the moments' values by name, flat: the mean of every element,
+    and the mean square of those that Muon does not update. updates: how many steps changed them, without those in which
+    this replica had no part. The manifest's `clip` bounds the gradient norm of the whole model, which no peer sees; a
+    stage clips at clip / sqrt(stages), or not at all when it is 0. Weight decay applies to matrices only.
     """
 
     def __init__(self, section: OptimizerSection, stage_count: int, layout: Layout, device: torch.device) -> None:

@@ -198,9 +198,9 @@ class SpanTrainer:
         gradient: Tensor | None,
         loss_sum: float = 0.0,
     ) -> Tensor | None:
-        """Adds a microbatch's gradients to the sums and counts it. Returns that of its entry, None at stage 0.
+        """Adds a microbatch's gradients to the sums and counts it. Returns its entry's gradient, None at stage 0.
 
-        gradient: of the loss sum by `output`; None when `output` is the loss sum. Raises NonFinite, and adds nothing.
+        gradient: the loss sum's, by `output`; None when `output` is the loss sum. Raises NonFinite, and adds nothing.
         """
         first, stages, name = forward.first, self._stages_from(forward.first), microbatch.hex()
         parameters = [parameter for version in forward.versions for parameter in version.parameters]

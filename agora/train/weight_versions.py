@@ -90,8 +90,9 @@ class StashedForward:
     """What the backward of one microbatch needs: its entry, and when it is kept, the graph from there to `output`.
 
     entry: float32 boundary [b, s, k] that entered stage `first`, or at stage 0 the token ids. inputs: the token ids
-    [b, s]. supervised: number of supervised tokens. steps: of each stage from `first` on, then. device_s: seconds that
-    the forward took. output: None when the backward has to run the forward again. versions: the graph's weights.
+    [b, s]. supervised: number of supervised tokens. steps: the step at which each stage from `first` on was then.
+    device_s: seconds that the forward took. output: None when the backward has to run the forward again. versions: the
+    graph's weights.
     """
 
     first: int

@@ -81,7 +81,10 @@ class CodecSpec:
         return COLUMN_BYTES * self.columns + self.of_direction(direction).bytes_of(self.sent_shape(shape))
 
     def bytes_per_token(self, k: int, direction: Direction) -> float:
-        """Returns the bytes on the wire of a token's `k` values, the mean of 8 tokens, without the columns' numbers."""
+        """Returns the bytes on the wire of a token's `k` values, the mean of 8 tokens, without the columns' numbers.
+
+        Where the codec sends only some columns, only their values count, whatever `k` is.
+        """
         return self.of_direction(direction).bytes_of(self.sent_shape((8, 1, k))) / 8
 
     def wire_format(self, shape: Shape, direction: Direction) -> tuple[str, tuple[int, ...]]:

@@ -177,7 +177,10 @@ def read_model_section(values: Any, source: str) -> Any:
 
 
 def model_with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the [model] table `values` with some values changed; `changes` alone where they name another family."""
+    """Returns the [model] table `values` with `changes` by the family's own with_changes; dependent values follow.
+
+    For example the subspace follows the width. Returns `changes` alone for another family, or an unknown one.
+    """
     section = _section_of(values | changes)
     if section is None or section is not _section_of(values):
         return changes
