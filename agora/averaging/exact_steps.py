@@ -74,19 +74,19 @@ class ExactSteps:
     async def step_together(self, stage: int, step: int) -> None:
         """Takes step `step` along the mean gradient of a round; closes this replica's part of it if it is open.
 
-        Parts that failed are asked of the others, which may have their mean. Without any, a synchronous stage fetches
-        the state of a replica that has taken the step. If none has, and in asynchronous runs, its own gradient stands
-        for them. The latter only count a step whose gradient is unusable.
+        Parts that failed are asked of the others, which may have their mean. Without any, the stage fetches the state
+        of a replica that has taken the step. If none has, its own gradient stands for them. An asynchronous run only
+        counts a step whose gradient is unusable.
         """
         share = await self._held.take_mean_gradient(stage)
         if share.step != step:
             return
         weight = self._takers.weight(stage, share.tokens)
         result = await self._takers.run_round(stage, "gradient", step, share.values, weight)
-        if result.failed_parts and self._synchronous and await self._fetch_step(stage, step + 1):
-            return
         if result.failed_parts and not self._synchronous:
             await self._recall_failed(stage, step, result)
+        if result.failed_parts and await self._fetch_step(stage, step + 1):
+            return
         tokens = max(share.tokens, round(result.weight))
         try:
             await self._held.step_with_gradient(stage, step, result.answer, tokens)
@@ -169,7 +169,8 @@ class ExactSteps:
         """Fetches the state of a replica that has taken `at_least` steps, trying again; returns whether one gave it.
 
         False when all others are silent or have left, or when none has taken the step after FETCH_TRIES and this peer
-        has the least id: then it takes the step, and the others fetch it.
+        has the least id: then it takes the step, and the others fetch it. In asynchronous runs the others wait for it
+        no longer than twice as many tries.
         """
         tries = 0
         while others := sorted(self._takers.members(stage, "gradient").keys() - {self._me}):
@@ -179,7 +180,8 @@ class ExactSteps:
                 return True
             except Unavailable as error:
                 self._report(events.TaskFailed("fetch state", str(error)))
-            if self._me < others[0] and tries >= FETCH_TRIES:
+            is_least = self._me < others[0]
+            if tries >= FETCH_TRIES and (is_least or (not self._synchronous and tries >= 2 * FETCH_TRIES)):
                 return False
             await asyncio.sleep(FETCH_AGAIN_S)
         return False
