@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,44 +122,6 @@ def test_an_asynchronous_run_begins_with_exact_steps_and_goes_on_without(tmp_pat
             assert not daemon.events("StepsSkipped") and not daemon.events("TaskFailed")
     assert all(np.array_equal(equal[0][name], equal[1][name]) for name in equal[0])
     assert max(relative_difference(apart[0][name], apart[1][name]) for name in apart[0]) > 1e-3
-
-
-def tokens_of_steps(daemons: list[Daemon], last: int) -> dict[int, int]:
-    """The tokens that all replicas together had counted for each of the steps of stage 0 up to `last`."""
-    held = dict.fromkeys(range(1, last + 1), 0)
-    for event in (event for daemon in daemons for event in steps_of(daemon, 0) if event["step"] <= last):
-        held[event["step"]] += event["tokens"]
-    return held
-
-
-def test_a_join_and_a_death_cost_an_asynchronous_stage_less_than_half_a_step(tmp_path: Path) -> None:
-    """By the journals: what the replicas counted and what went into steps; and the newcomer has the same bits."""
-    target = 16_384
-    base = averaging(1, tokens=target).model_dump()
-    base["averaging"] |= {"exact_steps": 10**6, "wire": "int8", "every": 10**6, "round_s": 20.0}
-    base["checkpoint"] |= {"every": 1, "keep": 99}
-    with swarm(tmp_path, Manifest.model_validate(base)) as made:
-        first, second = made.start("a", "0"), made.start("b", "0")
-        made.until(lambda: last_step(first) >= 8 <= last_step(second), "steps of two", within_s=90)
-        late = made.start("late", "0")
-        made.until(lambda: len([e for e in steps_of(late, 0) if e["tokens"]]) >= 8, "steps of three", within_s=90)
-        written = {event["step"] for event in late.events("CheckpointWritten")}
-        late.kill()
-        died_at = last_step(first)
-        made.until(lambda: min(last_step(first), last_step(second)) >= died_at + 10, "steps of two again", within_s=90)
-        drained(made, first, second)
-        made.stop()
-        common = written.intersection(*({e["step"] for e in d.events("CheckpointWritten")} for d in (first, second)))
-        one, two, three = (checkpoint_at(daemon, 0, max(common)) for daemon in (first, second, late))
-        last = min(last_step(first), last_step(second))
-        held = tokens_of_steps([first, second, late], last)
-        counted = {d.name: sum(e["tokens"] for e in d.events("MicrobatchCounted")) for d in (first, second, late)}
-        stepped = {d.name: sum(e["tokens"] for e in steps_of(d, 0)) for d in (first, second, late)}
-    assert all(np.array_equal(one[name], other[name]) for name in one for other in (two, three))
-    assert statistics.median(held[step] for step in range(3, last)) == pytest.approx(target, rel=0.02)
-    assert max(held[step] for step in range(3, last)) <= 1.5 * target, "no step waited for the newcomer or the dead one"
-    for name, tokens in counted.items():
-        assert tokens - stepped[name] <= 0.5 * target, f"{name} has counted for no step"
 
 
 @pytest.mark.slow
