@@ -34,8 +34,8 @@ GOSSIP_FANOUT: Final = 4
 class Counts(NamedTuple):
     """How far a replica is with a stage. step: optimizer steps taken. part: number of the step that it now counts for.
 
-    part is step + 1 when its part of step `step` is closed and the mean not known yet, else step. tokens: those that it
-    has counted for `part`. counted: all since it started, from which others measure its rate.
+    part is step + the number of its closed parts whose means are not known yet (0 to 2). tokens: those that it has
+    counted for `part`. counted: all since it started, from which others measure its rate.
     """
 
     step: int = 0

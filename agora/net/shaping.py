@@ -149,7 +149,7 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         return self._stream.get_buffer(-1)[: self._most]  # type: ignore[index]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Called when bytes came: tells the stream, or holds them and pauses reading until the rate allows."""
+        """Called by asyncio when bytes arrived: tells the stream, or holds them and pauses reading for the rate."""
         now = self._link.clock()
         until = self._link.down.take(nbytes, now - self._late_s)
         if until <= now:

@@ -33,8 +33,8 @@ STALENESS_BINS = 33
 class StageProgress:
     """How far a stage of this peer is. staleness[i]: microbatches whose backward came i steps after their forward.
 
-    part: number of the step that is counted for now, `step` + 1 while the mean of step `step` is awaited. Tokens:
-    counted for that part; counted here since the start; of all steps and parts, those before a loaded state included.
+    part: number of the step that is counted for now, `step` + the number of closed parts that await their means. Tokens
+    are those counted for that part; here since the start; and of all steps and parts, those before a loaded state too.
     """
 
     stage: int

@@ -94,7 +94,7 @@ class SubspaceSection(ModelSection):
         return self.subspace
 
     def full_boundary(self) -> dict[str, Any]:
-        """Returns the change that makes boundaries carry everything: `subspace` = `width`."""
+        """Returns the changed fields with which a boundary carries all columns: `subspace` = `width`."""
         return {"subspace": self.width}
 
     def check_values(self) -> str | None:

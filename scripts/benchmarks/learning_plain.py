@@ -57,7 +57,7 @@ class PlainLoop:
         return self._manifest.optimizer.target_tokens // self._manifest.model.context
 
     def draw(self, first: int, count: int) -> Tensor:
-        """Returns samples number `first` and on, token ids [count, s + 1]."""
+        """Returns `count` samples from number `first` on, token ids [count, s + 1]."""
         ids = [sample_id(ORIGIN, number) for number in range(first, first + count)]
         return torch.from_numpy(self._sampler.batch(ids)).long()
 
