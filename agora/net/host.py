@@ -100,14 +100,15 @@ class SocketDirectory:
 class Host:
     """Runs a p2pd process, reaches other peers through it, and opens and accepts streams, from `create` to `close`.
 
-    peer: its id. p2p: hivemind's handle. died: an event, set when p2pd ends without `close`.
+    peer: its id. p2p: hivemind's handle. died: an event, set when p2pd ends without `close`. link: the imitated one, or
+    None.
     """
 
     def __init__(self, p2p: Any, sockets: SocketDirectory, link: LinkSpec | None) -> None:
         self.p2p = p2p
         self.peer = PeerId(str(p2p.peer_id))
         self.died = asyncio.Event()
-        self._link = AccessLink(link, random.Random(self.peer)) if link is not None else None
+        self.link = AccessLink(link, random.Random(self.peer)) if link is not None else None
         self._sockets = sockets
         self._closing = False
         self._servers: list[asyncio.Server] = []
@@ -217,8 +218,8 @@ class Host:
 
     def _shape(self, stream: FrameStream) -> FrameStream:
         """Returns the stream, delayed and slowed down if a link is imitated."""
-        if self._link is not None:
-            stream.interpose(partial(ShapedTransport, link=self._link))
+        if self.link is not None:
+            stream.interpose(partial(ShapedTransport, link=self.link))
         return stream
 
     async def close(self) -> None:

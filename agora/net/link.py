@@ -76,6 +76,10 @@ class LinkSpec:
             raise LinkError(f"a loss of {parts[3]} is more than TCP survives; write at most {MOST_LOSS:.0%}")
         return spec
 
+    def at_rate(self, text: str) -> LinkSpec:
+        """Returns the same link at another rate, such as "20Mbit". Raises LinkError as `parse` does."""
+        return LinkSpec.parse(",".join([text.replace(",", " "), *self.text.split(",")[1:]]))
+
     @property
     def chunk_bytes(self) -> int:
         """How many bytes one stream sends at its turn: rate * CHUNK_S, within LEAST_CHUNK and MOST_CHUNK."""
@@ -83,15 +87,18 @@ class LinkSpec:
 
 
 class TokenBucket:
-    """Computes when bytes have passed one direction of a link at `rate` bytes per second, `depth_s` of it saved up."""
+    """Computes when bytes have passed one direction of a link at `rate` bytes per second, `depth_s` of it saved up.
+
+    rate: may be set to another one, which counts for the bytes booked from then on.
+    """
 
     def __init__(self, rate: float, depth_s: float = 0.0) -> None:
-        self._rate, self._depth_s = rate, depth_s
+        self.rate, self._depth_s = rate, depth_s
         self._free_at = -math.inf
 
     def take(self, size: int, ready: float) -> float:
         """Books `size` bytes, which came at `ready`, behind all booked before; returns when the last has passed."""
-        self._free_at = max(self._free_at, ready - self._depth_s) + size / self._rate
+        self._free_at = max(self._free_at, ready - self._depth_s) + size / self.rate
         return self._free_at
 
 

@@ -33,6 +33,11 @@ class AccessLink:
         self.up = TokenBucket(spec.rate)
         self.down = TokenBucket(spec.rate, DOWN_DEPTH_S)
 
+    def change_rate(self, text: str) -> None:
+        """Gives the link another rate, such as "20Mbit", for what has not been booked yet. Raises LinkError."""
+        self.spec = self.spec.at_rate(text)
+        self.up.rate = self.down.rate = self.spec.rate
+
 
 @dataclass(slots=True)
 class _Chunk:
@@ -64,7 +69,6 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._line: deque[_Chunk] = deque()
         self._is_full = self._is_blocked = False
         self._is_wanted = False  # whether the stream reads
-        self._most = max(link.spec.chunk_bytes, min(MOST_CHUNK, int(HOLD_S * link.spec.rate)))
         self._held = 0
         self._held_until = 0.0
         self._late_s = 0.0  # by how much a held chunk was delivered too late, until later ones have caught up
@@ -146,7 +150,9 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> Any:
         """Called by the real transport before it reads: returns the first part of the stream's own buffer."""
-        return self._stream.get_buffer(-1)[: self._most]  # type: ignore[index]
+        spec = self._link.spec
+        most = max(spec.chunk_bytes, min(MOST_CHUNK, int(HOLD_S * spec.rate)))
+        return self._stream.get_buffer(-1)[:most]  # type: ignore[index]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Called by asyncio when bytes arrived: tells the stream, or holds them and pauses reading for the rate."""

@@ -130,6 +130,7 @@ class Node:
         counters, now_unix = startup.reporter.snapshot(), time.time()
         view = local_peer.membership.view if local_peer else View()
         claim = local_peer.membership.claim if local_peer else None
+        link = local_peer.host.link if local_peer else None
         run = RunIdentity(startup.reference.run, startup.reference.name, 0)
         if self.signed is not None:
             run = RunIdentity(self.signed.run_id, self.signed.manifest.name, self.signed.manifest.stage_count)
@@ -140,7 +141,7 @@ class Node:
             state=claim.state if claim else "joining",
             step_of_start=startup.steps.current,
             is_paused=self.is_paused,
-            link=startup.settings.link,
+            link=link.spec.text if link is not None else startup.settings.link,
             health=self._judge(view, run.stage_count, now_unix),
             now_unix=now_unix,
             counters=counters,

@@ -40,6 +40,7 @@ def questions_of(node: Node) -> Mapping[str, Question]:
         "resume": Question(answers.resume, {}),
         "leave": Question(answers.leave, {}),
         "move": Question(answers.move, {"stages": str}, deadline_s=MOVE_SECONDS),
+        "link": Question(answers.link, {"rate": str}),
         "drain": Question(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
         "weights": Question(answers.weights, {}, deadline_s=60.0),
         "collect": Question(answers.collect, {}, deadline_s=COLLECT_S + 60.0),
@@ -95,6 +96,15 @@ class ControlAnswers:
         seconds = loop_time() - began
         text = f"moved from stages {former} to stages {wanted} in {seconds:.1f} s; it serves them."
         return {"span": [wanted.first, wanted.last], "seconds": round(seconds, 3), "text": text}
+
+    async def link(self, rate: str = "") -> Answer:
+        """Gives the imitated link of this peer another rate, such as "20Mbit". LocalError without a link."""
+        local_peer = self._node.local_peer
+        link = local_peer.host.link if local_peer is not None else None
+        if link is None:
+            raise LocalError("this peer imitates no link; start it with --link RATE,RTT")
+        link.change_rate(rate)
+        return {"link": link.spec.text}
 
     async def drain(self) -> Answer:
         """Makes this origin open no more microbatches; returns how many are still open after 90 s at most."""

@@ -273,6 +273,33 @@ def test_a_small_message_waits_for_the_large_one_before_it_and_not_for_another_s
     virtually(main)
 
 
+def test_another_rate_counts_from_then_on_and_the_round_trip_stays() -> None:
+    async def main() -> None:
+        link = new_link()
+        transport, pipe, _ = shaped(link)
+        start = asyncio.get_running_loop().time()
+        transport.writelines([bytes(1_000_000)])
+        await asyncio.sleep(0.2)  # half of it has left
+        link.change_rate("5Mbit")
+        assert link.spec == LinkSpec.parse("5Mbit,50ms")
+        await asyncio.sleep(2.5)
+        assert len(pipe.arrived()) == 1_000_000
+        assert pipe.written[-1][0] - start == pytest.approx(0.2 + 4 * 0.2 + 0.025, abs=4 * CHUNK_S)
+
+    virtually(main)
+
+
+def test_a_rate_that_is_none_changes_nothing() -> None:
+    async def main() -> None:
+        link = new_link()
+        for text, says in [("", "no rate like"), ("1bit", "too slow"), ("5Mbit,9s", "no rate like")]:
+            with pytest.raises(LinkError, match=says):
+                link.change_rate(text)
+        assert link.spec == SPEC and link.up.rate == SPEC.rate
+
+    virtually(main)
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_streams_share_the_rate_up_and_the_way_down_is_another(count: int) -> None:
     async def main() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from agora.node import paths
+from agora.node.control_client import DaemonRefused
 from tests.process.forked import Forked
 from tests.process.harness import Daemon, Swarm, p2pd_of, swarm, tiny
 
@@ -92,9 +93,12 @@ def leaves_within_ten_seconds(daemon: Daemon) -> None:
 
 def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(2)) as made:
-        daemon = made.start("whole", "0-1")
+        daemon = made.start("whole", "0-1", flags=["--link", "9Mbit,1ms"])
         made.until(lambda: made.completed(daemon) > 3, "it to train alone, holding both stages")
         assert daemon.ask("evaluate", timeout_s=60, batches=2)["loss"] > 0
+        assert daemon.ask("link", rate="2Mbit") == {"link": "2Mbit,1ms"}
+        with pytest.raises(DaemonRefused, match="no rate like 20Mbit"):
+            daemon.ask("link", rate="fast")
         daemon.ask("pause")
         made.until(lambda: daemon.ask("report")["in_hand"] == 0, "what is in hand to be finished")
         assert daemon.ask("status")["health"]["state"] == "PAUSED"
