@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agora.cli.step_accounts import StageSteps
 from agora.observe import events
 from agora.observe.journal import from_json
 
@@ -48,7 +49,7 @@ class DemoTotals:
     losses: list[float] = field(default_factory=list)  # mean per token of each `target_tokens` tokens that completed
     finished_rounds: set[tuple[int, int]] = field(default_factory=set)
     failed_parts: int = 0
-    stepped_tokens: dict[int, Counter[int]] = field(default_factory=dict)  # by stage: of all replicas, by step number
+    stage_steps: dict[int, StageSteps] = field(default_factory=dict)  # by stage
     members: float = 0.0  # the sum of the members of all rounds; the next: of the replicas that could have been members
     expected_members: int = 0
     _times_counted: dict[str, Counter[int]] = field(default_factory=dict)
@@ -58,6 +59,10 @@ class DemoTotals:
     def peer(self, index: int) -> PeerTotals:
         """Returns the totals of the peer with this index; makes empty ones at its first mention."""
         return self.peers.setdefault(index, PeerTotals())
+
+    def steps_of(self, stage: int) -> StageSteps:
+        """Returns the optimizer steps that a stage has taken; makes empty ones at its first mention."""
+        return self.stage_steps.setdefault(stage, StageSteps())
 
     def add(self, index: int, fields: Mapping[str, Any]) -> None:
         """Adds one line of the journal of the peer with this index."""
@@ -77,8 +82,8 @@ class DemoTotals:
                 self.rerouted += 1
             case events.MicrobatchCounted(microbatch, stages, _):
                 self._times_counted.setdefault(microbatch, Counter()).update(stages)
-            case events.StepTaken(stage, step, tokens, gradient_norm=float()):  # without a norm, only its number passed
-                self.stepped_tokens.setdefault(stage, Counter())[step] += tokens
+            case events.StepTaken():
+                self.steps_of(event.stage).add(event)
             case events.StateChanged("serving", _):
                 peer.is_serving = peer.has_joined = True
             case events.StateChanged("leaving" | "left", _):
@@ -111,7 +116,7 @@ class DemoTotals:
     @property
     def step(self) -> int:
         """Optimizer steps that stage 0 has taken; one that several replicas took together counts once."""
-        return len(self.stepped_tokens.get(0, ()))
+        return self.steps_of(0).steps
 
     def achieved(self, peers: int) -> tuple[int, int, int]:
         """Returns (microbatches completed, steps of stage 0, peers joined but `peers` at most): training raises one."""
@@ -151,10 +156,9 @@ class Measured:
 
 
 def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[str, Any]:
-    """Returns what `swarm demo --json` prints. tokens_counted: those whose gradient went into a step of every stage."""
+    """Returns what `swarm demo --json` prints."""
     tokens, seconds = measured.trained
     losses, peers, first_unix = totals.losses, sorted(totals.peers.items()), totals.first_completed_unix
-    stepped = [totals.stepped_tokens.get(stage, Counter()) for stage in range(plan.stages)]
     return {
         "schema": 1,
         "run_id": measured.run_id,
@@ -163,7 +167,6 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
         "steps": plan.steps,
         "seconds": round(seconds, 3),
         "tokens": tokens,
-        "tokens_counted": min(step_tokens.total() for step_tokens in stepped),
         "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
         "loss": {
             "first": _rounded(losses[0]) if losses else None,
@@ -183,13 +186,31 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
             for kind in ("boundary", "averaging", "state")
         },
         "link": plan.link,
-        "optimizer_steps": [len(step_tokens) for step_tokens in stepped],
-        "steps_taken": min(len(step_tokens) for step_tokens in stepped),
+        **_accounts(plan, totals, tokens),
         "total_seconds": _rounded(measured.total_seconds),
         "first_microbatch_seconds": _rounded(first_unix - measured.began_unix if first_unix else None),
         "start_steps": {str(index): peer.start_steps for index, peer in peers},
         "spans": {str(index): [peer.stages[0], peer.stages[-1]] if peer.stages else None for index, peer in peers},
         "losses": [_rounded(loss) for loss in losses],
+    }
+
+
+def _accounts(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, Any]:
+    """Returns the part of the result that says what became of the `computed` tokens.
+
+    tokens_counted: those whose gradient went into a step, of the stage with the fewest. For each stage:
+    optimizer_steps; tokens_per_step, the mean tokens of a step; staleness, the mean age of the gradients in steps.
+    """
+    stages = [totals.steps_of(stage) for stage in range(plan.stages)]
+    counted = min(stage.counted for stage in stages)
+    return {
+        "optimizer_steps": [stage.steps for stage in stages],
+        "steps_taken": min(stage.steps for stage in stages),
+        "tokens_counted": counted,
+        "share_counted": _rounded(counted / computed if computed else None),
+        "target_tokens": totals.target_tokens,
+        "tokens_per_step": [_rounded(stage.tokens_per_step) for stage in stages],
+        "staleness": [_rounded(stage.staleness) for stage in stages],
     }
 
 
@@ -210,10 +231,15 @@ def failure_of(result: Mapping[str, Any]) -> str:
 def summary_of(result: Mapping[str, Any]) -> list[str]:
     """Returns the result in a few lines for people."""
     loss, microbatches = result["loss"], result["microbatches"]
+    share, steps = result["share_counted"], _each(list(map(str, result["optimizer_steps"])))
+    held = _each([_shown(tokens, 0) for tokens in result["tokens_per_step"]])
     return [
         f"loss          {_shown(loss['first'])} -> {_shown(loss['last'])}, held-out {_shown(loss['eval'])}",
-        f"steps         {result['optimizer_steps'][0]} of stage 0 in {result['seconds']:.1f} s, "
-        f"{result['tokens_per_second']:,.0f} tokens/s",
+        f"steps         {steps} in {result['seconds']:.1f} s, each of {held} tokens "
+        f"(target {result['target_tokens']:,})",
+        f"tokens        {result['tokens']:,} computed, {result['tokens_per_second']:,.0f} per second; "
+        f"{_shown(None if share is None else 100 * share, 1)} % counted in a step of every stage",
+        f"staleness     gradients are {_each([_shown(age, 2) for age in result['staleness']])} steps old on average",
         f"microbatches  {microbatches['completed']} completed, {microbatches['rerouted']} rerouted, "
         f"{microbatches['dropped']} dropped, {microbatches['counted_twice']} counted twice",
         f"peers         {result['peers_joined']} joined, {result['peers_killed']} killed; first microbatch after "
@@ -221,9 +247,14 @@ def summary_of(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _each(texts: Sequence[str]) -> str:
+    """Returns what is said of each stage, in their order: once if it is the same for all, such as "40 / 39" if not."""
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+
+
 def _shown(value: float | None, digits: int = 3) -> str:
-    """Returns a number as text with `digits` decimals, "-" for None."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    """Returns a number as text with `digits` decimals and commas between thousands, "-" for None."""
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _rounded(value: float | None) -> float | None:

@@ -176,6 +176,7 @@ class StepTaken(Event):
     learning_rate: float = 0.0
     gradient_norm: float | None = None
     staleness: float = 0.0  # mean age of this peer's gradients, in steps
+    step_tokens: int | None = None  # of all replicas, if it was along their mean gradient; None along this peer's own
 
 
 class StepsSkipped(

@@ -50,15 +50,13 @@ def model_card(
 
 
 def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], dtype: str, source: str) -> str:
-    """Returns a Markdown table: the model's sizes, dtype, steps of each stage, tokens, schedule and source."""
-    least = min(steps.values())
+    """Returns a Markdown table: the model's sizes, dtype, steps of each stage, their target, schedule and source."""
     rows = {
         "shape": model.shape,
         "context": f"{manifest.model.context} tokens",
         "weights": dtype,
         "optimizer steps": ", ".join(f"stage {stage}: {step:,}" for stage, step in sorted(steps.items())),
-        "tokens": f"about {least * manifest.optimizer.target_tokens:,} "
-        f"({least:,} steps of {manifest.optimizer.target_tokens:,})",
+        "target of a step": f"{manifest.optimizer.target_tokens:,} tokens",
         "schedule": manifest.schedule.kind,
         "stages from": source,
     }

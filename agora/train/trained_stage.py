@@ -31,7 +31,7 @@ STALENESS_BINS = 33
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """How far a stage of this peer is. staleness[i]: microbatches whose backward came i steps after their forward.
+    """How far a stage of this peer is. staleness[i]: microbatches whose gradient was i steps old, see count_microbatch.
 
     part: number of the step that is counted for now, `step` + the number of closed parts that await their means. Tokens
     are those counted for that part; here since the start; and of all steps and parts, those before a loaded state too.
@@ -61,12 +61,19 @@ class MeanGradient:
 
 @dataclass(slots=True)
 class SumContents:
-    """What a gradient sum is made of: supervised tokens, the sum of their losses, microbatches, their staleness."""
+    """What a gradient sum is made of: supervised tokens, the sum of their losses, microbatches.
+
+    forward_steps: the sum over the microbatches of the steps that the weights of their forward had taken.
+    """
 
     tokens: int = 0
     loss: float = 0.0
     microbatches: int = 0
-    staleness: int = 0
+    forward_steps: int = 0
+
+    def staleness(self, step: int) -> float:
+        """Returns the mean age of the gradients in steps when they go into step number `step`; 0 without any."""
+        return step - self.forward_steps / self.microbatches if self.microbatches else 0.0
 
 
 class ClosedPart(NamedTuple):
@@ -147,13 +154,18 @@ class TrainedStage:
         )
 
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
-        """Counts a microbatch whose gradient was added to the sum; reports GradientLate when it missed its step."""
-        staleness = max(self.step - step_at_forward, 0)
+        """Counts a microbatch whose gradient was added to the sum; reports GradientLate when it missed its step.
+
+        The gradient is as old as the steps that were or will be taken between its forward and the step it counts for:
+        those whose parts are closed and still wait for their means are among them.
+        """
+        part = self.step + len(self._shares)
+        staleness = max(part - step_at_forward, 0)
         contents = self.sum.contents
         contents.tokens += tokens
         contents.loss += loss
         contents.microbatches += 1
-        contents.staleness += staleness
+        contents.forward_steps += part - staleness
         self._counted += tokens
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self._update_progress()
@@ -243,7 +255,8 @@ class TrainedStage:
             result = self.optimizer.step(self.writable_weights(), gradient, number)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
-        self._count_step(self._shares.popleft().contents if self._shares else SumContents(), result)
+        contents = self._shares.popleft().contents if self._shares else SumContents()
+        self._count_step(contents, result, tokens or None)
 
     def restart_at(self, step: int, tokens: int) -> None:
         """Drops the sum and sets the counts of steps and tokens; the caller has replaced weights and moments before."""
@@ -263,8 +276,11 @@ class TrainedStage:
         else:
             self._count_step(contents, result)
 
-    def _count_step(self, contents: SumContents, result: StepResult | None) -> None:
-        """Counts a step, reports StepTaken and calls `on_step`. result: None when the weights did not change here."""
+    def _count_step(self, contents: SumContents, result: StepResult | None, step_tokens: int | None = None) -> None:
+        """Counts a step, reports StepTaken and calls `on_step`. result: None when the weights did not change here.
+
+        step_tokens: of all replicas, in the mean gradient of the step; None where it was not taken along such a mean.
+        """
         now = time.monotonic()
         self.step += 1
         self.tokens_stepped += contents.tokens
@@ -278,7 +294,8 @@ class TrainedStage:
                 seconds=now - self._stepped_at,
                 learning_rate=result.learning_rate if result else 0.0,
                 gradient_norm=result.gradient_norm if result else None,
-                staleness=contents.staleness / max(contents.microbatches, 1),
+                staleness=contents.staleness(self.step - 1),
+                step_tokens=step_tokens,
             )
         )
         self._stepped_at = now

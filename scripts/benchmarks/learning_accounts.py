@@ -1,45 +1,27 @@
 """What became of a swarm's tokens, from the journals of all its daemons, those that were killed included. Pure.
 
 Knows: the journal's events. Must not know: processes, files, losses. A token is computed when its microbatch has come
-home to its origin. Each stage then counts it in an optimizer step, or does not:
+home to its origin. Each stage then counts it in an optimizer step (agora.cli.step_accounts has the rules), or loses it:
 
-| the journals say of a replica's tokens                           | they are        |
-|------------------------------------------------------------------|-----------------|
-| a step was taken along a gradient, in whose round it had weight  | counted         |
-| a step was taken along a gradient, in whose round it weighed 0   | lost, newcomer's|
-| the step's number was taken over, with no gradient               | lost            |
-| they were dropped, because the others were further               | lost            |
-| no step held them when the run ended, or the replica was killed  | lost            |
+| tokens that are lost | why |
+|---|---|
+| missed | the replica brought them to the mean of a step too late, or had weight 0 as a newcomer |
+| the others | dropped, since the replicas were further; not finite; in no step at the end, or when it was killed |
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agora.cli.step_accounts import StageSteps
+from agora.observe import events
+from agora.observe.journal import from_json
+
 Journal = Sequence[Mapping[str, Any]]
 """The events of one daemon, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageAccount:
-    """What one stage did, all its replicas together.
-
-    step_tokens: the tokens that each optimizer step holds, by its number, those with weight 0 included. newcomers: the
-    tokens with weight 0. staleness: mean age of the counted gradients, in steps.
-    """
-
-    step_tokens: Mapping[int, int]
-    newcomers: int
-    staleness: float
-
-    @property
-    def counted(self) -> int:
-        """Tokens whose gradient went into a step."""
-        return sum(self.step_tokens.values()) - self.newcomers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +30,12 @@ class Accounts:
 
     target: int
     computed: int
-    stages: tuple[StageAccount, ...]
+    stages: tuple[StageSteps, ...]
 
     @property
     def steps(self) -> list[int]:
         """Optimizer steps that each stage has taken; one that several replicas took together is one."""
-        return [len(stage.step_tokens) for stage in self.stages]
+        return [stage.steps for stage in self.stages]
 
     @property
     def steps_per_token(self) -> float:
@@ -66,19 +48,19 @@ class Accounts:
         return min(stage.counted for stage in self.stages) / self.computed
 
     @property
-    def lost_by_newcomers(self) -> float:
-        """Share of the computed tokens that replicas added with weight 0, of the stage with the most."""
-        return max(stage.newcomers for stage in self.stages) / self.computed
+    def missed(self) -> float:
+        """Share of the computed tokens that came to the mean of a step in vain, of the stage with the most."""
+        return max(stage.missed for stage in self.stages) / self.computed
 
     @property
     def staleness(self) -> float:
         """Mean age of the counted gradients in steps, of the stage where it is highest."""
-        return max(stage.staleness for stage in self.stages)
+        return max(stage.staleness or 0.0 for stage in self.stages)
 
     @property
     def fills(self) -> list[float]:
-        """Tokens that each step of each stage holds, by the target; those with weight 0 are held, too."""
-        return [tokens / self.target for stage in self.stages for tokens in stage.step_tokens.values()]
+        """Tokens that each step of each stage holds, by the target."""
+        return [tokens / self.target for stage in self.stages for tokens in stage.tokens.values()]
 
     @property
     def spread(self) -> float:
@@ -96,31 +78,8 @@ def accounts_of(journals: Sequence[Journal], stage_count: int, target: int) -> A
     )
     if not computed:
         raise ValueError("no microbatch was completed")
-    return Accounts(target, computed, tuple(stage_account(journals, stage) for stage in range(stage_count)))
-
-
-def stage_account(journals: Sequence[Journal], stage: int) -> StageAccount:
-    """Returns the account of one stage, from the journals of all daemons."""
-    step_tokens: Counter[int] = Counter()
-    newcomers, age = 0, 0.0
-    for journal in journals:
-        weights = _weights_in_rounds(journal, stage)
-        for event in journal:
-            if event["event"] != "StepTaken" or event["stage"] != stage or event["gradient_norm"] is None:
-                continue
-            step, tokens = event["step"], event["tokens"]
-            step_tokens[step] += tokens
-            if weights.get(step, 1.0) > 0:
-                age += tokens * event["staleness"]
-            else:
-                newcomers += tokens
-    return StageAccount(step_tokens, newcomers, age / max(step_tokens.total() - newcomers, 1))
-
-
-def _weights_in_rounds(journal: Journal, stage: int) -> dict[int, float]:
-    """Returns the weight that a daemon's gradient had, by the number that the step has once it is taken."""
-    return {
-        event["round"] + 1: event["weight"]
-        for event in journal
-        if event["event"] == "RoundDone" and event["what"] == "gradient" and event["stage"] == stage
-    }
+    stages = tuple(StageSteps() for _ in range(stage_count))
+    for event in map(from_json, (line for journal in journals for line in journal)):
+        if isinstance(event, events.StepTaken):
+            stages[event.stage].add(event)
+    return Accounts(target, computed, stages)

@@ -134,7 +134,7 @@ def row(group: Group) -> dict[str, Cell]:
         "steps": _steps(group),
         "computed_M": round(statistics.fmean(run.end.tokens for run in group.runs) / 1e6, 3),
         "counted_%": _mean(group, lambda accounts: 100 * accounts.counted),
-        "newcomers_lost_%": _mean(group, lambda accounts: 100 * accounts.lost_by_newcomers),
+        "missed_%": _mean(group, lambda accounts: 100 * accounts.missed),
         "step_fill": _mean(group, lambda accounts: statistics.fmean(accounts.fills)),
         "fill_spread": _mean(group, lambda accounts: accounts.spread),
         "fill_max": _mean(group, lambda accounts: max(accounts.fills)),
@@ -184,9 +184,10 @@ def notes(effort: Effort, chunk: int, others: float) -> list[str]:
         "the loss of the plain loop at the very same number of tokens, between two of its points on a straight line; "
         "the median over seeds, with low and high. A ratio is the median over seeds, and the worse of the lengths.",
         "All else comes from the journals: steps, the optimizer steps that each stage has taken; computed, the tokens "
-        "of completed microbatches; counted, those that were in a step of every stage with a weight; newcomers_lost, "
-        "those that were in a step with weight 0; step_fill, the tokens that a step holds by its target: mean, "
-        "standard deviation, most; staleness, the mean age of a gradient in steps, of the stage where it is highest.",
+        "of completed microbatches; counted, those whose gradient went into a step of every stage; missed, those that "
+        "a replica brought to the mean of a step which held fewer; step_fill, the tokens that a step holds by its "
+        "target: mean, standard deviation, most; staleness, the mean age of a gradient: how many steps its weights "
+        "were behind those before the step that it went into, of the stage where it is highest.",
         "time_vs_plain: seconds from the first microbatch to the lowest loss that both reach, by those of the plain "
         "loop; start-up and evaluations are left out on both sides. others: cores that other programs used; daemons "
         f"that were killed (every {KILL_EVERY_S:g} s, where the name says so) are partly among them.",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from agora_protocol.manifest import Manifest
 from benchmarks import learning
-from benchmarks.learning_accounts import Accounts, StageAccount, accounts_of
+from benchmarks.learning_accounts import Accounts, accounts_of
 from benchmarks.learning_curves import Point, loss_at, seconds_to, times_to_common_loss
 from benchmarks.learning_plain import PlainLoop, evaluate, train
 from benchmarks.learning_results import RATIOS, Trained, groups_of, notes, ratios, row
@@ -22,6 +22,7 @@ from benchmarks.task import corpus_cache, prepare_corpus
 from safetensors.torch import save_file
 
 from agora.cli.demo import DemoPlan
+from agora.cli.step_accounts import StageSteps
 from agora.model import family_of
 from agora.observe import events, journal
 
@@ -43,12 +44,13 @@ def computed(microbatch: str, tokens: int, purpose: str = "train") -> tuple[even
     return events.MicrobatchStarted(microbatch, purpose), done
 
 
-def step(stage: int, number: int, tokens: int, *, norm: float | None = 1.0, staleness: float = 0.0) -> events.Event:
-    return events.StepTaken(stage, number, tokens, None, 0.1, gradient_norm=norm, staleness=staleness)
-
-
-def gradient_round(stage: int, number: int, weight: float) -> events.Event:
-    return events.RoundDone(stage, "gradient", number, 1, 0, 2.0, 2, weight, 0.1, 8, 0.0, 0.0)
+def step(
+    stage: int, number: int, tokens: int, *, norm: float | None = 1.0, staleness: float = 0.0, whole: int | None = None
+) -> events.StepTaken:
+    """A step of one replica; `whole`: the tokens of the mean gradient that it stepped along, None along its own."""
+    return events.StepTaken(
+        stage, number, tokens, None, 0.1, gradient_norm=norm, staleness=staleness, step_tokens=whole
+    )
 
 
 def test_a_step_that_replicas_take_together_is_one_and_holds_the_tokens_of_all() -> None:
@@ -59,23 +61,12 @@ def test_a_step_that_replicas_take_together_is_one_and_holds_the_tokens_of_all()
     assert found.fills == [1.0, 1.0] and found.spread == 0.0 and found.steps_per_token == 1.0
 
 
-def test_a_newcomers_tokens_are_in_no_step() -> None:
-    old = written(*computed("a", 100), gradient_round(0, 0, 100.0), step(0, 1, 100))
-    new = written(*computed("b", 50), gradient_round(0, 0, 0.0), step(0, 1, 50))
-    found = accounts_of([old, new], 1, 100)
+def test_tokens_that_came_to_a_mean_in_vain_are_in_no_step() -> None:
+    old = written(*computed("a", 100), step(0, 1, 100, whole=100))
+    late = written(*computed("b", 50), step(0, 1, 50, whole=100))
+    found = accounts_of([old, late], 1, 100)
     assert found.steps == [1] and found.counted == pytest.approx(2 / 3)
-    assert found.lost_by_newcomers == pytest.approx(1 / 3) and found.fills == [1.5]
-
-
-def test_a_round_of_weights_or_of_another_stage_says_nothing_of_a_gradient() -> None:
-    other = replace(gradient_round(0, 0, 0.0), what="weights")  # type: ignore[type-var]
-    found = accounts_of([written(*computed("a", 100), other, gradient_round(1, 0, 0.0), step(0, 1, 100))], 1, 100)
-    assert found.counted == 1.0 and found.lost_by_newcomers == 0.0
-
-
-def test_a_number_taken_over_without_a_gradient_is_no_step() -> None:
-    found = accounts_of([written(*computed("a", 100), step(0, 1, 50), step(0, 2, 50, norm=None))], 1, 100)
-    assert found.steps == [1] and found.counted == 0.5 and found.lost_by_newcomers == 0.0
+    assert found.missed == pytest.approx(1 / 3) and found.fills == [1.0]
 
 
 def test_a_run_is_as_good_as_its_worst_stage_and_evaluations_do_not_count() -> None:
@@ -86,11 +77,6 @@ def test_a_run_is_as_good_as_its_worst_stage_and_evaluations_do_not_count() -> N
     assert found.computed == 200 and found.steps == [2, 1]
     assert found.counted == 0.75 and found.steps_per_token == 0.5
     assert sorted(found.fills) == [1.0, 1.0, 1.5] and found.spread == pytest.approx(math.sqrt(1 / 12))
-
-
-def test_staleness_is_a_mean_over_tokens() -> None:
-    found = accounts_of([written(*computed("a", 100), step(0, 1, 75, staleness=2.0), step(0, 2, 25))], 1, 100)
-    assert found.staleness == 1.5
 
 
 def test_a_swarm_that_completed_nothing_has_no_accounts() -> None:
@@ -123,7 +109,9 @@ def trained(losses: list[float], *, steps: int | None = None, counted: float = 1
     curve = [Point(1000 * number // (len(losses) - 1), 100.0 * number, loss) for number, loss in enumerate(losses)]
     accounts = None
     if steps is not None:
-        stage = StageAccount({number: int(1000 * counted / steps) for number in range(steps)}, 0, 1.0)
+        stage = StageSteps()
+        for number in range(steps):
+            stage.add(step(0, number, int(1000 * counted / steps), staleness=1.0))
         accounts = Accounts(10, 1000, (stage,))
     return Trained(curve, curve[-1], accounts, 1, 0.0)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from agora.cli.console import Failure
 from agora.cli.demo import DemoPlan
-from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of
+from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of, summary_of
 from agora.observe import events, journal
 
 MEASURED = Measured("ab" * 32, 0.5, 9.0, (24, 4.0), 3.05)
@@ -102,9 +103,20 @@ def test_the_object_has_the_contracts_fields() -> None:
     assert value["bytes"] == {"boundary": 200, "averaging": 0, "state": 0}
     assert (value["peers_joined"], value["peers_killed"], value["tokens"]) == (2, 0, 24)
     assert (value["optimizer_steps"], value["steps_taken"], value["tokens_counted"]) == ([3, 3], 3, 24)
+    assert (value["target_tokens"], value["tokens_per_step"], value["share_counted"]) == (8, [8.0, 8.0], 1.0)
+    assert value["staleness"] == [0.0, 0.0]
     assert (value["first_microbatch_seconds"], value["total_seconds"]) == (1.5, 9.0)
     assert failure_of(value) == ""
     json.dumps(value, allow_nan=False)
+
+
+def test_a_person_reads_what_was_computed_and_what_of_it_went_into_steps() -> None:
+    totals = good_totals()
+    add(totals, 0, replace(step_taken(0, 4, 4), staleness=3.0))
+    lines = summary_of(result_of(DemoPlan(peers=2, stages=2, steps=3), totals, MEASURED))
+    assert "steps         4 / 3 in 4.0 s, each of 7 / 8 tokens (target 8)" in lines
+    assert "tokens        24 computed, 6 per second; 100.0 % counted in a step of every stage" in lines
+    assert "staleness     gradients are 0.43 / 0.00 steps old on average" in lines
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_the_card_and_the_list_say_where_it_comes_from(
         "stage 0: 41, stage 1: 40, stage 2: 42",
         "checkpoints",
         'corpus = ["stdlib"]',
-        "655,360",
+        "target of a step | 16,384 tokens",
     ):
         assert text in card, text
     assert runs.from_file(tmp_path / "out" / "run.toml", paths.home_at()).signed == signed

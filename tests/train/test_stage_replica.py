@@ -195,6 +195,7 @@ def test_a_part_is_closed_on_the_device_at_its_quota_and_what_comes_after_counts
             await one_microbatch(compute, number)
         (progress,) = compute.progress()
         assert (progress.step, progress.part, progress.tokens_in_part, progress.tokens_counted) == (0, 1, 32, 96)
+        assert progress.staleness[:2] == (2, 1), "the third gradient goes into a step after one that is still to come"
         events = compute.step_events()
         assert await anext(events) == PartClosed(0, 0, 64)
         share = await compute.take_mean_gradient(0)
@@ -203,8 +204,11 @@ def test_a_part_is_closed_on_the_device_at_its_quota_and_what_comes_after_counts
         assert await anext(events) == StageStepped(0, 1, 64)
         (progress,) = compute.progress()
         assert (progress.step, progress.part, progress.tokens_in_part, progress.tokens_counted) == (1, 1, 32, 96)
+        share = await compute.take_mean_gradient(0)
+        await compute.step_with_gradient(0, 1, share.values, 4096)
 
-    with_stage_0(test)
+    taken = with_stage_0(test).of(StepTaken)
+    assert [(event.tokens, event.step_tokens, event.staleness) for event in taken] == [(64, 64, 0.0), (32, 4096, 1.0)]
 
 
 def test_a_replayed_step_leaves_what_was_counted_for_the_step_after() -> None:
