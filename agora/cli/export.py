@@ -26,10 +26,11 @@ from agora.cli.console import STALLED, USAGE, Failure, ProgressDisplay, print_li
 from agora.data.tokenizer import tokenizer_files
 from agora.node import control_client, paths, runs
 from agora.node.runs import RunReference
-from agora.state.checkpoint import WEIGHTS, newest_checkpoint
+from agora.state.checkpoint import MOMENTS, WEIGHTS, newest_checkpoint
 from agora.state.files import PUBLIC, FileDigest, check_export_place, fresh_folder, write_file, write_file_list
+from agora.state.layout import AVERAGE
 from agora.state.merged_model import ITEM_BYTES, SOURCE_BYTES, Dtype, StageFile, open_stages
-from agora.state.model_card import model_card
+from agora.state.model_card import ExportInWords, model_card
 
 if TYPE_CHECKING:
     from agora.model import Family
@@ -48,6 +49,7 @@ class Sources:
 
     signed: SignedManifest
     kind: str  # "daemon" or "checkpoints", where the files came from
+    average: bool  # whether the files hold the moving averages of the weights
     files: tuple[StageFile, ...]
     base: Path  # the folder that the paths in the manifest begin in
 
@@ -57,6 +59,7 @@ def run(
     out: Path,
     directories: Sequence[Path] = (),
     *,
+    average: bool = True,
     dtype: str = "float32",
     shard_size: str = "5GB",
     force: bool = False,
@@ -70,7 +73,7 @@ def run(
         raise Failure(f"--dtype {dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
     place = check_export_place(out, replace=force)
     with _sigterm_as_interrupt():
-        sources = find_stages(wanted, directories)
+        sources = find_stages(wanted, directories, average=average)
         written, parameters = _export(sources, place, known_dtype, shard_bytes)
     sizes = {name: file.size for name, file in sorted(written.items())}
     result = _summary(sources, known_dtype) | {"out": str(place), "parameters": parameters}
@@ -124,7 +127,8 @@ def _other_files(sources: Sources, family: Family, parameters: int, dtype: str) 
     model = manifest.model
     files, end_of_text = tokenizer_files(manifest.data.tokenizer, model.vocabulary, model.context, sources.base)
     steps = {file.stage: file.step for file in sources.files}
-    card = model_card(manifest, family.describe(), steps, parameters, dtype, SOURCES[sources.kind])
+    words = ExportInWords(parameters, dtype, SOURCES[sources.kind], sources.average)
+    card = model_card(manifest, family.describe(), steps, words)
     configs = family.config_files(dtype, end_of_text)
     return {
         **files,
@@ -135,12 +139,13 @@ def _other_files(sources: Sources, family: Family, parameters: int, dtype: str) 
 
 
 def _summary(sources: Sources, dtype: str) -> dict[str, Any]:
-    """Returns the fields that export.json and --json have in common: run, name, source, dtype, steps by stage."""
+    """Returns the fields that export.json and --json have in common: run, source, weights, dtype, steps by stage."""
     return {
         "schema": 1,
         "run_id": sources.signed.run_id,
         "name": sources.signed.manifest.name,
         "from": sources.kind,
+        "average": sources.average,
         "dtype": dtype,
         "stages": [{"stage": file.stage, "step": file.step} for file in sources.files],
     }
@@ -153,34 +158,37 @@ def _print_result(result: Mapping[str, Any]) -> None:
     print(f"exported  {result['name']} ({result['run_id'][:12]}) to {result['out']}")
     print(
         f"weights   {result['parameters']:,} parameters, {result['dtype']}, {result['bytes'] / 1e6:,.1f} MB in "
-        f"{len(result['files'])} files, {shards} of them shards"
+        f"{len(result['files'])} files, {shards} of them shards; "
+        f"{'their moving average' if result['average'] else 'of the last step'}"
     )
     print(f"stages    {stages}, from {SOURCES[result['from']]}")
     print(f"load      AutoModelForCausalLM.from_pretrained({result['out']!r})")
 
 
-def find_stages(run: str, directories: Sequence[Path]) -> Sources:
+def find_stages(run: str, directories: Sequence[Path], *, average: bool) -> Sources:
     """Returns the weights of every stage: collected by a running daemon of the run, else the newest checkpoints.
 
-    run: a name, run id, manifest file or invite. directories: data directories, or folders of them. Raises Failure with
-    exit code 4 when a stage has none.
+    run: a name, run id, manifest file or invite. directories: data directories, or folders of them. average: prefers
+    the moving averages of the weights, which most runs keep. Raises Failure with exit code 4 when a stage has none.
     """
     homes = [home for directory in directories for home in _homes_in(directory)] or [paths.home_at()]
     reference = _resolve(run, homes)
     daemons = [entry for entry in paths.daemons() if reference.is_of(entry)]
     homes = list(dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)]))
     signed = _manifest(reference, homes, daemons)
+    average = average and signed.manifest.optimizer.average_decay > 0
     reasons = []
     for entry in daemons:
         try:
-            files = _collect_stages(entry, signed.manifest.stage_count)
+            files = _collect_stages(entry, signed.manifest.stage_count, average)
         except (control_client.DaemonUnreachable, control_client.DaemonRefused) as error:
             reasons.append(f"the daemon in {entry.root} could not collect the stages: {error}")
             print_line(f"{reasons[-1]}; looking for checkpoints")
             continue
-        return Sources(signed, "daemon", files, reference.base)
+        return Sources(signed, "daemon", average, files, reference.base)
     reasons = reasons or ["no daemon of this run answers on this machine"]
-    return Sources(signed, "checkpoints", _newest_checkpoints(signed, homes, reasons), reference.base)
+    files = _newest_checkpoints(signed, homes, reasons, average)
+    return Sources(signed, "checkpoints", average, files, reference.base)
 
 
 def _homes_in(directory: Path) -> list[paths.Home]:
@@ -218,10 +226,10 @@ def _manifest(reference: RunReference, homes: Sequence[paths.Home], daemons: Seq
     )
 
 
-def _collect_stages(entry: paths.Entry, count: int) -> tuple[StageFile, ...]:
+def _collect_stages(entry: paths.Entry, count: int, average: bool) -> tuple[StageFile, ...]:
     """Has a daemon fetch every stage's weights from the swarm. Raises DaemonUnreachable or DaemonRefused."""
     with ProgressDisplay(f"the daemon in {entry.root} collects {count} stages from the swarm"):
-        answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS)
+        answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS, average=average)
     try:
         steps, files = answer["steps"], answer["files"]
         return tuple(StageFile(stage, int(steps[str(stage)]), Path(files[str(stage)])) for stage in range(count))
@@ -230,14 +238,15 @@ def _collect_stages(entry: paths.Entry, count: int) -> tuple[StageFile, ...]:
 
 
 def _newest_checkpoints(
-    signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str]
+    signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str], average: bool
 ) -> tuple[StageFile, ...]:
     """Returns the newest whole checkpoint of every stage. Raises Failure, with `reasons`, when a stage has none."""
     run, count, files = signed.run_id, signed.manifest.stage_count, dict[int, StageFile]()
+    name, prefix = (MOMENTS, f"{AVERAGE}.") if average else (WEIGHTS, "")
     for stage, home in itertools.product(range(count), homes):
         newest = newest_checkpoint(home.checkpoints(run), run, stage, lambda error: print_line(f"passed over: {error}"))
         if newest is not None and (stage not in files or newest.step > files[stage].step):
-            files[stage] = StageFile(stage, newest.step, newest.path / WEIGHTS)
+            files[stage] = StageFile(stage, newest.step, newest.path / name, prefix)
     missing = [str(stage) for stage in range(count) if stage not in files]
     if missing:
         stages, places = ", ".join(missing), ", ".join(str(home.root) for home in homes)

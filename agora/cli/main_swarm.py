@@ -122,6 +122,10 @@ def demo(
 def export(
     run: console.RUN,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write; it appears when it is complete.")],
+    average: Annotated[
+        bool,
+        typer.Option("--average/--no-average", help="The moving average of the weights, or those of the last step."),
+    ] = True,
     dtype: Annotated[str, typer.Option(metavar="float32|bf16", help="What the weights are written as.")] = "float32",
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The most that a weights file holds.")] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is an earlier export.")] = False,
@@ -144,8 +148,9 @@ def export(
     """
     from agora.cli import export as command
 
+    places = directories or ()
     raise typer.Exit(
-        command.run(run, out, directories or (), dtype=dtype, shard_size=shard_size, force=force, as_json=as_json)
+        command.run(run, out, places, average=average, dtype=dtype, shard_size=shard_size, force=force, as_json=as_json)
     )
 
 

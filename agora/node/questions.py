@@ -42,8 +42,8 @@ def questions_of(node: Node) -> Mapping[str, Question]:
         "move": Question(answers.move, {"stages": str}, deadline_s=MOVE_SECONDS),
         "link": Question(answers.link, {"rate": str}),
         "drain": Question(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
-        "weights": Question(answers.weights, {}, deadline_s=60.0),
-        "collect": Question(answers.collect, {}, deadline_s=COLLECT_S + 60.0),
+        "weights": Question(answers.weights, {"average": bool}, deadline_s=60.0),
+        "collect": Question(answers.collect, {"average": bool}, deadline_s=COLLECT_S + 60.0),
         "evaluate": Question(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
     }
 
@@ -127,21 +127,24 @@ class ControlAnswers:
         evaluation = await origin.evaluate(batches, EVALUATE_SECONDS)
         return {"loss": evaluation.loss, "tokens": evaluation.tokens, "seconds": round(loop_time() - began, 3)}
 
-    async def weights(self) -> Answer:
-        """Writes the present weights of every stage held into the data directory, and returns the files' paths."""
+    async def weights(self, average: bool = False) -> Answer:
+        """Writes the weights of every stage held, or their moving averages, as files; returns the files' paths."""
         compute, files = self._node.serving_span().compute, {}
         run = self._node.invite().run
         folder = self._node.startup.home.runs / run / "weights"
         for progress in compute.progress():
-            tensors = await compute.copy_weights(progress.stage)
+            tensors = await compute.copy_weights(progress.stage, average=average)
             stage, path = str(progress.stage), folder / f"stage-{progress.stage}.safetensors"
             about = {"run": run, "stage": stage, "step": str(progress.step)}
             await asyncio.to_thread(replace_tensors, path, tensors, about)
             files[stage] = str(path)
         return {"files": files}
 
-    async def collect(self) -> Answer:
-        """Writes the weights of every stage as files, fetching those not held here; returns the paths, and steps."""
-        collected = await self._node.serving_span().collector.collect()
+    async def collect(self, average: bool = False) -> Answer:
+        """Writes the weights of every stage, or their moving averages, as files; returns the paths, and the steps.
+
+        Fetches the stages not held here. Without averages in the run, it writes the weights.
+        """
+        collected = await self._node.serving_span().collector.collect(average=average)
         files = {str(file.stage): str(file.path) for file in collected}
         return {"files": files, "steps": {str(file.stage): file.step for file in collected}}

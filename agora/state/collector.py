@@ -59,17 +59,18 @@ class StageCollector:
         self._task: asyncio.Task[list[StageFile]] | None = None
         self._closed = False
 
-    async def collect(self) -> list[StageFile]:
+    async def collect(self, *, average: bool = False) -> list[StageFile]:
         """Writes a weight file for every stage, in place of the last collection, and returns the files in stage order.
 
-        Leaves no half collection. Raises Busy while another collection runs, Unavailable for a stage that nobody can
-        give, DiskError, and LocalError when the daemon leaves.
+        average: writes the moving averages of the weights, if the run keeps them. Leaves no half collection. Raises
+        Busy while another collection runs, Unavailable for a stage that nobody can give, DiskError, and LocalError
+        when the daemon leaves.
         """
         if self._closed:
             raise LocalError("this daemon is leaving; ask another one of the run")
         if self._task is not None:
             raise Busy("the stages are being collected for somebody else; ask again when that is done", RETRY_MS)
-        self._task = asyncio.create_task(self._collect(), name="collect")
+        self._task = asyncio.create_task(self._collect(average), name="collect")
         try:
             return await self._task
         except asyncio.CancelledError:
@@ -85,7 +86,7 @@ class StageCollector:
         if self._task is not None:
             self._task.cancel()
 
-    async def _collect(self) -> list[StageFile]:
+    async def _collect(self, average: bool) -> list[StageFile]:
         """Checks holders and room, then writes the files of all stages into a new folder and renames it to `folder`."""
         deadline = loop_time() + COLLECT_S
         layouts = await run_in_thread(self._layouts)
@@ -103,7 +104,7 @@ class StageCollector:
 
         try:
             await run_in_thread(prepare)
-            files = [await self._write_stage(fresh, stage, layout, deadline) for stage, layout in enumerate(layouts)]
+            files = [await self._write_stage(fresh, stage, lay, average, deadline) for stage, lay in enumerate(layouts)]
             await run_in_thread(lambda: put_in_place(fresh, self._folder))
         except OSError as error:
             raise DiskError(f"Cannot write {self._folder} ({error.strerror or error}); free some space.") from error
@@ -111,7 +112,7 @@ class StageCollector:
             await run_in_thread(lambda: shutil.rmtree(fresh, ignore_errors=True))
         return [replace(file, path=self._folder / file.path.name) for file in files]
 
-    async def _write_stage(self, folder: Path, stage: int, layout: Layout, deadline: float) -> StageFile:
+    async def _write_stage(self, folder: Path, stage: int, layout: Layout, average: bool, deadline: float) -> StageFile:
         """Writes one stage's weights as a safetensors file, copied if the stage is held here, else fetched."""
         if stage in self._held.span:
             state = await self._held.export_state(stage)
@@ -119,7 +120,8 @@ class StageCollector:
             state = await self._fetch(stage, layout, deadline)
         metadata = {"run": self._run, "stage": str(stage), "step": str(state.step)}
         path = folder / f"stage-{stage}.safetensors"
-        await run_in_thread(lambda: replace_tensors(path, layout.named(state.weights), metadata))
+        weights = state.averaged_weights if average else state.weights
+        await run_in_thread(lambda: replace_tensors(path, layout.named(weights), metadata))
         return StageFile(stage, state.step, path)
 
     async def _fetch(self, stage: int, layout: Layout, deadline: float) -> StageState:

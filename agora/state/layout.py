@@ -26,6 +26,7 @@ Flat = NDArray[np.float32]
 ALIGNMENT: Final = 16  # elements: tensors start on 64-byte borders, as matrix kernels like it; the gaps remain zero
 VALUE_BYTES: Final = 4
 HASH_BYTES: Final = 32
+AVERAGE: Final = "average"  # the name of the moment that holds the moving average of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,11 @@ class StageState:
     layout: Layout
     weights: Flat
     moments: Mapping[str, Flat]
+
+    @property
+    def averaged_weights(self) -> Flat:
+        """The moving average of the weights; in a run that keeps none, the weights."""
+        return self.moments.get(AVERAGE, self.weights)
 
     @property
     def arrays(self) -> dict[str, Flat]:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -38,11 +38,15 @@ class ExportError(LocalError):
 
 @dataclass(frozen=True, slots=True)
 class StageFile:
-    """A safetensors file that should hold the weights of `stage` at `step`, float32, by their names in the run."""
+    """A safetensors file that should hold the weights of `stage` at `step`, float32, by their names in the run.
+
+    prefix: what stands before each name in the file, which may hold other tensors without it.
+    """
 
     stage: int
     step: int
     path: Path
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ def open_stages(
     """Opens the files of all stages, and yields the model in them until the end of the `with`.
 
     tensors: those exported from each stage. Raises ExportError for a file that cannot be read, is of another run, stage
-    or step, or has not exactly the tensors that are exported from it.
+    or step, or has not exactly the tensors, of those with its prefix, that are exported from it.
     """
     sources: dict[ExportedTensor, tuple[Path, Any]] = {}
     with contextlib.ExitStack() as stack:
@@ -139,11 +143,13 @@ def open_stages(
             for key, value in {"run": run, "stage": str(file.stage), "step": str(file.step)}.items():
                 if metadata.get(key) != value:
                     raise ExportError(f"{file.path} is of {key} {metadata.get(key, 'none')[:64]}, not {value}.")
-            expected = {tensor.source for tensor in tensors[file.stage]}
-            if strange := sorted(expected ^ set(reader.keys())):
+            exported = [replace(tensor, source=file.prefix + tensor.source) for tensor in tensors[file.stage]]
+            expected = {tensor.source for tensor in exported}
+            found = {name for name in reader.keys() if name.startswith(file.prefix)}  # noqa: SIM118 - it is no mapping
+            if strange := sorted(expected ^ found):
                 problem = "is missing" if strange[0] in expected else "is no tensor of this stage"
                 raise ExportError(f"{file.path}: {strange[0]} {problem}.")
-            sources |= dict.fromkeys(tensors[file.stage], (file.path, reader))
+            sources |= dict.fromkeys(exported, (file.path, reader))
         yield MergedModel(sources)
 
 

@@ -23,20 +23,31 @@ class ModelDescription:
     shape: str
 
 
-def model_card(
-    manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], parameters: int, dtype: str, source: str
-) -> str:
+@dataclass(frozen=True, slots=True)
+class ExportInWords:
+    """What the card says of the exported weights. parameters: how many. dtype: as transformers calls it.
+
+    source: where the stages come from, in words. average: whether they are the moving averages of the trained weights.
+    """
+
+    parameters: int
+    dtype: str
+    source: str
+    average: bool
+
+
+def model_card(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], exported: ExportInWords) -> str:
     """Returns the model card, README.md: facts, how to load the model, its limits, and the whole manifest.
 
-    steps: the steps that each stage has taken. dtype: as transformers calls it. source: where the stages come from.
+    steps: the steps that each stage has taken.
     """
     return "\n\n".join(
         [
             "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- agora\n---",
             f"# {manifest.name}",
-            f"{model.kind} of {parameters:,} parameters, trained from nothing by a swarm of peers: the agora "
+            f"{model.kind} of {exported.parameters:,} parameters, trained from nothing by a swarm of peers: the agora "
             f"run `{manifest.run_id}`.",
-            _facts_table(manifest, model, steps, dtype, source),
+            _facts_table(manifest, model, steps, exported),
             "## Load",
             _loading_code(manifest),
             "## Limits",
@@ -49,16 +60,17 @@ def model_card(
     )
 
 
-def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], dtype: str, source: str) -> str:
-    """Returns a Markdown table: the model's sizes, dtype, steps of each stage, their target, schedule and source."""
+def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], exported: ExportInWords) -> str:
+    """Returns a Markdown table: the model's sizes, weights, steps of each stage, their target, schedule and source."""
+    average = f"exponential moving average over the steps, decay up to {manifest.optimizer.average_decay:g}"
     rows = {
         "shape": model.shape,
         "context": f"{manifest.model.context} tokens",
-        "weights": dtype,
+        "weights": f"{exported.dtype}, {average if exported.average else 'those of the last step'}",
         "optimizer steps": ", ".join(f"stage {stage}: {step:,}" for stage, step in sorted(steps.items())),
         "target of a step": f"{manifest.optimizer.target_tokens:,} tokens",
         "schedule": manifest.schedule.kind,
-        "stages from": source,
+        "stages from": exported.source,
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 

@@ -196,9 +196,15 @@ class Compute:
         """Returns where the stage's named tensors lie in its flat weights [numel], a multiple of SLICE_BLOCK."""
         return self.trainer.stage(stage).optimizer.layout
 
-    async def copy_weights(self, stage: int) -> dict[str, np.ndarray]:
-        """Returns a copy of the stage's trainable tensors by full name. Every step due before the call is in it."""
-        tensors = await self._run_and_step(self.trainer.stage(stage).weights.copy_tensors)
+    async def copy_weights(self, stage: int, *, average: bool = False) -> dict[str, np.ndarray]:
+        """Returns a copy of the stage's trainable tensors by full name. Every step due before the call is in it.
+
+        average: of their moving averages, if the run keeps them.
+        """
+        trained = self.trainer.stage(stage)
+        tensors = await self._run_and_step(
+            lambda: trained.weights.copy_tensors(trained.evaluated if average else trained.weights.current)
+        )
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     async def snapshot_blocks(self, stage: int, blocks: Blocks) -> tuple[Tensor, int]:

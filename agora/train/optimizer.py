@@ -1,4 +1,4 @@
-"""The optimizer step over one stage's flat weights: learning rate, clipping, and AdamW, NAdam or Muon.
+"""The optimizer step over one stage's flat weights: learning rate, clipping, AdamW, NAdam or Muon, moving average.
 
 Knows: the manifest's optimizer section, flat tensors. Must not know: microbatches, versions of weights, peers, clocks.
 Another optimizer that treats every element alike is another function of UPDATES, and its name in the manifest's
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.nadam import nadam
 
-from agora.state.layout import Layout, Moment, Slot
+from agora.state.layout import AVERAGE, Layout, Moment, Slot
 from agora.train.muon import MuonMatrices
 
 MOMENTUM_DECAY = 4e-3
 """NAdam's momentum decay; torch's own default."""
 MEAN, SQUARE = "mean", "square"
-"""The names of the moments."""
+"""The names of the gradient's moments; AVERAGE is that of the moving average of the weights."""
+AVERAGE_FROM: Final = 100
+"""Steps without an average of the weights: the loss falls so fast in them that older weights only make it worse."""
 
 
 def learning_rate(step: int, optimizer: OptimizerSection) -> float:
@@ -48,6 +50,16 @@ def half_cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def average_decay(step: int, optimizer: OptimizerSection) -> float:
+    """Returns how much of the moving average of the weights stays at optimizer step number `step` (0 is the first).
+
+    min(average_decay, n / (n + 9)) for the n steps since AVERAGE_FROM, of which the average covers about the last
+    ninth; 0 before: there the average is the weights.
+    """
+    steps = max(step + 1 - AVERAGE_FROM, 0)
+    return min(optimizer.average_decay, steps / (steps + 9))
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The learning rate of a step that was taken, and the norm of its mean gradient before clipping."""
@@ -66,22 +78,28 @@ class StageOptimizer:
     | muon           | Muon            | AdamW             |
 
     layout: the places of tensors and moments. moments: the moments' values by name, flat: the mean of every element,
-    and the mean square of those that Muon does not update. updates: how many steps changed them, without those in which
-    this replica had no part. The manifest's `clip` bounds the gradient norm of the whole model, which no peer sees; a
-    stage clips at clip / sqrt(stages), or not at all when it is 0. Weight decay applies to matrices only.
+    the mean square of those that Muon does not update, and unless the manifest's `average_decay` is 0, the moving
+    average of all weights. updates: how many steps changed them, without those in which this replica had no part. The
+    manifest's `clip` bounds the gradient norm of the whole model, which no peer sees; a stage clips at
+    clip / sqrt(stages), or not at all when it is 0. Weight decay applies to matrices only.
     """
 
-    def __init__(self, section: OptimizerSection, stage_count: int, layout: Layout, device: torch.device) -> None:
-        """Starts with zero moments. section: the manifest's [optimizer]; stage_count: stages of the whole model."""
+    def __init__(self, section: OptimizerSection, stage_count: int, layout: Layout, weights: Tensor) -> None:
+        """Starts with zero moments, and `weights` [numel], the initial ones, as their average.
+
+        section: the manifest's [optimizer]; stage_count: stages of the whole model.
+        """
         self.layout = with_moments(section, layout)
-        self.moments = {moment.name: torch.zeros(moment.numel, device=device) for moment in self.layout.moments}
+        self.moments = {moment.name: weights.new_zeros(moment.numel) for moment in self.layout.moments}
+        if AVERAGE in self.moments:
+            self.moments[AVERAGE].copy_(weights)
         self.updates = 0
         self.section = section
         self._clip = section.clip / math.sqrt(stage_count)
         self._muon = MuonMatrices(section, layout, self.moments[MEAN]) if section.name == "muon" else None
         self._parts = []
         for elements, decay in elementwise_ranges(section, layout):
-            mean, square = (self.moments[moment.name][moment.places(elements)] for moment in self.layout.moments)
+            mean, square = (self.moments[m.name][m.places(elements)] for m in self.layout.moments[:2])
             self._parts.append(_WeightPart.create(section, elements, decay, mean, square))
 
     def step(self, weights: Tensor, gradient: Tensor, number: int, tokens: int = 1) -> StepResult | None:
@@ -101,6 +119,8 @@ class StageOptimizer:
                 UPDATES[self.section.name](part, weights[part.elements], gradient[part.elements], rate)
             if self._muon:
                 self._muon.step(weights, gradient, rate)
+            if AVERAGE in self.moments:
+                self.moments[AVERAGE].lerp_(weights, 1.0 - average_decay(number, self.section))
         self.updates += 1
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
         torch.autograd.graph.increment_version(weights)
@@ -118,10 +138,11 @@ class StageOptimizer:
 
 
 def with_moments(section: OptimizerSection, layout: Layout) -> Layout:
-    """Returns the layout with the moments that the optimizer keeps: mean and square; of Muon's matrices, the mean."""
-    mean = Moment(MEAN, [slice(0, layout.numel)])
+    """Returns the layout with what the optimizer keeps: mean, square (none of Muon's matrices), average if there is."""
+    everything = [slice(0, layout.numel)]
     square = Moment(SQUARE, layout.ranges(lambda slot: not has_muon(section, slot)), is_square=True)
-    return replace(layout, moments=(mean, square))
+    average = (Moment(AVERAGE, everything),) if section.average_decay else ()
+    return replace(layout, moments=(Moment(MEAN, everything), square, *average))
 
 
 def has_muon(section: OptimizerSection, slot: Slot) -> bool:

@@ -102,7 +102,7 @@ class SpanTrainer:
         inputs = tokens[:, :-1]
         if not train:
             with torch.no_grad():
-                return self._run(first, entry, inputs), None
+                return self._run(first, entry, inputs, train), None
         self.stashed.require_room(microbatch, first)
         begun = time.perf_counter()
         output, versions = self._run_for_training(first, entry, inputs)
@@ -124,7 +124,7 @@ class SpanTrainer:
         """
         supervised = _supervised(tokens)
         with torch.set_grad_enabled(train):
-            loss = stage_loss(self._run(first, entry, tokens[:, :-1]), tokens[:, 1:])
+            loss = stage_loss(self._run(first, entry, tokens[:, :-1], train), tokens[:, 1:])
         loss_sum = float(loss.detach())
         self._require_finite(loss_sum, first, microbatch, "the loss")
         if not train:
@@ -156,13 +156,17 @@ class SpanTrainer:
         """Returns the current weights of the stages from `first` on."""
         return tuple(stage.weights.current for stage in self._stages_from(first))
 
-    def _run(self, first: int, entry: Tensor, inputs: Tensor) -> Tensor:
-        """Runs stages `first` to the span's last on their current weights; returns their output, boundary or logits."""
+    def _run(self, first: int, entry: Tensor, inputs: Tensor, train: bool = True) -> Tensor:
+        """Runs stages `first` to the span's last; returns their output, boundary or logits.
+
+        On their current weights; not to `train`, on those that evaluations use: see TrainedStage.evaluated.
+        """
         if first > 0 and torch.is_grad_enabled():
             entry.requires_grad_()
         hidden = entry
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
-            for version in self._versions_from(first):
+            for stage in self._stages_from(first):
+                version = stage.weights.current if train else stage.evaluated
                 hidden = version.module(hidden, inputs)
         return hidden
 

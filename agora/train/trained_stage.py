@@ -18,10 +18,10 @@ from torch import Tensor
 
 from agora.model import Stage, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
-from agora.state.layout import Layout, lay_out
+from agora.state.layout import AVERAGE, Layout, lay_out
 from agora.stepping import PartClosed, StageStepped, StepEvent, StepPolicy
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
-from agora.train.weight_versions import StageWeights, StashedForwards, tensor_in
+from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion, tensor_in
 
 MOST_CLOSED = 2
 """Closed parts that may wait for their means at once, each a gradient in memory; then the open part grows instead."""
@@ -126,7 +126,11 @@ class TrainedStage:
         """on_step: is called after each step and each closed part, on the device thread."""
         self.number = number
         self.weights = StageWeights(module, device, module.hidden_matrices())
-        self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, self.weights.layout, device)
+        self.optimizer = StageOptimizer(
+            manifest.optimizer, manifest.stage_count, self.weights.layout, self.weights.current.flat
+        )
+        average = self.optimizer.moments.get(AVERAGE)
+        self._average = None if average is None else WeightVersion(average, self.weights.layout, module)
         self.sum = GradientSum(self.weights.layout, device)
         self.policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
@@ -177,6 +181,14 @@ class TrainedStage:
         self._refused += 1
         self._update_progress()
         self._report(GradientRefused(self.number, microbatch, reason))
+
+    @property
+    def evaluated(self) -> WeightVersion:
+        """The weights that evaluations and exports use: the moving average, or without one the current weights.
+
+        The average changes in place at every step; nothing may need a graph on it.
+        """
+        return self._average or self.weights.current
 
     def writable_weights(self) -> Tensor:
         """Returns the flat weights [numel] to change in place, a copy if live graphs need them: see StageWeights."""

@@ -80,9 +80,10 @@ class StageWeights:
         fresh.flat.copy_(self.current.flat)
         self.current, self.previous = fresh, self.current
 
-    def copy_tensors(self) -> dict[str, Tensor]:
-        """Returns the current weights by name, copied to the CPU."""
-        return {slot.name: tensor_in(self.current.flat, slot).detach().cpu().clone() for slot in self.layout.slots}
+    def copy_tensors(self, version: WeightVersion | None = None) -> dict[str, Tensor]:
+        """Returns the weights by name, copied to the CPU: those of `version`, or with None the current ones."""
+        flat = (version or self.current).flat
+        return {slot.name: tensor_in(flat, slot).detach().cpu().clone() for slot in self.layout.slots}
 
 
 @dataclass(slots=True)

@@ -60,6 +60,12 @@ class OptimizerSection(Section):
     total_steps: int = Field(default=2000, ge=1, le=10**9, description="steps until the learning rate has decayed")
     minimum_ratio: Share = Field(default=0.1, description="share of the peak that the learning rate decays to")
     clip: float = Field(default=1.0, ge=0, le=1e9, description="gradient norm limit over the whole model; 0 is none")
+    average_decay: float = Field(
+        default=0.99,
+        ge=0,
+        lt=1,
+        description="decay of the weights' moving average, which is evaluated and exported; 0 keeps none",
+    )
     target_tokens: int = Field(
         default=16_384, ge=1, le=2**40, description="tokens per optimizer step, over all replicas; whole microbatches"
     )

@@ -66,7 +66,10 @@ class Effort:
         return [(setting, seed) for setting in NEEDED for seed in self.seeds]
 
     def manifest(self) -> Manifest:
-        """A Llama-style decoder on the standard library's source, one stage, whose schedule ends with `steps`."""
+        """A Llama-style decoder on the standard library's source, one stage, whose schedule ends with `steps`.
+
+        No average of the weights is kept: losses are those of the weights themselves, which replicas agree on.
+        """
         model = {"width": self.width, "layers": self.layers, "heads": 4, "key_value_heads": 2, "context": self.context}
         model["feed_forward"] = 11 * self.width // 4
         tokens = REPLICAS * self.sequences * self.context
@@ -75,7 +78,12 @@ class Effort:
             "model": model,
             "stages": {"count": 1},
             "schedule": {"microbatch": self.sequences},
-            "optimizer": {"target_tokens": tokens, "total_steps": self.steps, "warmup_steps": warmup},
+            "optimizer": {
+                "target_tokens": tokens,
+                "total_steps": self.steps,
+                "warmup_steps": warmup,
+                "average_decay": 0.0,
+            },
         }
         return Manifest.from_values(values, "benchmark")
 

@@ -70,11 +70,11 @@ def run(quick: bool, folder: Path) -> Report:
         ),
     }
     report.notes = [
-        f"A swarm of two daemons trains two stages of {_megabytes(found[''][0]):.0f} MB of state each (weights and two "
-        "moments, float32; a third of it are weights); a third daemon joins, places itself, and fetches the state "
-        "while the others train on. to_weight_s ends with the first round in which its values count; before that it "
-        f"takes one round at weight 0, and rounds come every {wanted.averaging.every} steps. The link ({LINK}) shapes "
-        f"the newcomer, in its process. Medians of {repeats} joins.",
+        f"A swarm of two daemons trains two stages of {_megabytes(found[''][0]):.0f} MB of state each (weights, two "
+        "moments, average, float32; a quarter of it are weights); a third daemon joins, places itself, and fetches the "
+        "state while the others train on. to_weight_s ends with the first round in which its values count; before that "
+        f"it takes one round at weight 0, and rounds come every {wanted.averaging.every} steps. The link ({LINK}) "
+        f"shapes the newcomer, in its process. Medians of {repeats} joins.",
     ]
     return report
 

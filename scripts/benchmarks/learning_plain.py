@@ -80,8 +80,11 @@ class PlainLoop:
         return float(torch.stack(losses).sum())
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces the weights by those of all stages of a run. Raises ValueError when one is missing or unknown."""
-        own = dict(self._module.named_parameters())
+        """Replaces the weights that `loss` uses by those of all stages of a run, their averages where it keeps them.
+
+        Raises ValueError when one is missing or unknown.
+        """
+        own = dict(self._stage.evaluated.module.named_parameters())
         if strange := {name for name, parameter in own.items() if parameter.requires_grad} ^ tensors.keys():
             raise ValueError(f"the stages' files and the model differ in {', '.join(sorted(strange))}")
         with torch.no_grad():
@@ -89,7 +92,7 @@ class PlainLoop:
                 own[name].copy_(values)
 
     def loss(self, batches: int) -> float:
-        """Returns the mean loss per held-out token, in nats, over so many microbatches."""
+        """Returns the mean loss per held-out token, in nats, over so many microbatches: of the averaged weights."""
         loss_sum, count = 0.0, 0
         for batch in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
             tokens = torch.from_numpy(batch).long()

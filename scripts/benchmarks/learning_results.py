@@ -179,8 +179,9 @@ def notes(effort: Effort, chunk: int, others: float) -> list[str]:
         f"The plain loop: one process, all cores, no codec, the daemons' optimizer, {chunk} sequences in one forward "
         "and OpenMP's way to wait as they were fastest here just before.",
         f"loss: nats per held-out token over {effort.heldout_batches} microbatches, the same for each run of a seed, "
-        "by the same code in one process, without a codec. A swarm's weights are copied from its daemons (all of them "
-        "at the end: the mean over its replicas), as an export would have them. lost: how much higher that is than "
+        "by the same code in one process, without a codec, of the moving averages of the weights on both sides "
+        "(`optimizer.average_decay`), as an export has them. A swarm's are copied from its daemons (all of them at the "
+        "end: the mean over its replicas). lost: how much higher that is than "
         "the loss of the plain loop at the very same number of tokens, between two of its points on a straight line; "
         "the median over seeds, with low and high. A ratio is the median over seeds, and the worse of the lengths.",
         "All else comes from the journals: steps, the optimizer steps that each stage has taken; computed, the tokens "

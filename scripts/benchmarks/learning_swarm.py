@@ -37,7 +37,7 @@ SETTLE_S: Final = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The weights of a swarm: after how many tokens and seconds; of each model, a weights file for each stage.
+    """The averaged weights of a swarm: after how many tokens and seconds; of each model, a file for each stage.
 
     There is one model on the way; at the end as many as the stage with the most replicas has.
     """
@@ -179,7 +179,7 @@ class LearningSwarm:
         for index, daemon in self._living(serving=True):
             if not of_all and all(files[stage] for stage in self._totals.peer(index).stages):
                 continue
-            answer: Mapping[str, Any] = daemon.try_ask("weights", ANSWER_S) or {"files": {}}
+            answer: Mapping[str, Any] = daemon.try_ask("weights", ANSWER_S, average=True) or {"files": {}}
             for stage, file in answer["files"].items():
                 copy = folder / f"{name}-{daemon.name}-{stage}.safetensors"
                 files[int(stage)].append(str(shutil.copyfile(file, copy)))

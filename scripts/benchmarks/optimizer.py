@@ -91,7 +91,7 @@ def measure_stage(size: StageSize, repeats: int) -> dict[str, Cell]:
     stage = family_of(manifest.model).build_stage(manifest.layers_of(1), manifest.seed)
     weights = StageWeights(stage, cpu, stage.hidden_matrices())
     layout, flat = weights.layout, weights.current.flat
-    adamw, muon = (StageOptimizer(size.manifest(name).optimizer, 3, layout, cpu) for name in ("adamw", "muon"))
+    adamw, muon = (StageOptimizer(size.manifest(name).optimizer, 3, layout, flat) for name in ("adamw", "muon"))
     hidden = MuonMatrices(manifest.optimizer, layout, torch.zeros(layout.numel))
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(1))
     work: dict[str, Callable[[], object]] = {

@@ -116,7 +116,10 @@ class Effort:
         )
 
     def manifest(self, setting: Setting, width: int, seed: int = 0) -> Manifest:
-        """Returns the manifest of a loss run: one layer a stage, the learning rate constant after its warm-up."""
+        """Returns the manifest of a loss run: one layer a stage, the learning rate constant after its warm-up.
+
+        No average of the weights is kept: the losses of all settings are those of the weights themselves.
+        """
         model = {
             "width": width,
             "subspace": setting.subspace(width),
@@ -132,6 +135,7 @@ class Effort:
             "warmup_steps": WARMUP_STEPS,
             "minimum_ratio": 1.0,
             "target_tokens": self.tokens_per_step,
+            "average_decay": 0.0,
         }
         values = {
             "seed": seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from agora_protocol.errors import InputError, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.manifest import Manifest, SignedManifest
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agora.cli import console, export
@@ -33,6 +34,7 @@ from agora.state.checkpoint import write_checkpoint
 from agora.state.files import replace_tensors
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportError
+from agora.train.optimizer import with_moments
 from agora.train.weight_versions import StageWeights
 
 MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 64}
@@ -83,14 +85,16 @@ def named(stage: Stage) -> dict[str, np.ndarray]:
 
 
 def checkpoint(home: paths.Home, signed: SignedManifest, stages: list[Stage], stage: int, step: int) -> Path:
-    weights = StageWeights(stages[stage], torch.device("cpu"))
-    layout = weights.layout
-    state = StageState(stage, step, step, 0, layout, layout.flat(named(stages[stage])), {})
+    """Writes a checkpoint whose averaged weights are those of `stages`, and whose weights are twice as large."""
+    layout = with_moments(signed.manifest.optimizer, StageWeights(stages[stage], torch.device("cpu")).layout)
+    average = layout.flat(named(stages[stage]))
+    moments = {moment.name: average if moment.name == "average" else 0 * average for moment in layout.moments}
+    state = StageState(stage, step, step, 0, layout, 2 * average, moments)
     return write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=3).path
 
 
-def run(wanted: str, out: Path, *directories: Path, dtype: str = "float32", size: str = "5GB", force: bool = False):
-    return export.run(wanted, out, directories, dtype=dtype, shard_size=size, force=force, as_json=True)
+def run(wanted: str, out: Path, *directories: Path, dtype: str = "float32", size: str = "5GB", **flags: bool):
+    return export.run(wanted, out, directories, dtype=dtype, shard_size=size, as_json=True, **flags)
 
 
 def logits_of(stages: list[Stage], tokens: torch.Tensor) -> torch.Tensor:
@@ -123,6 +127,48 @@ def test_transformers_computes_the_runs_logits_and_loss(
     assert float((theirs - ours).abs().max() / ours.abs().max()) < 1e-5
     loss = float(stage_loss(ours, targets)) / targets.numel()
     assert float(model(ids, labels=ids).loss) == pytest.approx(loss, abs=1e-3)
+
+
+def exported(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of an export with one shard."""
+    (shard,) = folder.glob("*.safetensors")
+    return load_file(shard)
+
+
+@pytest.mark.parametrize("from_daemon", [False, True])
+def test_without_the_average_the_weights_of_the_last_step_are_exported_and_the_card_says_so(
+    checkpoints: paths.Home, signed: SignedManifest, stages: list[Stage], tmp_path: Path, from_daemon: bool, capsys: Any
+) -> None:
+    async def collect(average: bool) -> Answer:
+        times = 1 if average else 2
+        return collected(tmp_path / f"collected-{average}", signed, stages, 60, times)
+
+    found, cards = {}, {}
+    with daemon(checkpoints, signed, collect) if from_daemon else contextlib.nullcontext():
+        for average in (True, False):
+            run("poems", out := tmp_path / f"out-{average}", average=average)
+            output, listed = json.loads(capsys.readouterr().out), json.loads((out / "export.json").read_text())
+            assert output["average"] == listed["average"] == average
+            assert output["from"] == ("daemon" if from_daemon else "checkpoints")
+            found[average], cards[average] = exported(out), (out / "README.md").read_text()
+    assert found[True].keys() == found[False].keys() and len(found[True]) > 10
+    assert all(np.array_equal(2 * values, found[False][name]) for name, values in found[True].items())
+    assert "| weights | float32, exponential moving average over the steps, decay up to 0.99 |" in cards[True]
+    assert "| weights | float32, those of the last step |" in cards[False]
+
+
+def test_a_run_that_keeps_no_average_exports_its_weights_unasked(
+    home: paths.Home, stages: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signed = SignedManifest.sign(MANIFEST.replaced(optimizer={"average_decay": 0.0}), Identity.generate())
+    runs.remember(home, signed)
+    for stage in range(3):
+        checkpoint(home, signed, stages, stage, 7)
+    run("poems", tmp_path / "out")
+    assert json.loads(capsys.readouterr().out)["average"] is False
+    embedding = exported(tmp_path / "out")["model.embed_tokens.weight"]
+    assert np.array_equal(embedding, 2 * named(stages[0])["embedding.weight"])
+    assert "those of the last step" in (tmp_path / "out" / "README.md").read_text()
 
 
 @torch.no_grad()
@@ -251,13 +297,13 @@ def test_a_manifest_that_nobody_signed_was_never_trained(tmp_path: Path) -> None
 # --- from a daemon
 
 
-@contextmanager
-def daemon(home: paths.Home, signed: SignedManifest, collect: Callable[[], Awaitable[Answer]]) -> Iterator[None]:
+@contextlib.contextmanager
+def daemon(home: paths.Home, signed: SignedManifest, collect: Callable[[bool], Awaitable[Answer]]) -> Iterator[None]:
     """A control socket of a daemon that does nothing but `collect`, in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    socket = ControlSocket(paths.socket_of(home), {"collect": Question(collect, {}, 30.0)})
+    socket = ControlSocket(paths.socket_of(home), {"collect": Question(collect, {"average": bool}, 30.0)})
     try:
         asyncio.run_coroutine_threadsafe(socket.start(), loop).result(10)
         entry = paths.Entry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), str(socket.path))
@@ -270,11 +316,13 @@ def daemon(home: paths.Home, signed: SignedManifest, collect: Callable[[], Await
         loop.close()
 
 
-def collected(folder: Path, signed: SignedManifest, stages: list[Stage], step: int) -> Answer:
+def collected(folder: Path, signed: SignedManifest, stages: list[Stage], step: int, times: int = 1) -> Answer:
+    """Writes files with the weights of `stages`, multiplied by `times`, and returns the answer that names them."""
     files = {}
     for stage, module in enumerate(stages):
         about = {"run": signed.run_id, "stage": str(stage), "step": str(step)}
-        replace_tensors(folder / f"stage-{stage}.safetensors", named(module), about)
+        tensors = {name: times * values for name, values in named(module).items()}
+        replace_tensors(folder / f"stage-{stage}.safetensors", tensors, about)
         files[str(stage)] = str(folder / f"stage-{stage}.safetensors")
     return {"files": files, "steps": dict.fromkeys(files, step)}
 
@@ -288,7 +336,7 @@ def test_a_daemon_collects_what_is_newer_than_any_checkpoint(
 ) -> None:
     asked = []
 
-    async def collect() -> Answer:
+    async def collect(average: bool) -> Answer:
         asked.append("collect")
         return collected(tmp_path / "collected", signed, stages, 60)
 
@@ -306,7 +354,7 @@ def test_a_daemon_that_cannot_leaves_it_to_the_checkpoints(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async def collect() -> Answer:
+    async def collect(average: bool) -> Answer:
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -324,7 +372,7 @@ def test_a_daemon_that_cannot_leaves_it_to_the_checkpoints(
 def test_what_a_daemon_collected_is_checked_before_anything_is_written(
     checkpoints: paths.Home, signed: SignedManifest, stages: list[Stage], tmp_path: Path
 ) -> None:
-    async def collect() -> Answer:
+    async def collect(average: bool) -> Answer:
         answer = collected(tmp_path / "collected", signed, stages, 60)
         bad = named(stages[1]) | {"layers.1.attention_norm.weight": np.full(32, np.nan, np.float32)}
         about = {"run": signed.run_id, "stage": "1", "step": "60"}
@@ -358,7 +406,7 @@ def test_mistakes_end_before_anything_is_asked(checkpoints: paths.Home, tmp_path
 def test_sigterm_ends_the_wait_for_a_daemon(checkpoints: paths.Home, signed: SignedManifest, tmp_path: Path) -> None:
     asked = threading.Event()
 
-    async def collect() -> Answer:
+    async def collect(average: bool) -> Answer:
         asked.set()
         await asyncio.sleep(30)
         return {}

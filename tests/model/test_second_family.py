@@ -26,6 +26,7 @@ from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportedTensor
 from agora.state.model_card import ModelDescription
+from agora.train.optimizer import with_moments
 from agora.train.weight_versions import StageWeights
 from tests.train.support import batches_for, microbatch_id, pipeline_of, tokens_of, train_step
 
@@ -182,9 +183,10 @@ def test_its_export_has_its_own_tensors_config_and_card(
     for stage in range(2):
         module = family_of(manifest.model).build_stage(manifest.layers_of(stage), manifest.seed)
         exact |= {f"linear.{name}": p.detach().clone() for name, p in module.named_parameters()}
-        weights = StageWeights(module, torch.device("cpu"))
+        layout = with_moments(manifest.optimizer, StageWeights(module, torch.device("cpu")).layout)
         named = {name: p.detach().numpy() for name, p in module.named_parameters()}
-        state = StageState(stage, 5, 5, 0, weights.layout, weights.layout.flat(named), {})
+        arrays = {moment.name: layout.flat(named) for moment in layout.moments}
+        state = StageState(stage, 5, 5, 0, layout, 2 * layout.flat(named), arrays)
         write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)
     out = tmp_path / "out"
     export.run("second", out, as_json=True)

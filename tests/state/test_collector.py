@@ -20,7 +20,7 @@ from safetensors import safe_open
 from agora.model import family_of
 from agora.state import collector
 from agora.state.collector import StageCollector
-from agora.state.layout import Layout, StageState
+from agora.state.layout import Layout, Moment, StageState
 from agora.swarm.view import PeerView, View
 from agora.train.trained_stage import stage_layout
 from agora.train.weight_versions import StageWeights
@@ -41,6 +41,13 @@ def layouts() -> list[Layout]:
     built = [family_of(MANIFEST.model).build_stage(MANIFEST.layers_of(k), MANIFEST.seed) for k in range(3)]
     weights = [StageWeights(stage, torch.device("cpu")) for stage in built]
     return [each.layout for each in weights]
+
+
+def averaged(given: StageState) -> StageState:
+    """The same state with a moving average, in which the weights are 100 larger."""
+    moment = Moment("average", [slice(0, given.layout.numel)])
+    layout = replace(given.layout, moments=(*given.layout.moments, moment))
+    return replace(given, layout=layout, moments={**given.moments, "average": given.weights + 100})
 
 
 class Held:
@@ -66,7 +73,7 @@ class Scene:
 
     def __init__(self, signed: SignedManifest, layouts: list[Layout], folder: Path) -> None:
         self.world = World()
-        self.states = [state(layouts[k].numel, value=k + 1.0, step=10 + k, stage=k) for k in range(3)]
+        self.states = [averaged(state(layouts[k].numel, value=k + 1.0, step=10 + k, stage=k)) for k in range(3)]
         self.held = Held(self.states[1])
         self.view = View()
         self.add("first", 0)
@@ -106,18 +113,19 @@ def played(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("average", [False, True])
 def test_every_stage_is_written_as_those_who_hold_it_have_it(
-    signed: SignedManifest, layouts: list[Layout], tmp_path: Path
+    signed: SignedManifest, layouts: list[Layout], tmp_path: Path, average: bool
 ) -> None:
     async def scenario(scene: Scene) -> None:
-        files = await scene.collector.collect()
+        files = await scene.collector.collect(average=average)
         assert [(file.stage, file.step) for file in files] == [(0, 10), (1, 11), (2, 12)]
         for file, layout, given in zip(files, layouts, scene.states, strict=True):
             assert file.path == scene.folder / f"stage-{file.stage}.safetensors"
             with safe_open(file.path, framework="numpy") as opened:
                 assert opened.metadata() == {"run": signed.run_id, "stage": str(file.stage), "step": str(file.step)}
                 found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-            expected = layout.named(given.weights)
+            expected = layout.named(given.weights + (100 if average else 0))
             assert found.keys() == expected.keys()
             assert all(np.array_equal(found[name], expected[name]) for name in expected)
         assert scene.left() == ["collected"] and scene.world.offences == []

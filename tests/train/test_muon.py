@@ -51,7 +51,7 @@ def section(**values: object) -> OptimizerSection:
 
 def stage(**values: object) -> tuple[StageWeights, StageOptimizer]:
     weights = StageWeights(Several(), CPU, HIDDEN)
-    return weights, StageOptimizer(section(**values), 1, weights.layout, CPU)
+    return weights, StageOptimizer(section(**values), 1, weights.layout, weights.current.flat)
 
 
 def gradient_of(weights: StageWeights, seed: int) -> torch.Tensor:

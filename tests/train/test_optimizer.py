@@ -67,7 +67,10 @@ def test_any_schedule_is_the_oracles_and_never_leaves_its_bounds(warmup: int, to
 def test_flat_steps_are_those_of_torch_on_separate_tensors(name: str, clip: float) -> None:
     plain, weights = Small(), StageWeights(Small(), CPU)
     options = section(name=name, clip=clip, weight_decay=0.3)
-    optimizer, total = StageOptimizer(options, 4, weights.layout, CPU), GradientSum(weights.layout, CPU)
+    optimizer, total = (
+        StageOptimizer(options, 4, weights.layout, weights.current.flat),
+        GradientSum(weights.layout, CPU),
+    )
     groups = [
         {"params": [plain.matrix], "weight_decay": 0.3},
         {"params": [plain.gain, plain.bias], "weight_decay": 0.0},
@@ -104,7 +107,7 @@ def test_a_sum_that_is_not_finite_changes_neither_weights_nor_moments() -> None:
     for poisoned in (False, True):
         weights = StageWeights(Small(), CPU)
         optimizer, gradient = (
-            StageOptimizer(section(), 1, weights.layout, CPU),
+            StageOptimizer(section(), 1, weights.layout, weights.current.flat),
             torch.full((weights.layout.numel,), 0.5),
         )
         if poisoned:

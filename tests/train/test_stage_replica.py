@@ -387,7 +387,7 @@ def test_a_state_is_a_copy_and_its_names_are_the_models() -> None:
     with_stage_0(test)
 
 
-@pytest.mark.parametrize("what", ["weights", "mean", "square"])
+@pytest.mark.parametrize("what", ["weights", "mean", "square", "average"])
 def test_a_state_that_is_not_this_stages_is_refused_whole(what: str) -> None:
     async def test(compute: Compute) -> None:
         good = await compute.export_state(0)
