@@ -33,7 +33,7 @@ the command line's options that are its own.
 NAMES: Final = ("learning", "pipeline", "averaging", "join", "agreement", "codecs", "optimizer", "wan")
 BENCHES: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run" for name in NAMES}
 """Name to `module:function`; a module is imported only when its benchmark runs."""
-WITH_OPTIONS: Final[Mapping[str, str]] = {"learning": "benchmarks.learning:run_with_options"}
+WITH_OPTIONS: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run_with_options" for name in ("learning", "wan")}
 """The same for benchmarks that have options of their own; used when some are given."""
 
 
@@ -85,7 +85,7 @@ def main() -> int:
         "machine in one go, so the ratios mean something where absolute figures do not.",
         epilog="Example: ./scripts/bench pipeline --quick --json. For experiments `learning` takes more options: "
         "--peers 2,4,8 --steps 100,400 --seeds 3 --schedule synchronous --link 200Mbit,50ms --kill-every 10 "
-        "--set SECTION.FIELD=VALUE (of the manifest, again and again).",
+        "--set SECTION.FIELD=VALUE (of the manifest, again and again); `wan` takes --losses --widths 64 128 --seeds 3.",
     )
     parser.add_argument("name", metavar="NAME", help=f"which comparison: {', '.join(BENCHES)}")
     parser.add_argument("--quick", action="store_true", help="end within 5 minutes on 2 cores; same ratio names")

@@ -1,24 +1,28 @@
-"""What the benchmark of slow links compares: boundaries, how long each is trained, which links they cross.
+"""What the benchmark of slow links compares: boundaries and optimizers, how long each is trained and measured.
 
-Knows: names and numbers, the manifest. Must not know: torch, processes, clocks.
+Knows: names and numbers, the manifest, the command line's options. Must not know: torch, processes, clocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
 
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.manifest import LINK_CODEC, Manifest
 
-RTT_MS: Final = 50
-DENSE_SHARE: Final = 0.15
-"""Of a step of dense bf16 over the link, what it would take without the link: 85 % of it is the wire's doing."""
+Optimizer = Literal["adamw", "muon"]
+OPTIMIZERS: Final[tuple[Optimizer, ...]] = get_args(Optimizer)
+
 PUBLISHED_PARTS: Final = 6.4
 SWARM_SEQUENCES: Final = 16
 """Sequences of a microbatch where speed is measured."""
-SWARM_MICROBATCHES: Final = 8
+SWARM_MICROBATCHES: Final = 16
 """Microbatches of an optimizer step where speed is measured; a loss run steps after each."""
+UNBOUNDED_STALENESS: Final = 64.0
+"""Where speed is measured the pipeline is as full as the link needs, as it would be with steps of many microbatches."""
 TOKEN_BYTES: Final = 1
 """A token's id, which goes forward with its coordinates; of the bytes tokenizer."""
 WARMUP_STEPS: Final = 50
@@ -56,18 +60,30 @@ class Setting:
 
 DENSE: Final = Setting(1, "bf16")
 DENSE_LEARNT: Final = Setting(1, "bf16", "learnt")
+SAME_SPEED: Final[Mapping[Setting, Setting]] = {DENSE_LEARNT: DENSE}
+"""Settings that send the same bytes and compute the same: measured once."""
 PUBLISHED: Final = Setting(PUBLISHED_PARTS, "bf16")
-CHOSEN: Final = Setting(16 / 7, LINK_CODEC)
-"""What `throughput_kept_50ms` and both times to loss are about."""
-NEEDED: Final = (DENSE, DENSE_LEARNT, PUBLISHED, CHOSEN)
-"""What the ratios are made of."""
+PRESET: Final = Setting(16 / 7, LINK_CODEC)
+"""The boundary of the presets, which `throughput_kept_50ms` is about."""
+NARROW: Final = tuple(Setting(PUBLISHED_PARTS, codec) for codec in ("int6/int3", "int5/int3", "int4/int3"))
+"""The published recipe's rank in fewer bits, which its loss hardly feels under Muon."""
+CANDIDATES: Final[Mapping[Optimizer, tuple[Setting, ...]]] = {"adamw": (PRESET,), "muon": (PRESET, *NARROW)}
+"""Our boundaries under each optimizer; the one that is chosen for a link is compared over it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a model is trained: what crosses its boundaries, and the optimizer."""
+
+    setting: Setting
+    optimizer: Optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One loss run."""
 
-    setting: Setting
+    recipe: Recipe
     width: int
     seed: int
 
@@ -76,27 +92,30 @@ class Job:
 class Effort:
     """The amount of training and measuring.
 
-    Each of `settings` is trained with each of `seeds` at each of `widths`. The published recipe takes `most_steps` of
-    that width, and its loss at the end is the target; a run of another setting ends when it is there, but not before
-    `steps`, which all have in common. `turns`: windows of each swarm, and of the pace beside it.
+    The published recipe takes the `most_steps` of optimizer and width, and its loss at the end is a target; a run of
+    another setting ends when it is there, but not before `steps`, which all have in common. The first of `seeds`
+    trains every setting, and chooses those that the others train. dense: the forms of dense bf16, of which the better
+    one counts. rates: names of the links. turns: windows of each swarm over each link, and of the pace before each.
     """
 
     widths: tuple[int, ...]
-    settings: tuple[Setting, ...]
+    dense: tuple[Setting, ...]
     seeds: tuple[int, ...]
     stages: int
     steps: int
-    most_steps: tuple[int, ...]
+    most_steps: Mapping[Optimizer, Mapping[int, int]]
     every: int
     heldout_batches: int
     window_s: float
     turns: int
+    rates: tuple[str, ...]
+    losses_only: bool = False
     context: int = 64
     sequences: int = 8
 
-    def most_at(self, width: int) -> int:
-        """Returns the steps of the longest run at this width."""
-        return self.most_steps[self.widths.index(width)]
+    def most_at(self, optimizer: Optimizer, width: int) -> int:
+        """Returns the steps of the longest run with this optimizer at this width."""
+        return self.most_steps[optimizer][width]
 
     @property
     def tokens_per_step(self) -> int:
@@ -104,33 +123,44 @@ class Effort:
         return self.context * self.sequences
 
     @property
-    def jobs(self) -> list[Job]:
-        """Every loss run: of each setting at each width, its seeds in order."""
-        return [Job(setting, width, seed) for width in self.widths for setting in self.settings for seed in self.seeds]
+    def recipes(self) -> list[Recipe]:
+        """Returns all that the first seed trains."""
+        return [
+            Recipe(setting, optimizer)
+            for optimizer in OPTIMIZERS
+            for setting in (*self.dense, PUBLISHED, *CANDIDATES[optimizer])
+        ]
+
+    def corpus_manifest(self) -> Manifest:
+        """Returns a manifest with the corpus that every run trains on."""
+        return self.manifest(Job(self.recipes[0], self.widths[0], self.seeds[0]))
 
     def swarm_manifest(self, setting: Setting, width: int) -> Manifest:
-        """Returns the manifest of a swarm whose speed is measured."""
+        """Returns the manifest of a swarm whose speed is measured, with Muon."""
         target = SWARM_MICROBATCHES * SWARM_SEQUENCES * self.context
-        return self.manifest(setting, width).replaced(
-            schedule={"microbatch": SWARM_SEQUENCES}, optimizer={"target_tokens": target}
+        return self.manifest(Job(Recipe(setting, "muon"), width, 0)).replaced(
+            schedule={"microbatch": SWARM_SEQUENCES, "staleness": UNBOUNDED_STALENESS},
+            optimizer={"target_tokens": target},
         )
 
-    def manifest(self, setting: Setting, width: int, seed: int = 0) -> Manifest:
+    def manifest(self, job: Job) -> Manifest:
         """Returns the manifest of a loss run: one layer a stage, the learning rate constant after its warm-up.
 
         No average of the weights is kept: the losses of all settings are those of the weights themselves.
         """
+        setting = job.recipe.setting
         model = {
-            "width": width,
-            "subspace": setting.subspace(width),
+            "width": job.width,
+            "subspace": setting.subspace(job.width),
             "embedding": setting.embedding,
             "layers": self.stages,
             "heads": 4,
             "key_value_heads": 2,
-            "feed_forward": 11 * width // 4,
+            "feed_forward": 11 * job.width // 4,
             "context": self.context,
         }
         optimizer = {
+            "name": job.recipe.optimizer,
             "learning_rate": LEARNING_RATE,
             "warmup_steps": WARMUP_STEPS,
             "minimum_ratio": 1.0,
@@ -138,7 +168,7 @@ class Effort:
             "average_decay": 0.0,
         }
         values = {
-            "seed": seed,
+            "seed": job.seed,
             "model": model,
             "stages": {"count": self.stages},
             "boundary": {"codec": setting.codec},
@@ -148,5 +178,40 @@ class Effort:
         return Manifest.from_values(values, "benchmark")
 
 
-QUICK: Final = Effort((64,), NEEDED, (0,), 4, 400, (500,), 20, 8, 6.0, 1)
-FULL: Final = Effort((64, 128), NEEDED, (0, 1, 2), 8, 750, (3000, 1500), 50, 16, 10.0, 2)
+QUICK: Final = Effort(
+    widths=(64,),
+    dense=(DENSE,),
+    seeds=(0,),
+    stages=4,
+    steps=240,
+    most_steps={"adamw": {64: 400}, "muon": {64: 320}},
+    every=20,
+    heldout_batches=8,
+    window_s=5.0,
+    turns=1,
+    rates=("today", "bound"),
+)
+FULL: Final = Effort(
+    widths=(64, 128),
+    dense=(DENSE, DENSE_LEARNT),
+    seeds=(0, 1, 2),
+    stages=8,
+    steps=750,
+    most_steps={"adamw": {64: 3000, 128: 1500}, "muon": {64: 1800, 128: 1000}},
+    every=50,
+    heldout_batches=16,
+    window_s=10.0,
+    turns=2,
+    rates=("today", "bound", "fast"),
+)
+
+
+def effort_of(options: Sequence[str], quick: bool) -> Effort:
+    """Returns the effort that the options ask for. Exits with code 2 for options that it cannot read."""
+    effort = QUICK if quick else FULL
+    parser = argparse.ArgumentParser(prog="./scripts/bench wan", add_help=False)
+    parser.add_argument("--losses", action="store_true")
+    parser.add_argument("--widths", type=int, nargs="+", choices=effort.widths, default=effort.widths)
+    parser.add_argument("--seeds", type=int, default=len(effort.seeds))
+    given = parser.parse_args(options)
+    return replace(effort, widths=tuple(given.widths), seeds=tuple(range(given.seeds)), losses_only=given.losses)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.swarm import STALL_S, SwarmContender
+from benchmarks.swarm import ANSWER_S, STALL_S, SwarmContender
 from benchmarks.window import print_progress
 
 LOOK_S = 1.0
@@ -22,6 +22,11 @@ PATIENCE_S = 90.0
 
 class SteadySwarm(SwarmContender):
     """A swarm whose windows begin once its pipeline is as full as it will be, which over a slow link takes long."""
+
+    def change_rate(self, rate: str) -> None:
+        """Gives the link of every daemon another rate, such as "2Mbit". Raises DaemonRefused where there is no link."""
+        for daemon in self.swarm.daemons.values():
+            daemon.ask("link", ANSWER_S, rate=rate)
 
     def fill(self) -> None:
         """Lets it train until the origin's credit has found its level, and as much is home again as was in flight."""

@@ -1,0 +1,119 @@
+"""The links of the benchmark: their rates by the machine's pace, what limits a swarm over them, which boundary suits.
+
+Pure. Knows: bytes of boundaries, measured speeds. Must not know: processes, clocks, losses but as steps to a target.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.wan_settings import DENSE, PUBLISHED, Setting
+
+RTT_MS: Final = 50
+FREE_SHARE: Final = 0.15
+"""Of a step of the boundary that a link is made for: what it would take without the link. The wire does the rest."""
+BUSY: Final = 0.8
+"""Processors or a wire that are busy for at least this share of the time limit a swarm."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """The rule for the rate of a link: the bytes of `reference` take 1 / (FREE_SHARE * times) of its step without it.
+
+    So at `times` 1 a step of `reference` takes 1 / FREE_SHARE of its time without a link: 85 % is the wire's doing.
+    """
+
+    name: str
+    reference: Setting
+    times: float
+
+    def bits_per_s(self, width: int, tokens_per_s: float) -> float:
+        """Returns the rate, where `reference` has `tokens_per_s` without a link."""
+        return 8 * self.reference.sent_per_token(width) * tokens_per_s * FREE_SHARE * self.times
+
+    def wire_time(self, setting: Setting, width: int) -> float:
+        """Returns the time of the bytes of `setting` over this link, in units of the time of `reference` without it."""
+        return setting.sent_per_token(width) / (self.reference.sent_per_token(width) * FREE_SHARE * self.times)
+
+
+RATES: Final[Mapping[str, LinkRate]] = {
+    rate.name: rate
+    for rate in (LinkRate("today", DENSE, 1.0), LinkRate("bound", PUBLISHED, 1.0), LinkRate("fast", DENSE, 5.0))
+}
+"""Today's link binds dense bf16, `bound` the published recipe, `fast` is five times as fast as today's."""
+
+
+@dataclass(frozen=True, slots=True)
+class PacedLink:
+    """A link whose rate follows the pace. free_share: tokens per second of its reference without it / of the pace."""
+
+    rate: LinkRate
+    free_share: float
+
+    def bits_per_s(self, width: int, pace: float) -> float:
+        """Returns the link's rate where the pace has just had so many tokens per second."""
+        return self.rate.bits_per_s(width, self.free_share * pace)
+
+
+def link_text(bits_per_s: float) -> str:
+    """Returns the rate as `--link` reads it."""
+    return f"{bits_per_s / 1e6:.4f}Mbit"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One window of a swarm and the window of the pace just before it.
+
+    pace, tokens_per_s: of the two. bits_per_s: the link of the swarm, which follows from `pace`; None without one.
+    cpu_s: processor seconds of its daemons for 1,000 tokens. elsewhere: cores that the rest of the machine used.
+    """
+
+    pace: float
+    tokens_per_s: float
+    bits_per_s: float | None
+    cpu_s: float
+    elsewhere: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The medians over the turns of one swarm over one link.
+
+    pace_share: its tokens per second / those of the pace. wire: the share of the time for which the uplink of a middle
+    stage is busy with boundaries. processor: the share of all cores that its daemons use. bits_per_s: the link's rate.
+    """
+
+    pace_share: float
+    wire: float
+    processor: float
+    bits_per_s: float
+
+    @property
+    def limit(self) -> str:
+        """What limits it: the busier of wire and processor, or neither, when both are idle for more than 1 - BUSY."""
+        share, name = max((self.wire, "wire"), (self.processor, "processor"))
+        return name if share >= BUSY else "neither"
+
+
+def speed_of(turns: Sequence[Turn], sent_per_token: float, cores: int) -> Speed:
+    """Returns what the turns say. sent_per_token: bytes that a middle stage sends for each token."""
+    wires = [8 * sent_per_token * turn.tokens_per_s / turn.bits_per_s for turn in turns if turn.bits_per_s]
+    return Speed(
+        pace_share=statistics.median(turn.tokens_per_s / turn.pace for turn in turns),
+        wire=statistics.median(wires) if wires else 0.0,
+        processor=statistics.median(turn.cpu_s / 1000 * turn.tokens_per_s / cores for turn in turns),
+        bits_per_s=statistics.median(turn.bits_per_s or math.inf for turn in turns),
+    )
+
+
+def choose(rate: LinkRate, width: int, steps: Mapping[Setting, float]) -> Setting:
+    """Returns the setting with the least expected time to the target over this link: steps x seconds of a step.
+
+    A step is expected to take what the wire needs for it, and at least what `rate.reference` needs without a link.
+    steps: to the target; infinite where it was not reached. The first setting is returned where none has reached it.
+    """
+    return min(steps, key=lambda setting: steps[setting] * max(1.0, rate.wire_time(setting, width)))
