@@ -65,13 +65,13 @@ def _over_link(results: Results, speeds: Speeds, rate: str, bits_per_s: float) -
 
 
 def _limit(speed: Speed) -> str:
-    """Returns which of wire and processors limits, with the share of the time for which each is busy."""
+    """Returns which of wire and processors limits, with the shares of time and cores that are busy."""
     words = {
         "wire": "the wire limits",
         "processor": "PROCESSOR TIME, not the wire, limits",
         "neither": "neither wire nor processors are busy all the time",
     }[speed.limit]
-    return f"{words} (wire busy {speed.wire:.0%}, processors {speed.processor:.0%})"
+    return f"{words} (wire busy {speed.wire:.0%}, processors {speed.processor:.0%}, others' {speed.others:.0%})"
 
 
 def _shown(value: float) -> str:

@@ -84,18 +84,20 @@ class Speed:
     """The medians over the turns of one swarm over one link.
 
     pace_share: its tokens per second / those of the pace. wire: the share of the time for which the uplink of a middle
-    stage is busy with boundaries. processor: the share of all cores that its daemons use. bits_per_s: the link's rate.
+    stage is busy with boundaries. processor, others: the shares of all cores that its daemons and other programs use.
+    bits_per_s: the link's rate.
     """
 
     pace_share: float
     wire: float
     processor: float
+    others: float
     bits_per_s: float
 
     @property
     def limit(self) -> str:
-        """What limits it: the busier of wire and processor, or neither, when both are idle for more than 1 - BUSY."""
-        share, name = max((self.wire, "wire"), (self.processor, "processor"))
+        """What limits it: the busier of wire and processors, or neither, when both are idle for more than 1 - BUSY."""
+        share, name = max((self.wire, "wire"), (self.processor + self.others, "processor"))
         return name if share >= BUSY else "neither"
 
 
@@ -106,6 +108,7 @@ def speed_of(turns: Sequence[Turn], sent_per_token: float, cores: int) -> Speed:
         pace_share=statistics.median(turn.tokens_per_s / turn.pace for turn in turns),
         wire=statistics.median(wires) if wires else 0.0,
         processor=statistics.median(turn.cpu_s / 1000 * turn.tokens_per_s / cores for turn in turns),
+        others=statistics.median(turn.elsewhere / cores for turn in turns),
         bits_per_s=statistics.median(turn.bits_per_s or math.inf for turn in turns),
     )
 

@@ -76,9 +76,9 @@ def measured(**fields: object) -> Speeds:
     """The pace has 1,000 tokens/s. Processors limit what crosses today's link, the wire what crosses `bound`."""
     today = {DENSE: 0.15, PUBLISHED: 0.8, PRESET: 0.96, NARROWEST: 1.0}
     bound = {PUBLISHED: 0.16, PRESET: 0.18, NARROWEST: 0.4}
-    over = {(setting, "today"): Speed(share, 0.5, 0.95, 2e6) for setting, share in today.items()}
-    over |= {(setting, "bound"): Speed(share, 0.97, 0.3, 3e5) for setting, share in bound.items()}
-    free = {DENSE: Speed(1.0, 0.0, 1.0, math.inf), PUBLISHED: Speed(1.1, 0.0, 1.0, math.inf)}
+    over = {(setting, "today"): Speed(share, 0.5, 0.95, 0.02, 2e6) for setting, share in today.items()}
+    over |= {(setting, "bound"): Speed(share, 0.97, 0.3, 0.02, 3e5) for setting, share in bound.items()}
+    free = {DENSE: Speed(1.0, 0.0, 1.0, 0.0, math.inf), PUBLISHED: Speed(1.1, 0.0, 1.0, 0.0, math.inf)}
     return replace(Speeds([900.0, 1000.0, 1100.0], free, over, 0.1), **fields)  # type: ignore[arg-type]
 
 
@@ -322,8 +322,8 @@ def test_notes_name_every_width_and_link_and_what_limits() -> None:
     told = notes([results(), results(128)])
     (today,) = (text for text in told if text.startswith("Width 64, link today"))
     (bound,) = (text for text in told if text.startswith("Width 128, link bound"))
-    assert "PROCESSOR TIME, not the wire, limits (wire busy 50%, processors 95%)" in today
-    assert "the wire limits (wire busy 97%, processors 30%)" in bound and "both Muon 0.44" in bound
+    assert "PROCESSOR TIME, not the wire, limits (wire busy 50%, processors 95%, others' 2%)" in today
+    assert "the wire limits (wire busy 97%, processors 30%, others' 2%)" in bound and "both Muon 0.44" in bound
     assert "nan" not in " ".join(told)
     assert not any("daemons, one for each stage" in text for text in notes([Results(loss_runs(), None)]))
 

@@ -54,20 +54,30 @@ def test_the_rate_and_the_speed_of_a_wire_bound_swarm_drift_with_the_machine_and
 
 
 def test_shares_are_of_the_uplinks_time_and_of_all_cores() -> None:
-    turns = [Turn(4000.0, 2000.0, 1e6, cpu_s, 0.0) for cpu_s in (0.7, 0.8, 0.9)]
+    turns = [Turn(4000.0, 2000.0, 1e6, cpu_s, 0.2) for cpu_s in (0.7, 0.8, 0.9)]
     speed = speed_of(turns, sent_per_token=25.0, cores=2)
-    assert speed.wire == pytest.approx(25 * 8 * 2000 / 1e6) and speed.processor == pytest.approx(0.8)
+    assert speed.wire == pytest.approx(25 * 8 * 2000 / 1e6) and (speed.processor, speed.others) == pytest.approx(
+        (0.8, 0.1)
+    )
     assert speed.pace_share == 0.5
     unlinked = speed_of([Turn(4000.0, 2000.0, None, 0.8, 0.0)], 25.0, 2)
     assert unlinked.wire == 0.0 and unlinked.bits_per_s == math.inf
 
 
 @pytest.mark.parametrize(
-    ("wire", "processor", "limit"),
-    [(0.95, 0.4, "wire"), (0.78, 0.97, "processor"), (0.9, 0.97, "processor"), (0.5, 0.6, "neither")],
+    ("wire", "processor", "others", "limit"),
+    [
+        (0.95, 0.4, 0.0, "wire"),
+        (0.78, 0.97, 0.0, "processor"),
+        (0.9, 0.97, 0.0, "processor"),
+        (0.5, 0.6, 0.0, "neither"),
+        (0.5, 0.6, 0.35, "processor"),
+    ],
 )
-def test_what_is_busier_limits_unless_both_are_idle_for_long(wire: float, processor: float, limit: str) -> None:
-    assert Speed(1.0, wire, processor, 1e6).limit == limit
+def test_what_is_busier_limits_unless_both_are_idle_for_long(
+    wire: float, processor: float, others: float, limit: str
+) -> None:
+    assert Speed(1.0, wire, processor, others, 1e6).limit == limit
 
 
 # --- choices
