@@ -9,7 +9,18 @@ from typing import cast
 
 import pytest
 from benchmarks.children import Nursery
-from benchmarks.wan_rates import FREE_SHARE, RATES, RTT_MS, PacedLink, Speed, Turn, choose, link_text, speed_of
+from benchmarks.wan_rates import (
+    FREE_SHARE,
+    RATES,
+    RTT_MS,
+    PacedLink,
+    Speed,
+    Turn,
+    choose,
+    expected_step,
+    link_text,
+    speed_of,
+)
 from benchmarks.wan_settings import DENSE, DENSE_LEARNT, NARROW, PRESET, PUBLISHED, QUICK, Setting
 from benchmarks.wan_speeds import Speeds, Swarms
 from benchmarks.window import Window
@@ -83,11 +94,18 @@ def test_what_is_busier_limits_unless_both_are_idle_for_long(
 # --- choices
 
 
-def test_bytes_count_only_where_the_wire_needs_longer_than_the_step_without_it() -> None:
-    steps = {PRESET: 1000.0, NARROW[0]: 1060.0, NARROW[2]: 1130.0}
+def test_a_step_takes_what_the_slower_of_wire_and_processors_needs_and_more_where_both_need_as_much() -> None:
+    assert expected_step(0.1) == pytest.approx(1.0, abs=1e-3)
+    assert expected_step(6.67) == pytest.approx(6.67, abs=1e-2)
+    assert expected_step(1.06) == pytest.approx(1.30, abs=5e-3)
+
+
+def test_bytes_count_where_the_wire_is_about_as_slow_as_the_processors_or_slower() -> None:
+    steps = {PRESET: 1000.0, NARROW[0]: 1150.0, NARROW[2]: 1300.0}
     chosen = {name: choose(rate, 64, steps) for name, rate in RATES.items()}
-    assert chosen == {"today": PRESET, "bound": NARROW[2], "fast": PRESET}
-    assert choose(RATES["bound"], 64, {**steps, NARROW[2]: 1300.0}) == NARROW[0]
+    assert chosen == {"today": NARROW[0], "bound": NARROW[2], "fast": PRESET}
+    assert choose(RATES["today"], 64, {**steps, PRESET: 900.0}) == PRESET
+    assert choose(RATES["bound"], 64, {**steps, NARROW[2]: 1400.0}) == NARROW[0]
 
 
 def test_a_boundary_that_missed_the_target_is_chosen_only_where_all_did_and_then_the_first() -> None:
