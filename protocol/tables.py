@@ -41,6 +41,7 @@ LIMITS: Final = {
     "MAX_ADDRESS_BYTES": "one address, ASCII",
     "MAX_INVITE_BYTES": "one invite",
     "MAX_RECORD_BYTES": "one sealed record",
+    "RECENT_STEPS": "steps that a stage's account in a progress is of",
     "MAX_RECORD_LIFETIME_S": "seconds from now to a record's expiry",
     "CLOCK_TOLERANCE_S": "seconds by which clocks may differ",
     "MAX_MANIFEST_BYTES": "one signed manifest",

@@ -19,6 +19,8 @@ from agora.cli import console
 from agora.node import control_client, paths, runs
 
 WATCH_SECONDS = 2.0
+STAGE_COLUMNS = ["STAGE", "REPLICAS", "STEP", "TOKENS/STEP", "COUNTED", "STALENESS", "TOK/S", "WAITS FOR"]
+PEER_COLUMNS = ["PEER", "NAME", "STAGES", "STATE", "STEP", "TOK/S", "PATH", "SEEN"]
 EXIT_CODES = {"OK": console.DONE, "PAUSED": console.DONE, "DEGRADED": console.DEGRADED}
 
 Status = Mapping[str, Any]
@@ -38,7 +40,10 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
             code = EXIT_CODES.get(status["health"]["state"], console.STALLED)
             if watch and sys.stdout.isatty():
                 print("\x1b[H\x1b[2J", end="")
-            (console.print_json if as_json else _print)(status)
+            if as_json:
+                console.print_json(status)
+            else:
+                print("\n".join(lines_of(status)), flush=True)
             if not watch:
                 return code
             time.sleep(WATCH_SECONDS)
@@ -77,36 +82,46 @@ def fetch(run: str, home: paths.Home) -> Status:
     }
 
 
-def _print(status: Status) -> None:
-    """Prints a status for people: a line for the run, tables of its stages and peers, and a line for its health."""
+def lines_of(status: Status) -> list[str]:
+    """Returns a status for people: a line for the run, tables of stages and peers, notes, and a line for its health."""
     loss = f"loss {status['loss']:.3f}" if status["loss"] is not None else "no loss yet"
     run = f"{status['name'] or 'unnamed'} ({status['run_id'][:12] or 'unsigned'})"
-    print(f"run     {run}  step {status['step']}  {loss}  {status['tokens_per_second']:.0f} tokens/s")
+    lines = [f"run     {run}  step {status['step']}  {loss}  {status['tokens_per_second']:.0f} tokens/s"]
     if status["stages"]:
-        stages = [[str(row["stage"]), str(row["replicas"]), *_step_and_rate(row)] for row in status["stages"]]
-        _print_table(["STAGE", "REPLICAS", "STEP", "TOK/S"], stages)
-        peers = [_peer_cells(peer) for peer in status["peers"]]
-        _print_table(["PEER", "NAME", "STAGES", "STATE", "STEP", "TOK/S", "PATH", "SEEN", "NOTE"], peers)
+        lines += _table(STAGE_COLUMNS, [_stage_cells(row) for row in status["stages"]])
+        lines += _table(PEER_COLUMNS, [_peer_cells(peer) for peer in status["peers"]])
+    lines += [f"note    {peer['name']}: {note}" for peer in status["peers"] for note in [peer["note"]] if note]
     health = status["health"]
     do = f"  do: {health['do']}" if health["do"] else ""
-    print(f"health  {health['state']}  why: {health['why']}{do}", flush=True)
+    lines.append(f"health  {health['state']}  why: {health['why']}{do}")
+    return ["".join(sign if sign.isprintable() else "?" for sign in line) for line in lines]  # peers wrote parts of it
+
+
+def _stage_cells(row: Mapping[str, Any]) -> list[str]:
+    """Returns the cells of a stage's row, in the order of STAGE_COLUMNS; "-" for what is not known yet."""
+    held, share, age = (row.get(key) for key in ("tokens_per_step", "share_counted", "staleness"))
+    return [
+        str(row["stage"]),
+        str(row["replicas"]),
+        str(row["step"]),
+        f"{held:,.0f} of {row['target_tokens']:,}" if held is not None else "-",
+        f"{100 * share:.1f} %" if share is not None else "-",
+        f"{age:.2f}" if age is not None else "-",
+        f"{row['tokens_per_second']:.0f}",
+        row.get("waits_for") or "-",
+    ]
 
 
 def _peer_cells(peer: Mapping[str, Any]) -> list[str]:
-    """Returns the cells of a peer's row: id, name, stages, state, step, tokens per second, path, last seen, note."""
+    """Returns the cells of a peer's row, in the order of PEER_COLUMNS."""
     stages = "-".join(str(stage) for stage in dict.fromkeys(peer["span"]))
+    step, rate = "-" if peer["step"] is None else str(peer["step"]), f"{peer['tokens_per_second']:.0f}"
     beginning = [f"...{peer['peer'][-6:]}", peer["name"], stages, peer["state"]]
-    return [*beginning, *_step_and_rate(peer), peer["path"], f"{peer['seen_seconds']:.0f} s", peer["note"]]
+    return [*beginning, step, rate, peer["path"], f"{peer['seen_seconds']:.0f} s"]
 
 
-def _step_and_rate(row: Mapping[str, Any]) -> list[str]:
-    """Returns two cells of a table row: the step, "-" for None, and the tokens per second."""
-    return ["-" if row["step"] is None else str(row["step"]), f"{row['tokens_per_second']:.0f}"]
-
-
-def _print_table(columns: list[str], rows: list[list[str]]) -> None:
-    """Prints rows under their columns, each as wide as its widest cell."""
-    lines = [columns, *rows]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """Returns the lines of rows under their columns, each as wide as its widest cell."""
+    cells = [columns, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -131,9 +131,9 @@ class Node:
         view = local_peer.membership.view if local_peer else View()
         claim = local_peer.membership.claim if local_peer else None
         link = local_peer.host.link if local_peer else None
-        run = RunIdentity(startup.reference.run, startup.reference.name, 0)
+        run = RunIdentity(startup.reference.run, startup.reference.name, 0, 0)
         if self.signed is not None:
-            run = RunIdentity(self.signed.run_id, self.signed.manifest.name, self.signed.manifest.stage_count)
+            run = RunIdentity.of(self.signed.manifest)
         return NodeReport(
             peer=startup.me,
             incarnation=claim.incarnation if claim else startup.incarnation,

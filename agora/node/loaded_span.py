@@ -20,9 +20,11 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.messages import Contribute, GossipSteps, Process, Recall
 from agora_protocol.records import Progress
 
+from agora.averaging.agreement import live_replicas
 from agora.averaging.group import ReplicaGroup
 from agora.averaging.partition import Slices
 from agora.calls import Reply
+from agora.clock import loop_time
 from agora.data.corpus import open_corpus
 from agora.data.sampling import OriginBatches, Sampler
 from agora.data.tokenizer import open_tokenizer
@@ -139,6 +141,7 @@ class LoadedSpan:
             span=self.span,
             stages=self.compute.progress(),
             waits_for={stage: self.replicas.reason(stage) for stage in self.span.stages},
+            behind={stage: self._steps_behind(stage) for stage in self.span.stages},
             busy_fraction=self.compute.busy_fraction(),
             in_hand=self.in_hand,
             queue=self.hop.queue,
@@ -146,7 +149,14 @@ class LoadedSpan:
             is_origin=self.origin is not None,
             loss=self.origin.loss.value if self.origin else None,
             credit=self.origin.credit.reason if self.origin else "",
+            shortage=self.origin.credit.shortage if self.origin else "",
         )
+
+    def _steps_behind(self, stage: int) -> int:
+        """Returns how many steps the stage is behind the live replica that has reported most; 0 when it is not."""
+        gossip, step = self.replicas.gossip, self.compute.step_of(stage)
+        live = live_replicas(gossip.known(stage), gossip.others(stage), loop_time())
+        return max([0, *(last.reported.step - step for last in live.values())])
 
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers a request of WORK_REQUESTS: Process by the hop, the others (averaging) by the replicas."""

@@ -5,39 +5,49 @@ Knows: names, types, the JSON of the commands' contract. Must not know: where a 
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agora_protocol.ids import PeerId, Span
+from agora_protocol.limits import MAX_TEXT_BYTES
 from agora_protocol.records import Progress
 
 from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
 from agora.swarm.health import Health
+from agora.swarm.stage_tokens import sum_accounts
 from agora.swarm.status import RunIdentity, status
-from agora.swarm.view import View
+from agora.swarm.view import View, merge
 
 if TYPE_CHECKING:
     from agora.train.trained_stage import StageProgress
 
 RATE_WINDOW_S = 15.0
 NO_TRAFFIC = Traffic(0, 0, 0)
+IDLE_BELOW = 0.9
+"""A device that works for a smaller part of its time could do more."""
+LEAST_BEHIND = 2
+"""Steps behind its replicas that are worth a note: replicas take a step within moments of each other, not at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
     """A snapshot of the span held here. waits_for: what each stage waits for, in words.
 
+    behind: how many steps each stage is behind the replica that is furthest, 0 for none.
     busy_fraction: the part of its time that the device thread spends on jobs. queue: microbatches at the device.
     path_s: seconds from here to the last stage and back, None until measured. loss, credit: the origin's loss, and in
-    words how many microbatches it may have in flight.
+    words how many microbatches it may have in flight. shortage: the setting that allows it fewer than it could use, in
+    words, "" for none.
     """
 
     span: Span
     stages: Sequence[StageProgress]
     waits_for: Mapping[int, str]
+    behind: Mapping[int, int]
     busy_fraction: float
     in_hand: int
     queue: int
@@ -45,6 +55,7 @@ class SpanReport:
     is_origin: bool
     loss: float | None
     credit: str
+    shortage: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +91,10 @@ class NodeReport:
 
 def status_json(report: NodeReport) -> dict[str, Any]:
     """Returns what `swarm status --json` prints, also as the answer to a peer's GetStatus."""
-    note = "; ".join(["paused by its owner"] * report.is_paused + [f"link {report.link}"] * bool(report.link))
-    paths = {**report.paths, report.peer: "self"}
-    return status(report.view, report.run, report.health, report.now_unix, paths, {report.peer: note})
+    view, own, paths = report.view, progress_record(report), {**report.paths, report.peer: "self"}
+    if own is not None:  # newer than what this peer has published
+        view = merge(view, [own], report.now_unix, 0.0)
+    return status(view, report.run, report.health, report.now_unix, paths)
 
 
 def progress_record(report: NodeReport) -> Progress | None:
@@ -100,7 +112,36 @@ def progress_record(report: NodeReport) -> Progress | None:
         loss=span.loss if span.is_origin else counters.stage_loss if holds_last else None,
         queue=span.queue,
         completed=max(counters.counted.values(), default=0),
+        accounts=tuple(tuple(stage.account) for stage in span.stages),
+        waits_for=_printable(_by_stage(span.waits_for), MAX_TEXT_BYTES // 4),
+        note=_printable("; ".join(notes_of(report)), MAX_TEXT_BYTES),
     )
+
+
+def notes_of(report: NodeReport) -> list[str]:
+    """Returns remarks on this daemon: what its owner has set, why it is behind its replicas, what limits it."""
+    notes = ["paused by its owner"] * report.is_paused + [f"link {report.link}"] * bool(report.link)
+    span = report.span
+    if span is None:
+        return notes
+    for stage, steps in span.behind.items():
+        if steps >= LEAST_BEHIND:
+            notes.append(f"stage {stage} is {steps} steps behind its replicas: {span.waits_for.get(stage, '')}")
+    if span.shortage and span.busy_fraction < IDLE_BELOW:
+        notes.append(f"its device works {span.busy_fraction:.0%} of the time: {span.shortage}")
+    return notes
+
+
+def _by_stage(texts: Mapping[int, str]) -> str:
+    """Returns the texts of all stages as one; their stages are named unless there is one only."""
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"stage {stage}: {text}" for stage, text in texts.items() if text)
+
+
+def _printable(text: str, most: int) -> str:
+    """Returns at most `most` characters of the text, with "?" for whatever is not printable ASCII, for a record."""
+    return re.sub("[^ -~]", "?", text)[:most]
 
 
 def service_status(report: NodeReport, sentence: str) -> str:
@@ -120,8 +161,19 @@ def report_json(report: NodeReport) -> dict[str, Any]:
     return answer | {
         "span": [span.span.first, span.span.last],
         "steps": {str(stage.stage): stage.step for stage in span.stages},
+        "target_tokens": report.run.target_tokens,
+        "accounts": {
+            str(stage.stage): {
+                **asdict(sum_accounts([stage.account])),
+                "tokens_waiting": stage.account.waiting,
+                "tokens_lost": stage.account.computed - stage.account.waiting - stage.account.counted,
+            }
+            for stage in span.stages
+        },
         "staleness": {str(stage.stage): list(stage.staleness) for stage in span.stages},
         "waits_for": {str(stage): reason for stage, reason in span.waits_for.items()},
+        "behind": {str(stage): steps for stage, steps in span.behind.items()},
+        "notes": notes_of(report),
         "refused_nonfinite": sum(stage.refused_nonfinite for stage in span.stages),
         "busy_fraction": round(span.busy_fraction, 4),
         "tokens_per_second": round(report.tokens_per_second, 1),

@@ -26,29 +26,44 @@ GRACE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The number of microbatches that an origin may have in flight, and the reason for it in words."""
+    """The number of microbatches that an origin may have in flight, and the reason for it in words.
+
+    shortage: why these are fewer than the round trip would use and which settings change it, for people; "" if not.
+    """
 
     limit: int
     reason: str
+    shortage: str = ""
 
 
-def measured_credit(round_trip_s: float | None, period_s: float | None, stages: int, ceiling: int) -> Credit:
+def measured_credit(
+    round_trip_s: float | None, period_s: float | None, stages: int, ceiling: int, most_in_flight: int = 2**31
+) -> Credit:
     """Returns x + 4 * sqrt(x) for x = round trip / period: at least two for each stage, at most `ceiling`.
 
     round_trip_s: what a microbatch takes that never waits. period_s: the mean seconds between two completions. Either
-    is None before it was measured.
+    is None before it was measured. most_in_flight: another bound, the one that schedule.staleness sets.
     """
-    ceiling = max(1, ceiling)
+    is_stale_beyond, ceiling = most_in_flight <= ceiling, max(1, min(ceiling, most_in_flight))
+    setting = " by schedule.staleness" if is_stale_beyond else ""
     least = min(PER_STAGE * stages, ceiling)
     if not round_trip_s or not period_s or round_trip_s <= 0 or period_s <= 0:
-        return Credit(least, f"{least}: {PER_STAGE} per stage until the round trip is measured")
+        bound = f", bounded by {ceiling}{setting}" if least < PER_STAGE * stages else ""
+        return Credit(least, f"{least}: {PER_STAGE} per stage until the round trip is measured{bound}")
     load = round_trip_s / period_s
     wanted = math.ceil(min(load + SAFETY * math.sqrt(load), 1e9))
     limit = max(least, min(wanted, ceiling))
     reason = (
         f"round trip {round_trip_s:.3f} s / period {period_s:.3f} s = {load:.1f}, and {SAFETY:g} times its square root"
     )
-    return Credit(limit, f"{limit}: {reason}" + (f", bounded by {ceiling}" if wanted > ceiling else ""))
+    if wanted <= ceiling:
+        return Credit(limit, f"{limit}: {reason}")
+    shortage = (
+        f"its round trip ({round_trip_s:.2f} s, one microbatch completed every {period_s:.2f} s) would use {wanted} in "
+        f"flight, schedule.staleness allows it {ceiling}; a larger schedule.staleness or optimizer.target_tokens, in "
+        "the manifest of a new run, allows more"
+    )
+    return Credit(limit, f"{limit}: {reason}, bounded by {ceiling}{setting}", shortage if is_stale_beyond else "")
 
 
 def staleness_limit(staleness: float, microbatches: int, rank: int, origins: int) -> int:

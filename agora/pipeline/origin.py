@@ -212,10 +212,8 @@ class Origin:
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
             return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
-        ceiling = min(self._credit_ceiling, config.ceiling, seen.most_in_flight)
-        credit = opening.measured_credit(seen.path_s, self._pace.period_s.value, config.stage_count, ceiling)
-        is_bounded = credit.limit == seen.most_in_flight
-        return Credit(credit.limit, credit.reason + " by schedule.staleness") if is_bounded else credit
+        ceiling, period_s = min(self._credit_ceiling, config.ceiling), self._pace.period_s.value
+        return opening.measured_credit(seen.path_s, period_s, config.stage_count, ceiling, seen.most_in_flight)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
         """Returns a microbatch of these tokens, with a new id that is unique in the run."""

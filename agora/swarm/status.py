@@ -6,12 +6,14 @@ Knows: the JSON that the command promises. Must not know: how it travels. Fields
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from agora_protocol.ids import PeerId, peer_name
+from agora_protocol.manifest import Manifest
 
 from agora.swarm.health import Health
+from agora.swarm.stage_tokens import sum_accounts
 from agora.swarm.view import View
 
 SCHEMA = 1
@@ -19,11 +21,17 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The run that a status is of: id, name, and number of stages."""
+    """The run that a status is of: id, name, number of stages, and the tokens that a step of each should hold."""
 
     run_id: str
     name: str
     stage_count: int
+    target_tokens: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> RunIdentity:
+        """Returns the identity of the manifest's run."""
+        return cls(manifest.run_id, manifest.name, manifest.stage_count, manifest.optimizer.target_tokens)
 
 
 def status(
@@ -32,14 +40,13 @@ def status(
     health: Health,
     now_unix: float,
     paths: Mapping[PeerId, str] | None = None,
-    notes: Mapping[PeerId, str] | None = None,
 ) -> dict[str, Any]:
     """Returns what `swarm status --json` prints; `step` is stage 0's, `tokens_per_second` the slowest stage's.
 
-    paths: how the asked peer reaches others: "direct" (also where none is given), "relayed" or "self". notes: a remark
-    on a peer. The state "serving" is shown as "training".
+    paths: how the asked peer reaches others: "direct" (also where none is given), "relayed" or "self". The state
+    "serving" is shown as "training".
     """
-    stages = [_stage_status(view, stage) for stage in range(run.stage_count)]
+    stages = [_stage_status(view, stage, run.target_tokens) for stage in range(run.stage_count)]
     known = sorted(view.peers.values(), key=lambda seen: (seen.span.first, seen.span.last, seen.peer))
     return {
         "schema": SCHEMA,
@@ -60,21 +67,30 @@ def status(
                 "tokens_per_second": round(seen.tokens_per_second, 1),
                 "path": (paths or {}).get(seen.peer, "direct"),
                 "seen_seconds": round(max(0.0, now_unix - seen.seen_unix), 1),
-                "note": (notes or {}).get(seen.peer, ""),
+                "note": seen.note,
+                "waits_for": seen.waits_for,
             }
             for seen in known
         ],
     }
 
 
-def _stage_status(view: View, stage: int) -> dict[str, Any]:
-    """Returns a stage's row of the status: its serving replicas, their highest step, their tokens per second summed."""
+def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
+    """Returns a stage's row of the status: its serving replicas, their highest step, their tokens per second summed.
+
+    Then what became of their tokens, and what the replica with the fewest steps waits for.
+    """
     replicas = view.replicas(stage)
+    last = min(replicas, key=lambda seen: seen.step_of(stage), default=None)
+    waits_for = "a peer that serves it" if last is None else last.waits_for
     return {
         "stage": stage,
         "replicas": len(replicas),
         "step": max((p.step_of(stage) for p in replicas), default=0),
         "tokens_per_second": round(sum(p.tokens_per_second for p in replicas), 1),
+        "target_tokens": target_tokens,
+        **asdict(sum_accounts([seen.account_of(stage) for seen in replicas])),
+        "waits_for": f"{peer_name(last.peer)}: {waits_for}" if last and waits_for and len(replicas) > 1 else waits_for,
     }
 
 

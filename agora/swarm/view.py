@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from agora_protocol.ids import PeerId, Span
-from agora_protocol.records import Claim, Progress, Record
+from agora_protocol.records import Claim, Progress, Record, StageAccount
 
 from agora.moving_average import MovingAverage
 
@@ -24,7 +24,8 @@ _NO_STEPS = MovingAverage(STEP_SECONDS_WEIGHT)
 class PeerView:
     """What is known of one live peer.
 
-    steps: optimizer steps taken, one number for each stage of the span. stepped_unix: when any of them last grew.
+    steps: optimizer steps taken, one number for each stage of the span, as are `accounts`, which may be empty.
+    stepped_unix: when any of the steps last grew. waits_for, note: see Progress.
     mean_step_s: the moving average of the seconds between two steps of a stage; it has no value before the second step.
     """
 
@@ -42,11 +43,19 @@ class PeerView:
     seen_unix: float = 0.0
     stepped_unix: float | None = None
     mean_step_s: MovingAverage = _NO_STEPS
+    accounts: tuple[StageAccount, ...] = ()
+    waits_for: str = ""
+    note: str = ""
 
     def step_of(self, stage: int) -> int:
         """Returns the optimizer steps taken at `stage`; 0 when unknown or outside the span."""
         index = stage - self.span.first
         return self.steps[index] if 0 <= index < len(self.steps) else 0
+
+    def account_of(self, stage: int) -> StageAccount:
+        """Returns what became of the tokens of `stage` here; all zeros when unknown or outside the span."""
+        index = stage - self.span.first
+        return self.accounts[index] if 0 <= index < len(self.accounts) else StageAccount()
 
 
 @dataclass(frozen=True)
@@ -139,5 +148,8 @@ def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix:
         tokens_per_second=progress.tokens_per_second,
         loss=progress.loss,
         mean_step_s=mean_step_s,
+        accounts=tuple(map(StageAccount._make, progress.accounts)),
+        waits_for=progress.waits_for,
+        note=progress.note,
         stepped_unix=now_unix if grown else known.stepped_unix,
     )

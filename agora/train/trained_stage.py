@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from agora_protocol.errors import LocalError, ProtocolError
 from agora_protocol.manifest import Manifest
+from agora_protocol.records import StageAccount
 from torch import Tensor
 
 from agora.model import Stage, family_of
@@ -21,6 +22,7 @@ from agora.observe.events import GradientLate, GradientRefused, Report, StepsSki
 from agora.state.layout import AVERAGE, Layout, lay_out
 from agora.stepping import PartClosed, StageStepped, StepEvent, StepPolicy
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
+from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion, tensor_in
 
 MOST_CLOSED = 2
@@ -35,6 +37,7 @@ class StageProgress:
 
     part: number of the step that is counted for now, `step` + the number of closed parts that await their means. Tokens
     are those counted for that part; here since the start; and of all steps and parts, those before a loaded state too.
+    account: what became of the tokens counted here.
     """
 
     stage: int
@@ -45,6 +48,7 @@ class StageProgress:
     tokens_total: int
     staleness: tuple[int, ...]
     refused_nonfinite: int
+    account: StageAccount
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,7 @@ class TrainedStage:
         self._knows_loss = number == manifest.stage_count - 1
         self._synchronous = manifest.schedule.kind == "synchronous"
         self._shares: deque[ClosedPart] = deque()
-        self._counted = 0
+        self._accounts = TokenAccounts()
         self._refused = 0
         self._staleness = [0] * STALENESS_BINS
         self._stepped_at = time.monotonic()
@@ -151,10 +155,17 @@ class TrainedStage:
     def _update_progress(self) -> None:
         """Replaces `progress` by the present counts."""
         summed, part = self.sum.contents.tokens, self.step + len(self._shares)
-        total = self.tokens_stepped + sum(share.contents.tokens for share in self._shares) + summed
-        staleness = tuple(self._staleness)
+        waiting = sum(share.contents.tokens for share in self._shares) + summed
         self.progress = StageProgress(
-            self.number, self.step, part, summed, self._counted, total, staleness, self._refused
+            stage=self.number,
+            step=self.step,
+            part=part,
+            tokens_in_part=summed,
+            tokens_counted=self._accounts.computed,
+            tokens_total=self.tokens_stepped + waiting,
+            staleness=tuple(self._staleness),
+            refused_nonfinite=self._refused,
+            account=self._accounts.account(waiting),
         )
 
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
@@ -170,7 +181,7 @@ class TrainedStage:
         contents.loss += loss
         contents.microbatches += 1
         contents.forward_steps += part - staleness
-        self._counted += tokens
+        self._accounts.computed += tokens
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self._update_progress()
         if self._shares and self._synchronous:
@@ -274,6 +285,7 @@ class TrainedStage:
         """Drops the sum and sets the counts of steps and tokens; the caller has replaced weights and moments before."""
         self.sum.clear()
         self._shares.clear()
+        self._accounts.forget_recent()
         self.step, self.tokens_stepped = step, tokens
         self._stepped_at = time.monotonic()
         self._update_progress()
@@ -293,9 +305,11 @@ class TrainedStage:
 
         step_tokens: of all replicas, in the mean gradient of the step; None where it was not taken along such a mean.
         """
-        now = time.monotonic()
+        now, staleness = time.monotonic(), contents.staleness(self.step)
         self.step += 1
         self.tokens_stepped += contents.tokens
+        if result is not None:
+            self._accounts.add_step(contents.tokens, step_tokens, staleness)
         self._update_progress()
         self._report(
             StepTaken(
@@ -306,7 +320,7 @@ class TrainedStage:
                 seconds=now - self._stepped_at,
                 learning_rate=result.learning_rate if result else 0.0,
                 gradient_norm=result.gradient_norm if result else None,
-                staleness=contents.staleness(self.step - 1),
+                staleness=staleness,
                 step_tokens=step_tokens,
             )
         )

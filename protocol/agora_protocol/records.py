@@ -6,7 +6,7 @@ b"agora record 1\\0" || run (32 bytes) || payload, by the peer that the fields a
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import ProtocolError
@@ -21,6 +21,8 @@ from agora_protocol.fields import (
     list_field,
     peer_id_field,
     span_field,
+    text_field,
+    tuple_field,
 )
 from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, RunId, Span, is_run_id
@@ -30,12 +32,16 @@ from agora_protocol.limits import (
     MAX_RECORD_LIFETIME_S,
     MAX_SPAN_STAGES,
     MAX_STAGES,
+    MAX_TEXT_BYTES,
+    RECENT_STEPS,
 )
 from agora_protocol.packing import is_version, pack, unpack
 
 RECORD_TAG: Final = b"agora record 1\0"
 RECORD_VERSION: Final = 1
 SIGNATURE_BYTES: Final = 64
+PRINTABLE: Final = "[ -~]*"
+"""The pattern of a text that people read on a terminal: nothing in it can move the cursor or change a line."""
 
 
 class Record(Structure):
@@ -85,6 +91,22 @@ class Claim(Record, kind=1, name="claim"):
         return None
 
 
+class StageAccount(NamedTuple):
+    """What became of the tokens whose gradient a peer has computed for one of its stages since it loaded the span.
+
+    Those that are neither `waiting` nor `counted` are lost. Recent steps are the last RECENT_STEPS at most.
+    """
+
+    computed: int = 0  # tokens whose gradient it has computed
+    waiting: int = 0  # of these, in no step yet
+    counted: int = 0  # of these, their gradient went into a step
+    own_steps: int = 0  # recent steps that it took along its own gradient
+    along_own: int = 0  # its tokens in them
+    mean_steps: int = 0  # recent steps that it took along the mean gradient of all replicas
+    in_mean: int = 0  # the tokens of all replicas in these means
+    staleness: float = 0.0  # mean age in steps of its gradients in its recent steps
+
+
 class Progress(Record, kind=2, name="progress"):
     """Says how far a peer's stages are."""
 
@@ -100,11 +122,32 @@ class Progress(Record, kind=2, name="progress"):
     )
     queue: int = int_field(0, MAX_UINT, doc="microbatches that wait for the device or are on it now")
     completed: int = int_field(0, MAX_UINT, doc="microbatches finished since the start of this incarnation")
+    accounts: tuple[tuple[int | float, ...], ...] = list_field(
+        tuple_field(
+            *(int_field(0, MAX_UINT) for _ in range(3)),
+            *(int_field(0, most) for most in (RECENT_STEPS, MAX_UINT) * 2),
+            float_field(0, 1e12),
+        ),
+        MAX_SPAN_STAGES,
+        default=(),
+        doc="for each stage of the span what became of its tokens, as said below; empty before a microbatch is taken",
+    )
+    waits_for: str = text_field(
+        MAX_TEXT_BYTES // 4, pattern=PRINTABLE, default="", doc="what its stages do or wait for, for people"
+    )
+    note: str = text_field(
+        MAX_TEXT_BYTES, pattern=PRINTABLE, default="", doc="why it is behind, what limits it, for people"
+    )
 
     def find_problem(self) -> str | None:
-        """Returns a complaint unless there is one step for each stage, else None."""
+        """Returns a complaint unless there is one step, and one account or none at all, for each stage, else None."""
         if len(self.steps) != len(self.span):
             return f"has {len(self.steps)} steps for a span of {len(self.span)} stages"
+        if len(self.accounts) not in (0, len(self.span)):
+            return f"has {len(self.accounts)} accounts for a span of {len(self.span)} stages"
+        for account in map(StageAccount._make, self.accounts):
+            if account.waiting + account.counted > account.computed:
+                return f"counts {account.waiting + account.counted} tokens of {account.computed} that were computed"
         return None
 
 

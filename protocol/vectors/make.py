@@ -19,6 +19,7 @@ from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity, peer_id_bytes
 from agora_protocol.ids import RunId, Span, microbatch_id, peer_name
 from agora_protocol.invite import Invite
+from agora_protocol.limits import MAX_RECORD_BYTES
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.messages import (
     Advance,
@@ -120,11 +121,14 @@ def invites() -> list[dict[str, Any]]:
 
 def _records() -> list[tuple[Record, Identity, int]]:
     """Returns the records of the vectors, who signs each, and under which stage it is published."""
+    account = (337_920, 6_144, 329_728, 1, 16_384, 15, 245_760, 0.1875)
+    counted = Progress(SECOND.peer, Span(3, 3), 0, (40,), 4800.5, None, 1, 330, (account,), "6 tokens", "paused")
     return [
         (Claim(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (ADDRESS, RELAYED), "serving", 12.5), FIRST, 1),
         (Claim(SECOND.peer, Span(3, 3), 0, (), "joining", 0.0), SECOND, 3),
         (Progress(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (40, 41), 9870.0, 2.5, 3, 640), FIRST, 0),
         (Progress(SECOND.peer, Span(3, 3), 0, (0,), 0.0, None, 0, 0), SECOND, 3),
+        (counted, SECOND, 3),
         (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 25e6), SECOND, 3),
     ]
 
@@ -323,7 +327,7 @@ def _bad_records() -> list[tuple[str, str, bytes]]:
         ),
         ("expired", "expired", _sealed([1, 1, NOW_UNIX, fields])),
         ("living too long", "lives-too-long", _sealed([1, 1, NOW_UNIX + 661, fields])),
-        ("too many bytes", "too-large", _sealed(good) + bytes(4096)),
+        ("too many bytes", "too-large", _sealed(good) + bytes(MAX_RECORD_BYTES)),
         ("no msgpack", "bad-record", b"\xc1"),
         ("another version", "bad-record", _sealed([2, 1, NOW_UNIX + 60, fields])),
         ("an unknown kind", "bad-record", _sealed([1, 4, NOW_UNIX + 60, fields])),

@@ -195,6 +195,18 @@ def test_the_exit_code_of_status_is_the_health(
     assert "olive-heron" in shown and "0-1" in shown
 
 
+def test_a_person_reads_of_a_stage_its_tokens_what_it_waits_for_and_why_a_peer_is_behind() -> None:
+    status = example("OK")
+    account = {"tokens_per_step": 16350.2, "target_tokens": 16384, "share_counted": 0.9921, "staleness": 0.125}
+    status["stages"][0] |= account | {"waits_for": "olive-heron: 96 tokens are missing"}
+    status["stages"].append({"stage": 1, "replicas": 0, "step": 0, "tokens_per_second": 0.0})
+    status["peers"][0]["note"] = "stage 0 is 3 steps behind\x1b[2J"
+    _, _, first, second, *_, note, _ = status_command.lines_of(status)
+    assert first.split() == "0 3 7 16,350 of 16,384 99.2 % 0.12 10400 olive-heron: 96 tokens are missing".split()
+    assert second.split() == "1 0 0 - - - 0 -".split()
+    assert note == "note    olive-heron: stage 0 is 3 steps behind?[2J", "what a peer wrote moves no cursor"
+
+
 def test_watch_shows_again_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     states = iter(["OK", "DEGRADED"])
 

@@ -14,6 +14,7 @@ import pytest
 from agora_protocol.errors import InputError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId, Span
+from agora_protocol.limits import MAX_RECORD_BYTES
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, Progress, Record, record_key, seal_record
 from hivemind.dht.crypto import DHTRecord
@@ -181,7 +182,7 @@ def test_what_is_not_signed_and_in_its_place_is_refused_by_every_node_that_is_as
                 ("bad-record", key, other.peer, b"junk", now + 30),
                 ("bad-record", key, other.peer, {"a": 1}, now + 30),
                 ("bad-record", key, None, good, now + 30),  # no subkey: would replace everybody's
-                ("too-large", key, other.peer, b"x" * 5_000, now + 30),
+                ("too-large", key, other.peer, b"x" * (MAX_RECORD_BYTES + 1_000), now + 30),
                 ("lives-too-long", key, other.peer, seal_record(claim(other), RUN_ID, other, now + 9_999), now + 9_999),
             ]
             liar.directory._node.protocol.record_validator = None

@@ -7,12 +7,13 @@ import json
 
 from agora_protocol.identity import Identity
 from agora_protocol.ids import Span
-from agora_protocol.records import Claim
+from agora_protocol.records import Claim, StageAccount
 
 from agora.node.node_report import (
     NodeReport,
     SpanReport,
     WindowedRate,
+    notes_of,
     progress_record,
     report_json,
     service_status,
@@ -29,8 +30,12 @@ from agora.train.trained_stage import StageProgress
 ME = Identity(bytes([1]) * 32).peer
 SPAN = SpanReport(
     Span(0, 1),
-    (StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 0), StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 1)),
+    (
+        StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25)),
+        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 1, StageAccount()),
+    ),
     {0: "96 tokens are missing", 1: ""},
+    {0: 0, 1: 1},
     busy_fraction=0.51239,
     in_hand=2,
     queue=1,
@@ -38,6 +43,7 @@ SPAN = SpanReport(
     is_origin=True,
     loss=3.5,
     credit="8: twice what is on its way",
+    shortage="",
 )
 
 
@@ -47,7 +53,7 @@ def report(**fields: object) -> NodeReport:
     node = NodeReport(
         peer=ME,
         incarnation=5,
-        run=RunIdentity("ab" * 32, "poems", 2),
+        run=RunIdentity("ab" * 32, "poems", 2, 256),
         state="serving",
         step_of_start="",
         is_paused=False,
@@ -67,7 +73,18 @@ def test_a_serving_daemon_answers_everything_that_is_counted_as_json() -> None:
     answer = json.loads(json.dumps(report_json(report())))
     assert answer["span"] == [0, 1] and answer["steps"] == {"0": 7, "1": 8}
     assert answer["staleness"] == {"0": [3, 1], "1": [0, 2]} and answer["refused_nonfinite"] == 1
-    assert answer["waits_for"] == {"0": "96 tokens are missing", "1": ""}
+    assert answer["waits_for"] == {"0": "96 tokens are missing", "1": ""} and answer["behind"] == {"0": 0, "1": 1}
+    assert answer["notes"] == [] and answer["target_tokens"] == 256
+    assert answer["accounts"]["0"] == {
+        "tokens_computed": 640,
+        "tokens_counted": 544,
+        "tokens_waiting": 64,
+        "tokens_lost": 32,
+        "share_counted": 0.9444,
+        "tokens_per_step": 250.0,
+        "staleness": 0.25,
+    }
+    assert answer["accounts"]["1"]["share_counted"] is None and answer["accounts"]["1"]["tokens_per_step"] is None
     assert answer["bytes"] == {"boundary": 1, "sent": 20, "received": 30, "averaging": 4, "state": 5}
     assert (answer["busy_fraction"], answer["tokens_per_second"], answer["in_hand"]) == (0.5124, 12.3, 2)
     assert (answer["state"], answer["paused"], answer["link"]) == ("serving", False, None)
@@ -89,11 +106,30 @@ def test_progress_has_the_origins_loss_or_else_that_of_the_last_stage() -> None:
     assert moved is not None and moved.loss is None, "what the last stage said before this peer moved is over"
 
 
+def test_progress_tells_others_what_became_of_tokens_what_stages_wait_for_and_remarks() -> None:
+    record = progress_record(report(is_paused=True))
+    assert record is not None and record.accounts[0] == (640, 64, 544, 0, 0, 4, 1000, 0.25)
+    assert (record.waits_for, record.note) == ("stage 0: 96 tokens are missing", "paused by its owner")
+    first = dataclasses.replace(SPAN, span=Span(0, 0), stages=SPAN.stages[:1], waits_for={0: "caf\u00e9\x1b[2J" * 99})
+    strange = progress_record(report(span=first))
+    assert strange is not None and strange.waits_for.startswith("caf??[2J") and len(strange.waits_for) == 256
+
+
+def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_device_waiting() -> None:
+    span = dataclasses.replace(SPAN, behind={0: 3, 1: 1}, shortage="schedule.staleness allows it 1")
+    assert notes_of(report(span=span)) == [
+        "stage 0 is 3 steps behind its replicas: 96 tokens are missing",
+        "its device works 51% of the time: schedule.staleness allows it 1",
+    ]
+    assert notes_of(report(span=dataclasses.replace(span, behind={}, busy_fraction=0.95))) == []
+
+
 def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:
     status = status_json(report(is_paused=True, link="10mbit,50ms"))
     (peer,) = status["peers"]
     assert (peer["path"], peer["note"]) == ("self", "paused by its owner; link 10mbit,50ms")
     assert status["name"] == "poems" and len(status["stages"]) == 2
+    assert status["stages"][0]["tokens_per_step"] == 250.0, "newer than what this peer has published"
 
 
 def test_systemds_line_has_health_work_steps_and_speed() -> None:

@@ -330,6 +330,18 @@ def test_credit_covers_the_round_trip_with_a_safety_that_shrinks_relatively() ->
     assert measured_credit(1.0, 0.0, 1, 8).limit == 2
 
 
+def test_an_origin_that_may_not_have_what_its_round_trip_would_use_says_which_settings_change_that() -> None:
+    free, bounded = measured_credit(0.4, 0.1, 2, 64), measured_credit(0.4, 0.1, 2, 64, most_in_flight=2)
+    assert (free.limit, free.shortage) == (12, "")
+    assert bounded.limit == 2 and bounded.reason.endswith("bounded by 2 by schedule.staleness")
+    assert "would use 12 in flight, schedule.staleness allows it 2" in bounded.shortage
+    assert "optimizer.target_tokens" in bounded.shortage
+    assert measured_credit(0.4, 0.1, 2, 64, most_in_flight=12).shortage == "", "it has all that it would use"
+    assert measured_credit(0.4, 0.1, 2, 8, most_in_flight=9).shortage == "", "memory bounds it before staleness does"
+    unmeasured = measured_credit(None, None, 2, 64, most_in_flight=1)
+    assert unmeasured.reason == "1: 2 per stage until the round trip is measured, bounded by 1 by schedule.staleness"
+
+
 @given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.integers(1, 64), st.integers(1, 512))
 def test_credit_is_bounded_and_grows_with_the_round_trip(round_trip, period, stages, ceiling) -> None:
     credit = measured_credit(round_trip, period, stages, ceiling)

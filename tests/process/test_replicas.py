@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from tests.oracle import relative_difference, run_plain_loop
 from tests.process.harness import (
     Daemon,
+    Swarm,
     drained,
     drawn_by,
     fired,
@@ -182,9 +183,24 @@ def test_replicas_of_a_stage_step_together_and_average(tmp_path: Path) -> None:
         assert participation(everyone) >= 0.9
         assert not [event for d in everyone for event in d.events("PartFailed")]
         assert rounds_of(others[0])[-1]["distance"] < 0.02
+        everybody_knows_what_became_of_the_tokens(made, others[0], origins)
         drained(made, *origins)
         made.stop()
         nothing_lost(made, *origins)
+
+
+def everybody_knows_what_became_of_the_tokens(made: Swarm, observer: Daemon, origins: list[Daemon]) -> None:
+    """The status of a peer of stage 1 has the accounts of stage 0, whose replicas publish them."""
+    computed = sum(daemon.ask("report")["accounts"]["0"]["tokens_computed"] for daemon in origins)
+
+    def stage_0() -> dict[str, Any]:
+        row: dict[str, Any] = observer.ask("status")["stages"][0]
+        return row
+
+    made.until(lambda: stage_0()["tokens_computed"] >= computed, "the accounts of stage 0 at stage 1", within_s=30)
+    seen = stage_0()
+    assert seen["target_tokens"] == 4096 and 0.9 * 4096 <= seen["tokens_per_step"] <= 1.25 * 4096
+    assert 0.9 <= seen["share_counted"] <= 1 and 0 <= seen["staleness"] < 2 and seen["waits_for"]
 
 
 def rounds_after(daemons: list[Daemon], counts: list[int], what: str) -> list[list[dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -15,6 +16,7 @@ from agora_protocol.limits import (
     MAX_ADDRESSES,
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME_S,
+    RECENT_STEPS,
 )
 from agora_protocol.records import (
     RECORD_TAG,
@@ -33,6 +35,7 @@ NOW = 1_790_000_000.0
 ALICE = Identity(bytes(range(32)))
 BOB = Identity(bytes(range(1, 33)))
 CLAIM = Claim(ALICE.peer, Span(1, 3), 5, (f"/ip4/1.2.3.4/tcp/5/p2p/{ALICE.peer}",), "serving", 2.5)
+FULL = (640, 64, 544, RECENT_STEPS, 256, RECENT_STEPS, 1000, 0.25)
 PROGRESS = Progress(ALICE.peer, Span(1, 2), 5, (7, 8), 100.0, None, 2, 30)
 
 
@@ -149,6 +152,24 @@ def test_steps_go_with_the_span() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"accounts": (FULL,)}, "has 1 accounts for a span of 2 stages"),
+        ({"accounts": (FULL, (10, 4, 7, 0, 0, 0, 0, 0.0))}, "counts 11 tokens of 10 that were computed"),
+        ({"accounts": (FULL, (*FULL[:3], RECENT_STEPS + 1, 0, 0, 0, 0.0))}, "must be from 0 to 16"),
+        ({"accounts": (FULL, FULL[:7])}, "must be a list of 8"),
+        ({"note": "two\nlines"}, "must match"),
+        ({"waits_for": "\x1b[2J"}, "must match"),
+        ({"note": "n" * 1025}, "is longer than 1024 bytes"),
+    ],
+)
+def test_accounts_that_cannot_be_and_texts_that_move_a_cursor_are_refused(fields: Any, says: str) -> None:
+    replace(PROGRESS, accounts=(FULL, FULL), note="fine")
+    with pytest.raises(ProtocolError, match=says):
+        replace(PROGRESS, **fields)
+
+
+@pytest.mark.parametrize(
     ("key", "code"),
     [
         ("", "bad-record"),
@@ -193,7 +214,11 @@ def test_size() -> None:
     fullest = Claim(ALICE.peer, Span(0, 255), 2**63 - 1, (address,) * MAX_ADDRESSES, "joining", 1e9)
     key = record_key(RUN, "claim", 255)
     assert opened(seal_record(fullest, RUN, ALICE, NOW + 60), key=key) == fullest
-    longest = Progress(ALICE.peer, Span(0, 255), 2**63 - 1, (2**63 - 1,) * 256, 1e12, 1e30, 2**63 - 1, 2**63 - 1)
+    most = 2**63 - 1
+    account = (most, 0, most, RECENT_STEPS, most, RECENT_STEPS, most, 1e12)
+    longest = Progress(
+        ALICE.peer, Span(0, 255), most, (most,) * 256, 1e12, 1e30, most, most, (account,) * 256, "w" * 256, "n" * 1024
+    )
     key = record_key(RUN, "progress", 0)
     assert opened(seal_record(longest, RUN, ALICE, NOW + 60), key=key) == longest
 

@@ -10,7 +10,7 @@ from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span, peer_id_of
 from agora_protocol.invite import Invite
-from agora_protocol.limits import MAX_DEADLINE_MS, MAX_STAGES
+from agora_protocol.limits import MAX_DEADLINE_MS, MAX_STAGES, RECENT_STEPS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.messages import Advance, Hello, Message, Ping, Process, Processed, Refusal
 from agora_protocol.packing import pack, pack_canonical, unpack
@@ -98,6 +98,19 @@ def test_frames(frame: tuple[FrameType, int, Message | None, list[WireTensor]]) 
 SPANS = st.tuples(STAGES, st.integers(0, 20)).map(lambda it: Span(it[0], min(it[0] + it[1], MAX_STAGES - 1)))
 
 
+ACCOUNTS = st.tuples(
+    st.integers(2**62, 2**63 - 1),
+    st.integers(0, 2**61),
+    st.integers(0, 2**61),
+    st.integers(0, RECENT_STEPS),
+    UINTS,
+    st.integers(0, RECENT_STEPS),
+    UINTS,
+    st.floats(0, 1e12),
+)
+PRINTABLE_TEXTS = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=256)
+
+
 def records_of(key: Identity) -> st.SearchStrategy[Record]:
     states = st.sampled_from(["joining", "serving", "leaving"])
     claims = st.builds(Claim, st.just(key.peer), SPANS, UINTS, addresses_of(key.peer), states, st.floats(0, 1e9))
@@ -112,6 +125,9 @@ def records_of(key: Identity) -> st.SearchStrategy[Record]:
             st.none() | st.floats(-1e30, 1e30),
             UINTS,
             UINTS,
+            st.lists(ACCOUNTS, min_size=len(span), max_size=len(span)).map(tuple) | st.just(()),
+            PRINTABLE_TEXTS,
+            PRINTABLE_TEXTS,
         )
     )
     return claims | progress

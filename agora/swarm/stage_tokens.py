@@ -1,0 +1,47 @@
+"""Sums what the replicas of a stage publish of their tokens. Pure.
+
+Knows: accounts (StageAccount of a Progress record). Must not know: peers, where accounts come from. Peers may publish
+wrong numbers: these sums are shown to people, and nothing is decided by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agora_protocol.records import StageAccount
+
+
+@dataclass(frozen=True, slots=True)
+class StageTokens:
+    """What became of a stage's tokens. tokens_computed, tokens_counted: since each of its present replicas loaded it.
+
+    share_counted: of the computed tokens that wait for no step any more, those that went into one; the others are lost.
+    tokens_per_step, staleness: means over recent steps, the latter in steps. None where nothing is known yet.
+    """
+
+    tokens_computed: int
+    tokens_counted: int
+    share_counted: float | None
+    tokens_per_step: float | None
+    staleness: float | None
+
+
+def sum_accounts(accounts: Sequence[StageAccount]) -> StageTokens:
+    """Returns what became of the tokens of a stage whose replicas publish `accounts`.
+
+    Of steps that replicas took along their own gradients, each tells a part; of those along the mean of all, each tells
+    the whole, so that only the replica with most of them is asked.
+    """
+    counted, settled = sum(a.counted for a in accounts), sum(a.computed - a.waiting for a in accounts)
+    of_means = max(accounts, key=lambda account: account.mean_steps, default=StageAccount())
+    steps = of_means.mean_steps + max((account.own_steps for account in accounts), default=0)
+    held = of_means.in_mean + sum(account.along_own for account in accounts)
+    age = sum(account.counted * account.staleness for account in accounts)
+    return StageTokens(
+        tokens_computed=sum(account.computed for account in accounts),
+        tokens_counted=counted,
+        share_counted=round(counted / settled, 4) if settled else None,
+        tokens_per_step=round(held / steps, 1) if steps else None,
+        staleness=round(age / counted, 4) if counted else None,
+    )

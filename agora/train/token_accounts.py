@@ -1,0 +1,58 @@
+"""Counts what becomes of the tokens whose gradients this peer computes for one stage.
+
+Knows: tokens, steps that were taken. Must not know: gradients, weights, other peers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from agora_protocol.limits import RECENT_STEPS
+from agora_protocol.records import StageAccount
+
+
+class _RecentStep(NamedTuple):
+    """A step along a gradient. own: this peer's tokens; in_mean: of all in the mean gradient, None along its own."""
+
+    own: int
+    in_mean: int | None
+    staleness: float
+
+
+class TokenAccounts:
+    """What became of a stage's tokens here since the stage was loaded. computed: those whose gradient was computed."""
+
+    def __init__(self) -> None:
+        self.computed = 0
+        self._counted = 0
+        self._recent: deque[_RecentStep] = deque(maxlen=RECENT_STEPS)
+
+    def add_step(self, own: int, in_mean: int | None, staleness: float) -> None:
+        """Adds a step that was taken along a gradient. own: this peer's tokens that went into it.
+
+        in_mean: tokens of all replicas in the mean gradient, None where the step was along this peer's own. staleness:
+        mean age of its gradients in steps.
+        """
+        self._counted += own
+        self._recent.append(_RecentStep(own, in_mean, staleness))
+
+    def forget_recent(self) -> None:
+        """Drops the recent steps, after the stage's state was replaced by one of other steps."""
+        self._recent.clear()
+
+    def account(self, waiting: int) -> StageAccount:
+        """Returns the account. waiting: tokens that are in no step yet."""
+        along_own = [step.own for step in self._recent if step.in_mean is None]
+        in_mean = [step.in_mean for step in self._recent if step.in_mean is not None]
+        own = sum(step.own for step in self._recent)
+        return StageAccount(
+            computed=self.computed,
+            waiting=waiting,
+            counted=self._counted,
+            own_steps=len(along_own),
+            along_own=sum(along_own),
+            mean_steps=len(in_mean),
+            in_mean=sum(in_mean),
+            staleness=sum(step.own * step.staleness for step in self._recent) / max(own, 1),
+        )
