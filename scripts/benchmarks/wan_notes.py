@@ -35,6 +35,7 @@ def notes(found: Sequence[Results]) -> list[str]:
         for rate in effort.rates
         if (published := speeds.of(PUBLISHED, rate)) is not None
     ]
+    told += [f"NOT MEASURED, {failure}" for _, speeds in measured for failure in speeds.failures]
     return [*told, _steps_rules(effort), _loss_rules(effort), *([_speed_rules(effort)] if measured else [])]
 
 
@@ -44,8 +45,8 @@ def _speeds(results: Results, speeds: Speeds) -> str:
         f"Width {results.runs.width}: without a link {dense:,.0f} tokens/s in dense bf16, {published:,.0f} by the "
         f"published recipe, {speeds.pace:,.0f} by the presets' boundary, the pace, whose windows lay between "
         f"{min(speeds.paces):,.0f} and {max(speeds.paces):,.0f}. Over today's link dense bf16 takes "
-        f"{slower(results):.2f} times as long, the presets' boundary keeps {results.kept:.3f}. Others used up to "
-        f"{speeds.others:.2f} cores, the swarm that was at rest among them."
+        f"{_shown(slower(results))} times as long, the presets' boundary keeps {_shown(results.kept)}. Others used up "
+        f"to {speeds.others:.2f} cores, the swarm that was at rest among them."
     )
 
 

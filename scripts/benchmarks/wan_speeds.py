@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.children import Nursery
+from agora_protocol.errors import AgoraError
+
+from benchmarks.children import BenchFailed, Nursery
 from benchmarks.machine import usable_cores
 from benchmarks.turns import Readings, start, take_turns
 from benchmarks.wan_rates import RATES, RTT_MS, PacedLink, Speed, Turn, link_text, speed_of
@@ -35,6 +37,8 @@ class Speeds:
     free: Mapping[Setting, Speed]
     over: Mapping[tuple[Setting, str], Speed]
     others: float
+    failures: Sequence[str] = ()
+    """Why swarms that should have been measured were not."""
 
     @property
     def pace(self) -> float:
@@ -66,14 +70,24 @@ class Swarms:
         start([self._pace])
 
     def speeds(self, settings: Mapping[Setting, Sequence[str]]) -> Speeds:
-        """Measures dense bf16 and the published recipe without a link, and each setting over its named links."""
+        """Measures dense bf16 and the published recipe without a link, and each setting over its named links.
+
+        A swarm that fails over a link is left out, with the reason in `failures`: the loss runs have taken an hour.
+        Raises BenchFailed where one fails without a link.
+        """
         free = {setting: self._measure(setting, [None])[None] for setting in (DENSE, PUBLISHED)}
         over: dict[tuple[Setting, str], Speed] = {}
+        failures: list[str] = []
         for setting, names in settings.items():
             links = [PacedLink(RATES[name], free[RATES[name].reference].pace_share) for name in names]
-            found = self._measure(setting, links)
-            over |= {(setting, link.rate.name): found[link] for link in links}
-        return Speeds(self._paces, free, over, self._others)
+            try:
+                found = self._measure(setting, links)
+            except (BenchFailed, AgoraError) as failed:
+                failures.append(f"{setting.name}: {failed}")
+                print_progress(f"not measured: {failures[-1]}")
+            else:
+                over |= {(setting, link.rate.name): found[link] for link in links}
+        return Speeds(self._paces, free, over, self._others, failures)
 
     def _measure(self, setting: Setting, links: Sequence[PacedLink | None]) -> dict[PacedLink | None, Speed]:
         """Returns the speed of one swarm over each of the links, which it has one after the other in every turn.

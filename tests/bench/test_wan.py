@@ -325,6 +325,8 @@ def test_notes_name_every_width_and_link_and_what_limits() -> None:
     assert "PROCESSOR TIME, not the wire, limits (wire busy 50%, processors 95%, others' 2%)" in today
     assert "the wire limits (wire busy 97%, processors 30%, others' 2%)" in bound and "both Muon 0.44" in bound
     assert "nan" not in " ".join(told)
+    missing = replace(results(), speeds=measured(failures=["k = d, bf16: an origin did not drain"]))
+    assert "NOT MEASURED, k = d, bf16: an origin did not drain" in notes([missing])
     assert not any("daemons, one for each stage" in text for text in notes([Results(loss_runs(), None)]))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from benchmarks.children import Nursery
+from benchmarks.children import BenchFailed, Nursery
 from benchmarks.wan_rates import (
     FREE_SHARE,
     RATES,
@@ -173,6 +173,20 @@ def test_the_link_has_another_rate_in_every_turn_and_the_order_of_links_is_rever
 ) -> None:
     rates = [float(rate.removesuffix("Mbit")) for name, rate in Paced.rates if name.startswith(PUBLISHED.name)]
     assert len(rates) == 4 and rates[0] > rates[3] > rates[1] > rates[2], "today, bound, bound, today"
+
+
+def test_a_swarm_that_fails_over_a_link_is_left_out_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change_rate(swarm: Paced, rate: str) -> None:
+        if swarm.name.startswith(PUBLISHED.name):
+            raise BenchFailed("an origin did not drain")
+
+    monkeypatch.setattr(Paced, "change_rate", change_rate)
+    swarms = PacedSwarms(QUICK, 64, tmp_path, cast("Nursery", None))
+    speeds = swarms.speeds({PUBLISHED: ("bound",), PRESET: ("today",)})
+    assert speeds.failures == [f"{PUBLISHED.name}: an origin did not drain"]
+    assert speeds.of(PUBLISHED, "bound") is None and speeds.of(PRESET, "today") is not None
 
 
 def test_a_speed_that_was_not_measured_is_none_and_both_forms_of_dense_share_one(speeds: Speeds) -> None:
