@@ -98,6 +98,8 @@ def cores() -> int:
 
 def run(plan: DemoPlan, *, as_json: bool) -> int:
     """Trains a swarm as planned, prints the result and returns the exit code. Raises Failure when the result is bad."""
+    from agora.cli.text_sample import begin_loading, lines_of_model, try_sample
+
     manifest = plan.manifest()
     with _workspace(plan.directory) as directory:
         flags = ["--allow-files", *(["--link", plan.link] if plan.link else [])]
@@ -106,17 +108,20 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
         with _stopped_by_signals(demo):
             try:
                 measured = demo.train()
+                begin_loading()  # while the daemons leave
             except KeyboardInterrupt:
                 print_line("stopped; the daemons are gone")
                 return console.FAILED
             finally:
                 demo.stop()
-    result = result_of(plan, demo.totals, measured)
+        result = result_of(plan, demo.totals, measured)
+        reason = failure_of(result)
+        result["sample"] = [] if reason else try_sample(swarm.file, plan.seed)
     if as_json:
         console.print_json(result)
-    for line in summary_of(result):
+    for line in [*summary_of(result), *lines_of_model(result["sample"], plan.steps, plan.directory)]:
         (print_line if as_json else print)(line)
-    if reason := failure_of(result):
+    if reason:
         raise Failure(reason)
     return console.DONE
 

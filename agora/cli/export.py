@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agora_protocol.errors import InputError
-from agora_protocol.manifest import SignedManifest
+from agora_protocol.manifest import Manifest, SignedManifest
 
 from agora.cli import console
 from agora.cli.console import STALLED, USAGE, Failure, ProgressDisplay, print_line
@@ -29,7 +29,7 @@ from agora.node.runs import RunReference
 from agora.state.checkpoint import MOMENTS, WEIGHTS, newest_checkpoint
 from agora.state.files import PUBLIC, FileDigest, check_export_place, fresh_folder, write_file, write_file_list
 from agora.state.layout import AVERAGE
-from agora.state.merged_model import ITEM_BYTES, SOURCE_BYTES, Dtype, StageFile, open_stages
+from agora.state.merged_model import ITEM_BYTES, SOURCE_BYTES, Dtype, ExportedTensor, StageFile, open_stages
 from agora.state.model_card import ExportInWords, model_card
 
 if TYPE_CHECKING:
@@ -106,9 +106,7 @@ def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tu
 
     manifest = sources.signed.manifest
     family = family_of(manifest.model)
-    stages = range(manifest.stage_count)
-    tensors = {stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed) for stage in stages}
-    with open_stages(sources.signed.run_id, sources.files, tensors) as model:
+    with open_stages(sources.signed.run_id, sources.files, exported_tensors(manifest, family)) as model:
         texts = _other_files(sources, family, model.numel, DTYPES[dtype])
         size = SOURCE_BYTES * model.numel
         with ProgressDisplay("checking", size) as bar:
@@ -119,6 +117,12 @@ def _export(sources: Sources, place: Path, dtype: Dtype, shard_bytes: int) -> tu
             written |= {name: write_file(folder / name, [content], PUBLIC) for name, content in texts.items()}
             write_file_list(folder, _summary(sources, dtype), written)
     return written, model.numel
+
+
+def exported_tensors(manifest: Manifest, family: Family) -> dict[int, list[ExportedTensor]]:
+    """Returns the tensors that are exported from each stage of the run."""
+    stages = range(manifest.stage_count)
+    return {stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed) for stage in stages}
 
 
 def _other_files(sources: Sources, family: Family, parameters: int, dtype: str) -> dict[str, bytes]:
@@ -168,10 +172,13 @@ def _print_result(result: Mapping[str, Any]) -> None:
 def find_stages(run: str, directories: Sequence[Path], *, average: bool) -> Sources:
     """Returns the weights of every stage: collected by a running daemon of the run, else the newest checkpoints.
 
-    run: a name, run id, manifest file or invite. directories: data directories, or folders of them. average: prefers
-    the moving averages of the weights, which most runs keep. Raises Failure with exit code 4 when a stage has none.
+    run: a name, run id, manifest file or invite. directories: data directories, or folders of them; without any, the
+    default one and those beside a manifest file. average: prefers the moving averages of the weights, which most runs
+    keep. Raises Failure with exit code 4 when a stage has none.
     """
-    homes = [home for directory in directories for home in _homes_in(directory)] or [paths.home_at()]
+    homes = [home for directory in directories for home in _homes_in(directory)]
+    if not directories:
+        homes = [paths.home_at(), *(_homes_below(Path(run).parent) if Path(run).is_file() else ())]
     reference = _resolve(run, homes)
     daemons = [entry for entry in paths.daemons() if reference.is_of(entry)]
     homes = list(dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)]))
@@ -196,7 +203,12 @@ def _homes_in(directory: Path) -> list[paths.Home]:
     home = paths.home_at(directory)
     if home.runs.is_dir():
         return [home]
-    return [paths.Home(runs.parent) for runs in sorted(home.root.glob("*/runs"))] or [home]
+    return _homes_below(home.root) or [home]
+
+
+def _homes_below(folder: Path) -> list[paths.Home]:
+    """Returns the data directories in `folder`, sorted by name."""
+    return [paths.Home(runs.parent) for runs in sorted(folder.glob("*/runs"))]
 
 
 def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:

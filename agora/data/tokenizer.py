@@ -41,6 +41,10 @@ class ByteTokenizer:
         """Returns the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids, 0 to 255; what is no UTF-8 becomes U+FFFD."""
+        return bytes(ids).decode(errors="replace")
+
 
 class JsonTokenizer:
     """Tokenizer that a `tokenizer.json` of the Hugging Face package `tokenizers` defines; `content`: the file's bytes.
@@ -73,6 +77,10 @@ class JsonTokenizer:
         """Returns the ids of each text, without special ids; the package uses several cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids, without special tokens; ids that the tokenizer lacks are left out."""
+        return str(self._tokenizer.decode(list(ids)))
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer

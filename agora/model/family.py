@@ -9,10 +9,13 @@ from __future__ import annotations
 import abc
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agora.state.merged_model import ExportedTensor
@@ -103,15 +106,31 @@ class Family(abc.ABC):
     @torch.no_grad()
     def build_stage(self, layers: range, seed: int) -> Stage:
         """Makes the stage of `layers`, float32 on the CPU, the same on every peer. Raises DerivationError."""
-        with torch.device("meta"):
-            stage = self.make_stage(layers)
-        stage.to_empty(device="cpu")
-        stage.fill_buffers(seed)
+        stage = self._allocate_stage(layers, seed)
         for name, parameter in stage.named_parameters():
             if (std := stage.initial_std(name)) is None:
                 parameter.fill_(1.0)
             else:
                 parameter.copy_(initial_values(seed, name, parameter.shape, std))
+        return stage
+
+    @torch.no_grad()
+    def load_stage(self, layers: range, seed: int, weights: Mapping[str, NDArray[np.float32]]) -> Stage:
+        """Makes the stage of `layers` with these weights by full name, float32 on the CPU. Raises DerivationError.
+
+        Raises KeyError for a missing tensor, RuntimeError for one of another shape.
+        """
+        stage = self._allocate_stage(layers, seed)
+        for name, parameter in stage.named_parameters():
+            parameter.copy_(torch.from_numpy(weights[name]))
+        return stage
+
+    def _allocate_stage(self, layers: range, seed: int) -> Stage:
+        """Makes the stage of `layers` on the CPU, its buffers computed, its parameters without values yet."""
+        with torch.device("meta"):
+            stage = self.make_stage(layers)
+        stage.to_empty(device="cpu")
+        stage.fill_buffers(seed)
         return stage
 
     def parameter_shapes(self, layers: range) -> dict[str, tuple[int, ...]]:

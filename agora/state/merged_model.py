@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -70,29 +70,50 @@ class ExportedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenStageFile:
+    """An open file of a stage: its tensors by their names in the run, which begin with `prefix` in the file."""
+
+    path: Path
+    prefix: str
+    reader: Any
+
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Returns the tensor's dtype, as safetensors calls it, and its shape."""
+        header = self.reader.get_slice(self.prefix + name)
+        return header.get_dtype(), tuple(header.get_shape())
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        """Reads the tensor."""
+        return self.reader.get_tensor(self.prefix + name)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
 class MergedModel:
     """A whole model in the open files of its stages (`open_stages`), of which one tensor at a time is in memory.
 
-    sources: for each exported tensor the file of its stage, and that file's reader.
+    sources: for each exported tensor the file of its stage.
     """
 
-    sources: Mapping[ExportedTensor, tuple[Path, Any]]
+    sources: Mapping[ExportedTensor, OpenStageFile]
 
     @property
     def numel(self) -> int:
         """Returns how many elements the whole model has."""
         return sum(tensor.numel for tensor in self.sources)
 
-    def check(self, report: ReportBytes) -> None:
+    def read_weights(self) -> dict[str, NDArray[np.float32]]:
+        """Reads the tensors of all stages by their names in the run, as they were trained. `check` comes first."""
+        return {tensor.source: file.tensor(tensor.source) for tensor, file in self.sources.items()}
+
+    def check(self, report: ReportBytes = lambda nbytes: None) -> None:
         """Reads every tensor. Raises ExportError for a wrong type or shape, and for NaN and infinity."""
-        for tensor, (path, reader) in self.sources.items():
-            header = reader.get_slice(tensor.source)
-            dtype, shape = header.get_dtype(), tuple(header.get_shape())
+        for tensor, file in self.sources.items():
+            dtype, shape = file.header(tensor.source)
             expected = tensor.shape if tensor.source_shape is None else tensor.source_shape
-            place = f"{path}: {tensor.source}"
+            place = f"{file.path}: {file.prefix}{tensor.source}"
             if (dtype, shape) != ("F32", expected):
                 raise ExportError(f"{place} is {dtype} {shape}; the manifest says F32 {expected}.")
-            if not np.isfinite(reader.get_tensor(tensor.source)).all():
+            if not np.isfinite(file.tensor(tensor.source)).all():
                 raise ExportError(f"{place} has values that are not finite.")
             report(SOURCE_BYTES * tensor.numel)
 
@@ -116,7 +137,7 @@ class MergedModel:
         specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in shard}
         yield safetensors_header(specs, {"format": "pt"})
         for tensor in shard:
-            values = self.sources[tensor][1].get_tensor(tensor.source)
+            values = self.sources[tensor].tensor(tensor.source)
             values = values if tensor.convert is None else tensor.convert(values)
             values = np.ascontiguousarray(values, "<f4").reshape(-1)
             yield (to_bf16(values) if dtype == "bf16" else values).data.cast("B")
@@ -132,7 +153,7 @@ def open_stages(
     tensors: those exported from each stage. Raises ExportError for a file that cannot be read, is of another run, stage
     or step, or has not exactly the tensors, of those with its prefix, that are exported from it.
     """
-    sources: dict[ExportedTensor, tuple[Path, Any]] = {}
+    sources: dict[ExportedTensor, OpenStageFile] = {}
     with contextlib.ExitStack() as stack:
         for file in files:
             try:
@@ -143,13 +164,12 @@ def open_stages(
             for key, value in {"run": run, "stage": str(file.stage), "step": str(file.step)}.items():
                 if metadata.get(key) != value:
                     raise ExportError(f"{file.path} is of {key} {metadata.get(key, 'none')[:64]}, not {value}.")
-            exported = [replace(tensor, source=file.prefix + tensor.source) for tensor in tensors[file.stage]]
-            expected = {tensor.source for tensor in exported}
+            expected = {file.prefix + tensor.source for tensor in tensors[file.stage]}
             found = {name for name in reader.keys() if name.startswith(file.prefix)}  # noqa: SIM118 - it is no mapping
             if strange := sorted(expected ^ found):
                 problem = "is missing" if strange[0] in expected else "is no tensor of this stage"
                 raise ExportError(f"{file.path}: {strange[0]} {problem}.")
-            sources |= dict.fromkeys(exported, (file.path, reader))
+            sources |= dict.fromkeys(tensors[file.stage], OpenStageFile(file.path, file.prefix, reader))
         yield MergedModel(sources)
 
 

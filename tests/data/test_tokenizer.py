@@ -48,6 +48,14 @@ def test_a_tokenizer_file_encodes_whole_documents(trained: Path) -> None:
     assert several == [ids.tolist(), [], tokenizer.encode(["x"])[0].tolist()]
 
 
+def test_ids_become_their_text_again_and_no_text_ends_in_an_error(trained: Path) -> None:
+    for tokenizer in (ByteTokenizer(), JsonTokenizer(trained)):
+        (ids,) = tokenizer.encode([TEXT])
+        assert tokenizer.decode(ids.tolist()) == TEXT
+    assert ByteTokenizer().decode([0x41, 0xE2, 0x82, 0x42]) == "A\ufffdB"
+    assert JsonTokenizer(trained).decode([2**31]) == ""
+
+
 def test_without_an_end_of_text_token_a_newline_separates(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "\n": 7}, unk_token="[UNK]"))
     tokenizer.save(str(tmp_path / "words.json"))

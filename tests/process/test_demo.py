@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -66,6 +67,12 @@ def test_a_small_demo_trains_and_prints_the_contracts_object(tmp_path: Path) -> 
     assert sorted(value["spans"].values()) == [[0, 0], [1, 1]]
     assert not daemons_of(directory)
     assert (directory / "run.toml").exists() and (directory / "peer-1" / "events.jsonl").exists()
+    assert 1 <= len(value["sample"]) <= 3 and all(line.isprintable() for line in value["sample"])
+    printed = done.stderr.splitlines()
+    assert [line.removeprefix("              | ") for line in printed if line.startswith("     ")] == value["sample"]
+    (command,) = [line.removeprefix("export ") for line in printed if line.startswith("export ")]
+    exported = subprocess.run(shlex.split(command), cwd=tmp_path, capture_output=True, timeout=120, check=False)
+    assert exported.returncode == 0 and (tmp_path / "model" / "config.json").exists(), exported.stderr
 
 
 def test_ctrl_c_stops_the_demo_and_every_daemon(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""What a demo shows of the model that it has trained: lines that it writes, and the command that exports it.
+
+Knows: the weights that an export would read, the tokenizer. Must not know: how a model computes, daemons. Loads torch
+only to sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+from typing import Final
+
+from agora_protocol.errors import AgoraError
+
+from agora.cli.console import Failure, print_line
+from agora.cli.export import Sources, exported_tensors, find_stages
+from agora.data.tokenizer import open_tokenizer
+from agora.state.merged_model import open_stages
+
+LINES: Final = 3
+LINE_CHARACTERS: Final = 72
+MOST_TOKENS: Final = 240
+
+
+def begin_loading() -> None:
+    """Begins to import what sampling needs, torch above all, in a thread: it takes seconds."""
+    Thread(target=import_module, args=("agora.model.generation",), daemon=True).start()
+
+
+def try_sample(manifest: Path, seed: int) -> list[str]:
+    """Returns LINES lines that the run of a manifest file writes, by the checkpoints beside the file.
+
+    When that is impossible, prints why and returns [].
+    """
+    try:
+        return sample_lines(find_stages(str(manifest), [manifest.parent], average=True), seed)
+    except (AgoraError, Failure, OSError, RuntimeError) as error:  # RuntimeError is torch's
+        print_line(f"the model's text cannot be shown: {error}")
+        return []
+
+
+def sample_lines(sources: Sources, seed: int) -> list[str]:
+    """Returns LINES lines, none blank, that the model writes from the beginning of a document on.
+
+    They are cut to LINE_CHARACTERS. MOST_TOKENS tokens may hold fewer. The same sources and seed give the same lines.
+    Raises ExportError for damaged weights, and what open_tokenizer raises.
+    """
+    from agora.model import family_of
+    from agora.model.generation import continue_ids
+
+    manifest = sources.signed.manifest
+    tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=sources.base)
+    family = family_of(manifest.model)
+    with open_stages(sources.signed.run_id, sources.files, exported_tensors(manifest, family)) as merged:
+        merged.check()
+        model = family.load_stage(range(manifest.model.layers), manifest.seed, merged.read_weights())
+    drawn = continue_ids(model, tokenizer.separator.tolist(), context=manifest.model.context, seed=seed)
+    ids: list[int] = []
+    lines: list[str] = []
+    for token in itertools.islice(drawn, MOST_TOKENS):
+        ids.append(token)
+        lines = list(printable_lines(tokenizer.decode(ids)))
+        if len(lines) > LINES:  # so that the last one shown is whole
+            break
+    return lines[:LINES]
+
+
+def printable_lines(text: str) -> Iterator[str]:
+    """Yields the lines that are not blank, cut, with "?" for what a terminal should not be given."""
+    for line in text.splitlines():
+        shown = "".join(letter if letter.isprintable() else "?" for letter in line.expandtabs(4))
+        if shown.strip(" ?"):
+            yield shown[:LINE_CHARACTERS].rstrip()
+
+
+def lines_of_model(sample: Sequence[str], steps: int, directory: Path | None) -> list[str]:
+    """Returns what a demo prints of its model. directory: that of --dir, None when nothing of the run is kept."""
+    heading = f"text          what the model writes after {steps} steps; spelling comes first, sense much later:"
+    file = "demo/run.toml" if directory is None else str(directory.expanduser().absolute() / "run.toml")
+    command = _command("export", file, "--out", "model")
+    if directory is None:
+        command = f"{_command('demo', '--dir', 'demo')} keeps a run; then {command}"
+    return [*([heading] if sample else []), *(f"              | {line}" for line in sample), f"export        {command}"]
+
+
+def _command(*arguments: str) -> str:
+    """Returns a command line of `swarm` for a shell, by the path by which this process was started."""
+    program = Path(sys.argv[0]).absolute()
+    words = [str(program)] if program.name == "swarm" else [sys.executable, "-m", "agora.cli.main_swarm"]
+    return shlex.join([*words, *arguments])
