@@ -282,8 +282,13 @@ class TrainedStage:
         self._count_step(contents, result, tokens or None)
 
     def restart_at(self, step: int, tokens: int) -> None:
-        """Drops the sum and sets the counts of steps and tokens; the caller has replaced weights and moments before."""
-        self.sum.clear()
+        """Drops the sum and closed parts, sets the counts of steps and tokens; reports StepsSkipped if tokens are lost.
+
+        The caller has replaced weights and moments before.
+        """
+        lost = self.sum.clear().tokens + sum(share.contents.tokens for share in self._shares)
+        if lost:
+            self._report(StepsSkipped(self.number, step, max(step - self.step, 0), lost))
         self._shares.clear()
         self._accounts.forget_recent()
         self.step, self.tokens_stepped = step, tokens

@@ -76,7 +76,8 @@ def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: 
     for swarm in swarms:
         cells = row(swarm, found[swarm.name])
         shown = {key: cells[key] for key in ("name", "unit", "median", "low", "high", "rounds", "others")}
-        slowdown.rows.append({**shown, "averaged": statistics.fmean(swarm.done) if swarm.done else None})
+        averaged = statistics.fmean(swarm.done) if swarm.done else None
+        slowdown.rows.append({**shown, "averaged": averaged, **swarm.account_cells()})
     section = manifest.averaging
     exact = 1 - paired_ratio(found[EXACT].rates, found[OFF].rates)
     slowdown.notes = [
@@ -85,7 +86,9 @@ def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: 
         f"({section.fraction:.0%} every {section.every} steps, {section.wire}), as after its exact steps; one takes "
         f"exact steps only, each of {manifest.optimizer.target_tokens:,} tokens; one never averages. They take turns. "
         f"Exact steps so small cost {exact:.1%} of the throughput. "
-        f"averaged: the share of replicas in a round, over {len(averaging.done)} rounds seen by a replica."
+        f"averaged: the share of replicas in a round, over {len(averaging.done)} rounds seen by a replica. "
+        "steps, counted, step_fill: optimizer steps of each stage, the share of tokens that went into them, and the "
+        "tokens of a step by its target."
     ]
     if not averaging.done:
         slowdown.notes.insert(

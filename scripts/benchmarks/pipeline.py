@@ -60,7 +60,8 @@ def run(quick: bool, folder: Path) -> Report:
         ]
         start(contenders, freezer)
         found = take_turns(contenders, effort.rounds, effort.window_s, freezer)
-    report.rows = [row(c, found[c.name]) for c in contenders] + streams.rows
+    swarms = {c.name: c.account_cells() for c in contenders if isinstance(c, SwarmContender)}
+    report.rows = [row(c, found[c.name]) | swarms.get(c.name, {}) for c in contenders] + streams.rows
     report.ratios = training_ratios(found) | {"stream_vs_bare": streams.ratio}
     described = [f"`{c.name}`: {c.note}." for c in contenders]
     report.notes = (
@@ -92,4 +93,6 @@ def notes(effort: Effort) -> list[str]:
         f"about {effort.window_s:.0f} s while the others are stopped. A ratio is the median of the rounds' ratios; "
         "low and high are the slowest and the fastest round; cpu_s_per_1000 is the processor time that 1000 tokens "
         "cost in all processes of the contender; others is what the rest of the machine used, in cores.",
+        "What became of a swarm's tokens since its start: steps, the optimizer steps of each stage; counted, the share "
+        "of the tokens that went into a step of every stage; step_fill, the tokens of a step by its target.",
     ]

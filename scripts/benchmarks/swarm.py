@@ -12,7 +12,11 @@ from typing import Any
 from agora_protocol.manifest import Manifest
 
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm, SwarmFailed
+from agora.cli.step_accounts import StageSteps
+from agora.observe import events
+from agora.observe.journal import from_json
 from benchmarks.children import BenchFailed, Nursery
+from benchmarks.report import Cell
 from benchmarks.task import MICROBATCHES_PER_STEP, corpus_cache
 from benchmarks.window import START_S, Window, print_progress, stage_threads
 
@@ -46,6 +50,10 @@ class SwarmContender:
         """RoundDone events of the last window, its filling and draining included."""
         self.completed: list[tuple[float, int]] = []
         """Unix time and tokens of every microbatch that has come home in the last window, in order of time."""
+        self.steps = [StageSteps() for _ in range(manifest.stage_count)]
+        """The optimizer steps that each stage has taken since the start."""
+        self.tokens_computed = 0
+        """Tokens of the microbatches that have come home since the start."""
         self._replicas, self._stages = replicas, manifest.stage_count
         self._flags = ["--allow-files", *(["--link", link] if link else [])]
         self._manifest, self._nursery, self._folder = manifest.replaced(name=self.name), nursery, folder
@@ -108,6 +116,20 @@ class SwarmContender:
         """Returns when as much is in flight as will be."""
         self.until(lambda: len(self.completed) > MICROBATCHES_PER_STEP, "to fill its pipeline", STALL_S)
 
+    def account_cells(self) -> dict[str, Cell]:
+        """Returns what became of all tokens since the start, as cells of the contender's line of a table.
+
+        steps: optimizer steps taken by each stage. counted_%: the share of the tokens computed that went into a step,
+        of the stage with the least. step_fill: tokens that a step holds by its target, the mean over all steps.
+        """
+        taken, target = sum(stage.steps for stage in self.steps), self._manifest.optimizer.target_tokens
+        counted, computed = [stage.counted for stage in self.steps], self.tokens_computed
+        return {
+            "steps": "/".join(str(stage.steps) for stage in self.steps),
+            "counted_%": round(100 * min(counted) / computed, 1) if computed else None,
+            "step_fill": round(sum(counted) / (taken * target), 3) if taken else None,
+        }
+
     def stop(self) -> None:
         """Ends the daemons now."""
         if self._swarm is not None:
@@ -156,6 +178,9 @@ class SwarmContender:
         match fields:
             case {"event": "MicrobatchCompleted", "purpose": "train"}:
                 self.completed.append((float(fields["at_unix"]), int(fields["tokens"])))
+                self.tokens_computed += int(fields["tokens"])
+            case {"event": "StepTaken"} if isinstance(taken := from_json(fields), events.StepTaken):
+                self.steps[taken.stage].add(taken)
             case {"event": "SpanChosen"}:
                 self._spans[name] = int(fields["first_stage"]), int(fields["last_stage"])
             case {"event": "RoundDone"}:

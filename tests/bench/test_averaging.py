@@ -83,6 +83,9 @@ class Swarm:
     def __init__(self, name: str, done: list[float]) -> None:
         self.name, self.done = name, done
 
+    def account_cells(self) -> dict[str, float]:
+        return {"counted_%": 100.0}
+
 
 @pytest.mark.parametrize(("done", "lost"), [([1.0, 0.5], 0.1), ([], None)])
 def test_training_that_never_averaged_has_no_slowdown_to_show(done: list[float], lost: float | None) -> None:

@@ -366,6 +366,8 @@ def test_a_loaded_state_drops_what_was_summed_and_spares_live_graphs() -> None:
     bench.backward(2)
     bench.stage.load_state(state)
     assert bench.progress()[0].tokens_in_part == 0
+    account = bench.progress()[0].account
+    assert account.waiting == 0 and account.computed > account.counted, "what was dropped is lost, and is told"
     assert all(not total.any() for total in bench.sums().values())
     bench.backward(1)
     assert same(bench.sums(), bench.by_hand(1, old))
