@@ -62,7 +62,7 @@ def aggregate(
     if not all_finite(average):
         return None
     distance = statistics.median(root_mean_square(value, average) for value in values)
-    message = Averaged(len(values), len(contributions), sum(plain), min(distance, MOST_DISTANCE))
+    message = Averaged(len(values), len(contributions), sum(plain), min(distance, MOST_DISTANCE), counted=True)
     return Average(average, message)
 
 

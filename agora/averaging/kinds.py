@@ -21,11 +21,14 @@ from agora_protocol.tensors import WireTensor
 from torch import Tensor, zeros_like
 
 from agora.averaging.aggregate import Aggregation, Average, aggregate, magnitude, root_mean_square
+from agora.averaging.contributions import Contribution, Gradient, GradientContributions
 from agora.averaging.plausibility import Drift, GradientSize
-from agora.averaging.wire import PartCodec, WireName
+from agora.averaging.wire import NORMAL_BITS, PartCodec, WireName
 
 MOST_ROUNDS_OF_WEIGHT: Final = 64
 """A contribution that weighs more tokens than so many rounds have is refused."""
+INT8_ROUNDS: Final = 20
+"""The first so many gradients of a run travel as int8 where later ones take 2 to 4 bits: they change the most."""
 
 
 class Part(NamedTuple):
@@ -56,6 +59,7 @@ class RoundConfig:
     round_s: float
     max_weight: float
     exact: bool = False
+    gradient_wire: WireName = "float32"
 
     @classmethod
     def of(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
@@ -63,7 +67,19 @@ class RoundConfig:
         averaging, exact = signed.manifest.averaging, signed.manifest.schedule.kind == "synchronous"
         max_weight = MOST_ROUNDS_OF_WEIGHT * signed.manifest.optimizer.target_tokens * averaging.every
         wire: WireName = "float32" if exact else averaging.wire
-        return cls(me, signed.run_id, averaging.aggregation, wire, averaging.round_s, max_weight, exact)
+        gradient_wire: WireName = "float32" if exact else averaging.gradient_wire
+        return cls(me, signed.run_id, averaging.aggregation, wire, averaging.round_s, max_weight, exact, gradient_wire)
+
+    def is_coarse(self, part: Part) -> bool:
+        """Returns whether the part's values travel in so few bits that their error is fed back into the next round."""
+        return self._codec(part).name in NORMAL_BITS
+
+    def _codec(self, part: Part) -> PartCodec:
+        """Returns the codec of the part's values: int8 for the first INT8_ROUNDS of gradients that are coarse later."""
+        if part.what == "weights":
+            return PartCodec(self.wire)
+        begins = self.gradient_wire in NORMAL_BITS and part.number < INT8_ROUNDS
+        return PartCodec("int8" if begins else self.gradient_wire)
 
     def dither(self, part: Part) -> str:
         """Returns the label of the dither that all members use for this part."""
@@ -71,11 +87,11 @@ class RoundConfig:
 
     def encode(self, part: Part, values: Tensor) -> list[WireTensor]:
         """Encodes a member's values in the run's wire format, with the part's dither, as it sends them to an owner."""
-        return PartCodec(self.wire).encode(values, self.dither(part))
+        return self._codec(part).encode(values, self.dither(part))
 
     def decode(self, part: Part, tensors: Sequence[WireTensor], numel: int) -> Tensor:
         """Undoes `encode`: float32 [numel], the same bits at every receiver. Raises ProtocolError for another form."""
-        return PartCodec(self.wire).decode(list(tensors), numel, self.dither(part))
+        return self._codec(part).decode(list(tensors), numel, self.dither(part))
 
 
 class WeightRound:
@@ -85,6 +101,17 @@ class WeightRound:
         self._config = config
         self._drifts: defaultdict[int, Drift] = defaultdict(Drift)  # by stage
         self._recorded: defaultdict[int, dict[int, float]] = defaultdict(dict)  # of the running round: stage, part
+
+    def contribution(self, part: Part, values: Tensor, weight: float) -> Contribution:
+        """Returns what a member sends to the part's owner: its `values`, float32 [n], behind `weight` tokens."""
+        return Contribution(values, weight, self._config.encode(part, values), Gradient(values, weight))
+
+    def settle(self, part: Part, made: Contribution, counted: bool | None) -> float:
+        """Takes in whether the part's average has a contribution, None when unknown; returns the tokens now lost: 0."""
+        return 0.0
+
+    def forget(self, stage: int) -> None:
+        """Does nothing: a round of weights leaves nothing for the next."""
 
     def combine(
         self, part: Part, values: Sequence[Tensor], weights: list[float], center: Tensor | None
@@ -154,25 +181,51 @@ class GradientRound:
     """Rounds of gradients of one exact step: owners answer by the average itself; methods as those of WeightRound.
 
     The average is encoded once, with the part's dither, and everybody uses what these bytes decode to, the owner too:
-    so all replicas step along the same bits, whoever gave them the average, and whenever.
+    so all replicas step along the same bits, whoever gave them the average, and whenever. In 2 to 4 bits members and
+    owner feed back what their encoding loses, each into its next round: see GradientContributions and `combine`.
     """
 
     def __init__(self, config: RoundConfig) -> None:
         self._config = config
+        self._contributions = GradientContributions(config)
+        self._owner_errors: dict[tuple[int, int], Tensor] = {}  # by stage and part
         self._sizes: defaultdict[tuple[int, int], GradientSize] = defaultdict(GradientSize)  # by stage and part
+
+    def contribution(self, part: Part, values: Tensor, weight: float) -> Contribution:
+        """Returns what a member sends of its mean gradient `values` over `weight` tokens, see GradientContributions."""
+        return self._contributions.make(part, values, weight)
+
+    def settle(self, part: Part, made: Contribution, counted: bool | None) -> float:
+        """Takes in whether the part's average has a contribution, None when unknown; returns the tokens now lost."""
+        return self._contributions.settle(part, made, counted)
+
+    def forget(self, stage: int) -> None:
+        """Drops what earlier rounds of a stage have left for later ones, as its state was fetched."""
+        self._contributions.forget(stage)
+        for place in [place for place in self._owner_errors if place[0] == stage]:
+            del self._owner_errors[place]
 
     def combine(
         self, part: Part, values: Sequence[Tensor], weights: list[float], center: Tensor | None
     ) -> Average | None:
-        """Returns the owner's average: by the run's aggregation, weights capped; the plain mean if synchronous."""
+        """Returns the owner's average: by the run's aggregation, weights capped; the plain mean if synchronous.
+
+        In few bits y = average + e is encoded, and e becomes y - decoded(encoded(y)).
+        """
         if self._config.exact:
             average = aggregate(values, weights, "mean", center=None, cap=False)
         else:
             average = aggregate(values, weights, self._config.aggregation, center=center, cap=True)
         if average is None:
             return None
-        wire = self._config.encode(part, average.values)
-        return Average(self._config.decode(part, wire, len(average.values)), average.message, wire)
+        wanted, coarse, place = average.values, self._config.is_coarse(part), (part.stage, part.part)
+        if coarse and place in self._owner_errors:
+            wanted = wanted + self._owner_errors[place]
+        wire = self._config.encode(part, wanted)
+        decoded = self._config.decode(part, wire, len(wanted))
+        if coarse and len(values) > 1:  # nobody uses the average of one alone
+            self._owner_errors[place] = wanted - decoded
+        return Average(decoded, average.message, wire)
 
     def encode_answer(self, average: Average, values: Tensor) -> Sequence[WireTensor]:
         """Returns the encoded average: the same bytes for every member."""

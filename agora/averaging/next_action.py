@@ -6,7 +6,6 @@ docs/averaging.md has the rules as a table. ReplicaGroup carries out what is dec
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -16,7 +15,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.averaging import agreement
 from agora.averaging.agreement import unreachable_replicas
-from agora.stepping import StepPolicy
+from agora.stepping import EVERY_STEP, StepPolicy
 
 LOST_COVERS: Final = 0.5
 """A stage that is so many covers of the slice rounds behind, and LEAST_LOST steps, fetches the others' state."""
@@ -69,7 +68,7 @@ class ActionConfig:
         """
         averaging, target = manifest.averaging, manifest.optimizer.target_tokens
         if manifest.schedule.kind == "synchronous":
-            return cls(target, True, sys.maxsize, most_behind=1)
+            return cls(target, True, EVERY_STEP, most_behind=1)
         most_behind = max(LEAST_LOST, round(LOST_COVERS * averaging.every / averaging.fraction))
         return cls(target, False, averaging.exact_steps, most_behind)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused
@@ -135,10 +135,6 @@ class Owner:
             if other.round == part.round:
                 self._expect_no_more(other, gathering, peer)
 
-    def is_given_up(self, peer: PeerId, part: Part) -> bool:
-        """Returns whether the part's round has given the member up and does not wait for it, see `give_up_on`."""
-        return part.round in self._rounds and peer in self._rounds[part.round].given_up
-
     async def close(self) -> None:
         """Cancels all gatherings and recalls: whoever still waits for an average gets CancelledError."""
         for gathering in self._open.values():
@@ -176,7 +172,8 @@ class Owner:
     ) -> tuple[Part, Tensor, Average]:
         """Returns the part, the decoded values and their average: the one kept already, else the one now gathered.
 
-        Raises ProtocolError for too large a weight, values of a wrong form, or a part contributed before.
+        The average's message says whether it has this peer's values, for all that is known here. Raises ProtocolError
+        for too large a weight, values of a wrong form, or a part contributed before.
         """
         part = Part(message.stage, message.what, message.round, message.part)
         numel = self._view.numel_of(part)
@@ -187,8 +184,9 @@ class Owner:
         await self.reach("averaging.received")
         kept = self._kept(part)
         average = kept() if kept else await self._gather(peer, message, part, values, deadline)
+        counted = kept is None and peer in self._members(part)
         await self.reach("averaging.gathered")
-        return part, values, average
+        return part, values, replace(average, message=replace(average.message, counted=counted))
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
         """Answers Recall: returns the part's average if it is kept here, else no tensor."""
@@ -302,7 +300,7 @@ class Owner:
 
     def _first_owner(self, part: Part) -> PeerId:
         """Returns the part's first owner in this peer's view."""
-        return choose_owners(self.config.run, *part, self._members(part))[0]
+        return choose_owners(self.config.run, part.stage, part.what, part.part, self._members(part))[0]
 
     def _end_window(self, part: Part) -> None:
         """Called when the window is over: averages what came; gives up those missing if this peer contributed."""
@@ -368,7 +366,7 @@ class Owner:
             if not isinstance(reply.message, Recalled) or not reply.tensors:
                 return None
             counts = reply.message
-            message = Averaged(counts.members, counts.present, counts.weight, counts.distance)
+            message = Averaged(counts.members, counts.present, counts.weight, counts.distance, counted=True)
             return self.kinds[part.what].decode_recalled(part, reply.tensors, numel, message)
         except AgoraError:
             return None

@@ -53,17 +53,17 @@ def cut_into_parts(numel: int) -> list[slice]:
 
 
 def choose_owners(
-    run: RunId, stage: int, what: str, number: int, part: int, members: Mapping[PeerId, float]
+    run: RunId, stage: int, what: str, part: int, members: Mapping[PeerId, float]
 ) -> tuple[PeerId, PeerId | None]:
-    """Returns the first and the second owner of a part of round `number`, by a rendezvous hash.
+    """Returns the first and the second owner of a part in every round of its kind, by a rendezvous hash.
 
     members: bandwidths in bytes per second; 0 means unknown and counts as the median of the known ones. The member
-    with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, number, part, peer):
+    with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, part, peer):
     a peer wins parts in proportion to its bandwidth. The second owner is None with a single member.
     """
     known = [bandwidth for bandwidth in members.values() if bandwidth > 0]
     usual = statistics.median(known) if known else 1.0
-    label = f"agora owner 1\0{run}\0{stage}\0{what}\0{number}\0{part}\0"
+    label = f"agora owner 1\0{run}\0{stage}\0{what}\0{part}\0"
 
     def place(peer: PeerId) -> tuple[float, PeerId]:
         """Returns the key by which owners are sorted: -ln(u) / bandwidth, then the id."""

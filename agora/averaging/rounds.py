@@ -21,6 +21,7 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agora.averaging.contributions import Contribution
 from agora.averaging.kinds import Part
 from agora.averaging.owner import Owner
 from agora.averaging.partition import choose_owners, cut_into_parts
@@ -40,13 +41,15 @@ class RoundResult:
     """What a round brought. answer: float32 [n], average - values in a round of weights, the mean in one of gradients.
 
     done: for each part, whether it was averaged. present: mean contributions in time to a part, 0 to a failed one.
-    Means over the averaged parts are: members, those in the average; weight, the sum of theirs; distance and
-    distance_others, the root mean square of (values - average) here, and its median over the members.
+    lost: own tokens that came too late for this round and the one before, the mean over the parts. Means over the
+    averaged parts are: members, those in the average; weight, the sum of theirs; distance and distance_others, the root
+    mean square of (values - average) here, and its median over the members.
     """
 
     answer: Tensor
     done: list[bool]
     present: float = 0.0
+    lost: float = 0.0
     members: float = 0.0
     weight: float = 0.0
     distance: float = 0.0
@@ -63,11 +66,15 @@ class RoundResult:
 
 
 class _PartAnswer(NamedTuple):
-    """An owner's answer for one part, decoded, with its message. distance: root mean square of (values - average)."""
+    """An owner's answer for one part, decoded, with its message. distance: root mean square of (values - average).
+
+    lost: tokens of this peer that are now in no average, see Contribution.
+    """
 
     answer: Tensor
     message: Averaged
     distance: float
+    lost: float = 0.0
 
 
 @dataclass(slots=True)
@@ -88,6 +95,7 @@ class Round:
     members: Mapping[PeerId, float]
     deadline: float
     _bytes_out: int = field(default=0, init=False)
+    _unanswering: set[PeerId] = field(default_factory=set, init=False)
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARTS_AT_ONCE))
 
     async def run(self, values: Tensor) -> RoundResult:
@@ -117,6 +125,7 @@ class Round:
                 members=result.present,
                 expected=len(self.members),
                 weight=self.weight,
+                lost=result.lost,
                 seconds=loop_time() - began,
                 bytes_out=self._bytes_out,
                 distance=result.distance,
@@ -134,31 +143,33 @@ class Round:
         part = Part(self.stage, self.what, self.number, index)
         kind, config = self.owner.kinds[self.what], self.owner.config
         async with self._slots:
-            sent = config.encode(part, values)
+            made = kind.contribution(part, values, self.weight)
             reasons: list[str] = []
-            for second, owner in enumerate(choose_owners(config.run, *part, self.members)):
-                if owner is None or self.owner.is_given_up(owner, part):
+            for second, owner in enumerate(choose_owners(config.run, part.stage, part.what, part.part, self.members)):
+                if owner is None or owner in self._unanswering:
                     continue
                 try:
-                    answer, message, tensors = await self._ask(part, owner, bool(second), sent, len(values))
+                    answer, message, tensors = await self._ask(part, owner, bool(second), made)
                     if message.present < 2 and len(self.members) > 1:
                         reasons.append(f"{owner}: nobody else contributed in time")
                         break
-                    distance = kind.check_and_record(part, values, answer, message)
+                    distance = kind.check_and_record(part, made.values, answer, message)
                 except (AgoraError, TimeoutError) as error:
                     if owner != config.me and getattr(error, "code", "") in NO_ANSWER:
+                        self._unanswering.add(owner)
                         self.owner.give_up_on(owner, part)
                     reasons.append(f"{owner}: {error or 'no answer in time'}")
                     continue
                 if tensors:  # else this peer is the owner, and has kept it
-                    kept = kind.kept_answer(part, sent, tensors, answer, message)
+                    kept = kind.kept_answer(part, made.wire, tensors, answer, message)
                     self.owner.keep(part, kept, sum(tensor.nbytes for tensor in tensors))
-                return _PartAnswer(answer, message, distance)
+                return _PartAnswer(answer, message, distance, kind.settle(part, made, message.counted))
+        kind.settle(part, made, None)
         self.report(events.PartFailed(*part, "; ".join(reasons)[:500]))
         return None
 
     async def _ask(
-        self, part: Part, owner: PeerId, second: bool, sent: Sequence[WireTensor], numel: int
+        self, part: Part, owner: PeerId, second: bool, made: Contribution
     ) -> tuple[Tensor, Averaged, Sequence[WireTensor]]:
         """Sends a part to an owner; returns its answer decoded, and as it came. Raises an AgoraError, or TimeoutError.
 
@@ -169,21 +180,22 @@ class Round:
         if left < LEAST_S:
             raise PeerFailed("the round's time is over")
         deadline = self.deadline if second else now + FIRST_PATIENCE * left
-        request = Contribute(*part, self.weight, second, max(1, int(1000 * (deadline - now))))
+        request = Contribute(*part, made.weight, second, max(1, int(1000 * (deadline - now))))
         await self.owner.reach("averaging.sending")
         if owner == self.owner.config.me:
-            return *await self.owner.contribute_own(request, sent, deadline), ()
-        self._bytes_out += sum(tensor.nbytes for tensor in sent)
-        reply = await self.owner.caller.call(owner, request, sent, deadline=deadline)
+            return *await self.owner.contribute_own(request, made.wire, deadline), ()
+        self._bytes_out += sum(tensor.nbytes for tensor in made.wire)
+        reply = await self.owner.caller.call(owner, request, made.wire, deadline=deadline)
         if not isinstance(reply.message, Averaged):
             raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
-        answer = self.owner.kinds[self.what].decode_answer(part, reply.tensors, numel)
+        answer = self.owner.kinds[self.what].decode_answer(part, reply.tensors, len(made.values))
         return answer, reply.message, reply.tensors
 
 
 def _add_means(result: RoundResult, averaged: Sequence[_PartAnswer]) -> None:
     """Sets the means in a round's result from the answers to its averaged parts; without any they stay 0."""
     if averaged:
+        result.lost = sum(found.lost for found in averaged) / len(result.done)
         result.present = sum(found.message.present for found in averaged) / len(result.done)
         result.members = statistics.fmean(found.message.members for found in averaged)
         result.weight = statistics.fmean(found.message.weight for found in averaged)

@@ -1,6 +1,6 @@
-"""Encodes the parts of a round: as float32, bf16, or int8 with an exponent for every QUANTISER_BLOCK elements.
+"""Encodes the parts of a round: as float32, bf16, in 2 to 4 bits, or as int8 with an exponent for each block.
 
-Knows: numbers and their bytes. Must not know: rounds, owners, peers.
+Knows: numbers and their bytes. Must not know: rounds, owners, peers. normal2 to normal4 are in normal_levels.py.
 
 int8 is made for values that replicas nearly agree on. A block's step is a power of two, so that nearly equal blocks
 are rounded to the same lattice; and before rounding, the same pseudo-random fraction is added to an element at every
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import numpy as np
@@ -23,9 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from agora.averaging.normal_levels import dequantise, quantise
 from agora.codec import all_finite, decode_uncompressed, encode_uncompressed
 
-WireName = Literal["int8", "bf16", "float32"]
+WireName = Literal["int8", "bf16", "float32", "normal2", "normal3", "normal4"]
+NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
+"""Bits of each element in the formats whose error is fed back, by name."""
 LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
 LEAST_EXPONENT, MOST_EXPONENT = -120, 100
 FRACTIONS_KEPT: Final = 32
@@ -45,7 +49,7 @@ def dither_fractions(label: str, numel: int) -> Tensor:
 
 
 class PartCodec:
-    """Turns float32 vectors into wire tensors and back, in the format `name`: int8, bf16 or float32.
+    """Turns float32 vectors into wire tensors and back, in the format `name`.
 
     dither: the label of `dither_fractions`; None for none. Only int8 uses it.
     """
@@ -58,6 +62,8 @@ class PartCodec:
 
         float32 tensors share the memory of `values`, which must not change until they are sent.
         """
+        if self.name in NORMAL_BITS:
+            return quantise(values, NORMAL_BITS[self.name])
         if self.name != "int8":
             return [encode_uncompressed(values, self.name)]
         rows = _rows_of_blocks(values)
@@ -76,6 +82,8 @@ class PartCodec:
 
         Raises ProtocolError ("bad-tensor") for another count, type or shape of tensors, or values out of range.
         """
+        if self.name in NORMAL_BITS:
+            return dequantise(tensors, numel, NORMAL_BITS[self.name])
         if self.name != "int8":
             if len(tensors) != 1:
                 raise ProtocolError("bad-tensor", f"a part is one tensor, not {len(tensors)}")

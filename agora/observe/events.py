@@ -220,6 +220,7 @@ class RoundDone(Event):
     members: float  # replicas that took part in time, of `expected`: the mean over the parts
     expected: int
     weight: float
+    lost: float  # tokens of this replica that came too late for this round and for the one before
     seconds: float
     bytes_out: int
     distance: float  # of this replica: root mean square difference from the average

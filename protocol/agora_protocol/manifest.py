@@ -324,7 +324,6 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "stages": {"count": 4},
         "boundary": {"codec": LINK_CODEC},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 100, "total_steps": 20_000, "target_tokens": 65_536},
-        "averaging": {"exact_steps": 1000},
     },
 }
 

@@ -99,7 +99,7 @@ class AveragingSection(Section):
     fraction: float = Field(default=0.05, gt=0, le=1, description="share of a stage's weights that one round averages")
     every: int = Field(default=20, ge=1, le=10**6, description="optimizer steps from one round to the next")
     exact_steps: int = Field(
-        default=400, ge=0, le=10**9, description="first optimizer steps along the mean gradient of all replicas"
+        default=10**9, ge=0, le=10**9, description="first optimizer steps along the mean gradient of all replicas"
     )
     rule: Literal["delta", "ema"] = Field(
         default="delta", description="what is made of progress since the snapshot: delta keeps it, ema its average"
@@ -108,6 +108,10 @@ class AveragingSection(Section):
         default="mean", description="mean, or clip: centered clip, which bounds what a hostile replica can move"
     )
     wire: Literal["int8", "bf16", "float32"] = Field(default="int8", description="how weights travel in a round")
+    gradient_wire: Literal["normal2", "normal3", "normal4", "int8", "bf16", "float32"] = Field(
+        default="normal4",
+        description="how mean gradients travel: normal2 to normal4 are that many bits, errors fed back",
+    )
     round_s: float = Field(
         default=20.0, ge=1, le=300, description="seconds after which a round ends, whoever is missing"
     )

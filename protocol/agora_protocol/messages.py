@@ -228,8 +228,9 @@ _WHAT: Final = ("weights", "gradient")
 class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
     """Brings the sender's values of one part of a round to the part's owner. Answered by Averaged.
 
-    Tensors: the part in the run's averaging codec, float32 [n], bf16 [n], or int8 [n] and its exponents, int8
-    [ceil(n / QUANTISER_BLOCK)].
+    Tensors: the part as `averaging.wire` or, of a gradient, `averaging.gradient_wire` says: float32 [n]; bf16 [n]; int8
+    [n] and exponents, int8 [blocks]; or scales, uint8 [1 + blocks], and packed levels, uint8. A block has
+    QUANTISER_BLOCK elements.
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas average")
@@ -258,6 +259,7 @@ class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
     present: int = int_field(1, MAX_UINT, doc="contributions that came in time, those of weight 0 included")
     weight: float = float_field(0, 1e21, doc="the sum of the weights in the average")
     distance: float = float_field(0, 1e30, doc="median over the members of the root mean square of (values - average)")
+    counted: bool = bool_field(doc="whether the sender's values are in the average: false when they came too late")
 
 
 class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):

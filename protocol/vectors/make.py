@@ -174,7 +174,7 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
         (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 0),)), []),
         (kind.REQUEST, 9, Contribute(1, "weights", 12, 3, 65536.0, False, 10_000), [levels, exponents]),
         (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 0.0, True, 10_000), [values]),
-        (kind.ANSWER, 9, Averaged(3, 4, 196608.0, 0.001953125), [levels, exponents]),
+        (kind.ANSWER, 9, Averaged(3, 4, 196608.0, 0.001953125, True), [levels, exponents]),
         (kind.REQUEST, 11, Recall(1, "weights", 12, 3, 5_000), []),
         (kind.ANSWER, 11, Recalled(3, 4, 196608.0, 0.001953125), [values]),
         (kind.ANSWER, 11, Recalled(0, 0, 0.0, 0.0), []),

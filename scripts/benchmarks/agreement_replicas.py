@@ -9,6 +9,7 @@ weights that is due while one is under way is skipped.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from agora.data.tokenizer import ByteTokenizer
 from agora.stepping import EVERY_STEP, StepPolicy
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import Blocks
-from benchmarks.agreement_settings import REPLICAS, Setting
+from benchmarks.agreement_settings import Setting, sequences_of
 from benchmarks.worker import Channel
 
 WHOLE: Final = Span(0, 0)
@@ -39,12 +40,13 @@ What = Literal["weights", "gradient"]
 class Replica:
     """One of the replicas: the whole model as one stage, its own optimizer, its own samples."""
 
-    def __init__(self, manifest: Manifest, sampler: Sampler, name: str) -> None:
+    def __init__(self, manifest: Manifest, sampler: Sampler, name: str, sequences: int) -> None:
         self.trainer = SpanTrainer(manifest, WHOLE, torch.device("cpu"), report=lambda event: None, in_flight=1)
         self.stage = self.trainer.stage(0)
-        self.tokens = manifest.tokens_per_microbatch
+        self.tokens = sequences * manifest.model.context
         self.step_alone()
-        self._sequences = manifest.schedule.microbatch
+        self._sequences = sequences
+        self._together = False
         self._sampler, self._name = sampler, PeerId(name)
 
     @property
@@ -54,11 +56,11 @@ class Replica:
 
     def step_alone(self) -> None:
         """From now on it steps after each of its own microbatches."""
-        self.trainer.stage(0).policy = StepPolicy(self.tokens)
+        self._together, self.stage.policy = False, StepPolicy(self.tokens)
 
     def step_together(self) -> None:
         """From now on it waits for the mean gradient of all replicas."""
-        self.trainer.stage(0).policy = StepPolicy(self.tokens, exact_steps=EVERY_STEP)
+        self._together = True
 
     def draw(self, step: int) -> Tensor:
         """Returns this replica's samples of a step, token ids [b, s + 1]."""
@@ -68,6 +70,8 @@ class Replica:
 
     def learn(self, step: int, tokens: Tensor) -> None:
         """Adds the gradient of token ids [b, s + 1], and takes the step unless all step together."""
+        if self._together:
+            self.stage.policy = StepPolicy(self.tokens, EVERY_STEP, step, self.tokens, closes_part=True)
         self.trainer.finish(_microbatch(step), 0, _inputs(tokens), tokens, train=True)
         self.trainer.take_due_steps()
 
@@ -102,51 +106,87 @@ class NoAgreement:
 
 
 class Exact:
-    """Every step is along the mean gradient of all replicas, which travels in the dtype `wire`."""
+    """Every step is along the mean gradient of all replicas, which travels in the format `wire`.
 
-    def __init__(self, replicas: Sequence[Replica], wire: WireName) -> None:
+    The mean of a step's gradients is applied after `delay` more steps were computed. missing: the share of
+    contributions, drawn at random by `seed`, that their owners do not count.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Replica], wire: WireName, delay: int = 0, missing: float = 0.0, seed: int = 0
+    ) -> None:
         self.bytes_each, self.rounds = 0.0, 0
-        self._replicas = replicas
-        self._terms = terms_of(wire)
+        self._replicas, self._delay, self._missing = replicas, delay, missing
+        self._rng = random.Random(seed)
+        self._members = members_of(len(replicas), gradient_wire=wire)
         for replica in replicas:
             replica.step_together()
 
     def end(self) -> None:
-        """Lets every replica take its own steps from now on."""
+        """Applies the means that are due later, and lets every replica take its own steps from now on."""
+        while self._replicas[0].stage.progress.part > self._replicas[0].stage.step:
+            self._step_along_mean()
         for replica in self._replicas:
             replica.step_alone()
 
     def after(self, step: int) -> None:
         """See Agreement."""
-        means = [replica.stage.take_mean_gradient() for replica in self._replicas]
-        weights = [float(mean.tokens) for mean in means]
-        found, sent = exchange([mean.values for mean in means], weights, self._terms, step, "gradient")
-        for replica, mean in zip(self._replicas, found, strict=True):
-            replica.stage.step_with_gradient(step - 1, mean, int(sum(weights)))
+        if step > self._delay:
+            self._step_along_mean()
+
+    def _step_along_mean(self) -> None:
+        shares = [replica.stage.take_mean_gradient() for replica in self._replicas]
+        counted = [self._rng.random() >= self._missing for _ in shares]
+        values, weights = [share.values for share in shares], [float(share.tokens) for share in shares]
+        found, sent = exchange(values, weights, self._members, shares[0].step, "gradient", counted)
+        for replica, share, mean in zip(self._replicas, shares, found, strict=True):
+            replica.stage.step_with_gradient(share.step, mean, int(sum(weights)))
         self.bytes_each += sent
         self.rounds += 1
 
 
-def terms_of(wire: WireName) -> RoundConfig:
-    """What replicas of a manifest with this `averaging.wire` agree on; nothing here has a deadline."""
-    return RoundConfig(PeerId("bench"), RunId("0" * 64), "mean", wire, round_s=math.inf, max_weight=math.inf)
+class RoundMember:
+    """A member's side of all rounds, as a daemon has it: the run's configuration, and the kinds of rounds."""
+
+    def __init__(self, config: RoundConfig) -> None:
+        self.config, self.kinds = config, round_kinds(config)
+
+
+def members_of(count: int, wire: WireName = "float32", gradient_wire: WireName = "float32") -> list[RoundMember]:
+    """Makes members of a run whose manifest has these formats; nothing here has a deadline."""
+    config = RoundConfig(PeerId("bench"), RunId("0" * 64), "mean", wire, math.inf, math.inf, False, gradient_wire)
+    return [RoundMember(config) for _ in range(count)]
 
 
 def exchange(
-    values: Sequence[Tensor], weights: Sequence[float], terms: RoundConfig, number: int, what: What
+    values: Sequence[Tensor],
+    weights: Sequence[float],
+    members: Sequence[RoundMember],
+    number: int,
+    what: What,
+    counted: Sequence[bool] = (),
 ) -> tuple[list[Tensor], int]:
-    """A round: what each member is answered, float32 [n], as RoundResult has it, and the bytes that each has put in."""
+    """A round, whose parts the first member owns: what each is answered, float32 [n], and the bytes that each sends.
+
+    counted: for each member, whether its values come in time; by default all do.
+    """
     answers = [torch.empty_like(value) for value in values]
-    kind, sent = round_kinds(terms)[what], 0
+    terms, owner, sent = members[0].config, members[0].kinds[what], 0
+    in_time = list(counted) if any(counted) else [True] * len(values)
     for index, cut in enumerate(cut_into_parts(len(values[0]))):
         part = Part(0, what, number, index)
-        wired = [terms.encode(part, value[cut]) for value in values]
-        came = [terms.decode(part, tensors, len(values[0][cut])) for tensors in wired]
-        found = kind.combine(part, came, list(weights), None)
+        made = [
+            member.kinds[what].contribution(part, value[cut], weight)
+            for member, value, weight in zip(members, values, weights, strict=True)
+        ]
+        came = [terms.decode(part, contribution.wire, len(contribution.values)) for contribution in made]
+        present = [place for place, is_in_time in enumerate(in_time) if is_in_time]
+        found = owner.combine(part, [came[place] for place in present], [made[place].weight for place in present], None)
         assert found is not None
-        for answer, value in zip(answers, came, strict=True):
-            answer[cut] = kind.decode_answer(part, kind.encode_answer(found, value), len(value))
-        sent += sum(tensor.nbytes for tensor in wired[0])
+        for place, (member, value) in enumerate(zip(members, came, strict=True)):
+            answers[place][cut] = owner.decode_answer(part, owner.encode_answer(found, value), len(value))
+            member.kinds[what].settle(part, made[place], in_time[place])
+        sent += sum(tensor.nbytes for tensor in made[0].wire)
     return answers, sent
 
 
@@ -167,7 +207,7 @@ class Averaging:
         self.bytes_each, self.rounds = 0.0, 0
         self._setting, self._replicas = setting, replicas
         self._slices = Slices(len(replicas[0].flat), setting.fraction, seed)
-        self._terms = terms_of(setting.wire)
+        self._members = members_of(len(replicas), wire=setting.wire)
         self._flight: Flight | None = None
 
     def after(self, step: int) -> None:
@@ -182,7 +222,7 @@ class Averaging:
         blocks = self._slices.blocks(number)
         snapshots = [replica.stage.snapshot_blocks(blocks)[0] for replica in self._replicas]
         weights = [float(replica.tokens) for replica in self._replicas]
-        deltas, sent = exchange(snapshots, weights, self._terms, number, "weights")
+        deltas, sent = exchange(snapshots, weights, self._members, number, "weights")
         self.bytes_each += sent
         self.rounds += 1
         return Flight(step + self._setting.delay, blocks, snapshots, deltas)
@@ -214,22 +254,26 @@ class ExactAtFirst:
 
     def after(self, step: int) -> None:
         """See Agreement."""
-        if step > self._steps:
-            self._later.after(step)
-            return
-        self._first.after(step)
+        if step <= self._steps:
+            self._first.after(step)
         if step == self._steps:
             self._first.end()
+        elif step > self._steps:
+            self._later.after(step)
 
 
 def train(manifest: Manifest, sampler: Sampler, setting: Setting, steps: int, heldout: int) -> dict[str, float]:
-    """Trains REPLICAS replicas; returns losses over `heldout` batches, their distance, bytes and rounds."""
-    replicas = [Replica(manifest, sampler, f"replica {number}") for number in range(REPLICAS)]
+    """Trains replicas; returns losses over `heldout` batches, their distance, bytes and rounds."""
+    total = manifest.optimizer.target_tokens // manifest.model.context
+    shares = sequences_of(total, setting.replicas, setting.unequal)
+    replicas = [Replica(manifest, sampler, f"replica {number}", share) for number, share in enumerate(shares)]
     agreement = agree(setting, replicas, manifest.seed)
     for step in range(steps):
         for replica in replicas:
             replica.learn(step, replica.draw(step))
         agreement.after(step + 1)
+    if isinstance(agreement, Exact):
+        agreement.end()
     batches = sampler.heldout_batches(manifest.schedule.microbatch, heldout)
     found = judge(replicas, [torch.from_numpy(batch).long() for batch in batches])
     return {**found, "bytes": agreement.bytes_each / len(replicas[0].flat) / steps, "rounds": agreement.rounds}
@@ -253,7 +297,10 @@ def agree(setting: Setting, replicas: Sequence[Replica], seed: int) -> Agreement
     if setting.scheme == "synchronous":
         return Exact(replicas, "float32")
     later: Agreement = NoAgreement() if setting.scheme == "none" else Averaging(setting, replicas, seed)
-    return ExactAtFirst(setting.exact, Exact(replicas, setting.wire), later) if setting.exact else later
+    if not setting.exact:
+        return later
+    first = Exact(replicas, setting.gradient_wire, setting.delay, setting.missing, seed)
+    return first if setting.exact >= EVERY_STEP else ExactAtFirst(setting.exact, first, later)
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:
@@ -262,9 +309,9 @@ def serve(spec: dict[str, Any], channel: Channel) -> None:
     plain = Manifest.from_toml(spec["manifest"], "the benchmark's manifest")
     corpus = open_corpus(plain.data.corpus, ByteTokenizer(), Path(spec["cache"]))
     for order in channel.orders():
-        manifest = plain.replaced(seed=order["seed"])
-        sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
         setting = Setting(**order["setting"])
+        manifest = setting.manifest(plain, order["seed"])
+        sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
         channel.say(train(manifest, sampler, setting, int(spec["steps"]), int(spec["heldout"])))
 
 

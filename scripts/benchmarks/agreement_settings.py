@@ -5,13 +5,19 @@ Knows: names and numbers, the manifest. Must not know: torch, processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from agora_protocol.manifest import AveragingSection, Manifest
+from agora_protocol.manifest import AveragingSection, Manifest, OptimizerSection
 
-REPLICAS: Final = 4
+from agora.averaging.wire import WireName
+from agora.stepping import EVERY_STEP
+
 DEFAULTS: Final = AveragingSection()
+DEFAULT_OPTIMIZER: Final = OptimizerSection().name
+RATES: Final[Mapping[str, float]] = {"adamw": 6e-3, "muon": 1.2e-2}
+"""The learning rate of each optimizer: the best of 3e-3, 6e-3 and 1.2e-2 for synchronous steps of this model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,8 @@ class Setting:
     """`fraction` of the weights every `every` steps, taken in `delay` steps after the snapshot; or another scheme.
 
     The first `exact` steps are along the mean gradient of all whatever the scheme is, as in post-local SGD (Lin et al.,
-    2020); it travels as `wire`.
+    2020); it travels as `gradient_wire`, and a step's gradient is computed before the last `delay` means are applied.
+    unequal: replica i of n computes in proportion to i + 1. missing: share of the contributions that come too late.
     """
 
     scheme: Literal["none", "synchronous", "averaging"] = "averaging"
@@ -28,29 +35,67 @@ class Setting:
     delay: int = 1
     rule: Literal["delta", "ema"] = DEFAULTS.rule
     wire: Literal["int8", "bf16", "float32"] = DEFAULTS.wire
+    gradient_wire: WireName = DEFAULTS.gradient_wire
     exact: int = DEFAULTS.exact_steps
+    optimizer: str = "adamw"
+    replicas: int = 4
+    unequal: bool = False
+    missing: float = 0.0
 
     @property
     def name(self) -> str:
-        """As the table shows it: what differs from the defaults is named after the fraction and the interval."""
+        """As the table shows it: the optimizer, the exact steps if they end, the scheme, what is not the default."""
         label = self.scheme if self.scheme != "averaging" else f"{100 * self.fraction:g} % every {self.every}"
+        if self.exact >= EVERY_STEP:
+            label = f"every gradient as {self.gradient_wire}"
+        first = f"{self.exact} exact steps as {self.gradient_wire}, then " if 0 < self.exact < EVERY_STEP else ""
         more = [f"delay {self.delay}"] if self.delay != 1 else []
         more += [value for value, usual in ((self.rule, DEFAULTS.rule), (self.wire, DEFAULTS.wire)) if value != usual]
-        first = f"{self.exact} exact steps, then " if self.exact else ""
-        return first + ", ".join([label, *more])
+        more += [f"{self.replicas} replicas"] if self.replicas != 4 else []
+        more += ["unequal shares"] if self.unequal else []
+        more += [f"{100 * self.missing:g} % of contributions missing"] if self.missing else []
+        return f"{self.optimizer}: {first}" + ", ".join([label, *more])
+
+    def manifest(self, plain: Manifest, seed: int) -> Manifest:
+        """Returns the benchmark's manifest with this setting's optimizer, its learning rate, and a seed."""
+        return plain.replaced(seed=seed, optimizer={"name": self.optimizer, "learning_rate": RATES[self.optimizer]})
+
+    @property
+    def baseline(self) -> Setting:
+        """Synchronous steps with the same optimizer and as many replicas."""
+        return Setting("synchronous", exact=0, optimizer=self.optimizer, replicas=self.replicas)
 
 
-SYNCHRONOUS: Final = Setting("synchronous", exact=0)
-NONE: Final = Setting("none", exact=0)
-DEFAULT: Final = Setting()
-SCALED: Final = Setting(every=5)
-NEEDED: Final = (SYNCHRONOUS, NONE, DEFAULT, SCALED)
+DEFAULT: Final = Setting(optimizer=DEFAULT_OPTIMIZER)
+SYNCHRONOUS: Final = DEFAULT.baseline
+SYNCHRONOUS_ADAMW: Final = replace(SYNCHRONOUS, optimizer="adamw")
+NONE: Final = Setting("none", exact=0, optimizer=DEFAULT_OPTIMIZER)
+BITS: Final[Mapping[WireName, Setting]] = {
+    "normal2": replace(DEFAULT, gradient_wire="normal2"),
+    "normal3": replace(DEFAULT, gradient_wire="normal3"),
+    "normal4": replace(DEFAULT, gradient_wire="normal4"),
+}
+AT_ONCE: Final = replace(DEFAULT, delay=0)
+SIXTEEN: Final = replace(DEFAULT, replicas=16)
+UNEQUAL: Final = replace(DEFAULT, unequal=True)
+MISSING: Final = replace(DEFAULT, missing=0.1)
+SLICES: Final = replace(DEFAULT, exact=400, gradient_wire="int8")
+NEEDED: Final = (SYNCHRONOUS, SYNCHRONOUS_ADAMW, NONE, DEFAULT)
 """What the ratios are made of."""
+MORE: Final = (*BITS.values(), AT_ONCE, SIXTEEN, UNEQUAL, MISSING, SLICES)
+"""What is trained with the first seed only."""
+
+
+def sequences_of(total: int, replicas: int, unequal: bool) -> list[int]:
+    """Returns how many of a step's `total` sequences each replica computes: as many, or in proportion to i + 1."""
+    sizes = [number + 1 if unequal else 1 for number in range(replicas)]
+    ends = [round(total * sum(sizes[: number + 1]) / sum(sizes)) for number in range(replicas)]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to train: `sequences` per replica and step, the model's size, and the seeds of every setting."""
+    """How much to train: `sequences` of all replicas in a step, the model's size, and the seeds of every setting."""
 
     seeds: tuple[int, ...]
     steps: int
@@ -62,8 +107,9 @@ class Effort:
 
     @property
     def jobs(self) -> list[tuple[Setting, int]]:
-        """Every setting and seed to train, a setting's seeds in order."""
-        return [(setting, seed) for setting in NEEDED for seed in self.seeds]
+        """Every setting and seed to train, a setting's seeds in order; those of MORE with the first seed."""
+        first = [(setting, self.seeds[0]) for setting in dict.fromkeys(MORE) if setting not in NEEDED]
+        return [(setting, seed) for setting in dict.fromkeys(NEEDED) for seed in self.seeds] + first
 
     def manifest(self) -> Manifest:
         """A Llama-style decoder on the standard library's source, one stage, whose schedule ends with `steps`.
@@ -72,12 +118,12 @@ class Effort:
         """
         model = {"width": self.width, "layers": self.layers, "heads": 4, "key_value_heads": 2, "context": self.context}
         model["feed_forward"] = 11 * self.width // 4
-        tokens = REPLICAS * self.sequences * self.context
+        tokens = self.sequences * self.context
         warmup = min(50, self.steps // 10)
         values = {
             "model": model,
             "stages": {"count": 1},
-            "schedule": {"microbatch": self.sequences},
+            "schedule": {"microbatch": self.sequences // 4},
             "optimizer": {
                 "target_tokens": tokens,
                 "total_steps": self.steps,
@@ -88,5 +134,5 @@ class Effort:
         return Manifest.from_values(values, "benchmark")
 
 
-QUICK: Final = Effort((0,), 800, 64, 2, 64, 8, heldout_batches=64)
-FULL: Final = Effort((0, 1), 1200, 64, 2, 64, 16, heldout_batches=64)
+QUICK: Final = Effort((0,), 800, 64, 2, 64, 32, heldout_batches=64)
+FULL: Final = Effort((0, 1), 1200, 64, 2, 64, 64, heldout_batches=64)

@@ -113,7 +113,7 @@ def test_what_is_said_of_an_absurd_average_can_be_said(size: float, rule: Aggreg
         values = [honest(1), honest(2)] + [torch.full((SIZE,), size)] * attackers
         found = averaged(values, rule=rule, center=values[0])
         assert bool(found.values.isfinite().all())
-        Averaged(found.message.members, found.message.members, found.message.weight, found.message.distance)
+        Averaged(found.message.members, found.message.members, found.message.weight, found.message.distance, True)
 
 
 def test_values_whose_average_no_float_can_hold_make_none() -> None:

@@ -17,7 +17,9 @@ from agora.observe.events import PartFailed, RoundDone, StageFellBehind
 from tests.averaging.group_world import GroupPeer, GroupWorld
 from tests.pipeline.virtual_time import run
 
-EXACT = {"averaging": {"exact_steps": 10**6, "every": 10**6, "wire": "float32", "round_s": 3.0}}
+EXACT = {
+    "averaging": {"exact_steps": 10**6, "every": 10**6, "wire": "float32", "gradient_wire": "float32", "round_s": 3.0}
+}
 SYNCHRONOUS = {"schedule": {"kind": "synchronous"}, "averaging": {"every": 10**6, "round_s": 3.0}}
 
 
@@ -251,7 +253,16 @@ def test_a_synchronous_stage_that_stays_behind_the_other_stages_takes_their_step
 
 
 def test_a_replica_far_behind_fetches_the_state_and_takes_averages_at_weight_0_until_it_is_near() -> None:
-    sections = {"averaging": {"exact_steps": 0, "every": 2, "fraction": 0.5, "wire": "float32", "round_s": 3.0}}
+    sections = {
+        "averaging": {
+            "exact_steps": 0,
+            "every": 2,
+            "fraction": 0.5,
+            "wire": "float32",
+            "gradient_wire": "float32",
+            "round_s": 3.0,
+        }
+    }
 
     async def main() -> None:
         world = GroupWorld([4000.0, 4000.0, 0.0], **sections)
@@ -285,7 +296,9 @@ def test_a_leaving_replica_follows_no_step() -> None:
 
 def test_a_slice_round_is_begun_once_and_weighs_no_more_tokens_than_owners_accept() -> None:
     async def main() -> None:
-        world = GroupWorld([0.0, 0.0], averaging={"exact_steps": 0, "every": 2, "wire": "float32"})
+        world = GroupWorld(
+            [0.0, 0.0], averaging={"exact_steps": 0, "every": 2, "wire": "float32", "gradient_wire": "float32"}
+        )
         first, second = world.all
         first.sees = [first.peer]
         async with world:

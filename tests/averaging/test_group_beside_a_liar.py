@@ -44,7 +44,7 @@ class Liar:
         if isinstance(request, Recall):
             return SimpleNamespace(message=Recalled(0, 0, 0.0, 0.0), tensors=[])
         assert isinstance(request, Contribute)
-        answer = Averaged(members=2, present=2, weight=64.0, distance=0.0)
+        answer = Averaged(members=2, present=2, weight=64.0, distance=0.0, counted=True)
         return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
 
 
@@ -115,7 +115,7 @@ async def weights_after(compute: Compute, number: int, learning: bool = True) ->
 
 def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absurd_only_the_averaging() -> None:
     async def whole() -> None:
-        liar, averaging = Liar(), {"exact_steps": 100, "every": 1000, "wire": "float32"}
+        liar, averaging = Liar(), {"exact_steps": 100, "every": 1000, "wire": "float32", "gradient_wire": "float32"}
         async with beside(liar, averaging=averaging, optimizer={"target_tokens": 32}) as (compute, group, events, _):
             running = asyncio.create_task(group.run())
             before = (await compute.export_state(0)).weights
@@ -157,7 +157,7 @@ def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other
 def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
     async def whole() -> None:
         recorded: list[Any] = []
-        averaging = {"exact_steps": 0, "every": 2, "wire": "float32"}
+        averaging = {"exact_steps": 0, "every": 2, "wire": "float32", "gradient_wire": "float32"}
 
         offences = OffenceLog(recorded.append)
         async with beside(Liar(), offences.report_offence, averaging=averaging) as (_, group, _, _):

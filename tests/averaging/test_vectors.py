@@ -61,6 +61,18 @@ def fractions(named: dict[str, Any] | None, numel: int) -> list[Fraction]:
     return [Fraction(2 * byte + 1, 512) for (byte,) in struct.iter_unpack("<b", data[:numel])]
 
 
+def unpacked(packed: bytes, count: int, bits: int) -> list[int]:
+    """Levels, whose parts of 2 and 1 or of 4 bits lie together, as section 8 has it."""
+    levels, shift = [0] * count, 0
+    for width in {2: (2,), 3: (2, 1), 4: (4,)}[bits]:
+        size = -(-count * width // 8)
+        for at in range(count):
+            levels[at] |= (packed[at % size] >> (at // size * width)) % (1 << width) << shift
+        packed, shift = packed[size:], shift + width
+    assert not packed
+    return levels
+
+
 @pytest.fixture(scope="module")
 def make_script() -> ModuleType:
     return script(HERE / "make.py")
@@ -98,7 +110,7 @@ def test_owners_are_those_of_the_text() -> None:
         usual = statistics.median([it for it in members.values() if it] or [1.0])
         heights = []
         for peer, bandwidth in members.items():
-            words = [vector[it] for it in ("run", "stage", "what", "round", "part")]
+            words = [vector[it] for it in ("run", "stage", "what", "part")]
             whole = int.from_bytes(digest("agora owner 1", *words, peer)[:8], "big")
             heights.append((-math.log((whole + 0.5) / 2**64) / (bandwidth or usual), peer))
         order = [peer for _, peer in sorted(heights)] + [None]
@@ -123,6 +135,26 @@ def test_int8_parts_are_those_of_the_text() -> None:
             meant = float((level - shift) * step)
             assert floats(vector["decoded"])[at] == struct.unpack("<f", struct.pack("<f", meant))[0], at
     assert dithered == 2
+
+
+def test_parts_in_few_bits_are_those_of_the_text() -> None:
+    upper = {
+        2: (0.4528, 1.5104),
+        3: (0.2451, 0.7560, 1.3439, 2.1520),
+        4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326),
+    }
+    for vector in VECTORS["normal"]:
+        bits = int(vector["wire"][-1])
+        levels = [-level for level in reversed(upper[bits])] + list(upper[bits])
+        scales, values = bytes.fromhex(vector["scales"]["hex"]), floats(vector["values"])
+        exponent = struct.unpack("b", scales[:1])[0]
+        assert len(scales) == 1 + -(-len(values) // QUANTISER_BLOCK)
+        for at, number in enumerate(unpacked(bytes.fromhex(vector["levels"]["hex"]), len(values), bits)):
+            code = scales[1 + at // QUANTISER_BLOCK]
+            scale = 0.0 if code == 255 else 2.0 ** (exponent - code / 8)
+            assert floats(vector["decoded"])[at] == pytest.approx(levels[number] * scale, rel=2e-7, abs=1e-44), at
+            nearest = min(abs(values[at] - level * scale) for level in levels)
+            assert abs(values[at] - levels[number] * scale) <= nearest + 1e-6 * scale, at
 
 
 def test_ties_are_rounded_to_even() -> None:

@@ -35,6 +35,7 @@ class World:
     rule: str = "mean"
     round_s: float = 20.0
     exact: bool = False
+    gradient_wire: str = "float32"
     members: dict[PeerId, Member] = field(default_factory=dict)
     network: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(Faults(latency_s=(0.01, 0.01))))
     strikes: list[tuple[PeerId, ProtocolError]] = field(default_factory=list)
@@ -59,7 +60,8 @@ class Member:
         self.suspects: set[PeerId] = set()
         self.at: dict[str, int] = {}
         self.dies_at: tuple[str, int] | None = None
-        config = RoundConfig(peer, RUN, world.rule, world.wire, world.round_s, max_weight=1e9, exact=world.exact)  # type: ignore[arg-type]
+        wires = {"wire": world.wire, "gradient_wire": world.gradient_wire}
+        config = RoundConfig(peer, RUN, world.rule, round_s=world.round_s, max_weight=1e9, exact=world.exact, **wires)  # type: ignore[arg-type]
         self.port = world.network.join(peer, self._answer)
         self.owner = Owner(config, self.port, self, self._fault)
 

@@ -14,14 +14,14 @@ from benchmarks.agreement_replicas import Averaging, Exact, Replica, agree, judg
 from benchmarks.agreement_settings import (
     DEFAULT,
     FULL,
+    MORE,
     NEEDED,
     NONE,
     QUICK,
-    REPLICAS,
-    SCALED,
     SYNCHRONOUS,
     Effort,
     Setting,
+    sequences_of,
 )
 from benchmarks.children import Nursery, deal
 from benchmarks.report import columns
@@ -34,7 +34,8 @@ from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer, Ids
 from agora.stepping import StepPolicy
 
-TINY = Effort((0,), 6, 32, 1, 16, 2, heldout_batches=2)
+TINY = Effort((0,), 6, 32, 1, 16, 8, heldout_batches=2)
+REPLICAS = 4
 
 
 @pytest.fixture
@@ -55,13 +56,13 @@ def sampler(manifest: Manifest, corpus: Ids) -> Sampler:
 
 
 def replicas_of(manifest: Manifest, sampler: Sampler) -> list[Replica]:
-    return [Replica(manifest, sampler, f"replica {number}") for number in range(REPLICAS)]
+    return [Replica(manifest, sampler, f"replica {number}", 2) for number in range(REPLICAS)]
 
 
 def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, sampler: Sampler) -> None:
     replicas = replicas_of(manifest, sampler)
     together = Exact(replicas, "float32")
-    (alone,) = [Replica(manifest, sampler, "alone")]
+    (alone,) = [Replica(manifest, sampler, "alone", 2)]
     alone.trainer.stage(0).policy = StepPolicy(REPLICAS * alone.tokens)
     for step in range(5):
         drawn = [replica.draw(step) for replica in replicas]
@@ -79,19 +80,28 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
 def test_exact_at_first_is_synchronous_so_long_and_the_other_way_from_there(
     manifest: Manifest, sampler: Sampler
 ) -> None:
-    alone = Setting("none", exact=4, wire="float32")
+    alone = Setting("none", exact=4, gradient_wire="float32", delay=0)
     synchronous, within = (train(manifest, sampler, setting, 4, 2) for setting in (SYNCHRONOUS, alone))
     assert within == synchronous and within["apart"] == pytest.approx(0, abs=1e-6)
     after = train(manifest, sampler, alone, 6, 2)
     assert after["apart"] > 1e-4 and after["rounds"] == 4
-    averaged = train(manifest, sampler, Setting(fraction=1.0, every=1, delay=0, wire="float32", exact=4), 6, 2)
+    averaged = train(
+        manifest,
+        sampler,
+        Setting(fraction=1.0, every=1, delay=0, wire="float32", gradient_wire="float32", exact=4),
+        6,
+        2,
+    )
     assert averaged["apart"] == pytest.approx(0, abs=1e-6) and averaged["rounds"] == 6
 
 
 def test_exact_steps_in_int8_are_the_same_for_all_and_near_those_in_float32(
     manifest: Manifest, sampler: Sampler
 ) -> None:
-    rough, plain = (train(manifest, sampler, Setting("none", exact=6, wire=wire), 6, 2) for wire in ("int8", "float32"))
+    rough, plain = (
+        train(manifest, sampler, Setting("none", exact=6, gradient_wire=wire), 6, 2)
+        for wire in ("int8", "float32")  # the first in few bits travel as int8
+    )
     assert rough["apart"] == pytest.approx(0, abs=1e-6) and rough["bytes"] < 0.26 * plain["bytes"]
     assert rough["loss_of_replica"] == pytest.approx(plain["loss_of_replica"], rel=0.01)
 
@@ -143,14 +153,31 @@ def test_judging_leaves_the_first_replica_with_the_mean(manifest: Manifest, samp
 
 
 def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> None:
-    names = [setting.name for setting in NEEDED]
-    assert len(set(names)) == len(names) and SCALED.name == "400 exact steps, then 5 % every 5"
-    assert DEFAULT.name == "400 exact steps, then 5 % every 20" and Setting(exact=0).name == "5 % every 20"
+    names = [setting.name for setting in {*NEEDED, *MORE}]
+    assert len(set(names)) == len(names)
+    assert Setting(exact=400, gradient_wire="int8").name == "adamw: 400 exact steps as int8, then 5 % every 20"
+    assert Setting(gradient_wire="normal2", replicas=16).name == "adamw: every gradient as normal2, 16 replicas"
+    assert Setting(exact=0, optimizer="muon").name == "muon: 5 % every 20"
     for effort in (QUICK, FULL):
-        trained = {setting for setting, _ in effort.jobs}
-        assert {SYNCHRONOUS, *(setting for setting, _, _ in agreement.RATIOS.values())} <= trained
         assert len(set(effort.jobs)) == len(effort.jobs) and effort.manifest().optimizer.total_steps == effort.steps
-    assert FULL.steps >= DEFAULT.exact + 2 * DEFAULT.every / DEFAULT.fraction
+        found = {setting: [{"loss_of_replica": 2.0, "bytes": 0.5}] for setting, _ in effort.jobs}
+        assert [ratio.value for ratio in agreement.ratios(found).values()] == [1.0, 1.0, 0.5]
+
+
+def test_the_sequences_of_a_step_are_all_dealt() -> None:
+    assert sequences_of(64, 4, unequal=False) == [16] * 4
+    assert sequences_of(64, 4, unequal=True) == [6, 13, 19, 26] and sum(sequences_of(37, 16, unequal=False)) == 37
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_replicas_whose_gradients_travel_in_few_bits_are_the_same_bits(
+    manifest: Manifest, sampler: Sampler, delay: int, missing: float
+) -> None:
+    setting = Setting(gradient_wire="normal2", delay=delay, missing=missing, unequal=True)
+    found = train(manifest, sampler, setting, 24, 2)
+    assert found["apart"] == pytest.approx(0, abs=1e-6) and found["rounds"] == 24
+    assert (20 * 1.0 + 4 * 0.25) / 24 < found["bytes"] < (20 * 1.02 + 4 * 0.28) / 24, "the first 20 as int8"
 
 
 def test_rows_compare_within_a_seed() -> None:

@@ -57,12 +57,12 @@ def owned() -> list[dict[str, Any]]:
         dict.fromkeys(PEERS[:3], 0.0),
         dict(zip(PEERS, (1e6, 2e6, 0.0, 25e6, 3.5e6), strict=True)),
     ]
-    parts_of = [(0, "weights", 0, 0), (3, "weights", 12, 1), (3, "gradient", 12, 1), (1023, "weights", 2**40, 77)]
+    parts_of = [(0, "weights", 0), (3, "weights", 1), (3, "gradient", 1), (1023, "weights", 77)]
     made = []
     for members in groups:
-        for stage, what, number, part in parts_of:
-            first, second = choose_owners(RUN, stage, what, number, part, members)
-            asked = {"run": RUN, "stage": stage, "what": what, "round": number, "part": part}
+        for stage, what, part in parts_of:
+            first, second = choose_owners(RUN, stage, what, part, members)
+            asked = {"run": RUN, "stage": stage, "what": what, "part": part}
             made.append({**asked, "members": members, "first": first, "second": second})
     return made
 
@@ -106,9 +106,28 @@ def int8() -> list[dict[str, Any]]:
     return made
 
 
+def normal() -> list[dict[str, Any]]:
+    """Parts in 2, 3 and 4 bits."""
+    values = _values()
+    made = []
+    for name in ("normal2", "normal3", "normal4"):
+        sent = PartCodec(name).encode(values.clone())
+        back = PartCodec(name).decode(sent, len(values))
+        made.append(
+            {
+                "wire": name,
+                "values": _hex(values.numpy().astype("<f4").tobytes()),
+                "scales": _hex(sent[0].data),
+                "levels": _hex(sent[1].data),
+                "decoded": _hex(back.numpy().astype("<f4").tobytes()),
+            }
+        )
+    return made
+
+
 def build() -> str:
     """The text of averaging.json."""
-    made = {"slices": slices(), "parts": cuts(), "owners": owned(), "int8": int8()}
+    made = {"slices": slices(), "parts": cuts(), "owners": owned(), "int8": int8(), "normal": normal()}
     return json.dumps(made, indent=1) + "\n"
 
 
