@@ -35,18 +35,23 @@ class Counts(NamedTuple):
     """How far a replica is with a stage. step: optimizer steps taken. part: number of the step that it now counts for.
 
     part is step + the number of its closed parts whose means are not known yet (0 to 2). tokens: those that it has
-    counted for `part`. counted: all since it started, from which others measure its rate.
+    counted for `part`. counted: all since it started, from which others measure its rate. lineage: a digest of
+    the gradients of all steps taken, 0 when unknown.
     """
 
     step: int = 0
     part: int = 0
     tokens: int = 0
     counted: int = 0
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class OwnReport:
-    """What a replica last reported itself, at time `at`. part_since: when it first reported `part`. rate: its speed."""
+    """What a replica last reported itself, at time `at`. part_since: when it first reported `part`. rate: its speed.
+
+    lineage: see Counts.
+    """
 
     step: int = -1
     part: int = -1
@@ -54,6 +59,7 @@ class OwnReport:
     at: float = -math.inf
     part_since: float = -math.inf
     rate: TokenRate = field(default_factory=TokenRate)
+    lineage: int = 0
 
     def after(self, counts: Counts, now: float) -> OwnReport:
         """Returns the report that follows this one. A replica that counts from 0 again has restarted: no rate yet."""
@@ -61,7 +67,7 @@ class OwnReport:
         rate = TokenRate()
         if self.counted <= counts.counted and self.at > -math.inf:
             rate = self.rate.after(counts.counted - self.counted, now - self.at)
-        return OwnReport(counts.step, counts.part, counts.counted, now, since, rate)
+        return OwnReport(counts.step, counts.part, counts.counted, now, since, rate, counts.lineage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ class ReplicaProgress:
 
 KnownReplicas = Mapping[PeerId, ReplicaProgress]
 """What is known of the other replicas of one stage."""
-GossipEntry = tuple[PeerId, int, int, int, int, int]
+GossipEntry = tuple[PeerId, int, int, int, int, int, int]
 """A replica's id, its Counts, and the age of that report in milliseconds."""
 
 

@@ -114,19 +114,18 @@ class ExactSteps:
         await self._held.step_with_gradient(stage, step, values, max(1, round(tokens)))
         self._takers.note_exact_step(stage, tokens)
 
-    async def recover(self, stage: int, at_least: int, reached: int) -> None:
-        """Fetches the others' state of `at_least` steps, which in an asynchronous run makes this peer a newcomer again.
+    async def recover(self, stage: int, at_least: int, reached: int, sources: Collection[PeerId] = ()) -> None:
+        """Fetches a state of `at_least` steps from `sources`, by default from all others.
 
-        If nobody gives it, a synchronous stage waits a second; an asynchronous one goes on at `reached` as it is.
+        If nobody gives it, the stage waits a second; in an asynchronous run it then goes on at `reached` as it is.
         """
         try:
-            await self._state.fetch(stage, sorted(self._takers.others(stage)), at_least)
+            await self._state.fetch(stage, sorted(sources or self._takers.others(stage)), at_least)
             self._takers.note_fetched(stage)
         except Unavailable as error:
             self._report(events.TaskFailed("fetch state", str(error)))
-            if self._synchronous:
-                await asyncio.sleep(FETCH_AGAIN_S)
-            else:
+            await asyncio.sleep(FETCH_AGAIN_S)
+            if not self._synchronous:
                 await self._held.catch_up(stage, reached)
 
     async def _recall_failed(self, stage: int, step: int, result: RoundResult) -> None:
@@ -177,6 +176,7 @@ class ExactSteps:
             tries += 1
             try:
                 await self._state.fetch(stage, others, at_least)
+                self._takers.note_fetched(stage)
                 return True
             except Unavailable as error:
                 self._report(events.TaskFailed("fetch state", str(error)))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from agora.averaging import agreement, next_action
 from agora.averaging.agreement import Counts
+from agora.averaging.divergence import replicas_to_fetch_from
 from agora.averaging.exact_steps import ExactSteps
 from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
 from agora.averaging.kinds import Part, RoundConfig
@@ -234,8 +235,10 @@ class ReplicaGroup:
 
     def note_fetched(self, stage: int) -> None:
         """Notes that the state came from another replica: a newcomer, unless steps are exact, and so is the state."""
-        is_exact = self._config.is_exact(self._held.step_of(stage))
-        self._stages[stage].newcomer = Newcomer(counts=is_exact)
+        state, is_exact = self._stages[stage], self._config.is_exact(self._held.step_of(stage))
+        state.newcomer = Newcomer(counts=is_exact)
+        for kind in self.owner.kinds.values():
+            kind.forget(stage)
 
     # --- deciding
 
@@ -267,7 +270,8 @@ class ReplicaGroup:
         self._held.publish_policy(stage, next_action.step_policy(own.part, replicas, live, quota, self._config))
         behind_since = state.behind[1] if state.behind and state.behind[0] == own.step < self._leading else None
         busy, step_s = _is_running(state.work), state.pace.step_s.value or 0.0
-        own_stage = OwnStage(own, quota, step_s, self._leaving, busy, state.slice_due, behind_since)
+        right = replicas_to_fetch_from(self._lineages(stage), self._me, live) if self._config.is_exact(own.step) else ()
+        own_stage = OwnStage(own, quota, step_s, self._leaving, busy, state.slice_due, behind_since, right)
         action, state.reason = next_action.next_action(now, own_stage, others, self._config)
         match action.what:
             case "slice round":
@@ -283,8 +287,12 @@ class ReplicaGroup:
             case "step together":
                 state.work = self._start(self._exact.step_together(stage, action.number))
             case "recover":
-                self._report(events.StageFellBehind(stage, own.step, action.number))
-                state.work = self._start(self._exact.recover(stage, action.at_least, action.number))
+                if action.sources:
+                    self._report(events.StageDiverged(stage, own.step, ", ".join(action.sources)))
+                else:
+                    self._report(events.StageFellBehind(stage, own.step, action.number))
+                recovery = self._exact.recover(stage, action.at_least, action.number, action.sources)
+                state.work = self._start(recovery)
 
     async def _watch_other_stages(self) -> None:
         """Notes, in a synchronous run, how far the run's furthest stage is, and since when each stage is behind it.
@@ -303,7 +311,14 @@ class ReplicaGroup:
 
     def _counts(self) -> Mapping[int, Counts]:
         """Returns for each stage how far this peer is."""
-        return {p.stage: Counts(p.step, p.part, p.tokens_in_part, p.tokens_counted) for p in self._held.progress()}
+        return {
+            p.stage: Counts(p.step, p.part, p.tokens_in_part, p.tokens_counted, p.lineage)
+            for p in self._held.progress()
+        }
+
+    def _lineages(self, stage: int) -> Mapping[int, int]:
+        """Returns the lineages of a stage after its last steps, by step."""
+        return next(progress.lineages for progress in self._held.progress() if progress.stage == stage)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a task and returns it; if it fails, TaskFailed is reported."""

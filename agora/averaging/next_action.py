@@ -40,11 +40,14 @@ class Action:
     | step | takes its step, whose tokens are all counted, along this replica's own gradient |
     | step together | takes step `number` along the mean gradient of all replicas; closes its part if it is open |
     | recover | fetches another replica's state of at least `at_least` steps; the others are at `number` |
+
+    sources: the replicas whose state is fetched; empty for all others.
     """
 
     what: Literal["wait", "slice round", "replay", "follow", "step", "step together", "recover"]
     number: int = 0
     at_least: int = 0
+    sources: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class OwnStage:
     quota: tokens at which its part of an exact step is closed, 0 where none is known. step_s: the usual duration of a
     step in seconds, 0 before it is known. busy: whether an exact step, a fetch or a catch-up is running. slice_due: the
     slice round that the step just taken has made due, None without one. behind_since: when it fell behind the run's
-    leading stage, None when it is not.
+    leading stage, None when it is not. diverged_from: the replicas that are right where it is not, see divergence.
     """
 
     counts: agreement.Counts
@@ -94,6 +97,7 @@ class OwnStage:
     busy: bool = False
     slice_due: int | None = None
     behind_since: float | None = None
+    diverged_from: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,9 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     if own.busy:
         return Action("wait"), "a step or a fetch is running"
     step, tokens = own.counts.step, own.counts.tokens
+    if own.diverged_from:
+        reason = f"it has stepped along other means than {', '.join(own.diverged_from)}"
+        return Action("recover", step, step, own.diverged_from), reason
     replicas, live = counting_replicas(now, step, others, config)
     present = len(replicas - unreachable_replicas(others.known, replicas, now))
     reached = agreement.step_to_follow(live, present, step, tokens, config.target_tokens)

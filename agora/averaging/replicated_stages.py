@@ -28,7 +28,7 @@ class ReplicatedStages(Protocol):
         """Returns a description of the stage's flat weights; `numel` is their number of elements."""
 
     def progress(self) -> Sequence[Any]:
-        """Returns for each stage its number `stage`, and `step`, `part`, `tokens_in_part` and `tokens_counted`."""
+        """Returns for each stage its number `stage`, `step`, `part`, `tokens_in_part`, `tokens_counted`, `lineages`."""
 
     def step_of(self, stage: int) -> int: ...
     def publish_policy(self, stage: int, policy: StepPolicy) -> None: ...

@@ -274,6 +274,18 @@ class StageFellBehind(
     others: int
 
 
+class StageDiverged(
+    Event,
+    level="warning",
+    template="stage {stage} differs from its replicas at step {step}: it fetches the state of {sources}",
+):
+    """Event: a stage has taken other steps than the replicas that are right, `sources`, and fetches their state."""
+
+    stage: int
+    step: int
+    sources: str
+
+
 class PeerSeen(Event):
     """Event: a peer of the run came into view, or changed its span, state, incarnation or addresses."""
 

@@ -34,7 +34,7 @@ class StageState:
     """Everything that a stage has learnt, in flat arrays: its weights, and the moments that `layout` names, by name.
 
     step: the stage's optimizer steps. updates: those that went into the moments. tokens_total: the supervised tokens
-    behind them, 0 when unknown.
+    behind them, 0 when unknown. lineage: a digest of the gradients of all its steps, 0 when unknown: see train.lineage.
     """
 
     stage: int
@@ -44,6 +44,7 @@ class StageState:
     layout: Layout
     weights: Flat
     moments: Mapping[str, Flat]
+    lineage: int = 0
 
     @property
     def averaged_weights(self) -> Flat:

@@ -95,7 +95,7 @@ class StateFetch:
         self._plausible_step = plausible_step
         self._weights = np.empty(layout.numel, np.float32)
         self._moments = {moment.name: np.empty(moment.numel, np.float32) for moment in layout.moments}
-        self._versions: dict[int, tuple[int, int]] = {}  # (step, updates) behind each chunk that has arrived
+        self._versions: dict[int, StateIndex] = {}  # the snapshot of each chunk that has arrived
         self._sources: list[_Source] = []
         self._deadline = 0.0
         self._lowest_step = 0  # that is used; rises when the first offers are in
@@ -105,18 +105,19 @@ class StateFetch:
     @property
     def newest_step(self) -> int:
         """The latest step of which a chunk has arrived."""
-        return max((step for step, _ in self._versions.values()), default=0)
+        return max((index.step for index in self._versions.values()), default=0)
 
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
         """Fetches what is still missing from `sources`, the best first, and returns the state.
 
-        No chunk is of a step below `at_least`; the state's step and updates are the lowest of its chunks. Raises
-        Unavailable, with a reason for each source, when none can go on or `deadline` (loop time) has passed.
+        No chunk is of a step below `at_least`; the state's step and updates are the lowest of its chunks, its lineage
+        is known if all have the same. Raises Unavailable, with a reason for each source, when none can go on or
+        `deadline` (loop time) has passed.
         """
         self._sources = [_Source(peer) for peer in dict.fromkeys(sources)]
         self._deadline, self._lowest_step = deadline, at_least
         self._first_offer_at, self._offers_complete = None, False
-        for chunk in [chunk for chunk, (step, _) in self._versions.items() if step < at_least]:
+        for chunk in [chunk for chunk, index in self._versions.items() if index.step < at_least]:
             self.schedule.discard(chunk)
             del self._versions[chunk]
         try:
@@ -128,8 +129,11 @@ class StateFetch:
                 task.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
             self._remove_ended_calls()
-        step, updates = (min(values) for values in zip(*self._versions.values(), strict=True))
-        return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments)
+        used = self._versions.values()
+        step, updates = min(index.step for index in used), min(index.updates for index in used)
+        lineages = {(index.step, index.lineage) for index in used}
+        lineage = lineages.pop()[1] if len(lineages) == 1 else 0
+        return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, lineage)
 
     async def _advance(self) -> None:
         """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable when late or without sources."""
@@ -232,7 +236,7 @@ class StateFetch:
             self._handle_failure(source, error, offer)
             return
         source.failures, source.last_chunk_s = 0, loop_time() - began
-        self._versions[chunk] = (offer.index.step, offer.index.updates)
+        self._versions[chunk] = offer.index
         arrays = [self._weights, *self._moments.values()]
         for array, place, part in zip(arrays, self._layout.chunk_places(chunk), values, strict=True):
             array[place] = part

@@ -86,7 +86,14 @@ class StageReplica(TrainedStage):
         moments = {name: moment.cpu().numpy().copy() for name, moment in self.optimizer.moments.items()}
         optimizer = self.optimizer
         return StageState(
-            self.number, self.step, optimizer.updates, self.tokens_stepped, optimizer.layout, weights, moments
+            self.number,
+            self.step,
+            optimizer.updates,
+            self.tokens_stepped,
+            optimizer.layout,
+            weights,
+            moments,
+            self.progress.lineage,
         )
 
     def load_state(self, state: StageState) -> None:
@@ -101,7 +108,7 @@ class StageReplica(TrainedStage):
             moments[moment.name] = values
         self.writable_weights().copy_(weights)
         self.optimizer.load(state.updates, moments)
-        self.restart_at(state.step, state.tokens_total)
+        self.restart_at(state.step, state.tokens_total, state.lineage)
         self._drift = None
 
     def _checked_array(self, name: str, array: Flat | None, layout: Layout) -> Tensor:

@@ -5,9 +5,11 @@ Knows: weights, the optimizer, which graphs are alive. Must not know: how gradie
 
 from __future__ import annotations
 
+import struct
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ from agora.model import Stage, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
 from agora.state.layout import AVERAGE, Layout, lay_out
 from agora.stepping import PartClosed, StageStepped, StepEvent, StepPolicy
+from agora.train.lineage import SEEDED, after_step
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
 from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion, tensor_in
@@ -38,6 +41,7 @@ class StageProgress:
     part: number of the step that is counted for now, `step` + the number of closed parts that await their means. Tokens
     are those counted for that part; here since the start; and of all steps and parts, those before a loaded state too.
     account: what became of the tokens counted here.
+    lineages: of the last steps, by their number, see train.lineage.
     """
 
     stage: int
@@ -49,6 +53,12 @@ class StageProgress:
     staleness: tuple[int, ...]
     refused_nonfinite: int
     account: StageAccount
+    lineages: Mapping[int, int]
+
+    @property
+    def lineage(self) -> int:
+        """The lineage of the stage as it is; 0 when it is not known."""
+        return self.lineages.get(self.step, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,7 @@ class TrainedStage:
         self.sum = GradientSum(self.weights.layout, device)
         self.policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
+        self._lineages = {0: SEEDED}
         self.tokens_stepped = 0
         """Supervised tokens of the steps taken so far, those that came with a loaded state included."""
         self._stashed = stashed
@@ -166,6 +177,7 @@ class TrainedStage:
             staleness=tuple(self._staleness),
             refused_nonfinite=self._refused,
             account=self._accounts.account(waiting),
+            lineages=self._lineages,
         )
 
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
@@ -271,21 +283,23 @@ class TrainedStage:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no gradient here")
         if number != self.step:
             raise LocalError(f"stage {self.number} takes step {self.step} next, not {number}; ask for its share")
-        result = None
+        result, checksum = None, 0
         if tokens > 0:
+            checksum = zlib.crc32(mean.cpu().contiguous().numpy().data)
             gradient = mean.to(self.sum.flat.device, copy=True)
             self.weights.layout.clear_padding(gradient)
             result = self.optimizer.step(self.writable_weights(), gradient, number)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
         contents = self._shares.popleft().contents if self._shares else SumContents()
-        self._count_step(contents, result, tokens or None)
+        self._count_step(contents, result, tokens or None, checksum)
 
-    def restart_at(self, step: int, tokens: int) -> None:
-        """Drops the sum and closed parts, sets the counts of steps and tokens; reports StepsSkipped if tokens are lost.
+    def restart_at(self, step: int, tokens: int, lineage: int) -> None:
+        """Drops the sum and closed parts, sets steps, tokens and lineage; reports StepsSkipped if tokens are lost.
 
         The caller has replaced weights and moments before.
         """
+        self._lineages = {step: lineage}
         lost = self.sum.clear().tokens + sum(share.contents.tokens for share in self._shares)
         if lost:
             self._report(StepsSkipped(self.number, step, max(step - self.step, 0), lost))
@@ -303,15 +317,20 @@ class TrainedStage:
             self.count_refused("", f"the sum over {contents.tokens} tokens is not finite")
             self._stepped_at = time.monotonic()
         else:
-            self._count_step(contents, result)
+            checksum = zlib.crc32(struct.pack("<qd", contents.tokens, result.gradient_norm))
+            self._count_step(contents, result, checksum=checksum)
 
-    def _count_step(self, contents: SumContents, result: StepResult | None, step_tokens: int | None = None) -> None:
+    def _count_step(
+        self, contents: SumContents, result: StepResult | None, step_tokens: int | None = None, checksum: int = 0
+    ) -> None:
         """Counts a step, reports StepTaken and calls `on_step`. result: None when the weights did not change here.
 
         step_tokens: of all replicas, in the mean gradient of the step; None where it was not taken along such a mean.
+        checksum: tells the gradient of this step from others.
         """
         now, staleness = time.monotonic(), contents.staleness(self.step)
         self.step += 1
+        self._lineages = after_step(self._lineages, self.step, checksum)
         self.tokens_stepped += contents.tokens
         if result is not None:
             self._accounts.add_step(contents.tokens, step_tokens, staleness)

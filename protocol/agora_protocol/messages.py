@@ -194,11 +194,10 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
 
 
 def _replica_steps(doc: str) -> Any:
-    """Declares a list field of [replica, steps, part, tokens, counted in all, milliseconds since it reported]."""
+    """Declares a list field of [replica, steps, part, tokens, counted in all, lineage, milliseconds]."""
     counts = (int_field(0, MAX_UINT) for _ in range(4))
-    return list_field(
-        tuple_field(peer_id_field(), *counts, int_field(0, MAX_DEADLINE_MS)), MAX_GOSSIPED_REPLICAS, doc=doc
-    )
+    lineage, age_ms = int_field(0, 2**32 - 1), int_field(0, MAX_DEADLINE_MS)
+    return list_field(tuple_field(peer_id_field(), *counts, lineage, age_ms), MAX_GOSSIPED_REPLICAS, doc=doc)
 
 
 class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
@@ -209,9 +208,9 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")
-    replicas: tuple[tuple[PeerId, int, int, int, int, int], ...] = _replica_steps(
+    replicas: tuple[tuple[PeerId, int, int, int, int, int, int], ...] = _replica_steps(
         "[replica, optimizer steps taken, number of the step it counts for, tokens counted for that step, tokens "
-        "counted since it started, milliseconds since it reported]; the sender comes first"
+        "counted since it started, lineage, milliseconds since it reported]; the sender comes first"
     )
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
@@ -219,7 +218,7 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
 class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
     """Answers GossipSteps with what the answering replica knows."""
 
-    replicas: tuple[tuple[PeerId, int, int, int, int, int], ...] = _replica_steps("as in GossipSteps")
+    replicas: tuple[tuple[PeerId, int, int, int, int, int, int], ...] = _replica_steps("as in GossipSteps")
 
 
 _WHAT: Final = ("weights", "gradient")
@@ -301,6 +300,7 @@ class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     )
     step: int = int_field(0, MAX_UINT, doc="optimizer steps that the stage had taken")
     updates: int = int_field(0, MAX_UINT, doc="of these, the steps that went into the snapshot's moments")
+    lineage: int = int_field(0, 2**32 - 1, doc="the snapshot's lineage (section 13), 0 when it is unknown")
     size: int = int_field(0, MAX_UINT, doc="bytes of the snapshot; 0 when there is none to give")
 
 

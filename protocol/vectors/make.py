@@ -168,10 +168,10 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
         (
             kind.REQUEST,
             7,
-            GossipSteps(1, ((FIRST.peer, 40, 41, 8192, 900_000, 0), (SECOND.peer, 40, 40, 0, 9, 1500)), 5_000),
+            GossipSteps(1, ((FIRST.peer, 40, 41, 8192, 900_000, 7, 0), (SECOND.peer, 40, 40, 0, 9, 0, 1500)), 5_000),
             [],
         ),
-        (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 0),)), []),
+        (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 2**32 - 1, 0),)), []),
         (kind.REQUEST, 9, Contribute(1, "weights", 12, 3, 65536.0, False, 10_000), [levels, exponents]),
         (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 0.0, True, 10_000), [values]),
         (kind.ANSWER, 9, Averaged(3, 4, 196608.0, 0.001953125, True), [levels, exponents]),
@@ -189,8 +189,8 @@ def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTenso
     hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
     return [
         (kind.REQUEST, 13, GetState(1, 40, 60_000), []),
-        (kind.ANSWER, 13, StateIndex(HASH, 400, 380, 5), [hashes]),
-        (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0), []),
+        (kind.ANSWER, 13, StateIndex(HASH, 400, 380, 2**32 - 1, 5), [hashes]),
+        (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0, 0), []),
         (kind.REQUEST, 15, GetChunk(HASH, 0, 60_000), []),
         (kind.ANSWER, 15, Chunk(), [chunk]),
         (kind.REQUEST, 17, GetSlice(1, 12, 3, 60_000), []),

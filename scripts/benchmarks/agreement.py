@@ -114,9 +114,9 @@ def notes(effort: Effort) -> list[str]:
         "the best of three for synchronous steps; their decay ends with the run.",
         "`synchronous`: every step takes the mean gradient of all, in float32, at once. `none`: every replica trains "
         "alone on its share of the tokens. `every gradient as`: the same mean in few bits, by the code that the "
-        "daemons run: contributions with error feedback, the owner's mean with its own, the same bytes to all; the "
-        "mean of a step is applied `delay` steps after its gradients were computed (1 unless told), which is more than "
-        "a daemon's usual staleness. `exact steps, then`: slices of the weights after them.",
+        "daemons run: contributions with error feedback, the owner's mean with its own, the same bytes to all; a "
+        "share of a step's sequences (0.25 unless told, more than measured of daemons) is computed before the mean of "
+        "the step before is applied. `exact steps, then`: slices of the weights after them.",
         "unequal shares: replica i of n computes in proportion to i + 1. missing: an owner does not count these "
         "contributions, drawn at random; each is in the next round.",
         "loss_of_replica: held-out nats per token, the mean over the replicas: what a peer holds. lost: that against "

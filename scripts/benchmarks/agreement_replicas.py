@@ -30,7 +30,7 @@ from agora.data.tokenizer import ByteTokenizer
 from agora.stepping import EVERY_STEP, StepPolicy
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import Blocks
-from benchmarks.agreement_settings import Setting, sequences_of
+from benchmarks.agreement_settings import DEFAULTS, Setting, sequences_of
 from benchmarks.worker import Channel
 
 WHOLE: Final = Span(0, 0)
@@ -63,13 +63,21 @@ class Replica:
         self._together = True
 
     def draw(self, step: int) -> Tensor:
-        """Returns this replica's samples of a step, token ids [b, s + 1]."""
+        """Draws and returns this replica's samples of a step, token ids [b, s + 1]."""
         first = step * self._sequences
         ids = [sample_id(self._name, counter) for counter in range(first, first + self._sequences)]
-        return torch.from_numpy(self._sampler.batch(ids)).long()
+        self._drawn, self._learnt = torch.from_numpy(self._sampler.batch(ids)).long(), 0
+        return self._drawn
 
-    def learn(self, step: int, tokens: Tensor) -> None:
-        """Adds the gradient of token ids [b, s + 1], and takes the step unless all step together."""
+    def learn(self, step: int, share: float) -> None:
+        """Adds the gradients of the drawn samples up to this share of them; after the last takes the step, or closes.
+
+        A part is closed, not stepped along, when all replicas step together.
+        """
+        last = round(share * self._sequences)
+        tokens, self._learnt = self._drawn[self._learnt : last], last
+        if not len(tokens):
+            return
         if self._together:
             self.stage.policy = StepPolicy(self.tokens, EVERY_STEP, step, self.tokens, closes_part=True)
         self.trainer.finish(_microbatch(step), 0, _inputs(tokens), tokens, train=True)
@@ -108,33 +116,24 @@ class NoAgreement:
 class Exact:
     """Every step is along the mean gradient of all replicas, which travels in the format `wire`.
 
-    The mean of a step's gradients is applied after `delay` more steps were computed. missing: the share of
-    contributions, drawn at random by `seed`, that their owners do not count.
+    missing: the share of contributions, drawn at random by `seed`, that their owners do not count.
     """
 
-    def __init__(
-        self, replicas: Sequence[Replica], wire: WireName, delay: int = 0, missing: float = 0.0, seed: int = 0
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], wire: WireName, missing: float = 0.0, seed: int = 0) -> None:
         self.bytes_each, self.rounds = 0.0, 0
-        self._replicas, self._delay, self._missing = replicas, delay, missing
+        self._replicas, self._missing = replicas, missing
         self._rng = random.Random(seed)
         self._members = members_of(len(replicas), gradient_wire=wire)
         for replica in replicas:
             replica.step_together()
 
     def end(self) -> None:
-        """Applies the means that are due later, and lets every replica take its own steps from now on."""
-        while self._replicas[0].stage.progress.part > self._replicas[0].stage.step:
-            self._step_along_mean()
+        """Lets every replica take its own steps from now on."""
         for replica in self._replicas:
             replica.step_alone()
 
     def after(self, step: int) -> None:
         """See Agreement."""
-        if step > self._delay:
-            self._step_along_mean()
-
-    def _step_along_mean(self) -> None:
         shares = [replica.stage.take_mean_gradient() for replica in self._replicas]
         counted = [self._rng.random() >= self._missing for _ in shares]
         values, weights = [share.values for share in shares], [float(share.tokens) for share in shares]
@@ -270,10 +269,13 @@ def train(manifest: Manifest, sampler: Sampler, setting: Setting, steps: int, he
     agreement = agree(setting, replicas, manifest.seed)
     for step in range(steps):
         for replica in replicas:
-            replica.learn(step, replica.draw(step))
-        agreement.after(step + 1)
-    if isinstance(agreement, Exact):
-        agreement.end()
+            replica.draw(step)
+            replica.learn(step, setting.stale)
+        if step:
+            agreement.after(step)
+        for replica in replicas:
+            replica.learn(step, 1.0)
+    agreement.after(steps)
     batches = sampler.heldout_batches(manifest.schedule.microbatch, heldout)
     found = judge(replicas, [torch.from_numpy(batch).long() for batch in batches])
     return {**found, "bytes": agreement.bytes_each / len(replicas[0].flat) / steps, "rounds": agreement.rounds}
@@ -299,8 +301,8 @@ def agree(setting: Setting, replicas: Sequence[Replica], seed: int) -> Agreement
     later: Agreement = NoAgreement() if setting.scheme == "none" else Averaging(setting, replicas, seed)
     if not setting.exact:
         return later
-    first = Exact(replicas, setting.gradient_wire, setting.delay, setting.missing, seed)
-    return first if setting.exact >= EVERY_STEP else ExactAtFirst(setting.exact, first, later)
+    first = Exact(replicas, setting.gradient_wire, setting.missing, seed)
+    return first if setting.exact >= DEFAULTS.exact_steps else ExactAtFirst(setting.exact, first, later)
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:

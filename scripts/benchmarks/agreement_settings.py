@@ -12,7 +12,6 @@ from typing import Final, Literal
 from agora_protocol.manifest import AveragingSection, Manifest, OptimizerSection
 
 from agora.averaging.wire import WireName
-from agora.stepping import EVERY_STEP
 
 DEFAULTS: Final = AveragingSection()
 DEFAULT_OPTIMIZER: Final = OptimizerSection().name
@@ -25,14 +24,16 @@ class Setting:
     """`fraction` of the weights every `every` steps, taken in `delay` steps after the snapshot; or another scheme.
 
     The first `exact` steps are along the mean gradient of all whatever the scheme is, as in post-local SGD (Lin et al.,
-    2020); it travels as `gradient_wire`, and a step's gradient is computed before the last `delay` means are applied.
-    unequal: replica i of n computes in proportion to i + 1. missing: share of the contributions that come too late.
+    2020); it travels as `gradient_wire`. stale: share of a step's sequences that are computed before the mean of the
+    step before is applied. unequal: replica i of n computes in proportion to i + 1. missing: share of the contributions
+    that come too late.
     """
 
     scheme: Literal["none", "synchronous", "averaging"] = "averaging"
     fraction: float = DEFAULTS.fraction
     every: int = DEFAULTS.every
     delay: int = 1
+    stale: float = 0.25
     rule: Literal["delta", "ema"] = DEFAULTS.rule
     wire: Literal["int8", "bf16", "float32"] = DEFAULTS.wire
     gradient_wire: WireName = DEFAULTS.gradient_wire
@@ -46,11 +47,12 @@ class Setting:
     def name(self) -> str:
         """As the table shows it: the optimizer, the exact steps if they end, the scheme, what is not the default."""
         label = self.scheme if self.scheme != "averaging" else f"{100 * self.fraction:g} % every {self.every}"
-        if self.exact >= EVERY_STEP:
-            label = f"every gradient as {self.gradient_wire}"
-        first = f"{self.exact} exact steps as {self.gradient_wire}, then " if 0 < self.exact < EVERY_STEP else ""
+        first = f"{self.exact} exact steps as {self.gradient_wire}, then " if self.exact else ""
+        if self.exact >= DEFAULTS.exact_steps:
+            first, label = "", f"every gradient as {self.gradient_wire}"
         more = [f"delay {self.delay}"] if self.delay != 1 else []
         more += [value for value, usual in ((self.rule, DEFAULTS.rule), (self.wire, DEFAULTS.wire)) if value != usual]
+        more += [f"{self.stale:g} stale"] if self.stale != 0.25 and self.scheme != "synchronous" else []
         more += [f"{self.replicas} replicas"] if self.replicas != 4 else []
         more += ["unequal shares"] if self.unequal else []
         more += [f"{100 * self.missing:g} % of contributions missing"] if self.missing else []
@@ -63,7 +65,7 @@ class Setting:
     @property
     def baseline(self) -> Setting:
         """Synchronous steps with the same optimizer and as many replicas."""
-        return Setting("synchronous", exact=0, optimizer=self.optimizer, replicas=self.replicas)
+        return Setting("synchronous", exact=0, stale=0.0, optimizer=self.optimizer, replicas=self.replicas)
 
 
 DEFAULT: Final = Setting(optimizer=DEFAULT_OPTIMIZER)
@@ -75,7 +77,7 @@ BITS: Final[Mapping[WireName, Setting]] = {
     "normal3": replace(DEFAULT, gradient_wire="normal3"),
     "normal4": replace(DEFAULT, gradient_wire="normal4"),
 }
-AT_ONCE: Final = replace(DEFAULT, delay=0)
+AT_ONCE: Final = replace(DEFAULT, stale=0.0)
 SIXTEEN: Final = replace(DEFAULT, replicas=16)
 UNEQUAL: Final = replace(DEFAULT, unequal=True)
 MISSING: Final = replace(DEFAULT, missing=0.1)

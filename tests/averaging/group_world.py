@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from agora.calls import Reply
 from agora.observe.events import Event
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence
+from agora.train.lineage import SEEDED, after_step
 from tests.averaging.world import identities
 from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 from tests.train.support import small_manifest
@@ -48,6 +50,7 @@ class FakeStage:
         self.number, self.rate = number, rate
         self.weights = torch.zeros(NUMEL)
         self.step = self.tokens = self.counted = 0
+        self.lineages = {0: SEEDED}
         self.share: Share | None = None
         self.policy = StepPolicy(10**9)
         self.alone_at: list[int] = []
@@ -61,6 +64,7 @@ class FakeStage:
     def progress(self) -> list[Any]:
         part = self.step + (self.share is not None)
         counts = {"tokens_in_part": self.tokens, "tokens_counted": self.counted}
+        counts |= {"lineages": self.lineages, "lineage": self.lineages[self.step]}
         return [SimpleNamespace(stage=0, step=self.step, part=part, **counts)]
 
     def step_of(self, stage: int) -> int:
@@ -97,6 +101,7 @@ class FakeStage:
     def _step(self, gradient: torch.Tensor, own_tokens: int) -> None:
         self.weights = self.weights - 0.01 * gradient
         self.step, self.share = self.step + 1, None
+        self.lineages = after_step(self.lineages, self.step, zlib.crc32(gradient.numpy().data))
         self._tell(own_tokens)
 
     def _tell(self, own: int) -> None:
@@ -112,6 +117,7 @@ class FakeStage:
 
     async def catch_up(self, stage: int, step: int) -> None:
         if step > self.step and self.share is None:
+            self.lineages = after_step({step - 1: self.lineages[self.step]}, step, 0)
             self.step, self.tokens = step, 0
             self._tell(0)
         self._take_due_step()
@@ -178,6 +184,7 @@ class GroupPeer:
             if other.step >= at_least and not self.world.network.breaks(self.peer, source):
                 self.stage.weights, self.stage.step = other.weights, other.step
                 self.stage.share, self.stage.tokens = None, 0
+                self.stage.lineages = {other.step: other.lineages[other.step]}
                 return
         raise Unavailable(stage, ["nobody is that far"])
 

@@ -166,12 +166,12 @@ def in_world(rates: list[float], work: Callable[[World], Coroutine[Any, Any, Non
     run(main())
 
 
-def entry(peer: PeerId, step: int, tokens: int, age_ms: int = 0) -> tuple[PeerId, int, int, int, int, int]:
+def entry(peer: PeerId, step: int, tokens: int, age_ms: int = 0) -> tuple[PeerId, int, int, int, int, int, int]:
     """A gossiped entry of a replica that has counted nothing before."""
-    return peer, step, step, tokens, tokens, age_ms
+    return peer, step, step, tokens, tokens, 0, age_ms
 
 
-def told(step: int, tokens: int, *others: tuple[PeerId, int, int, int, int, int], by: PeerId) -> GossipSteps:
+def told(step: int, tokens: int, *others: tuple[PeerId, int, int, int, int, int, int], by: PeerId) -> GossipSteps:
     return GossipSteps(STAGE, (entry(by, step, tokens), *others))
 
 

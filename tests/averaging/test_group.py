@@ -17,9 +17,8 @@ from agora.observe.events import PartFailed, RoundDone, StageFellBehind
 from tests.averaging.group_world import GroupPeer, GroupWorld
 from tests.pipeline.virtual_time import run
 
-EXACT = {
-    "averaging": {"exact_steps": 10**6, "every": 10**6, "wire": "float32", "gradient_wire": "float32", "round_s": 3.0}
-}
+FLOAT32 = {"wire": "float32", "gradient_wire": "float32"}
+EXACT = {"averaging": {"exact_steps": 10**6, "every": 10**6, "round_s": 3.0, **FLOAT32}}
 SYNCHRONOUS = {"schedule": {"kind": "synchronous"}, "averaging": {"every": 10**6, "round_s": 3.0}}
 
 
@@ -84,6 +83,7 @@ def test_a_replica_that_comes_late_replays_the_steps_since_its_state_and_counts_
             await asyncio.sleep(20.0)
             source = world.all[0].stage
             late.stage.weights, late.stage.step = source.weights, source.step
+            late.stage.lineages = dict(source.lineages)
             late.group.note_fetched(0)
             await asyncio.sleep(5.0)
             missed = source.step - late.stage.step
@@ -296,9 +296,7 @@ def test_a_leaving_replica_follows_no_step() -> None:
 
 def test_a_slice_round_is_begun_once_and_weighs_no_more_tokens_than_owners_accept() -> None:
     async def main() -> None:
-        world = GroupWorld(
-            [0.0, 0.0], averaging={"exact_steps": 0, "every": 2, "wire": "float32", "gradient_wire": "float32"}
-        )
+        world = GroupWorld([0.0, 0.0], averaging={"exact_steps": 0, "every": 2, **FLOAT32})
         first, second = world.all
         first.sees = [first.peer]
         async with world:
@@ -308,7 +306,7 @@ def test_a_slice_round_is_begun_once_and_weighs_no_more_tokens_than_owners_accep
             assert not first.of(RoundDone), "alone"
             first.sees = None
             for peer in world.all:
-                peer.stage.step = 400
+                peer.stage.step, peer.stage.lineages = 400, {400: 0}
                 peer.group.stepped(0, 400, 0)
             await asyncio.sleep(1.0)
             for peer in world.all:

@@ -40,7 +40,7 @@ class Liar:
     async def call(self, peer: PeerId, request: Message, tensors: Sequence[WireTensor], **_: Any) -> SimpleNamespace:
         """Answers with a part of equal numbers."""
         if isinstance(request, GossipSteps):
-            return SimpleNamespace(message=GossipedSteps(((OTHER, 0, 0, self.tokens, self.tokens, 0),)), tensors=[])
+            return SimpleNamespace(message=GossipedSteps(((OTHER, 0, 0, self.tokens, self.tokens, 0, 0),)), tensors=[])
         if isinstance(request, Recall):
             return SimpleNamespace(message=Recalled(0, 0, 0.0, 0.0), tensors=[])
         assert isinstance(request, Contribute)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from agora_protocol.ids import MicrobatchId
 from agora_protocol.manifest import Manifest
 from benchmarks import agreement
 from benchmarks.agreement_replicas import Averaging, Exact, Replica, agree, judge, train
@@ -67,9 +68,12 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
     for step in range(5):
         drawn = [replica.draw(step) for replica in replicas]
         for replica, tokens in zip(replicas, drawn, strict=True):
-            replica.learn(step, tokens)
+            assert torch.equal(replica.draw(step), tokens)
+            replica.learn(step, 1.0)
         together.after(step + 1)
-        alone.learn(step, torch.cat(drawn))
+        tokens = torch.cat(drawn)
+        alone.trainer.finish(MicrobatchId(bytes(16)), 0, tokens[:, :-1].contiguous(), tokens, train=True)
+        alone.trainer.take_due_steps()
     assert [replica.stage.step for replica in (*replicas, alone)] == [5] * (REPLICAS + 1)
     for replica in replicas:
         assert torch.equal(replica.flat, replicas[0].flat)
@@ -80,7 +84,7 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
 def test_exact_at_first_is_synchronous_so_long_and_the_other_way_from_there(
     manifest: Manifest, sampler: Sampler
 ) -> None:
-    alone = Setting("none", exact=4, gradient_wire="float32", delay=0)
+    alone = Setting("none", exact=4, gradient_wire="float32", stale=0.0)
     synchronous, within = (train(manifest, sampler, setting, 4, 2) for setting in (SYNCHRONOUS, alone))
     assert within == synchronous and within["apart"] == pytest.approx(0, abs=1e-6)
     after = train(manifest, sampler, alone, 6, 2)
@@ -169,12 +173,12 @@ def test_the_sequences_of_a_step_are_all_dealt() -> None:
     assert sequences_of(64, 4, unequal=True) == [6, 13, 19, 26] and sum(sequences_of(37, 16, unequal=False)) == 37
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("stale", [0.0, 0.5])
 @pytest.mark.parametrize("missing", [0.0, 0.3])
 def test_replicas_whose_gradients_travel_in_few_bits_are_the_same_bits(
-    manifest: Manifest, sampler: Sampler, delay: int, missing: float
+    manifest: Manifest, sampler: Sampler, stale: float, missing: float
 ) -> None:
-    setting = Setting(gradient_wire="normal2", delay=delay, missing=missing, unequal=True)
+    setting = Setting(gradient_wire="normal2", stale=stale, missing=missing, unequal=True)
     found = train(manifest, sampler, setting, 24, 2)
     assert found["apart"] == pytest.approx(0, abs=1e-6) and found["rounds"] == 24
     assert (20 * 1.0 + 4 * 0.25) / 24 < found["bytes"] < (20 * 1.02 + 4 * 0.28) / 24, "the first 20 as int8"

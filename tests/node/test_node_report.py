@@ -31,8 +31,8 @@ ME = Identity(bytes([1]) * 32).peer
 SPAN = SpanReport(
     Span(0, 1),
     (
-        StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25)),
-        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 1, StageAccount()),
+        StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25), {}),
+        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 1, StageAccount(), {}),
     ),
     {0: "96 tokens are missing", 1: ""},
     {0: 0, 1: 1},

@@ -1,0 +1,29 @@
+"""Finds out whether replicas that should be equal have taken different steps, and which of them are right. Pure.
+
+Knows: lineages by step (train.lineage), what others reported of theirs. Must not know: weights, calls, time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from agora_protocol.ids import PeerId
+
+from agora.averaging.agreement import KnownReplicas
+
+
+def replicas_to_fetch_from(lineages: Mapping[int, int], me: PeerId, live: KnownReplicas) -> tuple[PeerId, ...]:
+    """Returns the replicas that are right where this one is not; () when it is right, or nothing can be compared.
+
+    lineages: this replica's, by step. Replicas with one lineage at one step are a group. The largest group is right; of
+    several, that with the least id.
+    """
+    equal = [me]
+    groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)
+    for peer, last in live.items():
+        step, theirs = last.reported.step, last.reported.lineage
+        if theirs and (ours := lineages.get(step, 0)):
+            (equal if theirs == ours else groups[step, theirs]).append(peer)
+    right = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))
+    return () if right is equal else tuple(sorted(right))
