@@ -50,9 +50,12 @@ def sample_lines(sources: Sources, seed: int) -> list[str]:
     They are cut to LINE_CHARACTERS. MOST_TOKENS tokens may hold fewer. The same sources and seed give the same lines.
     Raises ExportError for damaged weights, and what open_tokenizer raises.
     """
+    import torch
+
     from agora.model import family_of
     from agora.model.generation import continue_ids
 
+    torch.set_num_threads(1)  # several threads mostly wait for each other in products of one sequence
     manifest = sources.signed.manifest
     tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=sources.base)
     family = family_of(manifest.model)
@@ -84,7 +87,7 @@ def lines_of_model(sample: Sequence[str], steps: int, directory: Path | None) ->
     file = "demo/run.toml" if directory is None else str(directory.expanduser().absolute() / "run.toml")
     command = _command("export", file, "--out", "model")
     if directory is None:
-        command = f"{_command('demo', '--dir', 'demo')} keeps a run; then {command}"
+        command = f"{command}  # after a demo with --dir demo; this one is not kept"
     return [*([heading] if sample else []), *(f"              | {line}" for line in sample), f"export        {command}"]
 
 

@@ -102,4 +102,6 @@ def test_the_command_names_this_program_and_the_kept_run(
     assert export.run(words[-3], Path(words[-1])) == console.DONE and Path("model/config.json").is_file()
     assert "model" in capsys.readouterr().out
     (gone,) = lines_of_model([], 40, None)
-    assert "demo --dir demo keeps a run; then" in gone and gone.endswith("export demo/run.toml --out model")
+    assert " export demo/run.toml --out model " in gone and gone.endswith(
+        "(this run is not kept; a demo with --dir demo is)"
+    )
