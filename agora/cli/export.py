@@ -169,18 +169,18 @@ def _print_result(result: Mapping[str, Any]) -> None:
     print(f"load      AutoModelForCausalLM.from_pretrained({result['out']!r})")
 
 
-def find_stages(run: str, directories: Sequence[Path], *, average: bool) -> Sources:
+def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_daemons: bool = True) -> Sources:
     """Returns the weights of every stage: collected by a running daemon of the run, else the newest checkpoints.
 
     run: a name, run id, manifest file or invite. directories: data directories, or folders of them; without any, the
     default one and those beside a manifest file. average: prefers the moving averages of the weights, which most runs
-    keep. Raises Failure with exit code 4 when a stage has none.
+    keep. ask_daemons: if not, only checkpoints are read. Raises Failure with exit code 4 when a stage has none.
     """
     homes = [home for directory in directories for home in _homes_in(directory)]
     if not directories:
         homes = [paths.home_at(), *(_homes_below(Path(run).parent) if Path(run).is_file() else ())]
     reference = _resolve(run, homes)
-    daemons = [entry for entry in paths.daemons() if reference.is_of(entry)]
+    daemons = [entry for entry in paths.daemons() if ask_daemons and reference.is_of(entry)]
     homes = list(dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)]))
     signed = _manifest(reference, homes, daemons)
     average = average and signed.manifest.optimizer.average_decay > 0

@@ -38,7 +38,7 @@ def try_sample(manifest: Path, seed: int) -> list[str]:
     When that is impossible, prints why and returns [].
     """
     try:
-        return sample_lines(find_stages(str(manifest), [manifest.parent], average=True), seed)
+        return sample_lines(find_stages(str(manifest), [manifest.parent], average=True, ask_daemons=False), seed)
     except (AgoraError, Failure, OSError, RuntimeError) as error:  # RuntimeError is torch's
         print_line(f"the model's text cannot be shown: {error}")
         return []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import socket
 import sys
 from pathlib import Path
 
@@ -57,6 +59,19 @@ def test_the_lines_are_few_printable_and_the_seeds_own(demo: Path) -> None:
     assert 1 <= len(lines[0]) <= LINES
 
 
+def test_no_daemon_is_asked_for_what_lies_in_the_folder(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = SignedManifest.from_toml((demo / "run.toml").read_text(), "run.toml").run_id
+    with socket.socket(socket.AF_UNIX) as silent:
+        place = paths.socket_of(paths.Home(demo / "peer-0"))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        silent.bind(str(place))
+        silent.listen()
+        paths.register(paths.Entry(run, "poems", "", "", os.getpid(), str(demo / "peer-0"), str(place)))
+        assert any(entry.run == run for entry in paths.daemons())
+        assert try_sample(demo / "run.toml", 0)
+    assert not capsys.readouterr().err
+
+
 def test_what_is_shown_is_what_a_terminal_may_be_given() -> None:
     text = "\n\x00\x00\n  def f\x1b[31m(x):\t# \u00e4\ufffd\n\n" + 100 * "long " + "\nlast"
     assert list(printable_lines(text)) == [
@@ -102,6 +117,5 @@ def test_the_command_names_this_program_and_the_kept_run(
     assert export.run(words[-3], Path(words[-1])) == console.DONE and Path("model/config.json").is_file()
     assert "model" in capsys.readouterr().out
     (gone,) = lines_of_model([], 40, None)
-    assert " export demo/run.toml --out model " in gone and gone.endswith(
-        "(this run is not kept; a demo with --dir demo is)"
-    )
+    assert shlex.split(gone.removeprefix("export"), comments=True)[-3:] == ["demo/run.toml", "--out", "model"]
+    assert gone.endswith("# after a demo with --dir demo; this one is not kept")
