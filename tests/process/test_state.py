@@ -85,7 +85,7 @@ def test_a_synchronous_run_whose_stages_kept_different_steps_goes_on(tmp_path: P
 
 
 def test_a_newcomer_gets_the_state_of_its_stage_and_goes_on_when_a_source_dies(tmp_path: Path) -> None:
-    """Some 28 MB of weights and moments in seven chunks; one of two sources is killed when a chunk is asked of it.
+    """Some 38 MB of state in ten chunks; one of two sources is killed when a chunk is asked of it.
 
     The other takes a second over each answer, or it could have given everything before the victim was asked.
     """
