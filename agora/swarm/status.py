@@ -78,11 +78,11 @@ def status(
 def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
     """Returns a stage's row of the status: its serving replicas, their highest step, their tokens per second summed.
 
-    Then what became of their tokens, and what the replica with the fewest steps waits for.
+    Then what became of their tokens, and what the replica with the fewest steps waits for, of those that tell it.
     """
     replicas = view.replicas(stage)
-    last = min(replicas, key=lambda seen: seen.step_of(stage), default=None)
-    waits_for = "a peer that serves it" if last is None else last.waits_for
+    last = min((p for p in replicas if p.waits_for), key=lambda seen: seen.step_of(stage), default=None)
+    waits_for = last.waits_for if last else "" if replicas else "a peer that serves it"
     return {
         "stage": stage,
         "replicas": len(replicas),
@@ -90,7 +90,7 @@ def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
         "tokens_per_second": round(sum(p.tokens_per_second for p in replicas), 1),
         "target_tokens": target_tokens,
         **asdict(sum_accounts([seen.account_of(stage) for seen in replicas])),
-        "waits_for": f"{peer_name(last.peer)}: {waits_for}" if last and waits_for and len(replicas) > 1 else waits_for,
+        "waits_for": f"{peer_name(last.peer)}: {waits_for}" if last and len(replicas) > 1 else waits_for,
     }
 
 

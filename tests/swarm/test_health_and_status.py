@@ -148,6 +148,7 @@ def test_a_stage_tells_what_became_of_the_tokens_of_its_replicas_and_what_the_la
             note="x",
         ),
     )
+    peers = view(*peers.peers.values(), seen("c", "0", steps=(0,)))  # has told nothing yet
     first, second = status(peers, RUN_IDENTITY, OK, NOW)["stages"]
     assert (first["tokens_computed"], first["tokens_counted"], first["share_counted"]) == (600, 400, 0.8)
     assert (first["tokens_per_step"], first["target_tokens"], first["staleness"]) == (250.0, 256, 0.4)
