@@ -100,7 +100,8 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
     """Trains a swarm as planned, prints the result and returns the exit code. Raises Failure when the result is bad."""
     from agora.cli.text_sample import begin_loading, lines_of_model, try_sample
 
-    manifest = plan.manifest()
+    # Daemons of one machine that start from equal drafts are one run: two demos at once would train together.
+    manifest = plan.manifest().replaced(name=f"demo-{os.urandom(3).hex()}")
     with _workspace(plan.directory) as directory:
         flags = ["--allow-files", *(["--link", plan.link] if plan.link else [])]
         swarm = LocalSwarm(directory, manifest.to_toml(), threads=max(1, cores() // plan.peers), flags=flags)
