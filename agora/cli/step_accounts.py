@@ -1,4 +1,4 @@
-"""What the optimizer steps of a stage held, from the StepTaken events of all its replicas. Deterministic.
+"""What the optimizer steps of a stage held, from the events of all its replicas. Deterministic.
 
 Knows: steps, their tokens, the age of gradients. Must not know: journals, peers, which run it is. Tokens are counted
 when their gradient went into a step:
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agora.observe.events import StepTaken
+from agora.observe.events import RoundDone, StepTaken
 
 
 @dataclass
@@ -24,12 +24,14 @@ class StageSteps:
     """The optimizer steps that one stage has taken in all its replicas; one that several took together is one.
 
     Tokens by step number: `_along_own` of replicas that stepped along their own gradients, `_in_mean` of all replicas
-    in the mean gradient, `_brought` by replicas to that mean, whether they were in it in time or not.
+    in the mean gradient, those that came too late for the step before included. missed: tokens that replicas brought to
+    the means of steps, and that came too late for the next one as well.
     """
+
+    missed: float = 0.0
 
     _along_own: Counter[int] = field(default_factory=Counter)
     _in_mean: Counter[int] = field(default_factory=Counter)
-    _brought: Counter[int] = field(default_factory=Counter)
     _age: float = 0.0  # the sum over tokens of the age of their gradients, in steps, as is the number of these tokens
     _aged: int = 0
 
@@ -41,9 +43,12 @@ class StageSteps:
             self._along_own[taken.step] += taken.tokens
         else:
             self._in_mean[taken.step] = max(self._in_mean[taken.step], taken.step_tokens)
-            self._brought[taken.step] += taken.tokens
         self._age += taken.tokens * taken.staleness
         self._aged += taken.tokens
+
+    def add_round(self, done: RoundDone) -> None:
+        """Adds the end of a round of gradients at one replica."""
+        self.missed += done.lost
 
     @property
     def tokens(self) -> Mapping[int, int]:
@@ -60,11 +65,6 @@ class StageSteps:
     def counted(self) -> int:
         """Tokens whose gradient went into a step."""
         return self._along_own.total() + self._in_mean.total()
-
-    @property
-    def missed(self) -> int:
-        """Tokens that replicas brought to the mean of a step which held fewer: they came late, or with weight 0."""
-        return sum(max(0, tokens - self._in_mean[number]) for number, tokens in self._brought.items())
 
     @property
     def tokens_per_step(self) -> float | None:

@@ -5,7 +5,7 @@ home to its origin. Each stage then counts it in an optimizer step (agora.cli.st
 
 | tokens that are lost | why |
 |---|---|
-| missed | the replica brought them to the mean of a step too late, or had weight 0 as a newcomer |
+| missed | the replica brought them to the mean of a step too late, and to that of the next one, too |
 | the others | dropped, since the replicas were further; not finite; in no step at the end, or when it was killed |
 """
 
@@ -82,4 +82,6 @@ def accounts_of(journals: Sequence[Journal], stage_count: int, target: int) -> A
     for event in map(from_json, (line for journal in journals for line in journal)):
         if isinstance(event, events.StepTaken):
             stages[event.stage].add(event)
+        elif isinstance(event, events.RoundDone) and event.what == "gradient":
+            stages[event.stage].add_round(event)
     return Accounts(target, computed, stages)

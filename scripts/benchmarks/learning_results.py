@@ -186,7 +186,7 @@ def notes(effort: Effort, chunk: int, others: float) -> list[str]:
         "the median over seeds, with low and high. A ratio is the median over seeds, and the worse of the lengths.",
         "All else comes from the journals: steps, the optimizer steps that each stage has taken; computed, the tokens "
         "of completed microbatches; counted, those whose gradient went into a step of every stage; missed, those that "
-        "a replica brought to the mean of a step which held fewer; step_fill, the tokens that a step holds by its "
+        "came too late for the mean of their step and for the next one; step_fill, the tokens that a step holds by its "
         "target: mean, standard deviation, most; staleness, the mean age of a gradient: how many steps its weights "
         "were behind those before the step that it went into, of the stage where it is highest.",
         "time_vs_plain: seconds from the first microbatch to the lowest loss that both reach, by those of the plain "

@@ -62,9 +62,12 @@ def test_a_step_that_replicas_take_together_is_one_and_holds_the_tokens_of_all()
 
 
 def test_tokens_that_came_to_a_mean_in_vain_are_in_no_step() -> None:
-    old = written(*computed("a", 100), step(0, 1, 100, whole=100))
-    late = written(*computed("b", 50), step(0, 1, 50, whole=100))
-    found = accounts_of([old, late], 1, 100)
+    def late(what: str) -> events.RoundDone:
+        return events.RoundDone(0, what, 0, 1, 0, 2.0, 2, 50.0, 50.0, 0.1, 8, 0.0, 0.0)
+
+    first = written(*computed("a", 100), step(0, 1, 100, whole=100))
+    second = written(*computed("b", 50), late("gradient"), late("weights"), step(0, 1, 50, whole=100))
+    found = accounts_of([first, second], 1, 100)
     assert found.steps == [1] and found.counted == pytest.approx(2 / 3)
     assert found.missed == pytest.approx(1 / 3) and found.fills == [1.0]
 
@@ -274,7 +277,7 @@ def test_a_swarm_of_daemons_is_compared_with_the_plain_loop(
     report = learning.run_with_options(True, tmp_path, options)
     plain, swarm = report.rows
     assert (plain["name"], swarm["name"], plain["lost_%"]) == ("plain loop", "2 peers", 0.0)
-    assert int(str(swarm["steps"]).split("/")[0]) >= 1 and float(swarm["computed_M"] or 0) >= 6 * 512 / 1e6
+    assert int(str(swarm["steps"]).split("/")[0]) >= 1 and float(swarm["computed_M"] or 0) >= round(6 * 512 / 1e6, 3)
     assert 0 < float(swarm["counted_%"] or 0) <= 100
     ratio = report.ratios["loss_at_equal_tokens_2"].value
     assert 0.5 < ratio < 2 and swarm["lost_%"] == round(100 * (ratio - 1), 2)
