@@ -300,7 +300,7 @@ class Owner:
 
     def _first_owner(self, part: Part) -> PeerId:
         """Returns the part's first owner in this peer's view."""
-        return choose_owners(self.config.run, part.stage, part.what, part.part, self._members(part))[0]
+        return choose_owners(self.config.run, *part, self._members(part))[0]
 
     def _end_window(self, part: Part) -> None:
         """Called when the window is over: averages what came; gives up those missing if this peer contributed."""

@@ -10,11 +10,15 @@ import hashlib
 import math
 import statistics
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from numpy.typing import NDArray
+
+OWNED_ROUNDS: Final = 16
+"""Rounds of gradients for which a part keeps its owner."""
 
 
 class Slices:
@@ -53,17 +57,20 @@ def cut_into_parts(numel: int) -> list[slice]:
 
 
 def choose_owners(
-    run: RunId, stage: int, what: str, part: int, members: Mapping[PeerId, float]
+    run: RunId, stage: int, what: str, number: int, part: int, members: Mapping[PeerId, float]
 ) -> tuple[PeerId, PeerId | None]:
-    """Returns the first and the second owner of a part in every round of its kind, by a rendezvous hash.
+    """Returns the first and the second owner of a part of round `number`, by a rendezvous hash.
+
+    Of gradients a part has the same owners for OWNED_ROUNDS rounds, since its owner feeds back what its answers lose.
 
     members: bandwidths in bytes per second; 0 means unknown and counts as the median of the known ones. The member
-    with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, part, peer):
+    with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, number, part, peer):
     a peer wins parts in proportion to its bandwidth. The second owner is None with a single member.
     """
     known = [bandwidth for bandwidth in members.values() if bandwidth > 0]
     usual = statistics.median(known) if known else 1.0
-    label = f"agora owner 1\0{run}\0{stage}\0{what}\0{part}\0"
+    turn = number // OWNED_ROUNDS if what == "gradient" else number
+    label = f"agora owner 1\0{run}\0{stage}\0{what}\0{turn}\0{part}\0"
 
     def place(peer: PeerId) -> tuple[float, PeerId]:
         """Returns the key by which owners are sorted: -ln(u) / bandwidth, then the id."""

@@ -145,7 +145,7 @@ class Round:
         async with self._slots:
             made = kind.contribution(part, values, self.weight)
             reasons: list[str] = []
-            for second, owner in enumerate(choose_owners(config.run, part.stage, part.what, part.part, self.members)):
+            for second, owner in enumerate(choose_owners(config.run, *part, self.members)):
                 if owner is None or owner in self._unanswering:
                     continue
                 try:

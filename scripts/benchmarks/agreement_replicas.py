@@ -22,7 +22,7 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 
 from agora.averaging.kinds import Part, RoundConfig, round_kinds
-from agora.averaging.partition import Slices, cut_into_parts
+from agora.averaging.partition import OWNED_ROUNDS, Slices, cut_into_parts
 from agora.averaging.wire import WireName
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
@@ -165,12 +165,15 @@ def exchange(
     what: What,
     counted: Sequence[bool] = (),
 ) -> tuple[list[Tensor], int]:
-    """A round, whose parts the first member owns: what each is answered, float32 [n], and the bytes that each sends.
+    """A round: what each member is answered, float32 [n], and the bytes that each sends.
+
+    One member owns all parts, of gradients for OWNED_ROUNDS rounds; then it is the next one's turn.
 
     counted: for each member, whether its values come in time; by default all do.
     """
     answers = [torch.empty_like(value) for value in values]
-    terms, owner, sent = members[0].config, members[0].kinds[what], 0
+    terms, sent = members[0].config, 0
+    owner = members[number // OWNED_ROUNDS % len(members)].kinds[what]
     in_time = list(counted) if any(counted) else [True] * len(values)
     for index, cut in enumerate(cut_into_parts(len(values[0]))):
         part = Part(0, what, number, index)

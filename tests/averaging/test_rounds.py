@@ -60,8 +60,8 @@ def mean_of(indices: list[int], weights: list[float]) -> torch.Tensor:
     return sum(values_of(i) * (weights[i] / total) for i in indices)
 
 
-def owner_of(world: World, part: int) -> tuple[Member, Member]:
-    first, second = choose_owners(RUN, 0, "weights", part, dict.fromkeys(world.members, 0.0))
+def owner_of(world: World, part: int, number: int = 0) -> tuple[Member, Member]:
+    first, second = choose_owners(RUN, 0, "weights", number, part, dict.fromkeys(world.members, 0.0))
     return world.members[first], world.members[second]
 
 
@@ -162,7 +162,7 @@ def test_an_owner_that_dies_after_some_answers_leaves_one_average_for_all(nth: i
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(4))
-        first, _ = choose_owners(RUN, 0, "weights", 0, dict.fromkeys(world.members, 0.0))
+        first, _ = choose_owners(RUN, 0, "weights", 0, 0, dict.fromkeys(world.members, 0.0))
         victim = world.members[first]
         victim.dies_at = ("averaging.answered", nth)
         deadline = asyncio.get_running_loop().time() + world.round_s
@@ -325,7 +325,7 @@ def test_a_peer_that_is_no_member_may_have_an_average_and_is_in_none() -> None:
         inside, stranger = members[:3], members[3]
         for member in inside:
             member.sees = dict.fromkeys((m.peer for m in inside), 0.0)
-        first = choose_owners(RUN, 0, "weights", 0, inside[0].view)[0]
+        first = choose_owners(RUN, 0, "weights", 0, 0, inside[0].view)[0]
         sent = PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]

@@ -37,7 +37,7 @@ def test_parts_are_of_one_size_but_the_last() -> None:
 def test_a_peer_wins_parts_as_its_bandwidth_is() -> None:
     peers = identities(4)
     members = dict(zip(peers, (10.0, 20.0, 0.0, 30.0), strict=True))  # unknown: the median, 20
-    wins = Counter(choose_owners(RUN, 0, "weights", part, members)[0] for part in range(4000))
+    wins = Counter(choose_owners(RUN, 0, "weights", 1, part, members)[0] for part in range(4000))
     for peer, share in zip(peers, (1, 2, 2, 3), strict=True):
         assert wins[peer] == pytest.approx(4000 * share / 8, rel=0.1)
 
@@ -47,6 +47,6 @@ def test_a_peer_that_goes_leaves_the_parts_of_others_alone() -> None:
     before = dict.fromkeys(peers, 0.0)
     after = dict.fromkeys(peers[:-1], 0.0)
     for part in range(200):
-        first, second = choose_owners(RUN, 0, "weights", part, before)
+        first, second = choose_owners(RUN, 0, "weights", 1, part, before)
         gone = peers[-1]
-        assert choose_owners(RUN, 0, "weights", part, after)[0] == (second if first == gone else first)
+        assert choose_owners(RUN, 0, "weights", 1, part, after)[0] == (second if first == gone else first)

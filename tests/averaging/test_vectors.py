@@ -110,7 +110,8 @@ def test_owners_are_those_of_the_text() -> None:
         usual = statistics.median([it for it in members.values() if it] or [1.0])
         heights = []
         for peer, bandwidth in members.items():
-            words = [vector[it] for it in ("run", "stage", "what", "part")]
+            turn = vector["round"] // 16 if vector["what"] == "gradient" else vector["round"]
+            words = [vector["run"], vector["stage"], vector["what"], turn, vector["part"]]
             whole = int.from_bytes(digest("agora owner 1", *words, peer)[:8], "big")
             heights.append((-math.log((whole + 0.5) / 2**64) / (bandwidth or usual), peer))
         order = [peer for _, peer in sorted(heights)] + [None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,38 @@ def test_an_asynchronous_run_begins_with_exact_steps_and_goes_on_without(tmp_pat
             assert not daemon.events("StepsSkipped") and not daemon.events("TaskFailed")
     assert all(np.array_equal(equal[0][name], equal[1][name]) for name in equal[0])
     assert max(relative_difference(apart[0][name], apart[1][name]) for name in apart[0]) > 1e-3
+
+
+def test_replicas_whose_gradients_travel_in_two_bits_are_the_same_bits_after_a_kill_and_a_join(tmp_path: Path) -> None:
+    """After 50 steps; one that had to step without the others has found out by then, and fetched their state."""
+    base = averaging(1).model_dump()
+    base["averaging"] |= {"gradient_wire": "normal2", "exact_steps": 10**6, "every": 10**6, "round_s": 20.0}
+    base["checkpoint"] |= {"every": 1, "keep": 200}
+    with swarm(tmp_path, Manifest.model_validate(base)) as made:
+        peers = [made.start(name, "0") for name in ("a", "b", "c")]
+        made.until(lambda: min(map(last_step, peers)) >= 25, "25 steps of three", within_s=120)
+        peers.pop().kill()
+        made.until(lambda: min(map(last_step, peers)) >= 30, "steps of two", within_s=60)
+        peers.append(made.start("d", "0"))
+        made.until(lambda: min(map(last_step, peers)) >= 50, "50 steps", within_s=120)
+
+        def newest_common() -> int:
+            """The newest step of which all have written a checkpoint; 0 without one."""
+            written = [{event["step"] for event in daemon.events("CheckpointWritten")} for daemon in peers]
+            return max(set.intersection(*written), default=0)
+
+        def are_equal() -> bool:
+            step = newest_common()
+            first, *others = (checkpoint_at(daemon, 0, step) for daemon in peers) if step >= 50 else ({}, {1: 1})
+            return all(np.array_equal(first.get(name), other[name]) for other in others for name in other)
+
+        made.until(are_equal, "the same bits in a state of all", within_s=60)
+        rounds = [event for daemon in peers for event in rounds_of(daemon, "gradient") if event["round"] >= 20]
+        numel = sum(weights.size for weights in checkpoint_at(peers[0], 0, newest_common()).values())
+        sent = [event["bytes_out"] / numel for event in rounds if event["bytes_out"]]
+        assert statistics.median(sent) < 0.28, "two bits for each element, and eight for each block of 64"
+        assert not [event for daemon in peers for event in daemon.events("TaskFailed", task="averaging")]
+        made.stop()
 
 
 @pytest.mark.slow

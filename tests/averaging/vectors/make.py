@@ -57,12 +57,12 @@ def owned() -> list[dict[str, Any]]:
         dict.fromkeys(PEERS[:3], 0.0),
         dict(zip(PEERS, (1e6, 2e6, 0.0, 25e6, 3.5e6), strict=True)),
     ]
-    parts_of = [(0, "weights", 0), (3, "weights", 1), (3, "gradient", 1), (1023, "weights", 77)]
+    parts_of = [(0, "weights", 0, 0), (3, "weights", 12, 1), (3, "gradient", 44, 1), (1023, "weights", 2**40, 77)]
     made = []
     for members in groups:
-        for stage, what, part in parts_of:
-            first, second = choose_owners(RUN, stage, what, part, members)
-            asked = {"run": RUN, "stage": stage, "what": what, "part": part}
+        for stage, what, number, part in parts_of:
+            first, second = choose_owners(RUN, stage, what, number, part, members)
+            asked = {"run": RUN, "stage": stage, "what": what, "round": number, "part": part}
             made.append({**asked, "members": members, "first": first, "second": second})
     return made
 
