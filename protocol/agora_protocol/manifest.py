@@ -309,6 +309,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "name": "tiny",
         "model": {"width": SubspaceSection().width, "subspace": link_subspace(SubspaceSection().width)},
         "boundary": {"codec": LINK_CODEC},
+        "optimizer": {"name": "muon", "learning_rate": 1.2e-2},
     },
     "small": {
         "name": "small",

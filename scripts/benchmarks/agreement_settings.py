@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from agora_protocol.manifest import AveragingSection, Manifest, OptimizerSection
+from agora_protocol.manifest import AveragingSection, Manifest, preset
 
 from agora.averaging.wire import WireName
 
 DEFAULTS: Final = AveragingSection()
-DEFAULT_OPTIMIZER: Final = OptimizerSection().name
+DEFAULT_OPTIMIZER: Final = preset("tiny").optimizer.name
 RATES: Final[Mapping[str, float]] = {"adamw": 6e-3, "muon": 1.2e-2}
 """The learning rate of each optimizer: the best of 3e-3, 6e-3 and 1.2e-2 for synchronous steps of this model."""
 

@@ -12,11 +12,20 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES, STATE_CHUNK_BYTES
-from agora_protocol.manifest import PRESETS, Manifest, SignedManifest, SubspaceSection, is_signed, preset
+from agora_protocol.manifest import (
+    PRESETS,
+    Manifest,
+    OptimizerSection,
+    SignedManifest,
+    SubspaceSection,
+    is_signed,
+    preset,
+)
 
 
-def test_the_empty_file_is_the_tiny_preset_but_for_an_exact_boundary() -> None:
-    exact = preset("tiny", model={"subspace": 128}, boundary={"codec": "bf16"})
+def test_the_empty_file_is_the_tiny_preset_but_for_an_exact_boundary_and_adamw() -> None:
+    adamw = {"name": "adamw", "learning_rate": OptimizerSection().learning_rate}
+    exact = preset("tiny", model={"subspace": 128}, boundary={"codec": "bf16"}, optimizer=adamw)
     assert Manifest.from_toml("name = 'tiny'") == exact != preset("tiny")
 
 
