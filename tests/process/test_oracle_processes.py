@@ -43,6 +43,7 @@ def trained(made: Swarm, stages: int, steps: int) -> list[Daemon]:
     peers = [made.start(f"stage-{k}", str(k)) for k in range(stages)]
     made.until(lambda: len(steps_of(peers[0], 0)) >= steps, f"{steps} steps", within_s=200)
     peers[0].ask("drain", timeout_s=60)
+    made.until(lambda: len({len(steps_of(peer, k)) for k, peer in enumerate(peers)}) == 1, "the last step", within_s=20)
     return peers
 
 
