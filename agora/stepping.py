@@ -7,13 +7,13 @@ newest one. For every step, and every part of one, it puts an event on a queue (
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Final
 
+from agora_protocol.manifest_sections import ALL_STEPS
 from agora_protocol.tensors import WireTensor
 
-EVERY_STEP: Final = sys.maxsize  # as `exact_steps`: all steps of the run are exact
+EVERY_STEP: Final = ALL_STEPS  # as `exact_steps`: all steps of the run are exact
 
 
 @dataclass(frozen=True, slots=True)

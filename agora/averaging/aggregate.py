@@ -13,28 +13,26 @@ from typing import Final, Literal
 
 import torch
 from agora_protocol.messages import Averaged
-from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
+from agora.averaging.wire import Encoded
 from agora.codec import all_finite
 
 Aggregation = Literal["mean", "clip"]
 CLIP_ROUNDS: Final = 3  # enough, because the owner's own value, where it begins, is near: Karimireddy et al., ICML 2021
-SAMPLES: Final = 8192  # elements of a part on which distances are measured
 LEAST_NORM, MOST_NORM = 1e-15, 1e15
-MOST_DISTANCE: Final = 1e30  # the protocol's limit for a distance; absurd values are finite too
 
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """The average of a part, float32 [n], and the owner's message about it: counts, weight, median distance.
+    """The average of a part, float32 [n], and the owner's message about it: counts and weight.
 
-    wire: the bytes that `values` were decoded from, for a mean gradient; empty for weights.
+    wire: the bytes that `values` were decoded from; None before it is encoded.
     """
 
     values: Tensor
     message: Averaged
-    wire: Sequence[WireTensor] = ()
+    wire: Encoded | None = None
 
 
 def aggregate(
@@ -47,9 +45,9 @@ def aggregate(
 ) -> Average | None:
     """Returns the average of `contributions`, float32 [n] each, finite, by `aggregation`: a mean or a centered clip.
 
-    Those of weight 0 are only counted as present. The message has the median of the others' root mean square distance
-    to the average, MOST_DISTANCE at most. cap: whether to lower the weights first, see `capped`. center: where a clip
-    begins; None for the median of each coordinate. Returns None when every weight is 0 or the average is not finite.
+    Those of weight 0 are only counted as present. cap: whether to lower the weights first, see `capped`. center: where
+    a clip begins; None for the median of each coordinate. Returns None when every weight is 0, or the average is not
+    finite.
     """
     counted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
     if not counted:
@@ -61,9 +59,7 @@ def aggregate(
     average = _mean(values, shares) if aggregation == "mean" else _clip(values, shares, center)
     if not all_finite(average):
         return None
-    distance = statistics.median(root_mean_square(value, average) for value in values)
-    message = Averaged(len(values), len(contributions), sum(plain), min(distance, MOST_DISTANCE), counted=True)
-    return Average(average, message)
+    return Average(average, Averaged(len(values), len(contributions), sum(plain), counted=True, wire="float32"))
 
 
 def capped(weights: Sequence[float]) -> list[float]:
@@ -74,13 +70,6 @@ def capped(weights: Sequence[float]) -> list[float]:
         if largest_kept <= most:
             break
     return [min(weight, most) for weight in weights]
-
-
-def root_mean_square(values: Tensor, other: Tensor | None = None) -> float:
-    """Returns the root mean square of `values`, or of (values - other), over about SAMPLES evenly spaced elements."""
-    step = max(1, len(values) // SAMPLES)
-    sample = values[::step] if other is None else values[::step] - other[::step]
-    return _norm(sample) / math.sqrt(max(1, len(sample)))
 
 
 def magnitude(values: Tensor) -> float:

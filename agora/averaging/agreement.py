@@ -6,7 +6,7 @@ Knows: what each replica last reported. Must not know: calls, threads, weights, 
 |---|---|---|
 | listed | the directory's view names it as a replica of the stage | it is gossiped to |
 | silent | its last report is older than SILENT_S | it belongs to no step and no round |
-| unreachable | a call to it failed after its last report | its tokens do not count, slice rounds do without it |
+| unreachable | a call to it failed after its last report | its tokens do not count |
 | live | it is neither silent nor unreachable | its tokens count, it is followed |
 """
 
@@ -35,14 +35,15 @@ class Counts(NamedTuple):
     """How far a replica is with a stage. step: optimizer steps taken. part: number of the step that it now counts for.
 
     part is step + the number of its closed parts whose means are not known yet (0 to 2). tokens: those that it has
-    counted for `part`. counted: all since it started, from which others measure its rate. lineage: a digest of
-    the gradients of all steps taken, 0 when unknown.
+    counted for `part`. counted: all since it started, from which others measure its rate. agreed: the last step whose
+    mean it has taken in, of gradients or of a slice. lineage: a digest of all means up to that, 0 when unknown.
     """
 
     step: int = 0
     part: int = 0
     tokens: int = 0
     counted: int = 0
+    agreed: int = 0
     lineage: int = 0
 
 
@@ -50,7 +51,7 @@ class Counts(NamedTuple):
 class OwnReport:
     """What a replica last reported itself, at time `at`. part_since: when it first reported `part`. rate: its speed.
 
-    lineage: see Counts.
+    agreed, lineage: see Counts.
     """
 
     step: int = -1
@@ -59,6 +60,7 @@ class OwnReport:
     at: float = -math.inf
     part_since: float = -math.inf
     rate: TokenRate = field(default_factory=TokenRate)
+    agreed: int = 0
     lineage: int = 0
 
     def after(self, counts: Counts, now: float) -> OwnReport:
@@ -67,7 +69,7 @@ class OwnReport:
         rate = TokenRate()
         if self.counted <= counts.counted and self.at > -math.inf:
             rate = self.rate.after(counts.counted - self.counted, now - self.at)
-        return OwnReport(counts.step, counts.part, counts.counted, now, since, rate, counts.lineage)
+        return OwnReport(counts.step, counts.part, counts.counted, now, since, rate, counts.agreed, counts.lineage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class ReplicaProgress:
 
 KnownReplicas = Mapping[PeerId, ReplicaProgress]
 """What is known of the other replicas of one stage."""
-GossipEntry = tuple[PeerId, int, int, int, int, int, int]
+GossipEntry = tuple[PeerId, int, int, int, int, int, int, int]
 """A replica's id, its Counts, and the age of that report in milliseconds."""
 
 
@@ -167,8 +169,8 @@ def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) 
     return {peer: last for peer, last in known.items() if peer in listed and last.is_live(now)}
 
 
-def exact_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
-    """Returns the other replicas whose gradients belong to an exact step: all that may be alive, see docs/averaging.md.
+def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
+    """Returns the other replicas that belong to a step and its rounds: all that may be alive, see docs/averaging.md.
 
     Those are the listed ones that are not silent, even if a call to them failed or they were never heard, and live ones
     that have reported themselves but were never listed.

@@ -1,10 +1,11 @@
-"""What a member contributes to rounds of gradients: its gradient, what quantisation lost before, and what was late.
+"""What a member contributes to rounds: its values, what quantisation lost before, and of gradients what was late.
 
 Knows: parts, values, their encoding. Must not know: owners, calls, time.
 
     x = (T g + T' g') / (T + T') + e        e after it: x - decoded(encoded(x))
 
-g: the mean gradient of this step over T tokens. g', T': the same of the step before, if it came too late for its round.
+g: the mean gradient of this step over T tokens, or a slice's difference to the anchor. g', T': of gradients, those of
+the step before, if they came too late for their round; a difference that was late is in the slice's next one anyway.
 e: the error of the contribution before (error feedback: Seide et al. 2014; Karimireddy et al. 2019, EF-SGD).
 """
 
@@ -13,15 +14,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from agora_protocol.tensors import WireTensor
+from agora_protocol.codec_names import WireName
 from torch import Tensor
 
+from agora.averaging.wire import NORMAL_BITS, Encoded
+
 if TYPE_CHECKING:
-    from agora.averaging.kinds import Part, RoundConfig
+    from agora.averaging.exchange import Part, Place, RoundConfig
 
 
-class Gradient(NamedTuple):
-    """A mean gradient of one part, float32 [n], and the tokens that it is the mean of."""
+class Weighted(NamedTuple):
+    """A replica's own values of one part, float32 [n], and the tokens behind them."""
 
     values: Tensor
     tokens: float
@@ -31,53 +34,53 @@ class Gradient(NamedTuple):
 class Contribution:
     """What a member sends to the owner of a part. values: float32 [n], encoded as `wire`. weight: tokens behind them.
 
-    own: this step's gradient alone, without what was added to it. late_tokens: tokens of the step before among them.
+    own: the values alone, without what was added to them. late_tokens: tokens of the step before among `weight`.
     """
 
     values: Tensor
     weight: float
-    wire: list[WireTensor]
-    own: Gradient
+    wire: Encoded
+    own: Weighted
     late_tokens: float = 0.0
 
 
-class GradientContributions:
-    """Makes the contributions of the gradients of one peer, and keeps what each leaves for the next of its part."""
+class Contributions:
+    """Makes the contributions of one peer, and keeps what each leaves for the next of its place."""
 
     def __init__(self, config: RoundConfig) -> None:
         self._config = config
-        self._errors: dict[tuple[int, int], Tensor] = {}  # by stage and part
-        self._late: dict[tuple[int, int], Gradient] = {}
+        self._errors: dict[Place, Tensor] = {}
+        self._late: dict[Place, Weighted] = {}
 
-    def make(self, part: Part, values: Tensor, weight: float) -> Contribution:
-        """Returns the contribution of a mean gradient over `weight` tokens: with the late one and the last error."""
-        own, place = Gradient(values, weight), (part.stage, part.part)
+    def make(self, part: Part, values: Tensor, weight: float, wire: WireName) -> Contribution:
+        """Returns the contribution of `values` behind `weight` tokens, as `wire`: with late ones and the last error."""
+        own, place = Weighted(values, weight), self._config.place(part)
         late = self._late.get(place)
         if late is not None and weight + late.tokens > 0:
             weight += late.tokens
             values = values.lerp(late.values, late.tokens / weight)
-        if (error := self._errors.get(place)) is not None and self._config.is_coarse(part):
+        if (error := self._errors.get(place)) is not None and wire in NORMAL_BITS:
             values = values + error
-        wire = self._config.encode(part, values)
-        return Contribution(values, weight, wire, own, late.tokens if late else 0.0)
+        encoded = self._config.encode(part, values, wire)
+        return Contribution(values, weight, encoded, own, late.tokens if late else 0.0)
 
     def settle(self, part: Part, made: Contribution, counted: bool | None) -> float:
-        """Takes in whether the part's average has the contribution, None when unknown; returns the tokens now lost.
+        """Takes in whether the part's mean has the contribution, None when unknown; returns the tokens now lost.
 
-        One that is known to be missing is late: it is added to the part's next one. If that is late as well, what was
-        late before is lost.
+        A gradient that is known to be missing is late: it is added to the part's next one. If that is late as well,
+        what was late before is lost.
         """
-        place = (part.stage, part.part)
+        place = self._config.place(part)
         self._late.pop(place, None)
-        if counted is False:
+        if counted is False and part.what == "gradient":
             self._late[place] = made.own
             return made.late_tokens
-        if counted and self._config.is_coarse(part):
+        if counted and made.wire.name in NORMAL_BITS:
             self._errors[place] = made.values - self._config.decode(part, made.wire, len(made.values))
         return 0.0
 
     def forget(self, stage: int) -> None:
         """Drops what is kept of a stage, whose state was replaced by another replica's."""
         for kept in (self._errors, self._late):
-            for place in [place for place in kept if place[0] == stage]:
+            for place in [place for place in kept if place.stage == stage]:
                 del kept[place]

@@ -16,13 +16,13 @@ from agora.averaging.agreement import KnownReplicas
 def replicas_to_fetch_from(lineages: Mapping[int, int], me: PeerId, live: KnownReplicas) -> tuple[PeerId, ...]:
     """Returns the replicas that are right where this one is not; () when it is right, or nothing can be compared.
 
-    lineages: this replica's, by step. Replicas with one lineage at one step are a group. The largest group is right; of
-    several, that with the least id.
+    lineages: this replica's, by step agreed on. Replicas with one lineage at one step are a group. The largest group is
+    right; of several, that with the least id.
     """
     equal = [me]
     groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)
     for peer, last in live.items():
-        step, theirs = last.reported.step, last.reported.lineage
+        step, theirs = last.reported.agreed, last.reported.lineage
         if theirs and (ours := lineages.get(step, 0)):
             (equal if theirs == ours else groups[step, theirs]).append(peer)
     right = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))

@@ -6,22 +6,20 @@ Knows: rounds of gradients, who keeps the mean of a step. Must not know: when a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 import torch
-from agora_protocol.errors import PeerFailed, ProtocolError, Unavailable
+from agora_protocol.errors import ProtocolError, Unavailable
 from agora_protocol.ids import PeerId
 from torch import Tensor
 
-from agora.averaging.aggregate import Average
-from agora.averaging.kinds import Part
+from agora.averaging.exchange import Part
 from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
-from agora.averaging.replicated_stages import ReplicatedStages, StateFetcher
-from agora.averaging.rounds import PARTS_AT_ONCE, RoundResult
-from agora.clock import loop_time
+from agora.averaging.recall import recall_failed
+from agora.averaging.replicated_stages import ReplicatedStages
+from agora.averaging.rounds import RoundResult
 from agora.observe import events
 
 FETCH_AGAIN_S: Final = 1.0
@@ -33,21 +31,20 @@ class StepTakers(Protocol):
     """The replicas that take exact steps together, as this peer sees them; ReplicaGroup has the methods.
 
     others: the other live replicas of a stage. members: those of its rounds, with bandwidths. round_s: seconds that a
-    round may take. weight: what a share of so many tokens weighs, 0 while this replica is a newcomer.
+    round may take.
     """
 
     def others(self, stage: int) -> Collection[PeerId]: ...
-    def members(self, stage: int, what: str) -> Mapping[PeerId, float]: ...
-    def round_s(self, stage: int, what: str) -> float: ...
-    def weight(self, stage: int, tokens: int) -> float: ...
+    def members(self, stage: int) -> Mapping[PeerId, float]: ...
+    def round_s(self, stage: int) -> float: ...
     async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
         """Takes part in one round, with those who are members now."""
 
     def note_exact_step(self, stage: int, tokens: float) -> None:
         """Notes that a step was taken along the whole mean of all replicas, which had counted `tokens` for it."""
 
-    def note_fetched(self, stage: int) -> None:
-        """Notes that the stage's state came from another replica."""
+    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
+        """Replaces the stage's state by a source's of at least `at_least` steps. Raises Unavailable without one."""
 
 
 class ExactSteps:
@@ -58,7 +55,6 @@ class ExactSteps:
         me: PeerId,
         synchronous: bool,
         stages: ReplicatedStages,
-        state: StateFetcher,
         owner: Owner,
         takers: StepTakers,
         report: events.Report,
@@ -66,7 +62,6 @@ class ExactSteps:
         self._me = me
         self._synchronous = synchronous
         self._held = stages
-        self._state = state
         self._owner = owner
         self._takers = takers
         self._report = report
@@ -81,15 +76,14 @@ class ExactSteps:
         share = await self._held.take_mean_gradient(stage)
         if share.step != step:
             return
-        weight = self._takers.weight(stage, share.tokens)
-        result = await self._takers.run_round(stage, "gradient", step, share.values, weight)
+        result = await self._takers.run_round(stage, "gradient", step, share.values, float(share.tokens))
         if result.failed_parts and not self._synchronous:
-            await self._recall_failed(stage, step, result)
+            await recall_failed(self._owner, self._takers, Part(stage, "gradient", step, 0), result)
         if result.failed_parts and await self._fetch_step(stage, step + 1):
             return
         tokens = max(share.tokens, round(result.weight))
         try:
-            await self._held.step_with_gradient(stage, step, result.answer, tokens)
+            await self._held.step_with_gradient(stage, step, result.mean, tokens)
         except ProtocolError:
             if self._synchronous:
                 raise
@@ -104,15 +98,14 @@ class ExactSteps:
 
         What this replica has counted stays in its part, for the step that it comes to.
         """
-        cuts = self._cuts(stage)
-        means = await self._recall(stage, step, dict(enumerate(torch.zeros(cut.stop - cut.start) for cut in cuts)))
-        if None in means:
+        nothing = torch.zeros(self._held.layout(stage).numel)
+        result = RoundResult(nothing, [False for _ in cut_into_parts(len(nothing))])
+        await recall_failed(self._owner, self._takers, Part(stage, "gradient", step, 0), result)
+        if result.failed_parts:
             await self.recover(stage, step + 1, step + 1)
             return
-        averages = [mean for mean in means if mean is not None]
-        tokens, values = averages[0].message.weight, torch.cat([average.values for average in averages])
-        await self._held.step_with_gradient(stage, step, values, max(1, round(tokens)))
-        self._takers.note_exact_step(stage, tokens)
+        await self._held.step_with_gradient(stage, step, result.mean, max(1, round(result.weight)))
+        self._takers.note_exact_step(stage, result.weight)
 
     async def recover(self, stage: int, at_least: int, reached: int, sources: Collection[PeerId] = ()) -> None:
         """Fetches a state of `at_least` steps from `sources`, by default from all others.
@@ -120,49 +113,12 @@ class ExactSteps:
         If nobody gives it, the stage waits a second; in an asynchronous run it then goes on at `reached` as it is.
         """
         try:
-            await self._state.fetch(stage, sorted(sources or self._takers.others(stage)), at_least)
-            self._takers.note_fetched(stage)
+            await self._takers.fetch(stage, sorted(sources or self._takers.others(stage)), at_least)
         except Unavailable as error:
             self._report(events.TaskFailed("fetch state", str(error)))
             await asyncio.sleep(FETCH_AGAIN_S)
             if not self._synchronous:
                 await self._held.catch_up(stage, reached)
-
-    async def _recall_failed(self, stage: int, step: int, result: RoundResult) -> None:
-        """Puts the means of failed parts that other members have into the result of a round."""
-        cuts = self._cuts(stage)
-        own = {index: result.answer[cuts[index]] for index, done in enumerate(result.done) if not done}
-        for index, average in zip(own, await self._recall(stage, step, own), strict=True):
-            if average is not None:
-                result.answer[cuts[index]] = average.values
-                result.done[index] = True
-
-    async def _recall(self, stage: int, step: int, own: Mapping[int, Tensor]) -> list[Average | None]:
-        """Returns the mean gradients of the parts in `own`, each None unless one of the others keeps a plausible one.
-
-        own: this replica's gradient of each part, by the part's index; zeros when it has none to compare with.
-        """
-        sources, kind = sorted(self._takers.others(stage)), self._owner.kinds["gradient"]
-        deadline = loop_time() + self._takers.round_s(stage, "gradient")
-        free_calls = asyncio.Semaphore(PARTS_AT_ONCE)
-
-        async def recall(index: int) -> Average | None:
-            """Asks one source after another for a part, beginning with another one for each part."""
-            async with free_calls:
-                for turn in range(len(sources)):
-                    source, part = sources[(index + turn) % len(sources)], Part(stage, "gradient", step, index)
-                    average = await self._owner.recall_from(source, part, len(own[index]), deadline)
-                    if average is not None:
-                        with contextlib.suppress(PeerFailed):  # too large to be believed
-                            kind.check_and_record(part, own[index], average.values, average.message)
-                            return average
-            return None
-
-        return await asyncio.gather(*(recall(index) for index in own))
-
-    def _cuts(self, stage: int) -> list[slice]:
-        """Returns the parts of the stage's gradient."""
-        return cut_into_parts(self._held.layout(stage).numel)
 
     async def _fetch_step(self, stage: int, at_least: int) -> bool:
         """Fetches the state of a replica that has taken `at_least` steps, trying again; returns whether one gave it.
@@ -172,11 +128,10 @@ class ExactSteps:
         no longer than twice as many tries.
         """
         tries = 0
-        while others := sorted(self._takers.members(stage, "gradient").keys() - {self._me}):
+        while others := sorted(self._takers.members(stage).keys() - {self._me}):
             tries += 1
             try:
-                await self._state.fetch(stage, others, at_least)
-                self._takers.note_fetched(stage)
+                await self._takers.fetch(stage, others, at_least)
                 return True
             except Unavailable as error:
                 self._report(events.TaskFailed("fetch state", str(error)))

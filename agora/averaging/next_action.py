@@ -15,11 +15,10 @@ from agora_protocol.manifest import Manifest
 
 from agora.averaging import agreement
 from agora.averaging.agreement import unreachable_replicas
-from agora.stepping import EVERY_STEP, StepPolicy
+from agora.stepping import StepPolicy
 
-LOST_COVERS: Final = 0.5
-"""A stage that is so many covers of the slice rounds behind, and LEAST_LOST steps, fetches the others' state."""
-LEAST_LOST: Final = 20
+MOST_BEHIND: Final = 20
+"""Steps behind the others beyond which a replica of an asynchronous run fetches their state."""
 RESUME_S: Final = 15.0
 """Seconds for which a synchronous stage is behind the leading stage before it takes that one's step number."""
 CLOSE_AFTER: Final = 0.25
@@ -34,7 +33,7 @@ class Action:
     | what | the stage |
     |---|---|
     | wait | does nothing now |
-    | slice round | averages slice `number` of its weights with the other replicas, in the background |
+    | slice round | agrees on slice `number` of its weights with the other replicas, in the background |
     | replay | takes step `number`, which the others have taken, along the mean gradient that they keep of it |
     | follow | takes over step number `number` of the others; one step behind, it steps along its own gradient first |
     | step | takes its step, whose tokens are all counted, along this replica's own gradient |
@@ -65,15 +64,10 @@ class ActionConfig:
 
     @classmethod
     def of(cls, manifest: Manifest) -> ActionConfig:
-        """Returns what the manifest says; in a synchronous run all steps are exact, and two steps behind is too far.
-
-        In an asynchronous run too far is more than half the steps in which slice rounds cover all weights, and than 20.
-        """
-        averaging, target = manifest.averaging, manifest.optimizer.target_tokens
-        if manifest.schedule.kind == "synchronous":
-            return cls(target, True, EVERY_STEP, most_behind=1)
-        most_behind = max(LEAST_LOST, round(LOST_COVERS * averaging.every / averaging.fraction))
-        return cls(target, False, averaging.exact_steps, most_behind)
+        """Returns what the manifest says; in a synchronous run two steps behind is too far."""
+        synchronous = manifest.schedule.kind == "synchronous"
+        most_behind = 1 if synchronous else MOST_BEHIND
+        return cls(manifest.optimizer.target_tokens, synchronous, manifest.exact_steps, most_behind)
 
     def is_exact(self, step: int) -> bool:
         """Returns step < exact_steps: the first steps of a run are taken along the mean gradient of all replicas."""
@@ -84,9 +78,9 @@ class ActionConfig:
 class OwnStage:
     """This replica of a stage: how far it is, and what it is doing.
 
-    quota: tokens at which its part of an exact step is closed, 0 where none is known. step_s: the usual duration of a
+    quota: tokens at which its part of a step is closed, 0 where none is known. step_s: the usual duration of a
     step in seconds, 0 before it is known. busy: whether an exact step, a fetch or a catch-up is running. slice_due: the
-    slice round that the step just taken has made due, None without one. behind_since: when it fell behind the run's
+    slice round that is to begin, None without one. behind_since: when it fell behind the run's
     leading stage, None when it is not. diverged_from: the replicas that are right where it is not, see divergence.
     """
 
@@ -113,15 +107,15 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     """Returns what the stage does next, by the first rule that applies, and why. now: on the clock of `others`."""
     if own.leaving:
         return Action("wait"), "this peer is leaving"
-    if own.slice_due is not None and set(others.listed) - unreachable_replicas(others.known, others.listed, now):
-        return Action("slice round", own.slice_due), f"slice round {own.slice_due} is due"
     if own.busy:
         return Action("wait"), "a step or a fetch is running"
     step, tokens = own.counts.step, own.counts.tokens
     if own.diverged_from:
-        reason = f"it has stepped along other means than {', '.join(own.diverged_from)}"
+        reason = f"it has taken in other means than {', '.join(own.diverged_from)}"
         return Action("recover", step, step, own.diverged_from), reason
-    replicas, live = counting_replicas(now, step, others, config)
+    if own.slice_due is not None:
+        return Action("slice round", own.slice_due), f"slice round {own.slice_due} is due"
+    replicas, live = counting_replicas(now, others)
     present = len(replicas - unreachable_replicas(others.known, replicas, now))
     reached = agreement.step_to_follow(live, present, step, tokens, config.target_tokens)
     behind = reached - step
@@ -131,11 +125,11 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     closed = own.counts.part > step
     if behind > 0 and not closed and not config.synchronous and config.is_exact(step):
         return Action("replay", step), f"the others have taken step {reached}"
-    if not closed and (behind > 1 or (behind == 1 and not config.is_exact(step))):
+    if not closed and behind > 1:
         return Action("follow", reached), f"the others have taken step {reached}"
     if not closed and own.behind_since is not None and now - own.behind_since >= RESUME_S:
         return Action("follow", others.leading_step), f"another stage of the run is at step {others.leading_step}"
-    waits_for = "" if behind or closed else _why_incomplete(now, own, live, config)
+    waits_for = "" if (behind and config.is_exact(step)) or closed else _why_incomplete(now, own, live, config)
     if waits_for:
         return Action("wait"), waits_for
     if not closed and (not config.is_exact(step) or not replicas):
@@ -150,14 +144,14 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
 def _why_incomplete(now: float, own: OwnStage, live: agreement.KnownReplicas, config: ActionConfig) -> str:
     """Returns why this replica goes on counting for its step; "" when the step, or its part of it, is complete.
 
-    A step is complete when all replicas together have counted its tokens. In asynchronous runs the part of an exact
-    step is complete before, when it has its quota, or when another replica closed its own CLOSE_AFTER of a step ago.
+    A step is complete when all replicas together have counted its tokens. In asynchronous runs its part is complete
+    before, when it has its quota, or when another replica closed its own CLOSE_AFTER of a step ago.
     """
     step, tokens = own.counts.step, own.counts.tokens
     missing = config.target_tokens - tokens - agreement.count_tokens(live, step)
     if missing <= 0:
         return ""
-    if config.synchronous or not config.is_exact(step):
+    if config.synchronous:
         return f"{missing} tokens are missing"
     closed_at = agreement.closed_since(live, step)
     patience_s = min(CLOSE_AFTER * own.step_s, MOST_CLOSE_AFTER_S)
@@ -169,22 +163,20 @@ def _why_incomplete(now: float, own: OwnStage, live: agreement.KnownReplicas, co
 def step_policy(
     part: int, replicas: Collection[PeerId], live: agreement.KnownReplicas, quota: int, config: ActionConfig
 ) -> StepPolicy:
-    """Returns the device thread's policy for step number `part`; its part of an exact step is closed at `quota`.
+    """Returns the device thread's policy for step number `part`; its part of it is closed at `quota`.
 
-    replicas, live: as counting_replicas returns them. In synchronous runs the device thread closes no part by itself.
+    replicas, live: as counting_replicas returns them. In synchronous runs the device thread closes no part by itself;
+    a local step it takes there.
     """
     target, alone = config.target_tokens, not replicas
-    if config.synchronous or alone or not config.is_exact(part):
+    if config.synchronous or alone:
         return StepPolicy(target, config.exact_steps, part, agreement.tokens_to_go(live, part, target), alone)
+    if not config.is_exact(part):
+        return StepPolicy(target, config.exact_steps, part, quota or target)
     return StepPolicy(target, config.exact_steps, part, quota, closes_part=quota > 0)
 
 
-def counting_replicas(
-    now: float, step: int, others: OtherReplicas, config: ActionConfig
-) -> tuple[set[PeerId], agreement.KnownReplicas]:
-    """Returns the replicas that count for step number `step`, and what is known of the live ones among them.
-
-    For an exact step its members count, for another step the listed replicas.
-    """
-    members = agreement.exact_members(others.known, others.listed, now) if config.is_exact(step) else others.listed
-    return set(members), agreement.live_replicas(others.known, members, now)
+def counting_replicas(now: float, others: OtherReplicas) -> tuple[set[PeerId], agreement.KnownReplicas]:
+    """Returns the replicas that count for a step, and what is known of the live ones among them."""
+    members = agreement.round_members(others.known, others.listed, now)
+    return members, agreement.live_replicas(others.known, members, now)

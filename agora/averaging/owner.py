@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol, cast
 
+from agora_protocol.codec_names import WireName
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Averaged, Contribute, Recall, Recalled
@@ -27,8 +28,9 @@ from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.averaging.aggregate import Average
-from agora.averaging.kinds import Part, RoundConfig, round_kinds
-from agora.averaging.partition import choose_owners
+from agora.averaging.exchange import Exchange, Part, RoundConfig
+from agora.averaging.partition import SLICES_AT_ONCE
+from agora.averaging.wire import Encoded
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import faults
@@ -45,7 +47,7 @@ KEPT_ROUNDS: Final = 10.0
 KEPT_NUMBERS: Final = 4
 """Rounds of a kind whose averages are kept at least, for a second owner and for replicas that are late."""
 KEPT_BYTES: Final = 2**28
-"""Bytes of mean gradients of a stage beyond which older rounds are dropped; replicas that have just joined ask for
+"""Bytes of means of a stage and kind beyond which older rounds are dropped; replicas that have just joined ask for
 those of the steps that were taken while they fetched the state."""
 
 
@@ -57,10 +59,18 @@ class RoundView(Protocol):
     ProtocolError for one not averaged now.
     """
 
-    def members(self, stage: int, what: str) -> Mapping[PeerId, float]: ...
-    def round_s(self, stage: int, what: str) -> float: ...
+    def members(self, stage: int) -> Mapping[PeerId, float]: ...
+    def round_s(self, stage: int) -> float: ...
     def absent(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]: ...
     def numel_of(self, part: Part) -> int: ...
+
+
+class KeptMean(NamedTuple):
+    """The bytes of a part's mean of `numel` elements, as its owner has sent them, with its message."""
+
+    message: Averaged
+    tensors: Sequence[WireTensor]
+    numel: int
 
 
 @dataclass(slots=True)
@@ -88,13 +98,13 @@ class _Gathering:
 class _RoundRecord:
     """What is known of a round. members: with bandwidths. given_up: members that no part waits for.
 
-    By part index: who has `contributed`, and functions that return the `averages`, which hold `nbytes` in memory.
+    By part index: who has `contributed`, and the bytes of the `averages`, `nbytes` in all.
     """
 
     members: dict[PeerId, float] = field(default_factory=dict)
     given_up: set[PeerId] = field(default_factory=set)
     contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
-    averages: dict[int, Callable[[], Average]] = field(default_factory=dict)
+    averages: dict[int, KeptMean] = field(default_factory=dict)
     nbytes: int = 0
 
     def drop_averages(self) -> None:
@@ -116,14 +126,10 @@ class Owner:
         self.config = config
         self.caller = caller
         self.reach = reach
-        self.kinds = round_kinds(config)
+        self.exchange = Exchange(config)
         self._view = view
         self._open: dict[Part, _Gathering] = {}
         self._rounds: dict[tuple[int, str, int], _RoundRecord] = {}
-
-    def newest(self, stage: int, what: str) -> int:
-        """Returns the highest round number of a stage and kind that is still remembered here; -1 without one."""
-        return max((round_[2] for round_ in self._rounds if round_[:2] == (stage, what)), default=-1)
 
     def give_up_on(self, peer: PeerId, part: Part) -> None:
         """Records that a member does not answer: no part of this round waits for it, until it contributes again.
@@ -153,72 +159,69 @@ class Owner:
 
         Raises Refused, Busy or ProtocolError, and TimeoutError at the deadline.
         """
-        part, values, average = await self._average_with(peer, message, tensors, deadline)
-        answer = self.kinds[part.what].encode_answer(average, values)
+        average = await self._average_with(peer, message, tensors, deadline)
         await self.reach("averaging.answered")
-        return average.message, list(answer)
+        return average.message, list(average.wire.tensors if average.wire else ())
 
-    async def contribute_own(
-        self, message: Contribute, tensors: Sequence[WireTensor], deadline: float
-    ) -> tuple[Tensor, Averaged]:
-        """Does as `contribute` for this peer's own values; the answer is a tensor, float32 [n], not encoded."""
-        part, values, average = await self._average_with(self.config.me, message, tensors, deadline)
-        answer = self.kinds[part.what].own_answer(average, values)
+    async def contribute_own(self, message: Contribute, tensors: Sequence[WireTensor], deadline: float) -> Average:
+        """Does as `contribute` for this peer's own values, and returns the mean itself."""
+        average = await self._average_with(self.config.me, message, tensors, deadline)
         await self.reach("averaging.answered")
-        return answer, average.message
+        return average
 
     async def _average_with(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
-    ) -> tuple[Part, Tensor, Average]:
-        """Returns the part, the decoded values and their average: the one kept already, else the one now gathered.
+    ) -> Average:
+        """Returns the average of the part contributed to: the one kept already, else the one now gathered.
 
-        The average's message says whether it has this peer's values, for all that is known here. Raises ProtocolError
+        Its message says whether it has this peer's values, for all that is known here. Raises ProtocolError
         for too large a weight, values of a wrong form, or a part contributed before.
         """
         part = Part(message.stage, message.what, message.round, message.part)
         numel = self._view.numel_of(part)
         if message.weight > self.config.max_weight:
             raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
-        values = self.config.decode(part, tensors, numel)
+        values = self.config.decode(part, Encoded(cast("WireName", message.wire), tensors), numel)
         self._note_contribution(peer, part)
         await self.reach("averaging.received")
         kept = self._kept(part)
-        average = kept() if kept else await self._gather(peer, message, part, values, deadline)
+        if kept:
+            average = self.exchange.decode_mean(part, kept.tensors, kept.numel, kept.message)
+        else:
+            average = await self._gather(peer, message, part, values, deadline)
         counted = kept is None and peer in self._members(part)
         await self.reach("averaging.gathered")
-        return part, values, replace(average, message=replace(average.message, counted=counted))
+        return replace(average, message=replace(average.message, counted=counted))
 
     def recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
         """Answers Recall: returns the part's average if it is kept here, else no tensor."""
         part = Part(message.stage, message.what, message.round, message.part)
         kept = self._kept(part)
         if kept is None:
-            return Recalled(0, 0, 0.0, 0.0), []
-        average = kept()
-        counts, tensors = average.message, list(self.kinds[part.what].encode_recalled(average))
-        return Recalled(counts.members, counts.present, counts.weight, counts.distance), tensors
+            return Recalled(0, 0, 0.0, "float32"), []
+        counts = kept.message
+        return Recalled(counts.members, counts.present, counts.weight, counts.wire), list(kept.tensors)
 
-    def keep(self, part: Part, average: Callable[[], Average], nbytes: int) -> None:
-        """Keeps for a while a function that returns a part's average, for late contributions and for Recall.
+    def keep(self, part: Part, average: Average) -> None:
+        """Keeps the bytes of a part's average for a while, for late contributions and for Recall.
 
-        The first one stays. nbytes: what it holds in memory. Of a stage's gradients the newest rounds stay, up to
-        KEPT_BYTES; of its weights KEPT_NUMBERS.
+        The first one stays. Of a stage and kind the newest rounds stay, up to KEPT_BYTES, KEPT_NUMBERS at least.
         """
         record = self._round(part)
-        if part.part in record.averages:
+        if part.part in record.averages or average.wire is None:
             return
-        record.averages[part.part] = average
-        record.nbytes += nbytes
-        limit, total = KEPT_BYTES if part.what == "gradient" else 0, 0
+        record.averages[part.part] = KeptMean(average.message, average.wire.tensors, len(average.values))
+        record.nbytes += average.wire.nbytes
+        total = 0
         numbers = sorted((name[2] for name in self._rounds if name[:2] == part[:2]), reverse=True)
         for number in numbers:
             kept = self._rounds[part.stage, part.what, number]
             total += kept.nbytes
-            if total > limit and number <= numbers[0] - KEPT_NUMBERS:
+            if total > KEPT_BYTES and number <= numbers[0] - KEPT_NUMBERS:
                 kept.drop_averages()
 
-    def _kept(self, part: Part) -> Callable[[], Average] | None:
-        """Returns the function that `keep` was given for the part; None without one."""
+    def _kept(self, part: Part) -> KeptMean | None:
+        """Returns what `keep` was given for the part; None without it."""
         return self._rounds[part.round].averages.get(part.part) if part.round in self._rounds else None
 
     # --- gathering
@@ -233,11 +236,11 @@ class Owner:
     def _members(self, part: Part) -> Mapping[PeerId, float]:
         """Returns all who were members at any look since the round began here, with the bandwidths they had first."""
         record = self._round(part)
-        record.members = {**self._view.members(part.stage, part.what), **record.members}
+        record.members = {**self._view.members(part.stage), **record.members}
         return record.members
 
     def _note_contribution(self, peer: PeerId, part: Part) -> None:
-        """Records that the peer contributes the part: its round no longer gives it up, earlier ones stop waiting.
+        """Records that the peer contributes the part: its round no longer gives it up, older ones stop waiting.
 
         Raises ProtocolError for a part that it contributed before.
         """
@@ -246,8 +249,9 @@ class Owner:
             raise ProtocolError("bad-message", "this part was contributed before")
         record.contributed[part.part].add(peer)
         record.given_up.discard(peer)
+        at_once = SLICES_AT_ONCE if part.what == "slice" else 1
         for other, gathering in list(self._open.items()):
-            if other[:2] == part[:2] and other.number < part.number:
+            if other[:2] == part[:2] and other.number <= part.number - at_once:
                 self._expect_no_more(other, gathering, peer)
 
     def _expect_no_more(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
@@ -279,7 +283,7 @@ class Owner:
         if len(self._open) >= MAX_OPEN:
             raise Busy("too many parts are being averaged here; ask the second owner", 1000)
         loop, window = asyncio.get_running_loop(), SECOND_WINDOW if second else FIRST_WINDOW
-        window_s = window * self._view.round_s(part.stage, part.what)
+        window_s = window * self._view.round_s(part.stage)
         result, timer = loop.create_future(), loop.call_later(window_s, self._end_window, part)
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
         gathering = self._open[part] = _Gathering(numel, self._expected(part, peer, second), result, timer)
@@ -291,7 +295,7 @@ class Owner:
         A second owner does not wait for the first. Absent members are waited for only when they are all the others
         there are: they may be alive.
         """
-        members = frozenset(self._view.members(part.stage, part.what))
+        members = frozenset(self._view.members(part.stage))
         reachable = members - self._view.absent(part, members)
         expected = reachable if len(reachable) > 1 else members
         expected -= self._round(part).given_up
@@ -300,7 +304,7 @@ class Owner:
 
     def _first_owner(self, part: Part) -> PeerId:
         """Returns the part's first owner in this peer's view."""
-        return choose_owners(self.config.run, *part, self._members(part))[0]
+        return self.config.owners(part, self._members(part))[0]
 
     def _end_window(self, part: Part) -> None:
         """Called when the window is over: averages what came; gives up those missing if this peer contributed."""
@@ -314,7 +318,7 @@ class Owner:
         """Averages what has come and ends the gathering. A clip begins at this peer's own values, if they count."""
         me, weights = self.config.me, list(gathering.weights.values())
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
-        average = self.kinds[part.what].combine(part, list(gathering.values.values()), weights, center)
+        average = self.exchange.combine(part, list(gathering.values.values()), weights, center)
         self._end(part, gathering, average)
 
     def _end(self, part: Part, gathering: _Gathering, average: Average | None) -> None:
@@ -332,8 +336,7 @@ class Owner:
             gathering.result.set_exception(Refused("nobody has anything to average yet"))
         else:
             if average.message.present > 1:
-                nbytes = sum(tensor.nbytes for tensor in average.wire)
-                self.keep(part, self.kinds[part.what].kept(part, average), nbytes)
+                self.keep(part, average)
             gathering.result.set_result(average)
         gathering.values.clear()
 
@@ -344,7 +347,7 @@ class Owner:
 
         The first one found ends the gathering; without any, it is averaged here as soon as it is complete.
         """
-        deadline = loop_time() + RECALL_SHARE * self._view.round_s(part.stage, part.what)
+        deadline = loop_time() + RECALL_SHARE * self._view.round_s(part.stage)
         others = gathering.expected - {self.config.me}
         calls = [asyncio.create_task(self.recall_from(peer, part, gathering.numel, deadline)) for peer in others]
         try:
@@ -366,7 +369,7 @@ class Owner:
             if not isinstance(reply.message, Recalled) or not reply.tensors:
                 return None
             counts = reply.message
-            message = Averaged(counts.members, counts.present, counts.weight, counts.distance, counted=True)
-            return self.kinds[part.what].decode_recalled(part, reply.tensors, numel, message)
+            message = Averaged(counts.members, counts.present, counts.weight, counted=True, wire=counts.wire)
+            return self.exchange.decode_mean(part, reply.tensors, numel, message)
         except AgoraError:
             return None

@@ -18,22 +18,26 @@ from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from numpy.typing import NDArray
 
 OWNED_ROUNDS: Final = 16
-"""Rounds of gradients for which a part keeps its owner."""
+"""Rounds of gradients, or of one slice, for which a part keeps its owner: it feeds back what its answers lose."""
+
+
+SLICES_AT_ONCE: Final = 4
+"""Rounds of slices that a replica may have begun and not ended."""
 
 
 class Slices:
     """Says which blocks of SLICE_BLOCK elements, of a vector of `numel`, round `number` averages: slice number % count.
 
-    Block i is in slice ((a i + b) mod blocks) mod count.
-    `count` is ceil(1 / fraction), or the number of blocks where that is less; `count` rounds average each element once.
-    a and b come from the run's seed, in whole numbers alone, so that every version of every library computes the same.
+    Block i is in slice ((a i + b) mod blocks) mod count. `count` rounds average each element once; slices beyond the
+    number of blocks are empty. a and b come from the run's seed, in whole numbers alone, so that every version of every
+    library computes the same.
     """
 
     def __init__(self, numel: int, fraction: float, seed: int) -> None:
         if numel <= 0 or numel % SLICE_BLOCK:
             raise ValueError(f"{numel} elements are no multiple of {SLICE_BLOCK}")
         self._blocks = numel // SLICE_BLOCK
-        self.count = min(self._blocks, math.ceil(round(1.0 / fraction, 9)))
+        self.count = slice_count(fraction)
         digest = hashlib.sha256(f"agora slices 1\0{seed}\0{numel}".encode()).digest()
         self._factor = int.from_bytes(digest[:8], "big") % self._blocks
         while math.gcd(self._factor, self._blocks) != 1:
@@ -51,25 +55,37 @@ class Slices:
         return SLICE_BLOCK * len(range(number % self.count, self._blocks, self.count))
 
 
+def slice_count(fraction: float) -> int:
+    """Returns the number of slices that have this fraction of the weights each: ceil(1 / fraction)."""
+    return math.ceil(round(1.0 / fraction, 9))
+
+
 def cut_into_parts(numel: int) -> list[slice]:
     """Returns the parts of a vector of `numel` elements as slices of PART_ELEMENTS each; the last has what is left."""
     return [slice(start, min(start + PART_ELEMENTS, numel)) for start in range(0, numel, PART_ELEMENTS)]
 
 
-def choose_owners(
-    run: RunId, stage: int, what: str, number: int, part: int, members: Mapping[PeerId, float]
-) -> tuple[PeerId, PeerId | None]:
-    """Returns the first and the second owner of a part of round `number`, by a rendezvous hash.
+def ownership_turn(what: str, number: int, slices: int) -> str:
+    """Returns a text that names the turn of owners which round `number` belongs to, the same for OWNED_ROUNDS rounds.
 
-    Of gradients a part has the same owners for OWNED_ROUNDS rounds, since its owner feeds back what its answers lose.
+    Of gradients it is number // 16; of slices, each of which has its own owners, "slice.turn".
+    """
+    if what == "gradient":
+        return str(number // OWNED_ROUNDS)
+    return f"{number % slices}.{number // slices // OWNED_ROUNDS}"
+
+
+def choose_owners(
+    run: RunId, stage: int, what: str, turn: str, part: int, members: Mapping[PeerId, float]
+) -> tuple[PeerId, PeerId | None]:
+    """Returns the first and the second owner of a part in a turn (`ownership_turn`), by a rendezvous hash.
 
     members: bandwidths in bytes per second; 0 means unknown and counts as the median of the known ones. The member
-    with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, number, part, peer):
+    with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, turn, part, peer):
     a peer wins parts in proportion to its bandwidth. The second owner is None with a single member.
     """
     known = [bandwidth for bandwidth in members.values() if bandwidth > 0]
     usual = statistics.median(known) if known else 1.0
-    turn = number // OWNED_ROUNDS if what == "gradient" else number
     label = f"agora owner 1\0{run}\0{stage}\0{what}\0{turn}\0{part}\0"
 
     def place(peer: PeerId) -> tuple[float, PeerId]:

@@ -28,18 +28,29 @@ class ReplicatedStages(Protocol):
         """Returns a description of the stage's flat weights; `numel` is their number of elements."""
 
     def progress(self) -> Sequence[Any]:
-        """Returns for each stage its number `stage`, `step`, `part`, `tokens_in_part`, `tokens_counted`, `lineages`."""
+        """Returns for each stage a train.StageProgress."""
 
     def step_of(self, stage: int) -> int: ...
     def publish_policy(self, stage: int, policy: StepPolicy) -> None: ...
-    async def snapshot_blocks(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, int]:
-        """Returns a flat copy of the weights in `blocks`, and the number of steps they have taken."""
+    async def difference_to_anchor(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, Tensor]:
+        """Returns anchor - weights in `blocks`, float32 [n], and a copy of these weights."""
 
-    async def apply_average(self, stage: int, blocks: NDArray[Any], delta: Tensor, snapshot: Tensor, rule: Any) -> None:
-        """Changes the weights in `blocks` by an average, which is snapshot + delta, as `rule` says."""
+    async def step_anchor(
+        self,
+        stage: int,
+        step: int,
+        blocks: NDArray[Any],
+        snapshot: Tensor,
+        averaged: tuple[Tensor, tuple[bool, ...]] | None,
+    ) -> None:
+        """Moves anchor and weights in `blocks` by a round's mean difference, given with which of its parts have one.
+
+        None: by nothing, the weights are the anchor. step: that whose slice it is; if it was taken in before, nothing
+        changes. snapshot: the weights that the round began with.
+        """
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Follows the others to `step`: one behind, it steps along its sum; else it drops that. Takes a due step."""
+        """Follows the others to `step`, see train.TrainedStage; takes a due step."""
 
     async def take_mean_gradient(self, stage: int) -> Any:
         """Returns this replica's share of the next step, a train.MeanGradient; only `step_with_gradient` takes it."""
@@ -49,9 +60,7 @@ class ReplicatedStages(Protocol):
 
 
 class StateFetcher(Protocol):
-    """Fetches states from other replicas (state.StateKeeper). fetched: the stages whose state came from others."""
-
-    fetched: set[int]
+    """Fetches states from other replicas (state.StateKeeper)."""
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
         """Replaces the stage's state by one of at least `at_least` steps. Raises Unavailable when no source has one."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
-from typing import Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from agora_protocol.codec_names import WireName
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import QUANTISER_BLOCK
 from agora_protocol.tensors import WireTensor
@@ -27,7 +28,6 @@ from torch.nn.functional import pad
 from agora.averaging.normal_levels import dequantise, quantise
 from agora.codec import all_finite, decode_uncompressed, encode_uncompressed
 
-WireName = Literal["int8", "bf16", "float32", "normal2", "normal3", "normal4"]
 NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
 """Bits of each element in the formats whose error is fed back, by name."""
 LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
@@ -46,6 +46,18 @@ def dither_fractions(label: str, numel: int) -> Tensor:
     words = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(-(-numel // 8))
     signed = torch.from_numpy(words.astype("<u8", copy=False).view(np.int8)[:numel])
     return signed.to(torch.float32).add_(0.5).mul_(1.0 / 256.0)
+
+
+class Encoded(NamedTuple):
+    """Encoded values of a part: the name of their format, and the tensors."""
+
+    name: WireName
+    tensors: Sequence[WireTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class PartCodec:
@@ -77,13 +89,13 @@ class PartCodec:
         arrays = (levels.numpy(), exponents.astype(np.int8))
         return [WireTensor("int8", array.shape, array.view(np.uint8).data) for array in arrays]
 
-    def decode(self, tensors: list[WireTensor], numel: int, dither: str | None = None) -> Tensor:
+    def decode(self, tensors: Sequence[WireTensor], numel: int, dither: str | None = None) -> Tensor:
         """Undoes `encode`: float32 [numel], finite, the same bits at every receiver.
 
         Raises ProtocolError ("bad-tensor") for another count, type or shape of tensors, or values out of range.
         """
         if self.name in NORMAL_BITS:
-            return dequantise(tensors, numel, NORMAL_BITS[self.name])
+            return dequantise(list(tensors), numel, NORMAL_BITS[self.name])
         if self.name != "int8":
             if len(tensors) != 1:
                 raise ProtocolError("bad-tensor", f"a part is one tensor, not {len(tensors)}")

@@ -213,7 +213,7 @@ class RoundDone(Event):
     """Event: an averaging round of one stage ended."""
 
     stage: int
-    what: str  # "weights" or "gradient"
+    what: str  # "gradient" or "slice"
     round: int
     parts: int
     failed_parts: int  # those that stayed as they were
@@ -223,8 +223,6 @@ class RoundDone(Event):
     lost: float  # tokens of this replica that came too late for this round and for the one before
     seconds: float
     bytes_out: int
-    distance: float  # of this replica: root mean square difference from the average
-    distance_others: float  # the median over all members in the average
 
 
 class PartFailed(Event):

@@ -25,7 +25,7 @@ from agora.stepping import SpanResult, StepEvent, StepPolicy
 from agora.train.device import DeviceQueue, Priority, choose_device
 from agora.train.memory import keep_freed_memory
 from agora.train.span_trainer import SpanTrainer
-from agora.train.stage_replica import Blocks, SliceRule
+from agora.train.stage_replica import AveragedSlice, Blocks
 from agora.train.step_events import StepEvents
 from agora.train.trained_stage import MeanGradient, StageProgress
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward
@@ -194,7 +194,7 @@ class Compute:
 
     def layout(self, stage: int) -> Layout:
         """Returns where the stage's named tensors lie in its flat weights [numel], a multiple of SLICE_BLOCK."""
-        return self.trainer.stage(stage).optimizer.layout
+        return self.trainer.stage(stage).layout
 
     async def copy_weights(self, stage: int, *, average: bool = False) -> dict[str, np.ndarray]:
         """Returns a copy of the stage's trainable tensors by full name. Every step due before the call is in it.
@@ -207,13 +207,15 @@ class Compute:
         )
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
-    async def snapshot_blocks(self, stage: int, blocks: Blocks) -> tuple[Tensor, int]:
-        """Returns a copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and their step."""
-        return await self._run_and_step(self.trainer.stage(stage).snapshot_blocks, blocks)
+    async def difference_to_anchor(self, stage: int, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Returns anchor - weights in `blocks`, and these weights, both float32 [blocks * SLICE_BLOCK] on the CPU."""
+        return await self._run_and_step(self.trainer.stage(stage).difference_to_anchor, blocks)
 
-    async def apply_average(self, stage: int, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
-        """Changes the weights in `blocks` by an average, `snapshot` + `delta`; `rule`: see StageReplica."""
-        await self._run_and_step(self.trainer.stage(stage).apply_average, blocks, delta, snapshot, rule)
+    async def step_anchor(
+        self, stage: int, step: int, blocks: Blocks, snapshot: Tensor, averaged: AveragedSlice | None
+    ) -> None:
+        """Moves anchor and weights in `blocks` by a round's mean difference, see StageReplica."""
+        await self._run_and_step(self.trainer.stage(stage).step_anchor, step, blocks, snapshot, averaged)
 
     async def replace_blocks(self, stage: int, blocks: Blocks, values: Flat) -> None:
         """Replaces the weights in `blocks` by another replica's, float32 [blocks * SLICE_BLOCK]."""

@@ -1,9 +1,9 @@
-"""Digests of what a stage has stepped along, by which replicas find out whether they are still equal. Pure.
+"""Digests of what a stage has agreed on with its replicas, by which they find out whether they are equal. Pure.
 
 Knows: steps and checksums. Must not know: weights, replicas.
 
 Weights cannot be compared: equal steps round differently on different hardware. But replicas that were equal, and have
-stepped along the same bytes ever since, have the same lineage, and others do not.
+taken in the same bytes ever since, have the same lineage, and others do not. Of local steps only the slices count.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ KEPT: Final = 32
 """Steps of which lineages are kept: replicas that are not at the same step compare an earlier one."""
 
 
-def after_step(lineages: Mapping[int, int], step: int, checksum: int) -> dict[int, int]:
-    """Returns the lineages by steps taken, after step number `step` (1 the first) along a gradient of this checksum.
+def after_step(lineages: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:
+    """Returns the lineages by steps, after the mean of step `step` (1 the first), of this checksum, was taken in.
 
-    Of step n it is the CRC-32 of the lineage of n - 1, n and the checksum; unknown if that of n - 1 is.
+    Of step n it is the CRC-32 of the lineage of the step `last` agreed on before, n - 1 by default, n and the checksum;
+    unknown if that lineage is.
     """
-    before = lineages.get(step - 1, 0)
+    before = lineages.get(step - 1 if last is None else last, 0)
     after = zlib.crc32(b"".join(number.to_bytes(8, "big") for number in (before, step, checksum))) or SEEDED
     kept = {past: lineage for past, lineage in lineages.items() if step - KEPT < past < step}
     return {**kept, step: after if before else 0}

@@ -1,41 +1,27 @@
-"""What a stage gives to its replicas on other peers and takes from them: blocks of its weights, and its whole state.
+"""What a stage gives to its replicas on other peers and takes from them: slices of its weights, and its whole state.
 
-Knows: flat weights and moments, the two rules by which an average is applied. Must not know: peers, rounds, how an
-average comes about, files.
+Knows: flat weights and moments, the anchor. Must not know: peers, rounds, how a mean comes about, files.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import zlib
 
 import numpy as np
 import torch
-from agora_protocol.errors import ProtocolError
+from agora_protocol.errors import LocalError, ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.manifest import OptimizerSection
 from numpy.typing import NDArray
 from torch import Tensor
 
 from agora.state.layout import Flat, Layout, StageState
-from agora.train.optimizer import half_cosine
+from agora.train.outer_step import OuterOptimizer
 from agora.train.trained_stage import TrainedStage
-
-SliceRule = Literal["delta", "ema"]
-"""How an average is applied: see StageReplica.apply_average."""
 
 Blocks = NDArray[np.int64]
 """Numbers of blocks of SLICE_BLOCK elements of a stage's flat weights, each at most once."""
-
-DRIFT_FIRST, DRIFT_LAST, DRIFT_STEPS = 0.5, 0.01, 1000
-
-
-def drift_weight(step: int, optimizer: OptimizerSection) -> float:
-    """Returns the weight of a new drift in the average of drifts (rule "ema") at optimizer step `step`.
-
-    0.5 for 1000 steps, then half a cosine down to 0.01 at `total_steps`: AsyncMesh's lambda (arXiv 2601.22442).
-    """
-    progress = (step - DRIFT_STEPS) / max(optimizer.total_steps - DRIFT_STEPS, 1)
-    return DRIFT_LAST + (DRIFT_FIRST - DRIFT_LAST) * half_cosine(min(max(progress, 0.0), 1.0))
+AveragedSlice = tuple[Tensor, tuple[bool, ...]]
+"""The mean difference of a slice to the anchor, float32 [n], and for each of its parts whether it has one."""
 
 
 class StageReplica(TrainedStage):
@@ -44,36 +30,37 @@ class StageReplica(TrainedStage):
     Every change spares live graphs, and raises ProtocolError ("bad-tensor") for values that are not allowed.
     """
 
-    _drift: Tensor | None = None
-    """Rule "ema": how far this replica usually moves each weight during a round, [blocks, SLICE_BLOCK]; NaN before the
-    weight's first round. No part of the stage's state: a restart begins anew."""
+    def difference_to_anchor(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Returns anchor - weights in `blocks`, and a copy of these weights, float32 [blocks * SLICE_BLOCK], CPU."""
+        snapshot = self._read(self._block_numbers(blocks)).flatten().cpu()
+        return self._outer.difference(torch.from_numpy(blocks), snapshot), snapshot
 
-    def snapshot_blocks(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """Returns a copy of the weights in `blocks`, float32 [blocks * SLICE_BLOCK] on the CPU, and the step."""
-        return self._read(self._block_numbers(blocks)).flatten().cpu(), self.step
+    def step_anchor(self, step: int, blocks: Blocks, snapshot: Tensor, averaged: AveragedSlice | None) -> None:
+        """Takes in what a round over `blocks` brought, and so agrees up to `step`; changes nothing if it did before.
 
-    def apply_average(self, blocks: Blocks, delta: Tensor, snapshot: Tensor, rule: SliceRule) -> None:
-        """Changes the weights in `blocks` by an average. `delta` is average - `snapshot`, both [blocks * SLICE_BLOCK].
-
-        | rule  | new weights, from weights w and snapshot s                                                      |
-        |-------|-------------------------------------------------------------------------------------------------|
-        | delta | w + (average - s)                                                                               |
-        | ema   | average + m, with m the moving average of the drifts w - s (AsyncMesh, arXiv 2601.22442)        |
+        snapshot: the weights that the round began with. averaged: the mean difference [blocks * SLICE_BLOCK], and for
+        each of its parts whether it has one; None when there is no other replica: the snapshot is the anchor then.
         """
-        numbers = self._block_numbers(blocks)
-        change = self._checked(delta, len(numbers))
-        weights = self._read(numbers)
-        if rule == "delta":
-            self._write(numbers, weights + change)
+        if step <= self.progress.agreed:
             return
-        start = self._checked(snapshot, len(numbers))
-        if self._drift is None:
-            self._drift = torch.full_like(self.weights.current.flat, torch.nan).view(-1, SLICE_BLOCK)
-        drift, usual = weights - start, self._drift[numbers]
-        weight = drift_weight(self.step, self.optimizer.section)
-        mean = torch.where(usual.isnan(), drift, torch.lerp(usual, drift, weight))
-        self._write(numbers, start + change + mean)
-        self._drift[numbers] = mean
+        rows = torch.from_numpy(blocks)
+        if averaged is None:
+            self._outer.follow(rows, snapshot)
+            checksum = zlib.crc32(snapshot.numpy().data)
+        else:
+            mean, done = averaged
+            moved = self._checked(self._outer.step(rows, snapshot, mean, done), len(rows))
+            numbers = self._block_numbers(blocks)
+            self._write(numbers, self._read(numbers) + moved)
+            checksum = zlib.crc32(bytes(done), zlib.crc32(mean.contiguous().numpy().data))
+        self.agree(step, checksum)
+
+    @property
+    def _outer(self) -> OuterOptimizer:
+        """The outer optimizer. Raises LocalError in a run without local steps."""
+        if self.outer is None:
+            raise LocalError(f"stage {self.number} has no anchor: all steps of the run are exact")
+        return self.outer
 
     def replace_blocks(self, blocks: Blocks, values: Flat) -> None:
         """Replaces the weights in `blocks` by `values`, float32 [blocks * SLICE_BLOCK]."""
@@ -83,22 +70,22 @@ class StageReplica(TrainedStage):
     def export_state(self) -> StageState:
         """Returns a copy of weights and moments after the last step. The gradient sum is not part of it."""
         weights = self.weights.current.flat.cpu().numpy().copy()
-        moments = {name: moment.cpu().numpy().copy() for name, moment in self.optimizer.moments.items()}
+        moments = {name: moment.cpu().numpy().copy() for name, moment in self.moments.items()}
         optimizer = self.optimizer
         return StageState(
             self.number,
             self.step,
             optimizer.updates,
             self.tokens_stepped,
-            optimizer.layout,
+            self.layout,
             weights,
             moments,
             self.progress.lineage,
         )
 
     def load_state(self, state: StageState) -> None:
-        """Replaces weights, moments and step by those of `state`, drops the gradient sum and forgets the drifts."""
-        layout = self.optimizer.layout
+        """Replaces weights, moments and step by those of `state`, and drops the gradient sum."""
+        layout = self.layout
         weights = self._checked_array("weights", state.weights, layout)
         moments = {}
         for moment in layout.moments:
@@ -108,8 +95,9 @@ class StageReplica(TrainedStage):
             moments[moment.name] = values
         self.writable_weights().copy_(weights)
         self.optimizer.load(state.updates, moments)
+        for name, values in (self.outer.moments if self.outer else {}).items():
+            values.copy_(moments[name])
         self.restart_at(state.step, state.tokens_total, state.lineage)
-        self._drift = None
 
     def _checked_array(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
         """Returns a state's array on the device, its padding zero. Raises ProtocolError unless it fits `layout`."""

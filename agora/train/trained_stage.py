@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 from agora_protocol.errors import LocalError, ProtocolError
-from agora_protocol.manifest import Manifest
+from agora_protocol.manifest import ALL_STEPS, Manifest
 from agora_protocol.records import StageAccount
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from agora.state.layout import AVERAGE, Layout, lay_out
 from agora.stepping import PartClosed, StageStepped, StepEvent, StepPolicy
 from agora.train.lineage import SEEDED, after_step
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
+from agora.train.outer_step import OuterOptimizer, with_outer_moments
 from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion, tensor_in
 
@@ -40,8 +41,8 @@ class StageProgress:
 
     part: number of the step that is counted for now, `step` + the number of closed parts that await their means. Tokens
     are those counted for that part; here since the start; and of all steps and parts, those before a loaded state too.
-    account: what became of the tokens counted here.
-    lineages: of the last steps, by their number, see train.lineage.
+    account: what became of the tokens counted here. lineages: of the steps last agreed on with the replicas, by their
+    numbers, see train.lineage.
     """
 
     stage: int
@@ -56,9 +57,14 @@ class StageProgress:
     lineages: Mapping[int, int]
 
     @property
+    def agreed(self) -> int:
+        """The last step whose mean this replica has taken in: with exact steps `step`, with local ones its slice's."""
+        return max(self.lineages)
+
+    @property
     def lineage(self) -> int:
-        """The lineage of the stage as it is; 0 when it is not known."""
-        return self.lineages.get(self.step, 0)
+        """The lineage of step `agreed`; 0 when it is not known."""
+        return self.lineages[self.agreed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,8 @@ def stage_layout(manifest: Manifest, stage: int) -> Layout:
     """Returns where a stage's tensors and moments lie, computed from the manifest; no stage is built."""
     family, layers = family_of(manifest.model), manifest.layers_of(stage)
     layout = lay_out(family.parameter_shapes(layers).items(), family.hidden_matrices(layers))
-    return with_moments(manifest.optimizer, layout)
+    layout = with_moments(manifest.optimizer, layout)
+    return layout if manifest.exact_steps == ALL_STEPS else with_outer_moments(layout)
 
 
 class TrainedStage:
@@ -143,6 +150,11 @@ class TrainedStage:
         self.optimizer = StageOptimizer(
             manifest.optimizer, manifest.stage_count, self.weights.layout, self.weights.current.flat
         )
+        self.layout, self.outer, flat = self.optimizer.layout, None, self.weights.current.flat
+        self._exact_steps = manifest.exact_steps
+        if self._exact_steps < ALL_STEPS:
+            self.layout = with_outer_moments(self.layout)
+            self.outer = OuterOptimizer(manifest.averaging, self.layout, flat)
         average = self.optimizer.moments.get(AVERAGE)
         self._average = None if average is None else WeightVersion(average, self.weights.layout, module)
         self.sum = GradientSum(self.weights.layout, device)
@@ -206,6 +218,11 @@ class TrainedStage:
         self._report(GradientRefused(self.number, microbatch, reason))
 
     @property
+    def moments(self) -> Mapping[str, Tensor]:
+        """The moments of the stage's state by name: those of the optimizer, and of the anchor if there is one."""
+        return {**self.optimizer.moments, **(self.outer.moments if self.outer else {})}
+
+    @property
     def evaluated(self) -> WeightVersion:
         """The weights that evaluations and exports use: the moving average, or without one the current weights.
 
@@ -235,12 +252,13 @@ class TrainedStage:
     def catch_up(self, step: int) -> None:
         """Follows the stage's other replicas, which have taken `step` steps.
 
-        One step behind, it takes the step along its sum; further behind, it drops that (its weights were too old) and
-        only counts the steps. While its share of the next step is taken out, it does nothing.
+        One step behind, or with local steps, it takes a step along its sum; else it drops that (its weights were too
+        old). The rest it only counts. While its share of the next step is taken out, it does nothing.
         """
         if step <= self.step or self._shares:
             return
-        if step == self.step + 1 and self.sum.contents.tokens > 0:
+        is_of_use = step == self.step + 1 or self.step >= self._exact_steps
+        if is_of_use and self.sum.contents.tokens > 0:
             self._step_along_sum()
         skipped = step - self.step
         if skipped > 0:
@@ -294,6 +312,11 @@ class TrainedStage:
         contents = self._shares.popleft().contents if self._shares else SumContents()
         self._count_step(contents, result, tokens or None, checksum)
 
+    def agree(self, step: int, checksum: int) -> None:
+        """Notes that this replica has taken in what the mean of local step `step`'s slice brought."""
+        self._lineages = after_step(self._lineages, step, checksum, last=self.progress.agreed)
+        self._update_progress()
+
     def restart_at(self, step: int, tokens: int, lineage: int) -> None:
         """Drops the sum and closed parts, sets steps, tokens and lineage; reports StepsSkipped if tokens are lost.
 
@@ -330,7 +353,10 @@ class TrainedStage:
         """
         now, staleness = time.monotonic(), contents.staleness(self.step)
         self.step += 1
-        self._lineages = after_step(self._lineages, self.step, checksum)
+        if self.step <= self._exact_steps:
+            self._lineages = after_step(self._lineages, self.step, checksum)
+            if self.outer and self.step == self._exact_steps:
+                self.outer.restart(self.weights.current.flat)
         self.tokens_stepped += contents.tokens
         if result is not None:
             self._accounts.add_step(contents.tokens, step_tokens, staleness)

@@ -19,6 +19,9 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
 Shape = tuple[int, int, int]
 """Of a boundary: [b, s, k], sequences, positions, values for each token."""
+WireName = Literal["normal2", "normal3", "normal4", "int8", "bf16", "float32"]
+"""How the values of an averaging round travel; normal2 to normal4 are that many bits."""
+WIRE_NAMES: Final[tuple[WireName, ...]] = get_args(WireName)
 
 UNCOMPRESSED_BYTES: Final = {"bf16": 2, "float32": 4}
 SCALE_BYTES: Final = 2

@@ -29,6 +29,7 @@ from agora_protocol.manifest_model import (
 )
 from agora_protocol.manifest_rules import check_rules, explain_error, suggest
 from agora_protocol.manifest_sections import (
+    ALL_STEPS,
     MAX_SEED,
     AdmissionSection,
     AveragingSection,
@@ -43,6 +44,7 @@ from agora_protocol.manifest_sections import (
 from agora_protocol.packing import is_version, pack, pack_canonical, unpack
 
 __all__ = [
+    "ALL_STEPS",
     "PRESETS",
     "AdmissionSection",
     "AveragingSection",
@@ -153,6 +155,11 @@ class Manifest(Section):
     def layers_in(self, span: Span) -> range:
         """Returns the layers of all stages of a span."""
         return range(self.layers_of(span.first).start, self.layers_of(span.last).stop)
+
+    @property
+    def exact_steps(self) -> int:
+        """Returns how many first steps are along the mean gradient of all replicas: ALL_STEPS in synchronous runs."""
+        return ALL_STEPS if self.schedule.kind == "synchronous" else self.averaging.exact_steps
 
     @property
     def tokens_per_microbatch(self) -> int:

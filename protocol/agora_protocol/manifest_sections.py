@@ -10,6 +10,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agora_protocol.codec_names import WireName
+
 MAX_SEED: Final = 2**63 - 1
 Share = Annotated[float, Field(ge=0, le=1)]
 PathText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -93,25 +95,31 @@ class ScheduleSection(Section):
     )
 
 
+ALL_STEPS: Final = 10**9
+"""As `averaging.exact_steps`: no step is local."""
+
+
 class AveragingSection(Section):
     """How the replicas of a stage agree. Synchronous runs average every step's whole gradient, exactly, instead."""
 
-    fraction: float = Field(default=0.05, gt=0, le=1, description="share of a stage's weights that one round averages")
-    every: int = Field(default=20, ge=1, le=10**6, description="optimizer steps from one round to the next")
     exact_steps: int = Field(
-        default=10**9, ge=0, le=10**9, description="first optimizer steps along the mean gradient of all replicas"
+        default=ALL_STEPS,
+        ge=0,
+        le=ALL_STEPS,
+        description="first optimizer steps along the mean gradient of all replicas; later ones are local, with slices",
     )
-    rule: Literal["delta", "ema"] = Field(
-        default="delta", description="what is made of progress since the snapshot: delta keeps it, ema its average"
-    )
+    fraction: float = Field(default=0.05, gt=0, le=1, description="share of a stage's weights that one slice has")
+    every: int = Field(default=1, ge=1, le=10**6, description="local optimizer steps from one slice to the next")
+    outer_rate: float = Field(default=0.7, gt=0, le=2, description="learning rate of the anchor of local steps")
+    outer_momentum: float = Field(default=0.6, ge=0, lt=1, description="its Nesterov momentum")
     aggregation: Literal["mean", "clip"] = Field(
         default="mean", description="mean, or clip: centered clip, which bounds what a hostile replica can move"
     )
-    wire: Literal["int8", "bf16", "float32"] = Field(default="int8", description="how weights travel in a round")
-    gradient_wire: Literal["normal2", "normal3", "normal4", "int8", "bf16", "float32"] = Field(
+    gradient_wire: WireName = Field(
         default="normal4",
         description="how mean gradients travel: normal2 to normal4 are that many bits, errors fed back",
     )
+    slice_wire: WireName = Field(default="normal2", description="how a slice's differences to the anchor travel")
     round_s: float = Field(
         default=20.0, ge=1, le=300, description="seconds after which a round ends, whoever is missing"
     )

@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, Final
 
 from agora_protocol import errors
+from agora_protocol.codec_names import WIRE_NAMES
 from agora_protocol.errors import PROTOCOL_CODES, AgoraError, ProtocolError
 from agora_protocol.fields import (
     MAX_UINT,
@@ -194,8 +195,8 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
 
 
 def _replica_steps(doc: str) -> Any:
-    """Declares a list field of [replica, steps, part, tokens, counted in all, lineage, milliseconds]."""
-    counts = (int_field(0, MAX_UINT) for _ in range(4))
+    """Declares a list field of [replica, steps, part, tokens, counted in all, agreed, lineage, milliseconds]."""
+    counts = (int_field(0, MAX_UINT) for _ in range(5))
     lineage, age_ms = int_field(0, 2**32 - 1), int_field(0, MAX_DEADLINE_MS)
     return list_field(tuple_field(peer_id_field(), *counts, lineage, age_ms), MAX_GOSSIPED_REPLICAS, doc=doc)
 
@@ -208,9 +209,10 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")
-    replicas: tuple[tuple[PeerId, int, int, int, int, int, int], ...] = _replica_steps(
+    replicas: tuple[tuple[PeerId, int, int, int, int, int, int, int], ...] = _replica_steps(
         "[replica, optimizer steps taken, number of the step it counts for, tokens counted for that step, tokens "
-        "counted since it started, lineage, milliseconds since it reported]; the sender comes first"
+        "counted since it started, step up to which it has agreed with the others, lineage of that step, milliseconds "
+        "since it reported]; the sender comes first"
     )
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
@@ -218,47 +220,43 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
 class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
     """Answers GossipSteps with what the answering replica knows."""
 
-    replicas: tuple[tuple[PeerId, int, int, int, int, int, int], ...] = _replica_steps("as in GossipSteps")
+    replicas: tuple[tuple[PeerId, int, int, int, int, int, int, int], ...] = _replica_steps("as in GossipSteps")
 
 
-_WHAT: Final = ("weights", "gradient")
+_WHAT: Final = ("gradient", "slice")
 
 
 class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
     """Brings the sender's values of one part of a round to the part's owner. Answered by Averaged.
 
-    Tensors: the part as `averaging.wire` or, of a gradient, `averaging.gradient_wire` says: float32 [n]; bf16 [n]; int8
-    [n] and exponents, int8 [blocks]; or scales, uint8 [1 + blocks], and packed levels, uint8. A block has
-    QUANTISER_BLOCK elements.
+    Tensors: the part as `wire` says: float32 [n]; bf16 [n]; of int8 levels, int8 [n], and exponents, int8 [blocks]; of
+    normal2 to normal4 scales, uint8 [1 + blocks], and packed levels, uint8. A block has QUANTISER_BLOCK elements.
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas average")
     what: str = choice_field(
-        *_WHAT, doc="what is averaged: a slice of the weights, or the mean gradient of an exact step"
+        *_WHAT, doc="what is averaged: the gradient of an exact step, or a slice's difference to the anchor"
     )
     round: int = int_field(0, MAX_UINT, doc="number of the round")
-    part: int = int_field(0, MAX_UINT, doc="number of the part within the round's slice")
+    part: int = int_field(0, MAX_UINT, doc="number of the part within the round")
     weight: float = float_field(
         0, 1e18, doc="supervised tokens behind these values; with 0 they do not count in the average"
     )
     first_owner_failed: bool = bool_field(
         doc="whether the part's first owner has failed the sender: the receiver is the second owner"
     )
+    wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the sender chooses")
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, doc=_DEADLINE_DOC)
 
 
 class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
-    """Answers Contribute.
-
-    Tensors, in the codec and shape of the values that were sent: for weights, the average minus the sender's values;
-    for a gradient, the average itself.
-    """
+    """Answers Contribute. Tensors: the average, as `wire` says; the same bytes for every member."""
 
     members: int = int_field(1, MAX_UINT, doc="contributions that count in the average")
     present: int = int_field(1, MAX_UINT, doc="contributions that came in time, those of weight 0 included")
     weight: float = float_field(0, 1e21, doc="the sum of the weights in the average")
-    distance: float = float_field(0, 1e30, doc="median over the members of the root mean square of (values - average)")
     counted: bool = bool_field(doc="whether the sender's values are in the average: false when they came too late")
+    wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the owner chooses")
 
 
 class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
@@ -275,13 +273,13 @@ class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
 
 
 class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 2)):
-    """Answers Recall. Tensors: none when the answering peer does not have the average; of weights, the average itself,
-    float32 [n]; of a gradient, those with which the part's owner has answered Contribute."""
+    """Answers Recall. Tensors: those with which the part's owner has answered Contribute; none when the answering peer
+    does not have them."""
 
     members: int = int_field(0, MAX_UINT, doc="as in Averaged; 0 without an average")
     present: int = int_field(0, MAX_UINT, doc="as in Averaged")
     weight: float = float_field(0, 1e21, doc="as in Averaged")
-    distance: float = float_field(0, 1e30, doc="as in Averaged")
+    wire: str = choice_field(*WIRE_NAMES, doc="as in Averaged")
 
 
 class GetState(Message, kind=18, frames=(FrameType.REQUEST,)):

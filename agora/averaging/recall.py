@@ -1,0 +1,61 @@
+"""Asks the other replicas for the means of a round that they keep: of parts that failed here, or of a whole round.
+
+Knows: who may keep a mean, deadlines. Must not know: why a part failed, what becomes of its mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection
+from typing import Protocol
+
+from agora_protocol.errors import PeerFailed
+from agora_protocol.ids import PeerId
+from torch import Tensor
+
+from agora.averaging.aggregate import Average
+from agora.averaging.exchange import Part
+from agora.averaging.owner import Owner
+from agora.averaging.partition import cut_into_parts
+from agora.averaging.rounds import PARTS_AT_ONCE, RoundResult
+from agora.clock import loop_time
+
+
+class OtherReplicas(Protocol):
+    """others: the other live replicas of a stage. round_s: the seconds that one of its rounds may take."""
+
+    def others(self, stage: int) -> Collection[PeerId]: ...
+    def round_s(self, stage: int) -> float: ...
+
+
+async def recall_failed(owner: Owner, replicas: OtherReplicas, first: Part, result: RoundResult) -> None:
+    """Puts the means that others keep of a round's failed parts into its result, which is changed in place.
+
+    first: part 0 of the round. A mean that is implausible beside this replica's values in `result` is not taken.
+    """
+    sources, cuts = sorted(replicas.others(first.stage)), cut_into_parts(len(result.mean))
+    deadline = loop_time() + replicas.round_s(first.stage)
+    free_calls = asyncio.Semaphore(PARTS_AT_ONCE)
+
+    async def recall(index: int) -> None:
+        """Asks one source after another for a part, beginning with another one for each part."""
+        part, own = first._replace(part=index), result.mean[cuts[index]]
+        async with free_calls:
+            for turn in range(len(sources)):
+                source = sources[(index + turn) % len(sources)]
+                average = await owner.recall_from(source, part, len(own), deadline)
+                if average is not None and _is_plausible(owner, part, own, average):
+                    result.mean[cuts[index]], result.done[index] = average.values, True
+                    result.weight = average.message.weight
+                    return
+
+    await asyncio.gather(*(recall(index) for index, done in enumerate(result.done) if not done))
+
+
+def _is_plausible(owner: Owner, part: Part, own: Tensor, average: Average) -> bool:
+    """Returns whether a mean is not too large to be believed."""
+    with contextlib.suppress(PeerFailed):
+        owner.exchange.check_and_record(part, own, average.values)
+        return True
+    return False

@@ -1,0 +1,123 @@
+"""Rounds of slices, for runs whose links carry no gradients: replicas step alone, and agree on a common anchor.
+
+Knows: rounds, which slice is when, what a replica has taken in so far. Must not know: when a round is due
+(next_action), optimizers, the view.
+
+After each `every`-th local step n begins round n / every, over one slice. Its mean difference to the anchor moves
+anchor and weights (train.outer_step). Up to SLICES_AT_ONCE rounds run beside training; they are taken in by their
+numbers. A round that failed here and that nobody keeps changes nothing: what was learnt waits for the slice's next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from agora_protocol.errors import AgoraError
+from agora_protocol.ids import PeerId
+from torch import Tensor
+
+from agora.averaging.exchange import Part
+from agora.averaging.owner import Owner
+from agora.averaging.partition import SLICES_AT_ONCE, Slices, cut_into_parts
+from agora.averaging.recall import OtherReplicas, recall_failed
+from agora.averaging.replicated_stages import ReplicatedStages
+from agora.averaging.rounds import RoundResult
+from agora.observe import events
+
+RECALLED_BEHIND: Final = 2
+"""A round that begins here so many rounds after it was due is recalled before it is taken part in."""
+
+
+class RoundTakers(OtherReplicas, Protocol):
+    """The replicas that agree, as this peer sees them; ReplicaGroup has the methods. members: with bandwidths."""
+
+    def members(self, stage: int) -> Mapping[PeerId, float]: ...
+    async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
+        """Takes part in one round, with those who are members now."""
+
+
+class SliceRounds:
+    """The rounds of slices of one stage. Used on the loop."""
+
+    def __init__(
+        self,
+        stage: int,
+        slices: Slices,
+        every: int,
+        stages: ReplicatedStages,
+        owner: Owner,
+        takers: RoundTakers,
+        report: events.Report,
+    ) -> None:
+        """every: optimizer steps from one round to the next."""
+        self._stage = stage
+        self._slices = slices
+        self._every = every
+        self._held = stages
+        self._owner = owner
+        self._takers = takers
+        self._report = report
+        self._recent: deque[int] = deque(maxlen=slices.count * every)
+        self._newest = -1
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    def note_step(self, tokens: int) -> None:
+        """Notes the tokens of a local step: a slice weighs those of the steps since its last round."""
+        self._recent.append(tokens)
+
+    def due(self, step: int, agreed: int) -> int | None:
+        """Returns the next round to begin after `step` steps; None when none is due, or SLICES_AT_ONCE are running.
+
+        agreed: the step of the last round taken in; every later one is to come.
+        """
+        following = max(self._newest, agreed // self._every) + 1
+        return following if following <= step // self._every and len(self._running) < SLICES_AT_ONCE else None
+
+    def begin(self, number: int, step: int) -> None:
+        """Begins round `number` in the background. step: those taken here."""
+        self._newest = number
+        before = self._running.get(number - 1)
+        is_late = step // self._every - number >= RECALLED_BEHIND
+        task = self._running[number] = asyncio.create_task(self._run(number, before, is_late))
+        task.add_done_callback(lambda _: self._running.pop(number, None))
+
+    async def stop(self) -> None:
+        """Cancels the running rounds: the state was replaced, or the peer leaves. Later ones may begin."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._newest = -1
+
+    async def _run(self, number: int, before: asyncio.Task[None] | None, is_late: bool) -> None:
+        """Runs a round, and takes its mean in after that of the round `before`. An error makes it a failed round."""
+        blocks = self._slices.blocks(number)
+        difference, snapshot = await self._held.difference_to_anchor(self._stage, blocks)
+        result = RoundResult(difference, [False for _ in cut_into_parts(len(difference))])
+        if len(self._takers.members(self._stage)) == 1:
+            mean = None
+        else:
+            try:
+                mean = await self._agree(number, result, is_late)
+            except AgoraError as error:
+                self._report(events.TaskFailed("averaging", f"slice round {number}: {error}"))
+                mean = result
+        if before is not None:
+            await asyncio.wait([before])
+        averaged = None if mean is None else (mean.mean, tuple(mean.done))
+        await self._held.step_anchor(self._stage, number * self._every, blocks, snapshot, averaged)
+
+    async def _agree(self, number: int, result: RoundResult, is_late: bool) -> RoundResult:
+        """Returns what a round with the other replicas brought; of a late one, or of failed parts, what they keep."""
+        first = Part(self._stage, "slice", number, 0)
+        if is_late:
+            await recall_failed(self._owner, self._takers, first, result)
+            if not result.failed_parts:
+                return result
+        result = await self._takers.run_round(self._stage, "slice", number, result.mean, float(sum(self._recent)))
+        if result.failed_parts:
+            await recall_failed(self._owner, self._takers, first, result)
+        return result

@@ -1,0 +1,81 @@
+"""The outer optimizer of runs with local steps: an anchor that is equal at all replicas, moved slice by slice.
+
+Knows: flat weights, which blocks a slice has. Must not know: rounds, replicas, how a mean difference comes about.
+
+A round's mean difference a to the anchor, the same bytes at every replica, moves the slice's anchor and velocity by
+Nesterov momentum, and each replica's weights w, of which it had taken the snapshot s, by as much as it is apart:
+
+    v = momentum * v + a
+    new = anchor - rate * (a + momentum * v)
+    w = w + new - s
+    anchor = new
+
+Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512), without its overlap's mixing factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
+from agora_protocol.manifest import AveragingSection
+from torch import Tensor
+
+from agora.state.layout import Layout, Moment
+
+ANCHOR: Final = "anchor"
+VELOCITY: Final = "velocity"
+"""The names of the two moments of the outer optimizer."""
+
+
+def with_outer_moments(layout: Layout) -> Layout:
+    """Returns the layout with anchor and velocity, which have a value for every element of the weights."""
+    everything = [slice(0, layout.numel)]
+    return replace(layout, moments=(*layout.moments, Moment(ANCHOR, everything), Moment(VELOCITY, everything)))
+
+
+class OuterOptimizer:
+    """Anchor and velocity of one stage, on the CPU: float32 [numel] each, in `moments` by name."""
+
+    def __init__(self, section: AveragingSection, layout: Layout, weights: Tensor) -> None:
+        self._rate, self._momentum, self._layout = section.outer_rate, section.outer_momentum, layout
+        self.moments: Mapping[str, Tensor] = {
+            ANCHOR: weights.to("cpu", copy=True),
+            VELOCITY: torch.zeros(len(weights)),
+        }
+
+    def restart(self, weights: Tensor) -> None:
+        """Begins anew from `weights` [numel], which all replicas have: they are the anchor."""
+        self.moments[ANCHOR].copy_(weights)
+        self.moments[VELOCITY].zero_()
+
+    def difference(self, blocks: Tensor, snapshot: Tensor) -> Tensor:
+        """Returns anchor - snapshot in `blocks`, float32 [blocks * SLICE_BLOCK]."""
+        return self._rows(ANCHOR)[blocks].flatten() - snapshot
+
+    def step(self, blocks: Tensor, snapshot: Tensor, mean: Tensor, done: tuple[bool, ...]) -> Tensor:
+        """Moves anchor and velocity in `blocks` by a round's mean; returns how far the weights move, [n].
+
+        snapshot, mean: float32 [n]. done: for each part of PART_ELEMENTS whether it has a mean; the others stay.
+        """
+        is_done = torch.tensor(done).repeat_interleave(PART_ELEMENTS // SLICE_BLOCK)[: len(blocks), None]
+        anchor, velocity, mean = self._rows(ANCHOR)[blocks], self._rows(VELOCITY)[blocks], mean.view(-1, SLICE_BLOCK)
+        faster = self._momentum * velocity + mean
+        moved = anchor - self._rate * (mean + self._momentum * faster)
+        self._rows(ANCHOR)[blocks] = torch.where(is_done, moved, anchor)
+        self._rows(VELOCITY)[blocks] = torch.where(is_done, faster, velocity)
+        for values in self.moments.values():  # few bits have no level for the 0 of padding
+            self._layout.clear_padding(values)
+        return torch.where(is_done, moved - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
+
+    def follow(self, blocks: Tensor, snapshot: Tensor) -> None:
+        """Makes the snapshot of the only replica's weights the anchor in `blocks`, at rest."""
+        self._rows(ANCHOR)[blocks] = snapshot.view(-1, SLICE_BLOCK)
+        self._rows(VELOCITY)[blocks] = 0.0
+
+    def _rows(self, moment: str) -> Tensor:
+        """Returns a moment as [blocks, SLICE_BLOCK]."""
+        return self.moments[moment].view(-1, SLICE_BLOCK)
