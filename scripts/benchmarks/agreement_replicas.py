@@ -1,9 +1,8 @@
 """Replicas of one small model that agree in a given way, in one process: what loss they reach, and at how many bytes.
 
 Knows: the trainer, the pure functions of averaging, the corpus. Must not know: other settings, networks, clocks. A
-round is what the daemons make of it: snapshots of a slice, encoded with the common dither, averaged, the difference
-sent back and added `delay` steps later, or the gradient of an exact step, whose average is sent back; a round of
-weights that is due while one is under way is skipped.
+round is what the daemons make of it: the gradients of an exact step, or a slice's differences to the anchor, as
+contributions with what was lost before; their mean, the same bytes to all; of a slice taken in `delay` steps later.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import torch
+from agora_protocol.codec_names import WireName
 from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.averaging.kinds import Part, RoundConfig, round_kinds
+from agora.averaging.exchange import Exchange, Part, RoundConfig
 from agora.averaging.partition import OWNED_ROUNDS, Slices, cut_into_parts
-from agora.averaging.wire import WireName
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
@@ -34,7 +33,7 @@ from benchmarks.agreement_settings import DEFAULTS, Setting, sequences_of
 from benchmarks.worker import Channel
 
 WHOLE: Final = Span(0, 0)
-What = Literal["weights", "gradient"]
+What = Literal["gradient", "slice"]
 
 
 class Replica:
@@ -145,15 +144,18 @@ class Exact:
 
 
 class RoundMember:
-    """A member's side of all rounds, as a daemon has it: the run's configuration, and the kinds of rounds."""
+    """A member's side of all rounds, as a daemon has it: the run's configuration, and what it exchanges."""
 
     def __init__(self, config: RoundConfig) -> None:
-        self.config, self.kinds = config, round_kinds(config)
+        self.config, self.exchange = config, Exchange(config)
 
 
-def members_of(count: int, wire: WireName = "float32", gradient_wire: WireName = "float32") -> list[RoundMember]:
-    """Makes members of a run whose manifest has these formats; nothing here has a deadline."""
-    config = RoundConfig(PeerId("bench"), RunId("0" * 64), "mean", wire, math.inf, math.inf, False, gradient_wire)
+def members_of(
+    count: int, gradient_wire: WireName = "float32", slice_wire: WireName = "float32", slices: int = 1
+) -> list[RoundMember]:
+    """Makes members of a run whose manifest has these formats and slices; nothing here has a deadline."""
+    who = PeerId("bench"), RunId("0" * 64), "mean", math.inf, math.inf
+    config = RoundConfig(*who, False, gradient_wire, slice_wire, slices)  # type: ignore[arg-type]
     return [RoundMember(config) for _ in range(count)]
 
 
@@ -167,75 +169,77 @@ def exchange(
 ) -> tuple[list[Tensor], int]:
     """A round: what each member is answered, float32 [n], and the bytes that each sends.
 
-    One member owns all parts, of gradients for OWNED_ROUNDS rounds; then it is the next one's turn.
+    One member owns all parts, for OWNED_ROUNDS rounds of the same elements; then it is the next one's turn.
 
     counted: for each member, whether its values come in time; by default all do.
     """
     answers = [torch.empty_like(value) for value in values]
     terms, sent = members[0].config, 0
-    owner = members[number // OWNED_ROUNDS % len(members)].kinds[what]
+    turn = number // (1 if what == "gradient" else terms.slices) // OWNED_ROUNDS
+    owner = members[turn % len(members)].exchange
     in_time = list(counted) if any(counted) else [True] * len(values)
     for index, cut in enumerate(cut_into_parts(len(values[0]))):
         part = Part(0, what, number, index)
         made = [
-            member.kinds[what].contribution(part, value[cut], weight)
+            member.exchange.contribution(part, value[cut], weight)
             for member, value, weight in zip(members, values, weights, strict=True)
         ]
         came = [terms.decode(part, contribution.wire, len(contribution.values)) for contribution in made]
         present = [place for place, is_in_time in enumerate(in_time) if is_in_time]
         found = owner.combine(part, [came[place] for place in present], [made[place].weight for place in present], None)
         assert found is not None
-        for place, (member, value) in enumerate(zip(members, came, strict=True)):
-            answers[place][cut] = owner.decode_answer(part, owner.encode_answer(found, value), len(value))
-            member.kinds[what].settle(part, made[place], in_time[place])
-        sent += sum(tensor.nbytes for tensor in made[0].wire)
+        for place, member in enumerate(members):
+            answers[place][cut] = found.values
+            member.exchange.settle(part, made[place], in_time[place])
+        sent += made[0].wire.nbytes
     return answers, sent
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A round under way: the snapshots, and what each replica adds at step `lands`."""
+    """A round of a slice under way: the snapshots, and the mean difference that is taken in at step `lands`."""
 
     lands: int
+    step: int
     blocks: Blocks
     snapshots: list[Tensor]
-    deltas: list[Tensor]
+    mean: Tensor
 
 
-class Averaging:
-    """Replicas average a slice of their weights every so many steps."""
+class Anchored:
+    """Replicas step alone, and agree on a slice of their anchor every so many steps."""
 
     def __init__(self, setting: Setting, replicas: Sequence[Replica], seed: int) -> None:
         self.bytes_each, self.rounds = 0.0, 0
         self._setting, self._replicas = setting, replicas
         self._slices = Slices(len(replicas[0].flat), setting.fraction, seed)
-        self._members = members_of(len(replicas), wire=setting.wire)
-        self._flight: Flight | None = None
+        self._members = members_of(len(replicas), slice_wire=setting.slice_wire, slices=self._slices.count)
+        self._flights: list[Flight] = []
 
     def after(self, step: int) -> None:
         """See Agreement."""
         self._land(step)
-        if step % self._setting.every == 0 and self._flight is None:
-            self._flight = self._take_off(step)
+        if step % self._setting.every == 0:
+            self._flights.append(self._take_off(step))
             self._land(step)
 
     def _take_off(self, step: int) -> Flight:
         number = step // self._setting.every
         blocks = self._slices.blocks(number)
-        snapshots = [replica.stage.snapshot_blocks(blocks)[0] for replica in self._replicas]
+        found = [replica.stage.difference_to_anchor(blocks) for replica in self._replicas]
         weights = [float(replica.tokens) for replica in self._replicas]
-        deltas, sent = exchange(snapshots, weights, self._members, number, "weights")
+        means, sent = exchange([difference for difference, _ in found], weights, self._members, number, "slice")
         self.bytes_each += sent
         self.rounds += 1
-        return Flight(step + self._setting.delay, blocks, snapshots, deltas)
+        snapshots = [snapshot for _, snapshot in found]
+        return Flight(step + self._setting.delay, step, blocks, snapshots, means[0])
 
     def _land(self, step: int) -> None:
-        flight = self._flight
-        if flight is None or step < flight.lands:
-            return
-        for replica, snapshot, delta in zip(self._replicas, flight.snapshots, flight.deltas, strict=True):
-            replica.stage.apply_average(flight.blocks, delta, snapshot, self._setting.rule)
-        self._flight = None
+        while self._flights and self._flights[0].lands <= step:
+            flight = self._flights.pop(0)
+            done = (True,) * len(cut_into_parts(len(flight.mean)))
+            for replica, snapshot in zip(self._replicas, flight.snapshots, strict=True):
+                replica.stage.step_anchor(flight.step, flight.blocks, snapshot, (flight.mean, done))
 
 
 class ExactAtFirst:
@@ -301,7 +305,7 @@ def agree(setting: Setting, replicas: Sequence[Replica], seed: int) -> Agreement
     """Returns the way to agree that a setting names."""
     if setting.scheme == "synchronous":
         return Exact(replicas, "float32")
-    later: Agreement = NoAgreement() if setting.scheme == "none" else Averaging(setting, replicas, seed)
+    later: Agreement = NoAgreement() if setting.scheme == "none" else Anchored(setting, replicas, seed)
     if not setting.exact:
         return later
     first = Exact(replicas, setting.gradient_wire, setting.missing, seed)

@@ -5,13 +5,13 @@ Knows: names and numbers, the manifest. Must not know: torch, processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from agora_protocol.codec_names import WireName
 from agora_protocol.manifest import AveragingSection, Manifest, preset
-
-from agora.averaging.wire import WireName
 
 DEFAULTS: Final = AveragingSection()
 DEFAULT_OPTIMIZER: Final = preset("tiny").optimizer.name
@@ -21,21 +21,22 @@ RATES: Final[Mapping[str, float]] = {"adamw": 6e-3, "muon": 1.2e-2}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`fraction` of the weights every `every` steps, taken in `delay` steps after the snapshot; or another scheme.
+    """`fraction` of the anchor every `every` local steps, taken in `delay` steps after the snapshot; or another scheme.
 
-    The first `exact` steps are along the mean gradient of all whatever the scheme is, as in post-local SGD (Lin et al.,
-    2020); it travels as `gradient_wire`. stale: share of a step's sequences that are computed before the mean of the
-    step before is applied. unequal: replica i of n computes in proportion to i + 1. missing: share of the contributions
-    that come too late.
+    The first `exact` steps are along the mean gradient of all whatever the scheme is; it travels as `gradient_wire`,
+    differences to the anchor as `slice_wire`. outer_rate, outer_momentum: of the anchor. stale: share of a step's
+    sequences that are computed before the mean of the step before is applied. unequal: replica i of n computes in
+    proportion to i + 1. missing: share of the contributions that come too late.
     """
 
-    scheme: Literal["none", "synchronous", "averaging"] = "averaging"
+    scheme: Literal["none", "synchronous", "slices"] = "slices"
     fraction: float = DEFAULTS.fraction
     every: int = DEFAULTS.every
     delay: int = 1
     stale: float = 0.25
-    rule: Literal["delta", "ema"] = DEFAULTS.rule
-    wire: Literal["int8", "bf16", "float32"] = DEFAULTS.wire
+    slice_wire: WireName = DEFAULTS.slice_wire
+    outer_rate: float = DEFAULTS.outer_rate
+    outer_momentum: float = DEFAULTS.outer_momentum
     gradient_wire: WireName = DEFAULTS.gradient_wire
     exact: int = DEFAULTS.exact_steps
     optimizer: str = "adamw"
@@ -46,12 +47,16 @@ class Setting:
     @property
     def name(self) -> str:
         """As the table shows it: the optimizer, the exact steps if they end, the scheme, what is not the default."""
-        label = self.scheme if self.scheme != "averaging" else f"{100 * self.fraction:g} % every {self.every}"
-        first = f"{self.exact} exact steps as {self.gradient_wire}, then " if self.exact else ""
+        label: str = self.scheme
+        if self.scheme == "slices":
+            label = f"all weights in {math.ceil(1 / self.fraction) * self.every} local steps as {self.slice_wire}"
+        first: str = f"{self.exact} exact steps as {self.gradient_wire}, then " if self.exact else ""
         if self.exact >= DEFAULTS.exact_steps:
             first, label = "", f"every gradient as {self.gradient_wire}"
         more = [f"delay {self.delay}"] if self.delay != 1 else []
-        more += [value for value, usual in ((self.rule, DEFAULTS.rule), (self.wire, DEFAULTS.wire)) if value != usual]
+        usual = DEFAULTS.outer_rate, DEFAULTS.outer_momentum
+        outer = self.outer_rate, self.outer_momentum
+        more += [f"outer {self.outer_rate:g}/{self.outer_momentum:g}"] if outer != usual else []
         more += [f"{self.stale:g} stale"] if self.stale != 0.25 and self.scheme != "synchronous" else []
         more += [f"{self.replicas} replicas"] if self.replicas != 4 else []
         more += ["unequal shares"] if self.unequal else []
@@ -60,7 +65,15 @@ class Setting:
 
     def manifest(self, plain: Manifest, seed: int) -> Manifest:
         """Returns the benchmark's manifest with this setting's optimizer, its learning rate, and a seed."""
-        return plain.replaced(seed=seed, optimizer={"name": self.optimizer, "learning_rate": RATES[self.optimizer]})
+        return plain.replaced(
+            seed=seed,
+            optimizer={"name": self.optimizer, "learning_rate": RATES[self.optimizer]},
+            averaging={
+                "exact_steps": self.exact if self.scheme != "synchronous" else DEFAULTS.exact_steps,
+                "outer_rate": self.outer_rate,
+                "outer_momentum": self.outer_momentum,
+            },
+        )
 
     @property
     def baseline(self) -> Setting:
@@ -81,10 +94,13 @@ AT_ONCE: Final = replace(DEFAULT, stale=0.0)
 SIXTEEN: Final = replace(DEFAULT, replicas=16)
 UNEQUAL: Final = replace(DEFAULT, unequal=True)
 MISSING: Final = replace(DEFAULT, missing=0.1)
-SLICES: Final = replace(DEFAULT, exact=400, gradient_wire="int8")
+SLICES: Final = replace(DEFAULT, exact=0)
+"""Slices from the first step on: the fewest bytes."""
+SLICES_LATER: Final = {steps: replace(DEFAULT, exact=steps, gradient_wire="normal2") for steps in (267, 400)}
+"""2-bit gradients for a third of a run, then slices: by the steps of a quick run's third, and of a full one's."""
 NEEDED: Final = (SYNCHRONOUS, SYNCHRONOUS_ADAMW, NONE, DEFAULT)
 """What the ratios are made of."""
-MORE: Final = (*BITS.values(), AT_ONCE, SIXTEEN, UNEQUAL, MISSING, SLICES)
+MORE: Final = (*BITS.values(), AT_ONCE, SIXTEEN, UNEQUAL, MISSING, SLICES, *SLICES_LATER.values())
 """What is trained with the first seed only."""
 
 

@@ -18,7 +18,7 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest import AveragingSection
 from agora_protocol.messages import Contribute, Message, Recall
 
-from agora.averaging.kinds import Part, RoundConfig
+from agora.averaging.exchange import INT8_ROUNDS, Part, RoundConfig
 from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
 from agora.averaging.rounds import Round
@@ -66,16 +66,16 @@ class Member:
 
     def _make_owner(self, me: PeerId, network: Network) -> Owner:
         defaults = AveragingSection()
-        wire = self._spec["wire"] or defaults.wire
-        config = RoundConfig(me, RUN, defaults.aggregation, wire, defaults.round_s, max_weight=WEIGHT)
+        wire = self._spec["wire"] or defaults.gradient_wire
+        config = RoundConfig(me, RUN, defaults.aggregation, defaults.round_s, WEIGHT, gradient_wire=wire)
         self._round_s = defaults.round_s
         return Owner(config, network, self)
 
-    def members(self, stage: int, what: str) -> dict[PeerId, float]:
+    def members(self, stage: int) -> dict[PeerId, float]:
         """See RoundView."""
         return self._members
 
-    def round_s(self, stage: int, what: str) -> float:
+    def round_s(self, stage: int) -> float:
         """See RoundView."""
         return self._round_s
 
@@ -111,16 +111,16 @@ class Member:
             network.learn(PeerId(peer), addresses)
         for peer in self._members:
             if peer > me:
-                nothing = Recall(stage=0, what="weights", round=0, part=0)
+                nothing = Recall(stage=0, what="gradient", round=0, part=0)
                 await network.call(peer, nothing, deadline=deadline)
 
     async def _round(self, owner: Owner, number: int) -> dict[str, Any]:
         """One round: when it began and ended here, on the machine's monotonic clock, and what it left."""
         begin = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._round_s
-        round_ = Round(owner, lambda event: None, 0, "weights", number, WEIGHT, self._members, deadline)
-        result = await round_.run(self._values)
-        held = result.answer.add_(self._values)
+        number += INT8_ROUNDS  # a run's first rounds travel in more bits
+        round_ = Round(owner, lambda event: None, 0, "gradient", number, WEIGHT, self._members, deadline)
+        held = (await round_.run(self._values)).mean
         end = time.monotonic()
         found = self._holding.found(held)
         self._values = torch.empty_like(held)

@@ -82,9 +82,10 @@ def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: 
     exact = 1 - paired_ratio(found[EXACT].rates, found[OFF].rates)
     slowdown.notes = [
         f"`swarm_`: {STAGES} stages of {REPLICAS} agora-node daemons each, the pipeline benchmark's model, "
-        f"{MICROBATCHES} microbatches per step so that rounds come often. One averages slices by the defaults "
-        f"({section.fraction:.0%} every {section.every} steps, {section.wire}), as after its exact steps; one takes "
-        f"exact steps only, each of {manifest.optimizer.target_tokens:,} tokens; one never averages. They take turns. "
+        f"{MICROBATCHES} microbatches per step so that rounds come often. One takes local steps with slices "
+        f"({section.fraction:.0%} every {section.every} steps, {section.slice_wire}); one takes "
+        f"exact steps only ({section.gradient_wire}), each of {manifest.optimizer.target_tokens:,} tokens; one never averages. "
+        "They take turns. "
         f"Exact steps so small cost {exact:.1%} of the throughput. "
         f"averaged: the share of replicas in a round, over {len(averaging.done)} rounds seen by a replica. "
         "steps, counted, step_fill: optimizer steps of each stage, the share of tokens that went into them, and the "

@@ -45,7 +45,6 @@ def manifest() -> Manifest:
         "stages": {"count": 2},
         "schedule": {"kind": "asynchronous", "microbatch": 1, "max_in_flight": 2},
         "optimizer": {"target_tokens": 64, "warmup_steps": 10},
-        "averaging": {"every": 2, "exact_steps": 0},
         "checkpoint": {"every": 10**6},
     }
     return Manifest.from_values(values, "benchmark")
@@ -72,9 +71,8 @@ def run(quick: bool, folder: Path) -> Report:
     report.notes = [
         f"A swarm of two daemons trains two stages of {_megabytes(found[''][0]):.0f} MB of state each (weights, two "
         "moments, average, float32; a quarter of it are weights); a third daemon joins, places itself, and fetches the "
-        "state while the others train on. to_weight_s ends with the first round in which its values count; before that "
-        f"it takes one round at weight 0, and rounds come every {wanted.averaging.every} steps. The link ({LINK}) "
-        f"shapes the newcomer, in its process. Medians of {repeats} joins.",
+        "state while the others train on. to_weight_s ends with the first mean gradient that has its "
+        f"share. The link ({LINK}) shapes the newcomer, in its process. Medians of {repeats} joins.",
     ]
     return report
 

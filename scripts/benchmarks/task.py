@@ -19,8 +19,7 @@ CONTEXT = 256
 
 
 def manifest_for(stages: int, sections: dict[str, dict[str, Any]] | None = None) -> Manifest:
-    """A Llama-style decoder of about 6 M parameters on the standard library's source, cut into `stages`; replicas
-    agree from the first step on as they do for most of a run.
+    """A Llama-style decoder of about 6 M parameters on the standard library's source, cut into `stages`.
 
     `sections` overrides single keys, for tests that want it smaller.
     """
@@ -29,7 +28,6 @@ def manifest_for(stages: int, sections: dict[str, dict[str, Any]] | None = None)
         "stages": {"count": stages},
         "schedule": {"kind": "asynchronous", "microbatch": SEQUENCES, "max_in_flight": MICROBATCHES_PER_STEP},
         "optimizer": {"name": "adamw"},
-        "averaging": {"exact_steps": 0},
     }
     wanted["model"]["context"] = CONTEXT
     for name, keys in (sections or {}).items():

@@ -15,20 +15,23 @@ from agora_protocol.errors import PeerFailed, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.manifest import SignedManifest
+from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.messages import Contribute, GossipSteps, Message, Recall
 
 from agora.averaging.group import ReplicaGroup
 from agora.calls import Reply
 from agora.observe.events import Event
+from agora.state.layout import lay_out
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence
 from agora.train.lineage import SEEDED, after_step
+from agora.train.outer_step import OuterOptimizer
 from tests.averaging.world import identities
 from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 from tests.train.support import small_manifest
 
 NUMEL = 4 * SLICE_BLOCK
+LAYOUT = lay_out([("weights", (4, SLICE_BLOCK))])
 TICK_S = 0.05
 
 
@@ -46,8 +49,10 @@ class FakeStage:
 
     span = Span(0, 0)
 
-    def __init__(self, number: int, rate: float) -> None:
+    def __init__(self, number: int, rate: float, manifest: Manifest) -> None:
         self.number, self.rate = number, rate
+        self.exact_steps = manifest.exact_steps
+        self.outer = OuterOptimizer(manifest.averaging, LAYOUT, torch.zeros(NUMEL))
         self.weights = torch.zeros(NUMEL)
         self.step = self.tokens = self.counted = 0
         self.lineages = {0: SEEDED}
@@ -64,8 +69,12 @@ class FakeStage:
     def progress(self) -> list[Any]:
         part = self.step + (self.share is not None)
         counts = {"tokens_in_part": self.tokens, "tokens_counted": self.counted}
-        counts |= {"lineages": self.lineages, "lineage": self.lineages[self.step]}
+        counts |= {"lineages": self.lineages, "agreed": self.agreed, "lineage": self.lineages[self.agreed]}
         return [SimpleNamespace(stage=0, step=self.step, part=part, **counts)]
+
+    @property
+    def agreed(self) -> int:
+        return max(self.lineages)
 
     def step_of(self, stage: int) -> int:
         return self.step
@@ -85,11 +94,15 @@ class FakeStage:
         if self.share is not None or not 0 < self.tokens >= self.policy.tokens_needed(self.step):
             return
         if not self.policy.waits_for_mean(self.step):
-            self.alone_at.append(self.step)
-            self._step(torch.full((NUMEL,), float(self.number)), self.tokens)
-            self.tokens = 0
+            self._step_alone()
         elif self.policy.closes(self.step):
             self._close()
+
+    def _step_alone(self) -> None:
+        self.alone_at.append(self.step)
+        self.closed.append(self.tokens)
+        tokens, self.tokens = self.tokens, 0
+        self._step(torch.full((NUMEL,), float(self.number)), tokens)
 
     def _close(self) -> None:
         self.share = Share(self.step, self.tokens, torch.full((NUMEL,), float(self.number)))
@@ -101,25 +114,43 @@ class FakeStage:
     def _step(self, gradient: torch.Tensor, own_tokens: int) -> None:
         self.weights = self.weights - 0.01 * gradient
         self.step, self.share = self.step + 1, None
-        self.lineages = after_step(self.lineages, self.step, zlib.crc32(gradient.numpy().data))
+        if self.step <= self.exact_steps:
+            self.lineages = after_step(self.lineages, self.step, zlib.crc32(gradient.numpy().data))
+            self.outer.restart(self.weights)
         self._tell(own_tokens)
 
     def _tell(self, own: int) -> None:
         assert self.group is not None
         asyncio.get_running_loop().call_soon(self.group.stepped, 0, self.step, own)
 
-    async def snapshot_blocks(self, stage: int, blocks: Any) -> tuple[torch.Tensor, int]:
-        return self.weights.view(-1, SLICE_BLOCK)[blocks].flatten(), self.step
+    async def difference_to_anchor(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        snapshot = self.weights.view(-1, SLICE_BLOCK)[blocks].flatten()
+        return self.outer.difference(torch.from_numpy(blocks), snapshot), snapshot
 
-    async def apply_average(self, stage: int, blocks: Any, delta: torch.Tensor, snapshot: Any, rule: Any) -> None:
-        self.weights = self.weights.clone()
-        self.weights.view(-1, SLICE_BLOCK)[blocks] += delta.view(-1, SLICE_BLOCK)
+    async def step_anchor(self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any) -> None:
+        if step <= self.agreed:
+            return
+        rows = torch.from_numpy(blocks)
+        if averaged is None:
+            self.outer.follow(rows, snapshot)
+            checksum = zlib.crc32(snapshot.numpy().data)
+        else:
+            moved = self.outer.step(rows, snapshot, *averaged)
+            self.weights = self.weights.clone()
+            self.weights.view(-1, SLICE_BLOCK)[rows] += moved.view(-1, SLICE_BLOCK)
+            checksum = zlib.crc32(bytes(averaged[1]), zlib.crc32(averaged[0].numpy().data))
+        self.lineages = after_step(self.lineages, step, checksum, last=self.agreed)
 
     async def catch_up(self, stage: int, step: int) -> None:
+        """As train.TrainedStage."""
         if step > self.step and self.share is None:
-            self.lineages = after_step({step - 1: self.lineages[self.step]}, step, 0)
-            self.step, self.tokens = step, 0
-            self._tell(0)
+            if self.tokens and (step == self.step + 1 or self.step >= self.exact_steps):
+                self._step_alone()
+            if step > self.step:
+                if step <= self.exact_steps:
+                    self.lineages = after_step({step - 1: self.lineages[self.agreed]}, step, 0)
+                self.step, self.tokens = step, 0
+                self._tell(0)
         self._take_due_step()
 
     async def take_mean_gradient(self, stage: int) -> Share:
@@ -138,9 +169,8 @@ class GroupPeer:
 
     def __init__(self, world: GroupWorld, peer: PeerId, number: int, rate: float) -> None:
         self.world, self.peer = world, peer
-        self.stage = FakeStage(number, rate)
+        self.stage = FakeStage(number, rate, world.signed.manifest)
         self.sees: list[PeerId] | None = None
-        self.fetched: set[int] = set()
         self.events: list[Event] = []
         self.fetches: list[int] = []
         self.offences: list[tuple[PeerId, Offence, str]] = []
@@ -184,7 +214,9 @@ class GroupPeer:
             if other.step >= at_least and not self.world.network.breaks(self.peer, source):
                 self.stage.weights, self.stage.step = other.weights, other.step
                 self.stage.share, self.stage.tokens = None, 0
-                self.stage.lineages = {other.step: other.lineages[other.step]}
+                self.stage.lineages = {other.agreed: other.lineages[other.agreed]}
+                for name, values in self.stage.outer.moments.items():
+                    values.copy_(other.outer.moments[name])
                 return
         raise Unavailable(stage, ["nobody is that far"])
 

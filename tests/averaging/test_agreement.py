@@ -16,7 +16,7 @@ from agora.averaging.agreement import (
     closed_since,
     compose_gossip,
     count_tokens,
-    exact_members,
+    round_members,
     leading_step,
     live_replicas,
     merge_gossip,
@@ -158,21 +158,21 @@ def test_gossip_about_others_is_no_majority() -> None:
 def test_a_replica_whose_call_failed_belongs_to_an_exact_step_until_it_is_silent() -> None:
     table = record_failure(known((A, 5, 300, 0)), A, 1.0)
     assert unreachable_replicas(table, [A], 1.0) == {A}
-    assert exact_members(table, [A, B], SILENT_S) == {A, B}, "it may be alive; of the other nothing is known yet"
-    assert exact_members(table, [A, B], SILENT_S + 0.1) == {B}
+    assert round_members(table, [A, B], SILENT_S) == {A, B}, "it may be alive; of the other nothing is known yet"
+    assert round_members(table, [A, B], SILENT_S + 0.1) == {B}
     never_heard = record_failure({}, A, 1.0)
-    assert exact_members(never_heard, [A], 1.0 + SILENT_S) == {A} and not exact_members(never_heard, [A], 7.1)
+    assert round_members(never_heard, [A], 1.0 + SILENT_S) == {A} and not round_members(never_heard, [A], 7.1)
 
 
 def test_a_replica_that_the_view_does_not_list_yet_belongs_to_an_exact_step_and_one_that_has_left_does_not() -> None:
     table = known((A, 5, 300, 0))
-    assert exact_members(table, [], 1.0) == {A}, "the view lags"
-    assert exact_members(merge_gossip({}, [entry(A, 5, 300, 0)], B, ME, 0.0), [], 1.0) == set(), (
+    assert round_members(table, [], 1.0) == {A}, "the view lags"
+    assert round_members(merge_gossip({}, [entry(A, 5, 300, 0)], B, ME, 0.0), [], 1.0) == set(), (
         "others' word is not enough"
     )
-    assert exact_members(table, [], SILENT_S + 0.1) == set()
+    assert round_members(table, [], SILENT_S + 0.1) == set()
     listed = record_view(table, [A], 1.0)
-    assert listed[A].listed and exact_members(record_view(listed, [], 2.0), [], 2.0) == set()
+    assert listed[A].listed and round_members(record_view(listed, [], 2.0), [], 2.0) == set()
 
 
 def test_what_is_known_of_those_that_are_neither_listed_nor_live_is_forgotten() -> None:

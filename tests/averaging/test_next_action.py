@@ -56,18 +56,15 @@ def test_a_leaving_peer_does_nothing(config: ActionConfig) -> None:
 
 
 @CONFIGS
-def test_a_slice_round_begins_beside_anything_else_where_another_replica_is_reachable(config: ActionConfig) -> None:
+def test_a_slice_round_that_is_due_begins_unless_the_stage_is_busy_or_not_what_the_others_are(
+    config: ActionConfig,
+) -> None:
     own = OwnStage(at(5, 0), slice_due=1)
-    for busy in (True, False):
-        action, reason = next_action(NOW, replace(own, busy=busy), others((A, 5, 0)), config)
-        assert action == Action("slice round", 1) and reason == "slice round 1 is due"
-    unreachable = others((A, 5, 0))
-    unreachable = replace(unreachable, known=record_failure(unreachable.known, A, NOW))
-    for alone in (unreachable, others((A, 5, 0), listed=()), others()):
-        assert next_action(NOW, own, alone, config)[0].what != "slice round"
-    assert next_action(NOW, own, OtherReplicas({}, (A,)), config)[0] == Action("slice round", 1), (
-        "it may just not be heard yet"
-    )
+    for heard in (others((A, 5, 0)), others()):
+        assert next_action(NOW, own, heard, config) == (Action("slice round", 1), "slice round 1 is due")
+    assert next_action(NOW, replace(own, busy=True), others((A, 5, 0)), config)[0] == Action("wait")
+    diverged = replace(own, diverged_from=(A,))
+    assert next_action(NOW, diverged, others((A, 5, 0)), config)[0] == Action("recover", 5, 5, (A,))
 
 
 @CONFIGS
@@ -82,8 +79,10 @@ def test_a_stage_too_far_behind_fetches_a_state() -> None:
 
 
 def test_a_stage_that_is_behind_follows() -> None:
-    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 6, 0)), FREE)[0] == Action("follow", 6)
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 7, 0)), FREE)[0] == Action("follow", 7)
     assert next_action(NOW, OwnStage(at(5, 10)), others((A, 25, 0)), FREE)[0] == Action("follow", 25)
+    one = others((A, 6, 0))
+    assert next_action(NOW, OwnStage(at(5, 10), quota=400, step_s=4.0), one, FREE)[0] == Action("wait"), "it counts on"
 
 
 @pytest.mark.parametrize("tokens", [0, 10, 1000])
@@ -110,9 +109,8 @@ def test_a_synchronous_stage_that_waits_behind_another_stage_takes_its_step_numb
     assert next_action(NOW, replace(own, behind_since=None), far, SYNCHRONOUS)[0] == Action("wait")
 
 
-@pytest.mark.parametrize("config", [FREE, SYNCHRONOUS], ids=["free", "synchronous"])
-def test_an_incomplete_step_waits_for_tokens(config: ActionConfig) -> None:
-    action, reason = next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 600)), config)
+def test_an_incomplete_synchronous_step_waits_for_tokens() -> None:
+    action, reason = next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 600)), SYNCHRONOUS)
     assert action == Action("wait") and reason == "100 tokens are missing"
 
 
@@ -129,11 +127,14 @@ def test_a_part_of_an_exact_step_is_complete_at_its_quota_and_the_step_goes_on_w
 
 def test_a_replica_closes_its_part_a_while_after_another_one_has() -> None:
     """It contributes what it has, so that the mean is not made without it."""
-    closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 0)], A, ME, NOW)
+    closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 5, 0, 0)], A, ME, NOW)
     heard = OtherReplicas(closed, (A,))
     own = OwnStage(at(5, 300), quota=400, step_s=4.0)
     assert next_action(NOW + 4.0 * CLOSE_AFTER - 0.01, own, heard, EXACT)[0] == Action("wait")
     assert next_action(NOW + 4.0 * CLOSE_AFTER, own, heard, EXACT)[0] == Action("step together", 5)
+    stepped = OtherReplicas(merge_gossip(heard.known, [(A, 6, 6, 10, 410, 5, 0, 0)], A, ME, NOW), (A,))
+    assert next_action(NOW + 4.0 * CLOSE_AFTER - 0.01, own, stepped, FREE)[0] == Action("wait")
+    assert next_action(NOW + 4.0 * CLOSE_AFTER, own, stepped, FREE)[0] == Action("step"), "along its own gradient"
     slow = replace(own, step_s=1000.0)
     assert next_action(NOW + MOST_CLOSE_AFTER_S, slow, heard, EXACT)[0] == Action("step together", 5)
     assert next_action(NOW + MOST_CLOSE_AFTER_S, slow, heard, SYNCHRONOUS)[0] == Action("wait")
@@ -150,12 +151,13 @@ def test_a_part_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_rea
     assert next_action(NOW, own, others(), config)[0] == Action("step together", 5), "a mean of its own share"
 
 
-def test_the_device_closes_the_part_of_an_exact_step_only_where_its_quota_is_known() -> None:
+def test_the_device_closes_a_part_only_where_its_quota_is_known() -> None:
     heard = others((A, 5, 300))
     assert step_policy(5, {A}, heard.known, 400, EXACT) == StepPolicy(1000, 10**9, 5, 400, closes_part=True)
     assert not step_policy(5, {A}, heard.known, 0, EXACT).closes_part
     assert step_policy(5, {A}, heard.known, 400, SYNCHRONOUS) == StepPolicy(1000, 10**9, 5, 700)
-    assert step_policy(5, {A}, heard.known, 400, FREE) == StepPolicy(1000, 0, 5, 700)
+    assert step_policy(5, {A}, heard.known, 400, FREE) == StepPolicy(1000, 0, 5, 400), "a local step"
+    assert step_policy(5, {A}, heard.known, 0, FREE) == StepPolicy(1000, 0, 5, 1000)
     assert step_policy(5, set(), {}, 400, EXACT) == StepPolicy(1000, 10**9, 5, 1000, alone=True)
 
 
@@ -196,8 +198,3 @@ def test_an_exact_step_counts_a_replica_that_the_view_does_not_list_yet(config: 
     late = others((A, 5, 700), listed=())
     assert next_action(NOW, OwnStage(at(5, 300)), late, config)[0] == Action("step together", 5)
     assert next_action(NOW, OwnStage(at(5, 200), quota=400), late, config)[0] == Action("wait")
-
-
-def test_another_step_does_not_count_a_replica_that_the_view_does_not_list() -> None:
-    late = others((A, 5, 700), listed=())
-    assert next_action(NOW, OwnStage(at(5, 300)), late, FREE) == (Action("wait"), "700 tokens are missing")

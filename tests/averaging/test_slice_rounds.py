@@ -1,0 +1,256 @@
+"""Replicas whose steps are local keep one anchor, the same bits at all of them, whoever dies, hangs, comes or is apart."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agora.averaging.agreement import SILENT_S
+from agora.averaging.partition import SLICES_AT_ONCE, Slices
+from agora.averaging.rounds import RoundResult
+from agora.averaging.slice_rounds import SliceRounds
+from agora.observe.events import PartFailed, RoundDone, StageDiverged, StageFellBehind, StepsSkipped
+from agora.train.outer_step import ANCHOR, VELOCITY
+from tests.averaging.group_world import NUMEL, GroupPeer, GroupWorld
+from tests.pipeline.virtual_time import run
+
+TARGET = 4096
+EXACT_STEPS = 5
+
+
+def world_of(*rates: float, **averaging: Any) -> GroupWorld:
+    """Slices of a quarter: every element has its turn in 4 steps."""
+    settings = {"exact_steps": EXACT_STEPS, "fraction": 0.25, "round_s": 3.0, **averaging}
+    return GroupWorld(rates, target=TARGET, averaging=settings)
+
+
+async def at_one_slice(*peers: GroupPeer) -> None:
+    """Waits until all have taken in the same rounds."""
+    async with asyncio.timeout(30.0):
+        while len({peer.stage.agreed for peer in peers}) > 1:
+            await asyncio.sleep(0.01)
+
+
+def assert_one_anchor(*peers: GroupPeer) -> None:
+    first = peers[0].stage
+    for peer in peers:
+        assert peer.stage.lineages[peer.stage.agreed] == first.lineages[first.agreed] != 0
+        for name in (ANCHOR, VELOCITY):
+            assert torch.equal(peer.stage.outer.moments[name], first.outer.moments[name])
+
+
+def slice_rounds(peer: GroupPeer) -> list[RoundDone]:
+    return [done for done in peer.of(RoundDone) if done.what == "slice"]
+
+
+@pytest.mark.parametrize("exact_steps", [0, EXACT_STEPS])
+@pytest.mark.parametrize("every", [1, 3])
+def test_after_the_exact_steps_replicas_step_alone_around_one_anchor(exact_steps: int, every: int) -> None:
+    async def main() -> None:
+        async with world_of(4000.0, 2000.0, 6000.0, exact_steps=exact_steps, every=every) as world:
+            await asyncio.sleep(40.0)
+            await at_one_slice(*world.all)
+            assert_one_anchor(*world.all)
+            first = world.all[0].stage
+            assert first.step >= 100 and first.agreed >= first.step - 2 * every
+            for peer in world.all:
+                assert min(peer.stage.alone_at) == exact_steps, "the steps before were taken along a mean"
+                done = slice_rounds(peer)
+                numbers = [event.round for event in done]
+                assert numbers == list(range(exact_steps // every + 1, numbers[-1] + 1)), "each slice has its turn"
+                assert all(event.members == 3 and not event.failed_parts for event in done)
+                assert not peer.of(StageDiverged)
+                apart = peer.stage.weights - peer.stage.outer.moments[ANCHOR]
+                assert float(apart.abs().max()) < 0.01 * 3 * 4 * (every + 2), "no farther than since its slices' turns"
+
+    run(main())
+
+
+def test_local_steps_hold_their_target_and_no_token_is_lost() -> None:
+    async def main() -> None:
+        async with world_of(4000.0, 2000.0, 6000.0) as world:
+            await asyncio.sleep(60.0)
+            steps, counted = world.all[0].stage.step, sum(peer.stage.counted for peer in world.all)
+            assert counted / steps == pytest.approx(TARGET, rel=0.05)
+            for peer in world.all:
+                assert sum(peer.stage.closed) == peer.stage.counted - peer.stage.tokens
+                assert abs(peer.stage.step - steps) <= 1 and not peer.of(StepsSkipped)
+
+    run(main())
+
+
+def test_a_replica_that_comes_late_fetches_anchor_and_velocity_and_is_in_the_next_round() -> None:
+    async def main() -> None:
+        world = world_of(4000.0, 4000.0, 4000.0)
+        async with world:
+            late = world.all[2]
+            await world.kill(late)
+            await asyncio.sleep(40.0)
+            world.network.dead.clear()
+            late.start()
+            await asyncio.sleep(10.0)
+            assert len(late.of(StageFellBehind)) == 1 == len(late.fetches)
+            await at_one_slice(*world.all)
+            assert_one_anchor(*world.all)
+            assert slice_rounds(late)[-1].members == 3
+
+    run(main())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_replica_that_dies_or_hangs_costs_the_others_no_step(hangs: bool) -> None:
+    async def main() -> None:
+        async with world_of(1000.0, 1000.0, 1000.0) as world:
+            await asyncio.sleep(60.0)
+            first, second, gone = world.all
+            step, began = first.stage.step, asyncio.get_running_loop().time()
+            (world.network.silent if hangs else world.network.dead).add(gone.peer)
+            await gone.stop()
+            while first.stage.step < step + 10:
+                await asyncio.sleep(0.1)
+            seconds = asyncio.get_running_loop().time() - began
+            assert seconds < 10 * TARGET / 2000 + 0.5 * TARGET / 3000, "ten steps of the two left, and half of one"
+            await asyncio.sleep(SILENT_S)
+            await at_one_slice(first, second)
+            assert_one_anchor(first, second)
+
+    run(main())
+
+
+def test_halves_that_were_apart_become_one_again() -> None:
+    async def main() -> None:
+        async with world_of(4000.0, 4000.0, 4000.0, 4000.0) as world:
+            await asyncio.sleep(20.0)
+            left, right = world.all[:2], world.all[2:]
+            world.network.broken |= {frozenset((a.peer, b.peer)) for a in left for b in right}
+            await asyncio.sleep(4 * SILENT_S)
+            ends = [peer.stage.lineages[peer.stage.agreed] for peer in world.all]
+            assert len(set(ends)) > 1, "they went apart"
+            world.network.broken.clear()
+            await asyncio.sleep(20.0)
+            await at_one_slice(*world.all)
+            assert_one_anchor(*world.all)
+            diverged = [len(peer.of(StageDiverged)) for peer in world.all]
+            least = min(world.all, key=lambda peer: peer.peer)
+            kept = left if least in left else right
+            assert all((count == 0) == (peer in kept) for peer, count in zip(world.all, diverged, strict=True))
+
+    run(main())
+
+
+def test_a_round_that_some_missed_is_recalled_from_those_who_have_it() -> None:
+    async def main() -> None:
+        async with world_of(2000.0, 2000.0, 2000.0) as world:
+            first, second, third = world.all
+            await asyncio.sleep(20.0)
+            world.network.broken.add(frozenset((first.peer, third.peer)))
+            await asyncio.sleep(0.5 * SILENT_S)
+            world.network.broken.clear()
+            await asyncio.sleep(10.0)
+            await at_one_slice(*world.all)
+            assert_one_anchor(*world.all)
+            assert world.calls["Recall"] and any(peer.of(PartFailed) for peer in world.all)
+
+    run(main())
+
+
+def test_the_only_replica_is_its_own_anchor() -> None:
+    async def main() -> None:
+        async with world_of(4000.0, exact_steps=0) as world:
+            await asyncio.sleep(30.0)
+            stage = world.all[0].stage
+            await asyncio.sleep(0.2)
+            assert stage.agreed >= 25 and not slice_rounds(world.all[0])
+            apart = stage.weights - stage.outer.moments[ANCHOR]
+            assert float(apart.abs().max()) <= 0.01 * 4 and not stage.outer.moments[VELOCITY].any()
+
+    run(main())
+
+
+class Stages:
+    """Notes which rounds' means are taken in, and when."""
+
+    def __init__(self) -> None:
+        self.taken_in: list[tuple[int, Any]] = []
+
+    async def difference_to_anchor(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(NUMEL // 4), torch.zeros(NUMEL // 4)
+
+    async def step_anchor(self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any) -> None:
+        self.taken_in.append((step, averaged))
+
+
+class SlowRounds:
+    """Rounds of two replicas; each takes as many seconds as `seconds` says of its number."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self.seconds = seconds
+        self.weights: dict[int, float] = {}
+
+    def members(self, stage: int) -> dict[str, float]:
+        return {"me": 0.0, "other": 0.0}
+
+    def others(self, stage: int) -> list[str]:
+        return []
+
+    def round_s(self, stage: int) -> float:
+        return 20.0
+
+    async def run_round(self, stage: int, what: str, number: int, values: torch.Tensor, weight: float) -> RoundResult:
+        assert what == "slice"
+        self.weights[number] = weight
+        await asyncio.sleep(self.seconds.get(number, 0.0))
+        return RoundResult(values * number, [True])
+
+
+def slow_world(seconds: dict[int, float], every: int = 1) -> tuple[SliceRounds, Stages, SlowRounds]:
+    stages, takers = Stages(), SlowRounds(seconds)
+    rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), every, stages, None, takers, lambda event: None)  # type: ignore[arg-type]
+    return rounds, stages, takers
+
+
+def test_rounds_that_last_longer_than_steps_run_side_by_side_and_are_taken_in_by_their_numbers() -> None:
+    async def main() -> None:
+        rounds, stages, _ = slow_world({1: 3.0, 2: 1.0})
+        for step in range(1, SLICES_AT_ONCE + 1):
+            assert rounds.due(step, agreed=0) == step
+            rounds.begin(step, step)
+            assert rounds.due(step, agreed=0) is None, "once"
+        assert rounds.due(99, agreed=0) is None, "as many as may run"
+        await asyncio.sleep(2.9)
+        assert not stages.taken_in
+        await asyncio.sleep(0.2)
+        assert [step for step, _ in stages.taken_in] == [1, 2, 3, 4]
+        assert rounds.due(99, agreed=4) == 5, "later ones wait for their turn, none is left out"
+
+    run(main())
+
+
+def test_a_slice_weighs_the_tokens_since_its_last_round() -> None:
+    async def main() -> None:
+        rounds, _, takers = slow_world({}, every=2)
+        for step in range(1, 21):
+            rounds.note_step(step)
+            if (number := rounds.due(step, agreed=step - 2)) is not None:
+                rounds.begin(number, step)
+                await asyncio.sleep(0.1)
+        assert takers.weights[10] == sum(range(13, 21)), "four slices, a round every two steps"
+
+    run(main())
+
+
+def test_rounds_that_are_stopped_change_nothing_and_begin_again_from_what_the_state_holds() -> None:
+    async def main() -> None:
+        rounds, stages, _ = slow_world({3: 5.0, 4: 5.0})
+        rounds.begin(3, 3)
+        rounds.begin(4, 4)
+        await asyncio.sleep(1.0)
+        await rounds.stop()
+        await asyncio.sleep(10.0)
+        assert not stages.taken_in and rounds.due(6, agreed=2) == 3
+
+    run(main())

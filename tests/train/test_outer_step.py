@@ -1,0 +1,82 @@
+"""The anchor moves as Nesterov momentum has it, slice by slice, and the weights with it."""
+
+from __future__ import annotations
+
+import torch
+from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
+from agora_protocol.manifest_sections import AveragingSection
+
+from agora.state.layout import lay_out
+from agora.train.outer_step import ANCHOR, VELOCITY, OuterOptimizer, with_outer_moments
+
+SECTION = AveragingSection(outer_rate=0.7, outer_momentum=0.6)
+BLOCKS = PART_ELEMENTS // SLICE_BLOCK + 3
+NUMEL = BLOCKS * SLICE_BLOCK
+LAYOUT = lay_out([("weights", (BLOCKS, SLICE_BLOCK))])
+
+
+def weights_of(seed: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def rows(values: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    return values.view(-1, SLICE_BLOCK)[blocks].flatten()
+
+
+def test_a_slice_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
+    outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
+    anchor, velocity = weights_of(0), torch.zeros(NUMEL)
+    blocks = torch.tensor([1, 4, 7])
+    for number in range(1, 4):
+        snapshot, mean = rows(weights_of(number), blocks), rows(weights_of(100 + number), blocks)
+        assert torch.equal(outer.difference(blocks, snapshot), rows(anchor, blocks) - snapshot)
+        moved = outer.step(blocks, snapshot, mean, (True,))
+        faster = 0.6 * rows(velocity, blocks) + mean
+        new = rows(anchor, blocks) - 0.7 * (mean + 0.6 * faster)
+        torch.testing.assert_close(moved, new - snapshot)
+        anchor.view(-1, SLICE_BLOCK)[blocks] = new.view(-1, SLICE_BLOCK)
+        velocity.view(-1, SLICE_BLOCK)[blocks] = faster.view(-1, SLICE_BLOCK)
+        torch.testing.assert_close(outer.moments[ANCHOR], anchor)
+        torch.testing.assert_close(outer.moments[VELOCITY], velocity)
+
+
+def test_a_part_without_a_mean_stays_with_its_weights() -> None:
+    outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
+    blocks = torch.arange(BLOCKS)
+    moved = outer.step(blocks, weights_of(1), weights_of(2), (True, False))
+    assert bool(moved[:PART_ELEMENTS].any()) and not moved[PART_ELEMENTS:].any()
+    assert torch.equal(outer.moments[ANCHOR][PART_ELEMENTS:], weights_of(0)[PART_ELEMENTS:])
+    assert not outer.moments[VELOCITY][PART_ELEMENTS:].any()
+
+
+def test_with_rate_one_and_no_momentum_the_anchor_becomes_the_mean_of_the_weights() -> None:
+    section = AveragingSection(outer_rate=1.0, outer_momentum=0.0)
+    replicas = [weights_of(seed) for seed in (1, 2, 3)]
+    blocks = torch.arange(BLOCKS)
+    outer = OuterOptimizer(section, LAYOUT, weights_of(0))
+    mean = sum((outer.difference(blocks, own) for own in replicas), torch.zeros(NUMEL)) / 3
+    own = replicas[0] + outer.step(blocks, replicas[0], mean, (True, True))
+    torch.testing.assert_close(own, sum(replicas) / 3)
+
+
+def test_the_weights_of_the_only_replica_become_the_anchor_at_rest() -> None:
+    outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
+    blocks = torch.tensor([2])
+    outer.step(blocks, rows(weights_of(1), blocks), rows(weights_of(2), blocks), (True,))
+    outer.follow(blocks, rows(weights_of(3), blocks))
+    assert torch.equal(rows(outer.moments[ANCHOR], blocks), rows(weights_of(3), blocks))
+    assert not outer.moments[VELOCITY].any()
+
+
+def test_padding_stays_zero_whatever_few_bits_make_of_it() -> None:
+    layout = lay_out([("bias", (SLICE_BLOCK - 5,))])
+    outer = OuterOptimizer(SECTION, layout, torch.zeros(layout.numel))
+    outer.step(torch.tensor([0]), torch.zeros(SLICE_BLOCK), torch.ones(SLICE_BLOCK), (True,))
+    assert outer.moments[ANCHOR][: SLICE_BLOCK - 5].all() and not outer.moments[ANCHOR][SLICE_BLOCK - 5 :].any()
+
+
+def test_anchor_and_velocity_have_a_value_for_every_element_in_the_state() -> None:
+    assert [(moment.name, moment.numel) for moment in with_outer_moments(LAYOUT).moments] == [
+        (ANCHOR, NUMEL),
+        (VELOCITY, NUMEL),
+    ]
