@@ -75,11 +75,6 @@ class StageReplica(TrainedStage):
         self._write(numbers, start + change + mean)
         self._drift[numbers] = mean
 
-    def replace_blocks(self, blocks: Blocks, values: Flat) -> None:
-        """Replaces the weights in `blocks` by `values`, float32 [blocks * SLICE_BLOCK]."""
-        numbers = self._block_numbers(blocks)
-        self._write(numbers, self._checked(torch.tensor(values), len(numbers)))
-
     def export_state(self) -> StageState:
         """Returns a copy of weights and moments after the last step. The gradient sum is not part of it."""
         weights = self.weights.current.flat.cpu().numpy().copy()

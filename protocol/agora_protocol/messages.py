@@ -316,27 +316,7 @@ class Chunk(Message, kind=21, frames=(FrameType.ANSWER,), tensors=(1, 1)):
     """Answers GetChunk. Tensor: the chunk's bytes, uint8 [n]."""
 
 
-class GetSlice(Message, kind=22, frames=(FrameType.REQUEST,)):
-    """Asks for a chunk of the slice that a round averages, as the receiver's weights are now. Answered by Slice."""
-
-    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage wanted")
-    round: int = int_field(0, MAX_UINT, doc="the round whose slice is wanted")
-    chunk: int = int_field(
-        0,
-        MAX_UINT,
-        default=0,
-        doc="the chunk's number; each has STATE_CHUNK_BYTES / 4 of the slice's elements, the last one fewer",
-    )
-    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
-
-
-class Slice(Message, kind=23, frames=(FrameType.ANSWER,), tensors=(1, 1)):
-    """Answers GetSlice. Tensor: the chunk's elements in the slice's order, float32 [n]."""
-
-    step: int = int_field(0, MAX_UINT, doc="optimizer steps that the stage had taken")
-
-
-Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | GetState | GetChunk | GetSlice
+Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | GetState | GetChunk
 ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Ping: Pong,
     GetManifest: ManifestAnswer,
@@ -347,7 +327,6 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Recall: Recalled,
     GetState: StateIndex,
     GetChunk: Chunk,
-    GetSlice: Slice,
 }
 
 

@@ -28,7 +28,6 @@ from agora_protocol.messages import (
     Contribute,
     GetChunk,
     GetManifest,
-    GetSlice,
     GetState,
     GetStatus,
     GossipedSteps,
@@ -43,7 +42,6 @@ from agora_protocol.messages import (
     Recall,
     Recalled,
     Refusal,
-    Slice,
     StateIndex,
     StatusAnswer,
 )
@@ -184,7 +182,6 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
 def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
     """Returns frames of state transfers: type, call, message, tensors."""
     kind = FrameType
-    values = WireTensor("float32", (3,), memoryview(struct.pack("<3f", 0.5, -1.25, 3.0)))
     chunk = WireTensor("uint8", (5,), memoryview(b"agora"))
     hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
     return [
@@ -193,8 +190,6 @@ def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTenso
         (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0, 0), []),
         (kind.REQUEST, 15, GetChunk(HASH, 0, 60_000), []),
         (kind.ANSWER, 15, Chunk(), [chunk]),
-        (kind.REQUEST, 17, GetSlice(1, 12, 3, 60_000), []),
-        (kind.ANSWER, 17, Slice(401), [values]),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Where a stage starts from, which steps are plausible, which slices were missed, when a checkpoint is due."""
+"""Where a stage starts from, which steps are plausible, when a checkpoint is due."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from agora.state.rules import (
     checkpoint_due,
     choose_start,
     lowest_step_to_fetch,
-    missed_rounds,
     most_advanced_first,
     plausibility_bound,
     usual_lag_limit,
@@ -81,10 +80,3 @@ def test_a_checkpoint_is_due_once_for_each_multiple_even_when_a_step_jumps_over_
     assert not checkpoint_due(99, 100, 0) and checkpoint_due(100, 100, 0)
     assert not checkpoint_due(101, 100, 100) and not checkpoint_due(0, 100, 0)
     assert checkpoint_due(203, 100, 100) and not checkpoint_due(299, 100, 203)
-
-
-def test_missed_slices_are_those_averaged_since_each_once() -> None:
-    assert missed_rounds(100, 100, 20, 20) == [] and missed_rounds(100, 119, 20, 20) == []
-    assert missed_rounds(100, 160, 20, 20) == [6, 7, 8]
-    assert missed_rounds(0, 1000, 20, 20) == list(range(31, 51))
-    assert missed_rounds(120, 100, 20, 20) == []

@@ -12,12 +12,11 @@ import numpy as np
 from agora_protocol.errors import AgoraError, Refused
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import STATE_CHUNK_BYTES
-from agora_protocol.messages import GetChunk, GetSlice, GetState, Message
+from agora_protocol.messages import GetChunk, GetState, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.state.layout import Layout, Moment, Slot, StageState
-from agora.state.missed_slices import SLICE_CHUNK, slice_reply
 from agora.state.snapshot import Snapshots
 from agora.swarm.conduct import Offence
 from tests.memory_network import Faults, MemoryCall, MemoryNetwork
@@ -74,7 +73,6 @@ class Replica:
     given: Counter[int] = field(default_factory=Counter)
     open_chunks: set[int] = field(default_factory=set)
     open_at_death: set[int] = field(default_factory=set)
-    slices: dict[int, np.ndarray] = field(default_factory=dict)
     working: set[asyncio.Task] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -124,11 +122,9 @@ class Replica:
         self.calls[type(request).__name__] += 1
         if isinstance(request, GetChunk):
             answer = await self.snapshots.get_chunk(request)
-        elif isinstance(request, GetState):
-            answer = await self.snapshots.get_state(request)
         else:
-            assert isinstance(request, GetSlice)
-            answer = slice_reply(self.slices[request.round][SLICE_CHUNK * request.chunk :][:SLICE_CHUNK], 12)
+            assert isinstance(request, GetState)
+            answer = await self.snapshots.get_state(request)
         if self.fault is not None:
             changed = self.fault(answer, self.calls[type(request).__name__])
             if isinstance(changed, AgoraError):
