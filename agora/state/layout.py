@@ -34,7 +34,8 @@ class StageState:
     """Everything that a stage has learnt, in flat arrays: its weights, and the moments that `layout` names, by name.
 
     step: the stage's optimizer steps. updates: those that went into the moments. tokens_total: the supervised tokens
-    behind them, 0 when unknown. lineage: a digest of the gradients of all its steps, 0 when unknown: see train.lineage.
+    behind them, 0 when unknown. agreed: the last step whose mean over all replicas is in the state. lineage: a digest
+    of all that the replicas have agreed on up to then, 0 when unknown: see train.lineage.
     """
 
     stage: int
@@ -44,6 +45,7 @@ class StageState:
     layout: Layout
     weights: Flat
     moments: Mapping[str, Flat]
+    agreed: int = 0
     lineage: int = 0
 
     @property

@@ -64,11 +64,12 @@ class Snapshots:
         async with self._copying[request.stage]:
             snapshot = await self._find_or_make(request.stage, request.at_least)
         if snapshot is None:
-            return Reply(StateIndex(b"", 0, 0, 0, 0))
+            return Reply(StateIndex(b"", 0, 0, 0, 0, 0))
         snapshot.last_used = loop_time()
         state = snapshot.state
         hashes = WireTensor("uint8", (state.layout.chunk_count, HASH_BYTES), memoryview(snapshot.hashes))
-        return Reply(StateIndex(snapshot.name, state.step, state.updates, state.lineage, state.layout.nbytes), [hashes])
+        counts = state.step, state.updates, state.agreed, state.lineage
+        return Reply(StateIndex(snapshot.name, *counts, state.layout.nbytes), [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:
         """Returns a chunk of a snapshot. Raises Refused for a dropped snapshot, ProtocolError for no such chunk."""

@@ -133,7 +133,7 @@ class StateFetch:
         step, updates = min(index.step for index in used), min(index.updates for index in used)
         lineages = {(index.step, index.lineage) for index in used}
         lineage = lineages.pop()[1] if len(lineages) == 1 else 0
-        return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, lineage)
+        return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, step, lineage)
 
     async def _advance(self) -> None:
         """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable when late or without sources."""

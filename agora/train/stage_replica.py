@@ -88,6 +88,7 @@ class StageReplica(TrainedStage):
             optimizer.layout,
             weights,
             moments,
+            self.progress.agreed,
             self.progress.lineage,
         )
 
@@ -103,7 +104,7 @@ class StageReplica(TrainedStage):
             moments[moment.name] = values
         self.writable_weights().copy_(weights)
         self.optimizer.load(state.updates, moments)
-        self.restart_at(state.step, state.tokens_total, state.lineage)
+        self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage)
         self._drift = None
 
     def _checked_array(self, name: str, array: Flat | None, layout: Layout) -> Tensor:

@@ -56,9 +56,14 @@ class StageProgress:
     lineages: Mapping[int, int]
 
     @property
+    def agreed(self) -> int:
+        """The last step whose mean over all replicas the stage has applied: the highest of `lineages`."""
+        return max(self.lineages, default=0)
+
+    @property
     def lineage(self) -> int:
-        """The lineage of the stage as it is; 0 when it is not known."""
-        return self.lineages.get(self.step, 0)
+        """The lineage of step `agreed`; 0 when it is not known."""
+        return self.lineages.get(self.agreed, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +299,12 @@ class TrainedStage:
         contents = self._shares.popleft().contents if self._shares else SumContents()
         self._count_step(contents, result, tokens or None, checksum)
 
-    def restart_at(self, step: int, tokens: int, lineage: int) -> None:
-        """Drops the sum and closed parts, sets steps, tokens and lineage; reports StepsSkipped if tokens are lost.
+    def restart_at(self, step: int, tokens: int, agreed: int, lineage: int) -> None:
+        """Drops the sum and closed parts, sets steps, tokens and the lineage; reports StepsSkipped if tokens are lost.
 
-        The caller has replaced weights and moments before.
+        lineage: of step `agreed`. The caller has replaced weights and moments before.
         """
-        self._lineages = {step: lineage}
+        self._lineages = {agreed: lineage}
         lost = self.sum.clear().tokens + sum(share.contents.tokens for share in self._shares)
         if lost:
             self._report(StepsSkipped(self.number, step, max(step - self.step, 0), lost))

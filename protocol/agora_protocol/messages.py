@@ -300,7 +300,8 @@ class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     )
     step: int = int_field(0, MAX_UINT, doc="optimizer steps that the stage had taken")
     updates: int = int_field(0, MAX_UINT, doc="of these, the steps that went into the snapshot's moments")
-    lineage: int = int_field(0, 2**32 - 1, doc="the snapshot's lineage (section 13), 0 when it is unknown")
+    agreed: int = int_field(0, MAX_UINT, doc="the last step whose mean over all replicas is in the snapshot")
+    lineage: int = int_field(0, 2**32 - 1, doc="the lineage of step `agreed` (section 13), 0 when it is unknown")
     size: int = int_field(0, MAX_UINT, doc="bytes of the snapshot; 0 when there is none to give")
 
 

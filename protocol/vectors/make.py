@@ -186,8 +186,8 @@ def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTenso
     hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
     return [
         (kind.REQUEST, 13, GetState(1, 40, 60_000), []),
-        (kind.ANSWER, 13, StateIndex(HASH, 400, 380, 2**32 - 1, 5), [hashes]),
-        (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0, 0), []),
+        (kind.ANSWER, 13, StateIndex(HASH, 400, 380, 399, 2**32 - 1, 5), [hashes]),
+        (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0, 0, 0), []),
         (kind.REQUEST, 15, GetChunk(HASH, 0, 60_000), []),
         (kind.ANSWER, 15, Chunk(), [chunk]),
     ]
