@@ -24,7 +24,7 @@ from agora.state import rules
 from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import Layout, StageState
 from agora.state.snapshot import Snapshots
-from agora.state.transfer import USUAL_LAG, StateFetch
+from agora.state.transfer import StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
@@ -158,26 +158,20 @@ class StateKeeper:
     # --- fetching
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
-        """Fetches a stage's state from replicas and loads it.
+        """Fetches a stage's state from replicas of one lineage, and loads it. Returns a sentence about the transfer.
 
-        Where steps are exact, it fetches again until all chunks are of one step: only then is the state exact.
-        Returns a sentence about the transfer. Raises Unavailable when for `patience_s` nobody could go on with it.
+        Raises Unavailable when for `patience_s` nobody could go on with it.
         """
         began = loop_time()
-        exact_steps, offered = self._manifest.averaging.exact_steps, self._offers(stage).values()
-        exact = self._manifest.schedule.kind == "synchronous" or max(offered, default=at_least) < exact_steps
         fetch = StateFetch(
             self._caller,
             stage,
             self._stages.layout(stage),
             self._report_offence,
-            lag_limit=0 if exact else USUAL_LAG,
             plausible_step=lambda: self._plausible_step(stage),
         )
-        at_least = rules.lowest_step_to_fetch(at_least, offered, self._manifest.averaging.every)
+        at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values(), self._manifest.averaging.every)
         state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
-        while exact and state.step < fetch.newest_step:  # some chunks are of an earlier step
-            state = await self._run_fetch(fetch, stage, sources, fetch.newest_step, patience_s)
         await self._stages.load_state(state)
         self._filled.add(stage)
         self.fetched.add(stage)

@@ -3,8 +3,8 @@
 Knows: elements, names, and which elements a chunk carries. Must not know: files, peers, or how anything is trained.
 
 Chunk i holds the values of the stage's elements [i*m, (i+1)*m) in the weights, then in each moment that has values for
-them, float32 little-endian, with m = STATE_CHUNK_BYTES // (4 * arrays). So chunks of different replicas' snapshots may
-be mixed: no element gets its weight from one replica and its moments from another.
+them, float32 little-endian, with m = STATE_CHUNK_BYTES // (4 * arrays). So chunks of snapshots of
+one lineage may be mixed: no element gets its weight from one replica and its moments from another.
 """
 
 from __future__ import annotations

@@ -69,11 +69,12 @@ def test_a_single_replica_far_ahead_of_three_is_implausible() -> None:
 
 def test_the_lowest_step_to_fetch_is_the_wanted_one_or_one_averaging_interval_behind_the_others() -> None:
     assert lowest_step_to_fetch(7, [], 20) == 7 and lowest_step_to_fetch(7, [10, 20], 20) == 7
+    assert lowest_step_to_fetch(7, [100, 101, 103], 1) == 100
     assert lowest_step_to_fetch(7, [100, 200, 300], 20) == 180 and lowest_step_to_fetch(7, [100, 200], 20) == 80
 
 
 def test_a_state_is_worth_fetching_within_two_covers_of_the_averaging() -> None:
-    assert usual_lag_limit(20, 0.05) == 800 and usual_lag_limit(1, 1.0) == 100
+    assert usual_lag_limit(20, 0.05) == 800 and usual_lag_limit(1, 0.05) == 100 and usual_lag_limit(1, 1.0) == 100
 
 
 def test_a_checkpoint_is_due_once_for_each_multiple_even_when_a_step_jumps_over_it() -> None:

@@ -31,12 +31,21 @@ def layout_of(numel: int, squared: slice | None = None) -> Layout:
     return Layout(numel, [Slot("all", 0, (numel,))], moments)
 
 
-def state(numel: int, *, value: float = 1.0, step: int = 10, updates: int = 7, stage: int = 0) -> StageState:
+def state(
+    numel: int,
+    *,
+    value: float = 1.0,
+    step: int = 10,
+    updates: int = 7,
+    stage: int = 0,
+    agreed: int = 0,
+    lineage: int = 0,
+) -> StageState:
     """Weights near `value`, means near -value, squares value^2: what came from whom can be told."""
     ramp = np.linspace(0, 0.5, numel, dtype=np.float32)
     weights = ramp + value
     moments = {"mean": -weights, "square": np.square(weights)}
-    return StageState(stage, step, updates, 1000, layout_of(numel), weights, moments)
+    return StageState(stage, step, updates, 1000, layout_of(numel), weights, moments, agreed, lineage)
 
 
 def chunks(count: float) -> int:
