@@ -22,7 +22,6 @@ from agora_protocol.records import Progress
 
 from agora.averaging.agreement import live_replicas
 from agora.averaging.group import ReplicaGroup
-from agora.averaging.partition import Slices
 from agora.calls import Reply
 from agora.clock import loop_time
 from agora.data.corpus import open_corpus
@@ -247,7 +246,6 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
 async def _fill_stages(local_peer: LocalPeer, compute: Compute, closing: AsyncExitStack) -> StateKeeper:
     """Fills the stages from checkpoints or other replicas. Returns their keeper, which gives others copies of them."""
     startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
-    averaging, span = manifest.averaging, compute.span
     holders = StageHolders(
         startup.me,
         serving=local_peer.steps_of,
@@ -257,7 +255,6 @@ async def _fill_stages(local_peer: LocalPeer, compute: Compute, closing: AsyncEx
         manifest,
         startup.home.checkpoints(manifest.run_id),
         stages=compute,
-        slices={k: Slices(compute.layout(k).numel, averaging.fraction, manifest.seed) for k in span.stages},
         holders=holders,
         caller=local_peer.network,
         report=startup.report_event,
@@ -275,7 +272,7 @@ async def _fill_stages(local_peer: LocalPeer, compute: Compute, closing: AsyncEx
         closing.enter_context(local_peer.requests.answering(STATE_REQUESTS, answer))
         if any(steps):
             await membership.publish_progress(
-                Progress(startup.me, span, 0, steps, tokens_per_second=0.0, loss=None, queue=0, completed=0)
+                Progress(startup.me, compute.span, 0, steps, tokens_per_second=0.0, loss=None, queue=0, completed=0)
             )
         await membership.refresh()
         note.text = await keeper.fill_stages()

@@ -56,6 +56,7 @@ class _CheckpointIndex(BaseModel):
     step: int = Field(ge=0)
     updates: int = Field(ge=0)
     tokens_total: int = Field(ge=0)
+    agreed: int = Field(ge=0)
     lineage: int = Field(ge=0, lt=2**32)
     files: dict[str, FileDigest]
 
@@ -69,6 +70,7 @@ class Checkpoint:
     step: int
     updates: int
     tokens_total: int
+    agreed: int
     lineage: int
 
 
@@ -93,7 +95,7 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) ->
         with contextlib.suppress(OSError):  # the next write tries again
             os.rename(old, removed)  # first, so that nobody ever finds half of it
             shutil.rmtree(removed, ignore_errors=True)
-    return Checkpoint(path, state.stage, state.step, state.updates, state.tokens_total, state.lineage)
+    return Checkpoint(path, state.stage, state.step, state.updates, state.tokens_total, state.agreed, state.lineage)
 
 
 def newest_checkpoint(
@@ -126,7 +128,7 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
                 f"{file} is damaged: expected SHA-256 {expected.sha256} of {expected.size} bytes, "
                 f"found {actual.sha256} of {actual.size}."
             )
-    return Checkpoint(path, index.stage, index.step, index.updates, index.tokens_total, index.lineage)
+    return Checkpoint(path, index.stage, index.step, index.updates, index.tokens_total, index.agreed, index.lineage)
 
 
 def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
@@ -146,6 +148,7 @@ def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
             layout,
             layout.flat(_read_tensors(checkpoint.path / WEIGHTS)),
             {moment.name: layout.of_moment(moment).flat(moments[moment.name]) for moment in layout.moments},
+            checkpoint.agreed,
             checkpoint.lineage,
         )
     except ValueError as error:
@@ -177,6 +180,7 @@ def _write_files(place: Path, run: str, state: StageState) -> Path:
         step=state.step,
         updates=state.updates,
         tokens_total=state.tokens_total,
+        agreed=state.agreed,
         lineage=state.lineage,
         files={
             WEIGHTS: write_tensors(fresh / WEIGHTS, state.layout.named(state.weights), metadata),

@@ -1,8 +1,7 @@
 """Keeps the state of this peer's stages: fills them at the start, writes checkpoints, gives copies to joining peers.
 
-Knows: the rest of this package, and by protocols the stages, their slices and their holders: the daemon passes in
-train.Compute, averaging.Slices and swarm.View. Must not know: how training goes on, who carries calls, or what a
-checkpoint's files look like.
+Knows: the rest of this package, and by protocols the stages and their holders: the daemon passes in train.Compute and
+swarm.View. Must not know: how training goes on, who carries calls, or what a checkpoint's files look like.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-import numpy as np
-from agora_protocol.errors import Busy, DiskError, NotMyStage, Unavailable
+from agora_protocol.errors import DiskError, NotMyStage, Unavailable
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest
-from agora_protocol.messages import GetChunk, GetSlice, GetState
-from numpy.typing import NDArray
+from agora_protocol.messages import GetChunk, GetState
 
 from agora.calls import Caller, Reply
 from agora.clock import loop_time
@@ -25,18 +22,15 @@ from agora.observe import events
 from agora.observe.events import Report
 from agora.state import rules
 from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
-from agora.state.layout import Flat, Layout, StageState
-from agora.state.missed_slices import SliceFetch, chunk_blocks, slice_reply
+from agora.state.layout import Layout, StageState
 from agora.state.snapshot import Snapshots
-from agora.state.transfer import USUAL_LAG, StateFetch
+from agora.state.transfer import StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
 FETCH_S: Final = 1800.0  # for one state
-SLICES_S: Final = 120.0  # for the slices averaged meanwhile
 PATIENCE_S: Final = 300.0  # for which a joining peer without a checkpoint waits for new sources when all have failed
 RETRY_S: Final = 2.0  # between two looks for new sources
-RETRY_MS: Final = 500  # after which a peer that asked too early may ask again
 
 
 class KeptStages(Protocol):
@@ -53,30 +47,6 @@ class KeptStages(Protocol):
 
     async def export_state(self, stage: int) -> StageState:
         """Returns a consistent copy of the stage's weights and moments as of its last step."""
-
-    async def snapshot_blocks(self, stage: int, blocks: NDArray[np.int64]) -> tuple[Any, int]:
-        """Returns a copy of the weights in `blocks`, a float32 [n] tensor on the CPU, and the step that they are of."""
-
-    async def replace_blocks(self, stage: int, blocks: NDArray[np.int64], values: Flat) -> None:
-        """Replaces the weights in `blocks`; values: float32 [n]."""
-
-    async def catch_up(self, stage: int, step: int) -> None:
-        """Brings a stage that is behind to `step`: one step along its own gradient sum, several only by counting."""
-
-
-class StageSlices(Protocol):
-    """What the keeper needs of averaging.Slices: which blocks of a stage's weights round r averages, slice r mod count.
-
-    The ids of a slice's blocks are no contiguous range.
-    """
-
-    count: int
-
-    def blocks(self, number: int) -> NDArray[np.int64]:
-        """Returns the ids of the blocks that round `number` averages, in ascending order."""
-
-    def numel_of(self, number: int) -> int:
-        """Returns how many elements round `number` averages."""
 
 
 ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
@@ -106,7 +76,6 @@ class StateKeeper:
         manifest: Manifest,
         folder: Path,
         stages: KeptStages,
-        slices: Mapping[int, StageSlices],
         holders: StageHolders,
         caller: Caller,
         report: Report,
@@ -116,7 +85,6 @@ class StateKeeper:
         self._manifest = manifest
         self._folder = folder
         self._stages = stages
-        self._slices = slices
         self._holders = holders
         self._caller = caller
         self._report = report
@@ -190,34 +158,27 @@ class StateKeeper:
     # --- fetching
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
-        """Fetches a stage's state from replicas, loads it, and then fetches the slices that they averaged meanwhile.
+        """Fetches a stage's state from replicas of one lineage, and loads it. Returns a sentence about the transfer.
 
-        Where steps are exact, it fetches again until all chunks are of one step, and no slices: that state is exact.
-        Returns a sentence about the transfer. Raises Unavailable when for `patience_s` nobody could go on with it.
+        Raises Unavailable when for `patience_s` nobody could go on with it.
         """
         began = loop_time()
-        exact_steps, offered = self._manifest.averaging.exact_steps, self._offers(stage).values()
-        exact = self._manifest.schedule.kind == "synchronous" or max(offered, default=at_least) < exact_steps
         fetch = StateFetch(
             self._caller,
             stage,
             self._stages.layout(stage),
             self._report_offence,
-            lag_limit=0 if exact else USUAL_LAG,
             plausible_step=lambda: self._plausible_step(stage),
         )
-        at_least = rules.lowest_step_to_fetch(at_least, offered, self._manifest.averaging.every)
+        at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values(), self._manifest.averaging.every)
         state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
-        while exact and state.step < fetch.newest_step:  # some chunks are of an earlier step
-            state = await self._run_fetch(fetch, stage, sources, fetch.newest_step, patience_s)
         await self._stages.load_state(state)
         self._filled.add(stage)
         self.fetched.add(stage)
         self._checkpointed[stage] = state.step
-        missed = 0 if exact else await self._fetch_missed_slices(stage, state.step, sources)
         seconds, size = loop_time() - began, state.layout.nbytes
         self._report(events.StateFetched(stage, state.step, size, seconds, fetch.schedule.refetched))
-        return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s, and {missed} slices averaged since"
+        return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s"
 
     async def _run_fetch(
         self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float
@@ -237,38 +198,16 @@ class StateKeeper:
             await asyncio.sleep(RETRY_S)
             sources = rules.most_advanced_first(self._offers(stage)) or sources
 
-    async def _fetch_missed_slices(self, stage: int, step: int, sources: Sequence[PeerId]) -> int:
-        """Fetches and loads the slices averaged since `step`, and moves the stage's step up to the newest one offered.
-
-        Returns how many slices came.
-        """
-        newest = max(self._offers(stage).values(), default=step)
-        slices = self._slices[stage]
-        rounds = rules.missed_rounds(step, newest, self._manifest.averaging.every, slices.count)
-        sizes = {number: slices.numel_of(number) for number in rounds}
-        fetch = SliceFetch(self._caller, stage, sources, loop_time() + SLICES_S, self._report_offence)
-        missing = await fetch.run(
-            sizes, lambda number, values: self._stages.replace_blocks(stage, slices.blocks(number), values)
-        )
-        await self._stages.catch_up(stage, newest)
-        return len(sizes) - len(missing)
-
     # --- giving copies to other peers
 
-    async def answer(self, request: GetState | GetChunk | GetSlice) -> Reply:
+    async def answer(self, request: GetState | GetChunk) -> Reply:
         """Returns the answer to a joining peer's request. Raises NotMyStage, Busy, Refused, or ProtocolError."""
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
         if request.stage not in self._stages.span:
             span = self._stages.span
             raise NotMyStage(f"this peer holds stages {span}, not {request.stage}; read the directory again")
-        if isinstance(request, GetState):
-            return await self._snapshots.get_state(request)
-        if request.stage not in self._filled:
-            raise Busy("this peer is still joining; ask another", RETRY_MS)
-        blocks = chunk_blocks(self._slices[request.stage].blocks(request.round), request.chunk)
-        values, step = await self._stages.snapshot_blocks(request.stage, blocks)
-        return slice_reply(values.numpy(), step)
+        return await self._snapshots.get_state(request)
 
     async def _export(self, stage: int) -> StageState | None:
         """Returns the state to give to others: a copy of the stage, or its checkpoint until it is filled; else None."""

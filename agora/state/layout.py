@@ -3,8 +3,8 @@
 Knows: elements, names, and which elements a chunk carries. Must not know: files, peers, or how anything is trained.
 
 Chunk i holds the values of the stage's elements [i*m, (i+1)*m) in the weights, then in each moment that has values for
-them, float32 little-endian, with m = STATE_CHUNK_BYTES // (4 * arrays). So chunks of different replicas' snapshots may
-be mixed: no element gets its weight from one replica and its moments from another.
+them, float32 little-endian, with m = STATE_CHUNK_BYTES // (4 * arrays). So chunks of snapshots of
+one lineage may be mixed: no element gets its weight from one replica and its moments from another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class StageState:
     """Everything that a stage has learnt, in flat arrays: its weights, and the moments that `layout` names, by name.
 
     step: the stage's optimizer steps. updates: those that went into the moments. tokens_total: the supervised tokens
-    behind them, 0 when unknown. lineage: a digest of the gradients of all its steps, 0 when unknown: see train.lineage.
+    behind them, 0 when unknown. agreed: the last step whose mean over all replicas is in the state. lineage: a digest
+    of all that the replicas have agreed on up to then, 0 when unknown: see train.lineage.
     """
 
     stage: int
@@ -44,6 +45,7 @@ class StageState:
     layout: Layout
     weights: Flat
     moments: Mapping[str, Flat]
+    agreed: int = 0
     lineage: int = 0
 
     @property

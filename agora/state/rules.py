@@ -1,5 +1,4 @@
-"""Decisions about state: where a stage starts from, which steps are plausible, which slices were missed, when a
-checkpoint is due. Pure.
+"""Decisions about state: where a stage starts from, which steps are plausible, when a checkpoint is due. Pure.
 
 Knows steps and peer ids. Must not know clocks, calls, files, or what a state holds.
 """
@@ -72,14 +71,6 @@ def usual_lag_limit(averaging_every: int, averaging_fraction: float) -> int:
 def lowest_step_to_fetch(wanted: int, offers: Collection[int], averaging_every: int) -> int:
     """Returns the lowest step of a state to accept: max(wanted, lower median of `offers` - averaging_every)."""
     return max(wanted, statistics.median_low(offers or [0]) - averaging_every)
-
-
-def missed_rounds(snapshot_step: int, step: int, every: int, slice_count: int) -> list[int]:
-    """Returns the numbers of the rounds that began after `snapshot_step` and up to `step`; round r began at r * every.
-
-    At most the last `slice_count`: round r averages slice r mod slice_count, so they have every slice.
-    """
-    return list(range(snapshot_step // every + 1, step // every + 1)[-slice_count:])
 
 
 def checkpoint_due(step: int, every: int, last: int) -> bool:

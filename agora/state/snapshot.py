@@ -57,18 +57,19 @@ class Snapshots:
         return sum(snapshot.state.layout.nbytes for snapshot in self._kept.values())
 
     async def get_state(self, request: GetState) -> Reply:
-        """Returns the name, step and chunk hashes of a snapshot: the stage's newest if that is fresh, else a new one.
+        """Returns name, counts and chunk hashes of a snapshot: the stage's newest if that is fresh, else a new one.
 
         An index of size 0 while there is nothing to give. Raises Busy when snapshots in use take all room.
         """
         async with self._copying[request.stage]:
             snapshot = await self._find_or_make(request.stage, request.at_least)
         if snapshot is None:
-            return Reply(StateIndex(b"", 0, 0, 0, 0))
+            return Reply(StateIndex(b"", 0, 0, 0, 0, 0))
         snapshot.last_used = loop_time()
         state = snapshot.state
         hashes = WireTensor("uint8", (state.layout.chunk_count, HASH_BYTES), memoryview(snapshot.hashes))
-        return Reply(StateIndex(snapshot.name, state.step, state.updates, state.lineage, state.layout.nbytes), [hashes])
+        counts = state.step, state.updates, state.agreed, state.lineage
+        return Reply(StateIndex(snapshot.name, *counts, state.layout.nbytes), [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:
         """Returns a chunk of a snapshot. Raises Refused for a dropped snapshot, ProtocolError for no such chunk."""
@@ -98,12 +99,12 @@ class Snapshots:
         if not self._make_room(self._nbytes_of(stage)):
             if newest is None:
                 raise Busy("copies that others are fetching take all room; ask another peer", RETRY_MS)
-            return newest  # older than it should be, but its joiner fetches the slices it misses anyway
+            return newest  # older than it should be, but its joiner may still find a newer one elsewhere
         if (state := await self._export(stage)) is None:
             return None
         hashes = await asyncio.to_thread(chunk_hashes, state)
         name = hashlib.sha256(hashes).digest()
-        snapshot = self._kept.setdefault(name, _Snapshot(name, state, hashes))
+        snapshot = self._kept[name] = _Snapshot(name, state, hashes)  # one of the same bytes may be of an earlier step
         snapshot.made = loop_time()
         snapshot.copying_s = max(snapshot.made - began, SHORTEST_COPY_S)
         return snapshot

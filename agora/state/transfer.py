@@ -31,16 +31,29 @@ OFFER_S: Final = 30.0  # for a source to make its snapshot
 GATHER_S: Final = 1.0  # after the first offer, before chunks are asked for: time for a newer one to come
 CHUNK_S: Final = 120.0  # for one chunk; a source that needs more counts as failed
 FAILURES: Final = 4  # of one source in a row, before it is given up
-PAUSE_S: Final = 0.5  # after a source's first failure; doubles with each
+PAUSE_S: Final = 0.5  # after a source's first failure, which doubles with each; and before an older offer is renewed
 MAX_PAUSE_S: Final = 10.0  # for which a busy source is left alone
 SLOW_S: Final = 5.0  # without an answer for this long, and for four usual chunk times: a waiting source joins in
+STALL_S: Final = 60.0  # without a chunk from all sources that are fetched from, before other snapshots are chosen
 TICK_S: Final = 0.05  # how often slow sources are looked for while nothing arrives
-USUAL_LAG: Final = 100  # steps behind the newest offer at which a source is not used
 # With these numbers one source fills a link of 200 Mbit/s and 50 ms, and all chunks under way hold 48 MiB.
 
 
 class FalseStateError(ProtocolError):
     """Error: a source's answer cannot be the state asked for, which no network fault causes: it is an offence."""
+
+
+Agreement = tuple[int, int, int]
+"""Agreed step, lineage, and step (0 where the lineage is known): snapshots that have the same make one state."""
+
+
+def agreement_of(index: StateIndex) -> Agreement:
+    """Returns what a snapshot must have in common with others whose chunks it is put together with.
+
+    Replicas of one lineage have applied the same means up to the step `agreed`; since then each may have taken steps of
+    its own. Where the lineage is not known, the same step is all that there is to compare.
+    """
+    return index.agreed, index.lineage, 0 if index.lineage else index.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,11 @@ class Offer:
 
     index: StateIndex
     hashes: bytes
+
+    @property
+    def agreement(self) -> Agreement:
+        """What its chunks must have in common with others."""
+        return agreement_of(self.index)
 
 
 @dataclass(slots=True)
@@ -71,8 +89,14 @@ class _Source:
 class StateFetch:
     """Fetches one stage's state from several replicas at once, in chunks, each checked against its source's offer.
 
-    Chunks of replicas at different steps, at most `lag_limit` apart, may be mixed. A source that fails is asked again
-    or given up. When `run` fails, the chunks that arrived stay for the next `run`.
+    | a source's offer                      | what follows                                                         |
+    |---------------------------------------|----------------------------------------------------------------------|
+    | agrees with chunks that have arrived  | it is fetched                                                        |
+    | none does, and it agrees with newest  | it is fetched; chunks of other snapshots are dropped, never mixed in |
+    | is older than what is fetched         | the source is asked once more: it may have caught up by then         |
+    | is newer, or of another lineage       | it waits; when no source is left to fetch from, all are asked anew   |
+
+    A source that fails is asked again or given up. When `run` fails, the chunks that arrived stay for the next `run`.
     """
 
     def __init__(
@@ -82,44 +106,36 @@ class StateFetch:
         layout: Layout,
         report_offence: ReportOffence,
         *,
-        lag_limit: int = USUAL_LAG,
         plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """Sources are used at steps from the newest offer - lag_limit up to plausible_step()."""
+        """plausible_step: returns the highest step of a source that is used."""
         self.schedule = ChunkSchedule(layout.chunk_count)
         self._caller = caller
         self._stage = stage
         self._layout = layout
         self._report_offence = report_offence
-        self._lag_limit = lag_limit
         self._plausible_step = plausible_step
         self._weights = np.empty(layout.numel, np.float32)
         self._moments = {moment.name: np.empty(moment.numel, np.float32) for moment in layout.moments}
         self._versions: dict[int, StateIndex] = {}  # the snapshot of each chunk that has arrived
         self._sources: list[_Source] = []
         self._deadline = 0.0
-        self._lowest_step = 0  # that is used; rises when the first offers are in
+        self._lowest_step = 0  # that is used
         self._first_offer_at: float | None = None
-        self._offers_complete = False  # from now on chunks are asked for
-
-    @property
-    def newest_step(self) -> int:
-        """The latest step of which a chunk has arrived."""
-        return max((index.step for index in self._versions.values()), default=0)
+        self._wanted: StateIndex | None = None  # chunks of snapshots that agree with this one are asked for
+        self._last_arrival = 0.0
 
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
         """Fetches what is still missing from `sources`, the best first, and returns the state.
 
-        No chunk is of a step below `at_least`; the state's step and updates are the lowest of its chunks, its lineage
-        is known if all have the same. Raises Unavailable, with a reason for each source, when none can go on or
-        `deadline` (loop time) has passed.
+        No chunk is of a step below `at_least`, and all are of one agreed step and lineage; the state's step and updates
+        are the lowest of them. Raises Unavailable, with a reason for each source, when none can go on or `deadline`
+        (loop time) has passed.
         """
         self._sources = [_Source(peer) for peer in dict.fromkeys(sources)]
         self._deadline, self._lowest_step = deadline, at_least
-        self._first_offer_at, self._offers_complete = None, False
-        for chunk in [chunk for chunk, index in self._versions.items() if index.step < at_least]:
-            self.schedule.discard(chunk)
-            del self._versions[chunk]
+        self._first_offer_at = self._wanted = None
+        self._keep_chunks(lambda index: index.step >= at_least)
         try:
             while not self.schedule.complete:
                 await self._advance()
@@ -131,16 +147,18 @@ class StateFetch:
             self._remove_ended_calls()
         used = self._versions.values()
         step, updates = min(index.step for index in used), min(index.updates for index in used)
-        lineages = {(index.step, index.lineage) for index in used}
-        lineage = lineages.pop()[1] if len(lineages) == 1 else 0
-        return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, lineage)
+        ((agreed, lineage, _),) = {agreement_of(index) for index in used}
+        return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, agreed, lineage)
 
     async def _advance(self) -> None:
         """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable when late or without sources."""
         now = loop_time()
         late = now >= self._deadline
         if not late:
+            self._choose_again_if_needed(now)
             self._ask_for_offers(now)
+            if self._wanted is None:
+                self._choose_snapshots(now)
             self._ask_for_chunks(now)
         calls = [task for source in self._sources for task, _ in source.calls.values()]
         if late or not (calls or any(not source.given_up for source in self._sources)):
@@ -165,12 +183,63 @@ class StateFetch:
                 if not task.cancelled():
                     task.result()
 
+    # --- choosing snapshots
+
+    def _choose_snapshots(self, now: float) -> None:
+        """Once the first offers are in, chooses which snapshots are fetched, and drops chunks that do not agree.
+
+        They are those that agree with the chunks that have arrived, or else with the newest offer.
+        """
+        offers = [source.offer for source in self._sources if source.offer]
+        others_pending = any(None in source.calls for source in self._sources)
+        if not offers or (others_pending and now < (self._first_offer_at or now) + GATHER_S):
+            return
+        begun = {agreement_of(index) for index in self._versions.values()}
+        chosen = max(offers, key=lambda offer: (offer.agreement in begun, offer.index.agreed, offer.index.step))
+        self._wanted, self._last_arrival = chosen.index, now
+        self._keep_chunks(lambda index: agreement_of(index) == chosen.agreement)
+        chosen_steps = chosen.index.agreed, chosen.index.step
+        for source in self._sources:
+            if source.offer and not self._is_wanted(source.offer):
+                index = source.offer.index
+                if (index.agreed, index.step) < chosen_steps:
+                    source.offer, source.not_before = None, now + PAUSE_S
+
+    def _choose_again_if_needed(self, now: float) -> None:
+        """Drops all offers when no source is left that is fetched from, and others are: these are asked anew.
+
+        Sources from which no chunk has come for STALL_S are given up if there are others.
+        """
+        if self._wanted is None:
+            return
+        fetched_from = [source for source in self._sources if self._is_wanted(source.offer)]
+        others = [source for source in self._sources if source not in fetched_from and not source.given_up]
+        if others and now > self._last_arrival + STALL_S:
+            for source in fetched_from:
+                self._give_up(source, f"no chunk came within {STALL_S:.0f} s")
+            fetched_from = []
+        if others and not fetched_from:
+            self._wanted = self._first_offer_at = None
+            for source in others:
+                source.offer = None
+
+    def _is_wanted(self, offer: Offer | None) -> bool:
+        """Returns whether chunks of the offered snapshot go into the state."""
+        return offer is not None and self._wanted is not None and offer.agreement == agreement_of(self._wanted)
+
+    def _keep_chunks(self, fits: Callable[[StateIndex], bool]) -> None:
+        """Drops the chunks that have arrived from snapshots that do not fit; they are missing again."""
+        for chunk in [chunk for chunk, index in self._versions.items() if not fits(index)]:
+            self.schedule.discard(chunk)
+            del self._versions[chunk]
+
     # --- starting calls
 
     def _ask_for_offers(self, now: float) -> None:
         """Asks idle sources for an offer until SOURCES of them, without slow ones, have made one or are asked."""
         usable = [source for source in self._sources if not source.given_up]
-        at_work = sum(1 for s in usable if (s.offer or None in s.calls) and not self._is_slow(s, now))
+        answering = [s for s in usable if None in s.calls or (s.offer and not s.failures)]
+        at_work = sum(1 for s in answering if not self._is_slow(s, now))
         waiting = [s for s in usable if not (s.offer or None in s.calls) and now >= s.not_before]
         for source in waiting[: max(SOURCES - at_work, 0)]:
             source.calls[None] = (asyncio.create_task(self._fetch_offer(source)), now)
@@ -181,24 +250,14 @@ class StateFetch:
         return now - min((began for _, began in source.calls.values()), default=now) > patience_s
 
     def _ask_for_chunks(self, now: float) -> None:
-        """Once the first offers are in, gives up sources at too low a step and fills the others' windows with calls."""
-        if not self._offers_complete:
-            newest = max((source.offer.index.step for source in self._sources if source.offer), default=0)
-            self._lowest_step = max(self._lowest_step, newest - self._lag_limit)
-            others_pending = any(None in source.calls for source in self._sources)
-            if self._first_offer_at is None or (others_pending and now < self._first_offer_at + GATHER_S):
-                return
-            self._offers_complete = True
-        for source in self._sources:
-            if source.offer and (step := source.offer.index.step) < self._lowest_step:
-                self._give_up(source, f"is at step {step}; the lowest step that is used is {self._lowest_step}")
-        free = [source for source in self._sources if source.offer and now >= source.not_before]
+        """Fills the windows of the sources that are fetched from with calls."""
+        free = [source for source in self._sources if self._is_wanted(source.offer) and now >= source.not_before]
         while free:  # one chunk each in turn, so that all of them have work
             free = [source for source in free if self._start_chunk(source, now)]
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
         """Starts a call for the source's next chunk. Returns False if its window is full or there is no chunk."""
-        window = WINDOW if source.last_chunk_s < QUICK_S else 1
+        window = WINDOW if source.last_chunk_s < QUICK_S and not source.failures else 1
         if source.offer is None or len(source.calls) >= window:
             return False
         if (chunk := self.schedule.take(source.peer, now)) is None:
@@ -211,14 +270,18 @@ class StateFetch:
     async def _fetch_offer(self, source: _Source) -> None:
         """Asks the source for its newest snapshot; keeps the offer, or at an implausible step gives the source up."""
         ends = min(self._deadline, loop_time() + OFFER_S)
-        request = GetState(self._stage, self._lowest_step, milliseconds_until(ends))
+        at_least = self._wanted.step if self._wanted else self._lowest_step
+        request = GetState(self._stage, at_least, milliseconds_until(ends))
         try:
             offer = check_offer(await self._caller.call(source.peer, request, deadline=ends), self._layout)
         except AgoraError as error:
             self._handle_failure(source, error, None)
             return
-        if offer.index.step > self._plausible_step():
-            self._give_up(source, f"offers step {offer.index.step}, which is implausible beside the other replicas")
+        step = offer.index.step
+        if (claimed := max(step, offer.index.agreed)) > self._plausible_step():
+            self._give_up(source, f"offers step {claimed}, which is implausible beside the other replicas")
+        elif step < self._lowest_step:
+            self._give_up(source, f"is at step {step}; the lowest step that is used is {self._lowest_step}")
         else:
             source.offer = offer
             self._first_offer_at = self._first_offer_at or loop_time()
@@ -236,7 +299,9 @@ class StateFetch:
             self._handle_failure(source, error, offer)
             return
         source.failures, source.last_chunk_s = 0, loop_time() - began
-        self._versions[chunk] = offer.index
+        if not self._is_wanted(offer):
+            return  # other snapshots have been chosen meanwhile
+        self._versions[chunk], self._last_arrival = offer.index, loop_time()
         arrays = [self._weights, *self._moments.values()]
         for array, place, part in zip(arrays, self._layout.chunk_places(chunk), values, strict=True):
             array[place] = part
@@ -264,8 +329,8 @@ class StateFetch:
             if (now := loop_time()) >= source.not_before:  # else its other calls broke with the same stream
                 source.failures += 1
                 source.not_before = now + PAUSE_S * 2 ** (source.failures - 1)
-            if offer is source.offer:
-                source.offer = None
+            if isinstance(error, Refused) and offer is source.offer:
+                source.offer = None  # after any other failure the source may still keep the snapshot
             if source.failures >= FAILURES:
                 self._give_up(source, source.last_error)
 

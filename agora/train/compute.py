@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agora.codec import BoundaryCodec, all_finite, decode_tokens, gradient_dither_key
 from agora.observe.events import Report, TaskFailed
-from agora.state.layout import Flat, Layout, StageState
+from agora.state.layout import Layout, StageState
 from agora.stepping import SpanResult, StepEvent, StepPolicy
 from agora.train.device import DeviceQueue, Priority, choose_device
 from agora.train.memory import keep_freed_memory
@@ -216,10 +216,6 @@ class Compute:
     ) -> None:
         """Moves anchor and weights in `blocks` by a round's mean difference, see StageReplica."""
         await self._run_and_step(self.trainer.stage(stage).step_anchor, step, blocks, snapshot, averaged)
-
-    async def replace_blocks(self, stage: int, blocks: Blocks, values: Flat) -> None:
-        """Replaces the weights in `blocks` by another replica's, float32 [blocks * SLICE_BLOCK]."""
-        await self._run_and_step(self.trainer.stage(stage).replace_blocks, blocks, values)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """Brings a stage to the `step` steps that its other replicas have taken: along its own sum, or only counted."""

@@ -62,11 +62,6 @@ class StageReplica(TrainedStage):
             raise LocalError(f"stage {self.number} has no anchor: all steps of the run are exact")
         return self.outer
 
-    def replace_blocks(self, blocks: Blocks, values: Flat) -> None:
-        """Replaces the weights in `blocks` by `values`, float32 [blocks * SLICE_BLOCK]."""
-        numbers = self._block_numbers(blocks)
-        self._write(numbers, self._checked(torch.tensor(values), len(numbers)))
-
     def export_state(self) -> StageState:
         """Returns a copy of weights and moments after the last step. The gradient sum is not part of it."""
         weights = self.weights.current.flat.cpu().numpy().copy()
@@ -80,6 +75,7 @@ class StageReplica(TrainedStage):
             self.layout,
             weights,
             moments,
+            self.progress.agreed,
             self.progress.lineage,
         )
 
@@ -97,7 +93,7 @@ class StageReplica(TrainedStage):
         self.optimizer.load(state.updates, moments)
         for name, values in (self.outer.moments if self.outer else {}).items():
             values.copy_(moments[name])
-        self.restart_at(state.step, state.tokens_total, state.lineage)
+        self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage)
 
     def _checked_array(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
         """Returns a state's array on the device, its padding zero. Raises ProtocolError unless it fits `layout`."""

@@ -317,12 +317,12 @@ class TrainedStage:
         self._lineages = after_step(self._lineages, step, checksum, last=self.progress.agreed)
         self._update_progress()
 
-    def restart_at(self, step: int, tokens: int, lineage: int) -> None:
-        """Drops the sum and closed parts, sets steps, tokens and lineage; reports StepsSkipped if tokens are lost.
+    def restart_at(self, step: int, tokens: int, agreed: int, lineage: int) -> None:
+        """Drops the sum and closed parts, sets steps, tokens and the lineage; reports StepsSkipped if tokens are lost.
 
-        The caller has replaced weights and moments before.
+        lineage: of step `agreed`. The caller has replaced weights and moments before.
         """
-        self._lineages = {step: lineage}
+        self._lineages = {agreed: lineage}
         lost = self.sum.clear().tokens + sum(share.contents.tokens for share in self._shares)
         if lost:
             self._report(StepsSkipped(self.number, step, max(step - self.step, 0), lost))

@@ -298,7 +298,8 @@ class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     )
     step: int = int_field(0, MAX_UINT, doc="optimizer steps that the stage had taken")
     updates: int = int_field(0, MAX_UINT, doc="of these, the steps that went into the snapshot's moments")
-    lineage: int = int_field(0, 2**32 - 1, doc="the snapshot's lineage (section 13), 0 when it is unknown")
+    agreed: int = int_field(0, MAX_UINT, doc="the last step whose mean over all replicas is in the snapshot")
+    lineage: int = int_field(0, 2**32 - 1, doc="the lineage of step `agreed` (section 13), 0 when it is unknown")
     size: int = int_field(0, MAX_UINT, doc="bytes of the snapshot; 0 when there is none to give")
 
 
@@ -314,27 +315,7 @@ class Chunk(Message, kind=21, frames=(FrameType.ANSWER,), tensors=(1, 1)):
     """Answers GetChunk. Tensor: the chunk's bytes, uint8 [n]."""
 
 
-class GetSlice(Message, kind=22, frames=(FrameType.REQUEST,)):
-    """Asks for a chunk of the slice that a round averages, as the receiver's weights are now. Answered by Slice."""
-
-    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage wanted")
-    round: int = int_field(0, MAX_UINT, doc="the round whose slice is wanted")
-    chunk: int = int_field(
-        0,
-        MAX_UINT,
-        default=0,
-        doc="the chunk's number; each has STATE_CHUNK_BYTES / 4 of the slice's elements, the last one fewer",
-    )
-    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
-
-
-class Slice(Message, kind=23, frames=(FrameType.ANSWER,), tensors=(1, 1)):
-    """Answers GetSlice. Tensor: the chunk's elements in the slice's order, float32 [n]."""
-
-    step: int = int_field(0, MAX_UINT, doc="optimizer steps that the stage had taken")
-
-
-Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | GetState | GetChunk | GetSlice
+Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | GetState | GetChunk
 ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Ping: Pong,
     GetManifest: ManifestAnswer,
@@ -345,7 +326,6 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Recall: Recalled,
     GetState: StateIndex,
     GetChunk: Chunk,
-    GetSlice: Slice,
 }
 
 

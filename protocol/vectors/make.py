@@ -28,7 +28,6 @@ from agora_protocol.messages import (
     Contribute,
     GetChunk,
     GetManifest,
-    GetSlice,
     GetState,
     GetStatus,
     GossipedSteps,
@@ -43,7 +42,6 @@ from agora_protocol.messages import (
     Recall,
     Recalled,
     Refusal,
-    Slice,
     StateIndex,
     StatusAnswer,
 )
@@ -184,17 +182,14 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
 def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
     """Returns frames of state transfers: type, call, message, tensors."""
     kind = FrameType
-    values = WireTensor("float32", (3,), memoryview(struct.pack("<3f", 0.5, -1.25, 3.0)))
     chunk = WireTensor("uint8", (5,), memoryview(b"agora"))
     hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
     return [
         (kind.REQUEST, 13, GetState(1, 40, 60_000), []),
-        (kind.ANSWER, 13, StateIndex(HASH, 400, 380, 2**32 - 1, 5), [hashes]),
-        (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0, 0), []),
+        (kind.ANSWER, 13, StateIndex(HASH, 400, 380, 399, 2**32 - 1, 5), [hashes]),
+        (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0, 0, 0), []),
         (kind.REQUEST, 15, GetChunk(HASH, 0, 60_000), []),
         (kind.ANSWER, 15, Chunk(), [chunk]),
-        (kind.REQUEST, 17, GetSlice(1, 12, 3, 60_000), []),
-        (kind.ANSWER, 17, Slice(401), [values]),
     ]
 
 

@@ -27,7 +27,7 @@ from agora.train.weight_versions import StageWeights
 from tests.state.world import Replica, World, flipped, state
 
 MODEL = {"width": 32, "layers": 3, "heads": 2, "key_value_heads": 1, "feed_forward": 64, "context": 32}
-MANIFEST = preset("tiny", name="collected", model=MODEL, stages={"count": 3})
+MANIFEST = preset("tiny", name="collected", model=MODEL, stages={"count": 3}, optimizer={"name": "adamw"})
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Where a stage starts from, which steps are plausible, which slices were missed, when a checkpoint is due."""
+"""Where a stage starts from, which steps are plausible, when a checkpoint is due."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from agora.state.rules import (
     checkpoint_due,
     choose_start,
     lowest_step_to_fetch,
-    missed_rounds,
     most_advanced_first,
     plausibility_bound,
     usual_lag_limit,
@@ -70,21 +69,15 @@ def test_a_single_replica_far_ahead_of_three_is_implausible() -> None:
 
 def test_the_lowest_step_to_fetch_is_the_wanted_one_or_one_averaging_interval_behind_the_others() -> None:
     assert lowest_step_to_fetch(7, [], 20) == 7 and lowest_step_to_fetch(7, [10, 20], 20) == 7
+    assert lowest_step_to_fetch(7, [100, 101, 103], 1) == 100
     assert lowest_step_to_fetch(7, [100, 200, 300], 20) == 180 and lowest_step_to_fetch(7, [100, 200], 20) == 80
 
 
 def test_a_state_is_worth_fetching_within_two_covers_of_the_averaging() -> None:
-    assert usual_lag_limit(20, 0.05) == 800 and usual_lag_limit(1, 1.0) == 100
+    assert usual_lag_limit(20, 0.05) == 800 and usual_lag_limit(1, 0.05) == 100 and usual_lag_limit(1, 1.0) == 100
 
 
 def test_a_checkpoint_is_due_once_for_each_multiple_even_when_a_step_jumps_over_it() -> None:
     assert not checkpoint_due(99, 100, 0) and checkpoint_due(100, 100, 0)
     assert not checkpoint_due(101, 100, 100) and not checkpoint_due(0, 100, 0)
     assert checkpoint_due(203, 100, 100) and not checkpoint_due(299, 100, 203)
-
-
-def test_missed_slices_are_those_averaged_since_each_once() -> None:
-    assert missed_rounds(100, 100, 20, 20) == [] and missed_rounds(100, 119, 20, 20) == []
-    assert missed_rounds(100, 160, 20, 20) == [6, 7, 8]
-    assert missed_rounds(0, 1000, 20, 20) == list(range(31, 51))
-    assert missed_rounds(120, 100, 20, 20) == []

@@ -81,6 +81,21 @@ async def who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second() -> N
     assert source.copies == 2
 
 
+async def steps_that_change_no_byte_are_in_a_new_copy() -> None:
+    given = state(NUMEL, step=10, agreed=10, lineage=5)
+
+    async def export(_: int) -> StageState:
+        return given
+
+    snapshots = Snapshots(export, lambda _: NBYTES)
+    first = (await snapshots.get_state(GetState(0))).message
+    given = state(NUMEL, step=11, agreed=11, lineage=6)
+    await asyncio.sleep(31.0)
+    second = (await snapshots.get_state(GetState(0))).message
+    assert isinstance(first, StateIndex) and isinstance(second, StateIndex) and first.snapshot == second.snapshot
+    assert [(index.step, index.agreed, index.lineage) for index in (first, second)] == [(10, 10, 5), (11, 11, 6)]
+
+
 async def an_older_copy_serves_who_has_begun_and_a_new_one_who_comes() -> None:
     source = Source()
     first = await source.index()
@@ -122,7 +137,7 @@ async def the_first_copy_is_made_whatever_its_size() -> None:
 async def nothing_to_give_is_said_and_asked_again() -> None:
     source = Source()
     source.serving = False
-    assert (await source.index()) == StateIndex(b"", 0, 0, 0, 0)
+    assert (await source.index()) == StateIndex(b"", 0, 0, 0, 0, 0)
     source.serving = True
     assert (await source.index()).size == NBYTES
     with pytest.raises(NotMyStage):
@@ -152,6 +167,7 @@ async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_
         every_chunk_hashes_as_the_index_says,
         several_joiners_share_one_copy,
         who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second,
+        steps_that_change_no_byte_are_in_a_new_copy,
         an_older_copy_serves_who_has_begun_and_a_new_one_who_comes,
         memory_is_bounded_and_who_fetches_is_not_cut_off,
         the_first_copy_is_made_whatever_its_size,

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from agora_protocol.errors import Busy, Unavailable
+from agora_protocol.errors import Busy, PeerFailed, Unavailable
+from agora_protocol.ids import PeerId
 from agora_protocol.messages import StateIndex
 
 from agora.calls import Reply
 from agora.state import transfer
+from agora.state.layout import StageState
 from agora.state.transfer import StateFetch
 from tests.pipeline.virtual_time import run
 from tests.state.world import WINDOW, World, chunks, flipped, layout_of, state
@@ -72,7 +74,8 @@ def test_several_sources_are_used_at_once_and_no_element_is_mixed() -> None:
         world = World()
         values = {"a": 1.0, "b": 2.0, "c": 3.0}
         for name, value in values.items():
-            world.add(name, state(NUMEL, value=value, step=10 + int(value), updates=int(value)), uplink=8e6)
+            given = state(NUMEL, value=value, step=10 + int(value), updates=int(value), agreed=10, lineage=5)
+            world.add(name, given, uplink=8e6)
         got, took = await fetched(world, fetcher(world))
         for chunk in range(COUNT):
             elements, *_ = layout_of(NUMEL).chunk_places(chunk)
@@ -82,6 +85,7 @@ def test_several_sources_are_used_at_once_and_no_element_is_mixed() -> None:
         assert all(len(replica.given) == COUNT / 3 for replica in world.replicas.values())
         assert took < 1.1 * STATE_BYTES / 24e6 + 0.1
         assert (got.step, got.updates) == (11, 1), "the least of those behind the chunks"
+        assert (got.agreed, got.lineage) == (10, 5)
 
     run(work())
 
@@ -236,14 +240,112 @@ def test_a_waiting_source_replaces_one_that_hangs_and_one_that_died(monkeypatch:
     run(work())
 
 
-def test_a_source_far_behind_the_newest_is_not_used() -> None:
+@pytest.mark.parametrize(
+    ("other", "chosen"),
+    [
+        ({"agreed": 41, "lineage": 5, "step": 40}, "other"),
+        ({"agreed": 40, "lineage": 6, "step": 41}, "other"),
+        ({"agreed": 40, "lineage": 6, "step": 39}, "usual"),
+        ({"agreed": 39, "lineage": 5, "step": 99}, "usual"),
+        ({"agreed": 40, "lineage": 0, "step": 40}, "usual"),
+    ],
+)
+def test_of_snapshots_that_do_not_agree_only_the_newest_is_used(other: dict[str, int], chosen: str) -> None:
     async def work() -> None:
         world = World()
-        behind = world.add("behind", state(NUMEL, step=399))
-        near = world.add("near", state(NUMEL, step=400), delay_s=0.05)
-        newest = world.add("newest", state(NUMEL, step=500), delay_s=0.2)
+        usual = world.add("usual", state(NUMEL, value=1.0, agreed=40, lineage=5, step=40))
+        world.add("other", state(NUMEL, value=2.0, **other), delay_s=0.2)
         got, _ = await fetched(world, fetcher(world))
-        assert got.step == 400 and near.given and newest.given and not behind.calls["GetChunk"]
+        expected = world.replicas[chosen].state
+        assert_equal(got, expected)
+        assert (got.step, got.agreed, got.lineage) == (expected.step, expected.agreed, expected.lineage)
+        assert [name for name, replica in world.replicas.items() if replica.given] == [chosen]
+        assert usual.calls["GetState"] == (2 if chosen == "other" else 1), "an older one is asked again, once"
+
+    run(work())
+
+
+def test_where_the_lineage_is_unknown_only_snapshots_of_one_step_are_mixed() -> None:
+    async def work() -> None:
+        world = World()
+        for name in "ab":
+            world.add(name, state(NUMEL, agreed=40, step=42))
+        behind = world.add("behind", state(NUMEL, agreed=40, step=41))
+        got, _ = await fetched(world, fetcher(world))
+        assert (got.step, got.agreed, got.lineage) == (42, 40, 0) and not behind.given
+        assert all(world.replicas[PeerId(name)].given for name in "ab")
+
+    run(work())
+
+
+def test_a_source_that_was_a_moment_behind_is_used_once_it_has_taken_the_step() -> None:
+    async def work() -> None:
+        world = World(downlink=8e6)
+        world.add("first", state(NUMEL, agreed=41, lineage=7, step=41))
+        second = world.add("second", state(NUMEL, value=9.0, agreed=40, lineage=5, step=40))
+
+        def step() -> None:
+            second.state = state(NUMEL, agreed=41, lineage=7, step=41)
+
+        asyncio.get_running_loop().call_later(0.3, step)
+        got, _ = await fetched(world, fetcher(world))
+        assert_equal(got, state(NUMEL))
+        assert second.calls["GetState"] == 2 and len(second.given) > 3
+
+    run(work())
+
+
+def test_when_the_newest_dies_in_the_middle_the_state_of_the_others_is_fetched_whole() -> None:
+    async def work() -> None:
+        world = World()
+        newest = world.add("newest", state(NUMEL, value=9.0, agreed=41, lineage=7, step=41), die_after=6)
+        others = [world.add(name, state(NUMEL, agreed=40, lineage=5, step=40), uplink=8e6) for name in "bc"]
+        got, took = await fetched(world, fetcher(world))
+        assert newest.given.total() == 6
+        assert_equal(got, others[0].state)
+        assert (got.step, got.agreed, got.lineage) == (40, 40, 5)
+        assert sum(source.given.total() for source in others) == COUNT and all(source.given for source in others)
+        assert took < 10 + STATE_BYTES / 16e6, "a few tries to reach the dead one again"
+
+    run(work())
+
+
+def test_after_a_broken_call_the_same_snapshot_is_fetched_on() -> None:
+    async def work() -> None:
+        world = World()
+        given = state(NUMEL, agreed=40, lineage=5, step=40)
+        broken = []
+
+        def break_(answer: Reply, nth: int) -> Reply | PeerFailed:
+            if isinstance(answer.message, StateIndex):
+                return answer
+            replica.state = state(NUMEL, value=float(nth), agreed=40 + nth, lineage=40 + nth, step=40 + nth)
+            if nth % 5:
+                return answer
+            broken.append(nth)
+            return PeerFailed("the stream broke")
+
+        replica = world.add("a", given, fault=break_, uplink=0.5e6)  # 100 s in all, and it steps on
+        got, _ = await fetched(world, fetcher(world))
+        assert_equal(got, given)
+        assert broken and replica.calls["GetState"] == 1
+        assert replica.calls["GetChunk"] == COUNT + len(broken), "what had arrived was kept"
+
+    run(work())
+
+
+def test_the_newest_that_hangs_is_given_up_for_others_but_not_without_others() -> None:
+    async def work() -> None:
+        world = World()
+        world.add("hung", state(NUMEL, value=9.0, agreed=41, lineage=7, step=41), hang_after=2)
+        other = world.add("other", state(NUMEL, agreed=40, lineage=5, step=40))
+        got, took = await fetched(world, fetcher(world))
+        assert_equal(got, other.state)
+        assert transfer.STALL_S < took < transfer.STALL_S + 5
+        alone = World()
+        alone.add("slow", state(NUMEL), uplink=0.06e6)  # 70 s for a chunk
+        got, _ = await fetched(alone, fetcher(alone), within_s=1800.0)
+        assert alone.asked() == COUNT
 
     run(work())
 
@@ -252,11 +354,12 @@ def test_a_source_where_no_replica_can_be_is_not_used_and_puts_no_other_behind()
     async def work() -> None:
         world = World()
         sound = [world.add(name, state(NUMEL, step=500)) for name in "ab"]
-        liar = world.add("liar", state(NUMEL, step=10**9))
+        liars = [world.add("ahead", state(NUMEL, step=10**9)), world.add("agreed", state(NUMEL, step=500, agreed=601))]
         got, _ = await fetched(
             world, StateFetch(world, 0, layout_of(NUMEL), world.report_offence, plausible_step=lambda: 600.0)
         )
-        assert got.step == 500 and all(source.given for source in sound) and not liar.calls["GetChunk"]
+        assert got.step == 500 and all(source.given for source in sound)
+        assert not any(liar.calls["GetChunk"] for liar in liars)
 
     run(work())
 
@@ -291,8 +394,8 @@ def test_a_snapshot_that_its_source_dropped_is_asked_for_anew() -> None:
 
         replica.fault = drop
         got, _ = await fetched(world, fetcher(world))
-        assert got.step == 10 and replica.calls["GetState"] == 2
-        np.testing.assert_array_equal(got.weights[-1024:], replica.state.weights[-1024:])
+        assert got.step == 12 and replica.calls["GetState"] == 2
+        assert_equal(got, replica.state)
 
     run(work())
 
@@ -383,5 +486,45 @@ def test_any_mixture_of_faults_is_survived_as_long_as_one_source_is_sound(seed: 
         assert_equal(got, state(NUMEL))
         assert {peer for peer, _ in world.offences} <= set(liars) and bool(fired) == bool(world.offences)
         assert took < 40, "a third of a minute at most of waiting for those who hang, and the bytes"
+
+    run(work())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_state_fetched_from_replicas_that_step_every_second_is_of_one_step(seed: int) -> None:
+    """The transfer lasts for ten steps and more, and all but one of the sources fail."""
+
+    async def work() -> None:
+        rng = random.Random(seed)
+        world, began = World(), asyncio.get_running_loop().time()
+        small = chunks(3.5)
+
+        def of_step(step: int) -> StageState:
+            return state(small, value=float(step), step=step, agreed=step, lineage=1000 + step)
+
+        async def step_on() -> None:
+            while True:
+                await asyncio.sleep(1.0)
+                step = 100 + int(asyncio.get_running_loop().time() - began)
+                for replica in world.replicas.values():
+                    asyncio.get_running_loop().call_later(rng.uniform(0, 0.3), setattr, replica, "state", of_step(step))
+
+        for name in rng.sample("abcde", 5):
+            replica = world.add(name, of_step(100), uplink=rng.uniform(0.5e6, 2e6), delay_s=rng.uniform(0, 0.1))
+            fault = rng.choice(["die", "hang", "dead"])
+            if fault == "die":
+                replica.die_after = rng.randrange(1, 4)
+            elif fault == "hang":
+                replica.hang_after = rng.randrange(0, 4)
+            else:
+                replica.die()
+        sound = world.add("sound", of_step(100), uplink=1e6)
+        stepping = asyncio.create_task(step_on())
+        fetch = StateFetch(world, 0, layout_of(small), world.report_offence)  # type: ignore[arg-type]
+        got = await fetch.run(list(world.replicas), deadline=began + 600)
+        stepping.cancel()
+        assert_equal(got, of_step(got.step))
+        assert (got.agreed, got.lineage) == (got.step, 1000 + got.step)
+        assert sound.state.step - got.step < 5 * transfer.STALL_S
 
     run(work())

@@ -12,12 +12,11 @@ import numpy as np
 from agora_protocol.errors import AgoraError, Refused
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import STATE_CHUNK_BYTES
-from agora_protocol.messages import GetChunk, GetSlice, GetState, Message
+from agora_protocol.messages import GetChunk, GetState, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.state.layout import Layout, Moment, Slot, StageState
-from agora.state.missed_slices import SLICE_CHUNK, slice_reply
 from agora.state.snapshot import Snapshots
 from agora.swarm.conduct import Offence
 from tests.memory_network import Faults, MemoryCall, MemoryNetwork
@@ -32,12 +31,21 @@ def layout_of(numel: int, squared: slice | None = None) -> Layout:
     return Layout(numel, [Slot("all", 0, (numel,))], moments)
 
 
-def state(numel: int, *, value: float = 1.0, step: int = 10, updates: int = 7, stage: int = 0) -> StageState:
+def state(
+    numel: int,
+    *,
+    value: float = 1.0,
+    step: int = 10,
+    updates: int = 7,
+    stage: int = 0,
+    agreed: int = 0,
+    lineage: int = 0,
+) -> StageState:
     """Weights near `value`, means near -value, squares value^2: what came from whom can be told."""
     ramp = np.linspace(0, 0.5, numel, dtype=np.float32)
     weights = ramp + value
     moments = {"mean": -weights, "square": np.square(weights)}
-    return StageState(stage, step, updates, 1000, layout_of(numel), weights, moments)
+    return StageState(stage, step, updates, 1000, layout_of(numel), weights, moments, agreed, lineage)
 
 
 def chunks(count: float) -> int:
@@ -74,7 +82,6 @@ class Replica:
     given: Counter[int] = field(default_factory=Counter)
     open_chunks: set[int] = field(default_factory=set)
     open_at_death: set[int] = field(default_factory=set)
-    slices: dict[int, np.ndarray] = field(default_factory=dict)
     working: set[asyncio.Task] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -124,11 +131,9 @@ class Replica:
         self.calls[type(request).__name__] += 1
         if isinstance(request, GetChunk):
             answer = await self.snapshots.get_chunk(request)
-        elif isinstance(request, GetState):
-            answer = await self.snapshots.get_state(request)
         else:
-            assert isinstance(request, GetSlice)
-            answer = slice_reply(self.slices[request.round][SLICE_CHUNK * request.chunk :][:SLICE_CHUNK], 12)
+            assert isinstance(request, GetState)
+            answer = await self.snapshots.get_state(request)
         if self.fault is not None:
             changed = self.fault(answer, self.calls[type(request).__name__])
             if isinstance(changed, AgoraError):

@@ -147,15 +147,3 @@ def test_a_slice_that_would_not_be_finite_changes_nothing(rule: SliceRule, value
     for bad in (delta[:-1], delta.double()):
         with pytest.raises(ProtocolError, match="no slice"):
             bench.stage.apply_average(bench.blocks, bad, snapshot, rule)
-
-
-def test_a_slice_put_in_place_replaces_what_was_there() -> None:
-    bench = SliceBench()
-    bench.forward(0)
-    old, values = bench.weights(), bench.noise()
-    bench.stage.replace_blocks(bench.blocks, values.numpy())
-    assert torch.equal(bench.slice(), bench.without_gaps(values))
-    bench.backward(0)
-    assert same(bench.sums(), bench.by_hand(0, old))
-    with pytest.raises(ProtocolError):
-        bench.stage.replace_blocks(bench.blocks, values.numpy()[1:])
