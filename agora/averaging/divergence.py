@@ -17,13 +17,18 @@ def replicas_to_fetch_from(lineages: Mapping[int, int], me: PeerId, live: KnownR
     """Returns the replicas that are right where this one is not; () when it is right, or nothing can be compared.
 
     lineages: this replica's, by step agreed on. Replicas with one lineage at one step are a group. The largest group is
-    right; of several, that with the least id.
+    right; of several, that with the least id. Replicas at a later step may be equal to this one, and count so until it
+    has come to that step.
     """
     equal = [me]
     groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)
     for peer, last in live.items():
         step, theirs = last.reported.agreed, last.reported.lineage
-        if theirs and (ours := lineages.get(step, 0)):
+        if not theirs:
+            continue
+        if step > max(lineages, default=0):
+            equal.append(peer)
+        elif ours := lineages.get(step, 0):
             (equal if theirs == ours else groups[step, theirs]).append(peer)
     right = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))
     return () if right is equal else tuple(sorted(right))

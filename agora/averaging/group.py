@@ -39,6 +39,8 @@ from agora.swarm.conduct import Offence, ReportOffence
 
 MOST_ROUNDS_APART: Final = 2
 """An owner refuses parts of a round that is farther from its own; of slices, that many covers of all of them."""
+HEARD_LATE: Final = 2
+"""Steps by which a replica's last report may lag behind a slice whose round it takes part in."""
 STEPS_OF_ROUND: Final = 2.0
 """A gradient round of an asynchronous run may take as long as so many steps, but LEAST_ROUND_S at least."""
 LEAST_ROUND_S: Final = 4.0
@@ -181,7 +183,7 @@ class ReplicaGroup:
         known = self.gossip.known(part.stage)
         absent = agreement.unreachable_replicas(known, peers, loop_time())
         if not self._config.synchronous:
-            step = part.number if part.what == "gradient" else part.number * self._averaging.every
+            step = part.number if part.what == "gradient" else part.number * self._averaging.every - HEARD_LATE
             absent |= agreement.replicas_behind(known, set(peers) - {self._me}, step)
         return absent
 
@@ -236,7 +238,9 @@ class ReplicaGroup:
         """Gossips that the stage has taken its `step`-th step, and begins what is due. tokens: this replica's in it."""
         state = self._stages[stage]
         state.pace.stepped(loop_time())
-        state.rounds.note_step(tokens)
+        if not self._config.is_exact(step - 1):
+            state.pace.note_local_step(tokens)
+            state.rounds.note_step(tokens)
         self.gossip.tick()
 
     def _decide_and_begin(self, stage: int) -> None:

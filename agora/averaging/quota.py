@@ -93,6 +93,7 @@ class StepPace:
     step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
     _measured: tuple[float, int] | None = None
     _stepped_at: float | None = None
+    _fair_quota: int = 0
 
     def measure(self, now: float, counted: int) -> None:
         """Measures this replica's rate. counted: tokens since it started."""
@@ -102,7 +103,14 @@ class StepPace:
 
     def quota(self, me: PeerId, others: Mapping[PeerId, float | None]) -> int:
         """Returns the tokens at which this replica closes its part of the next step; others: the other rates."""
-        return own_quota({**others, me: self.rate.value}, me, self.size.next_target, self.unit)
+        rates = {**others, me: self.rate.value}
+        self._fair_quota = own_quota(rates, me, self.size.target, self.unit)
+        return own_quota(rates, me, self.size.next_target, self.unit)
+
+    def note_local_step(self, tokens: int) -> None:
+        """Takes the tokens of this replica's part of a local step for as much of the whole as its quota was."""
+        if self._fair_quota > 0:
+            self.size = self.size.after_step(self.size.target * tokens / self._fair_quota)
 
     def stepped(self, now: float) -> None:
         """Measures the duration of the step that has just been taken."""

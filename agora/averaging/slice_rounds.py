@@ -29,6 +29,9 @@ from agora.observe import events
 
 RECALLED_BEHIND: Final = 2
 """A round that begins here so many rounds after it was due is recalled before it is taken part in."""
+RECALLS: Final = 3
+"""How often failed parts are asked of the others, RECALL_PAUSE of a round's time apart: they may yet be averaged."""
+RECALL_PAUSE: Final = 0.125
 
 
 class RoundTakers(OtherReplicas, Protocol):
@@ -62,6 +65,7 @@ class SliceRounds:
         self._report = report
         self._recent: deque[int] = deque(maxlen=slices.count * every)
         self._newest = -1
+        self._contributed = -1
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def note_step(self, tokens: int) -> None:
@@ -85,12 +89,15 @@ class SliceRounds:
         task.add_done_callback(lambda _: self._running.pop(number, None))
 
     async def stop(self) -> None:
-        """Cancels the running rounds: the state was replaced, or the peer leaves. Later ones may begin."""
+        """Cancels the running rounds: the state is replaced, or the peer leaves.
+
+        They may begin again, and are then recalled only: to some of their parts this peer has contributed.
+        """
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._newest = -1
+        self._contributed, self._newest = max(self._contributed, self._newest), -1
 
     async def _run(self, number: int, before: asyncio.Task[None] | None, is_late: bool) -> None:
         """Runs a round, and takes its mean in after that of the round `before`. An error makes it a failed round."""
@@ -115,9 +122,11 @@ class SliceRounds:
         first = Part(self._stage, "slice", number, 0)
         if is_late:
             await recall_failed(self._owner, self._takers, first, result)
+        if result.failed_parts and number > self._contributed:
+            result = await self._takers.run_round(self._stage, "slice", number, result.mean, float(sum(self._recent)))
+        for _ in range(RECALLS):
             if not result.failed_parts:
-                return result
-        result = await self._takers.run_round(self._stage, "slice", number, result.mean, float(sum(self._recent)))
-        if result.failed_parts:
+                break
+            await asyncio.sleep(RECALL_PAUSE * self._takers.round_s(self._stage))
             await recall_failed(self._owner, self._takers, first, result)
         return result

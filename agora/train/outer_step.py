@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Final
 
 import torch
+from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.manifest import AveragingSection
 from torch import Tensor
@@ -59,17 +60,23 @@ class OuterOptimizer:
     def step(self, blocks: Tensor, snapshot: Tensor, mean: Tensor, done: tuple[bool, ...]) -> Tensor:
         """Moves anchor and velocity in `blocks` by a round's mean; returns how far the weights move, [n].
 
-        snapshot, mean: float32 [n]. done: for each part of PART_ELEMENTS whether it has a mean; the others stay.
+        snapshot, mean: float32 [n]. done: for each part of PART_ELEMENTS whether it has a mean; the others stay. Raises
+        ProtocolError, and changes nothing, when something would not be finite.
         """
+        if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
+            raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no slice of {len(blocks)} blocks")
         is_done = torch.tensor(done).repeat_interleave(PART_ELEMENTS // SLICE_BLOCK)[: len(blocks), None]
         anchor, velocity, mean = self._rows(ANCHOR)[blocks], self._rows(VELOCITY)[blocks], mean.view(-1, SLICE_BLOCK)
         faster = self._momentum * velocity + mean
         moved = anchor - self._rate * (mean + self._momentum * faster)
+        away = torch.where(is_done, moved - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
+        if not bool(away.isfinite().all()):
+            raise ProtocolError("bad-tensor", "an anchor would not be finite")
         self._rows(ANCHOR)[blocks] = torch.where(is_done, moved, anchor)
         self._rows(VELOCITY)[blocks] = torch.where(is_done, faster, velocity)
         for values in self.moments.values():  # few bits have no level for the 0 of padding
             self._layout.clear_padding(values)
-        return torch.where(is_done, moved - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
+        return away
 
     def follow(self, blocks: Tensor, snapshot: Tensor) -> None:
         """Makes the snapshot of the only replica's weights the anchor in `blocks`, at rest."""

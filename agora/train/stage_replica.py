@@ -32,7 +32,8 @@ class StageReplica(TrainedStage):
 
     def difference_to_anchor(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Returns anchor - weights in `blocks`, and a copy of these weights, float32 [blocks * SLICE_BLOCK], CPU."""
-        snapshot = self._read(self._block_numbers(blocks)).flatten().cpu()
+        rows = self.weights.current.flat.view(-1, SLICE_BLOCK)
+        snapshot = rows.index_select(0, self._block_numbers(blocks)).flatten().cpu()
         return self._outer.difference(torch.from_numpy(blocks), snapshot), snapshot
 
     def step_anchor(self, step: int, blocks: Blocks, snapshot: Tensor, averaged: AveragedSlice | None) -> None:
@@ -49,9 +50,11 @@ class StageReplica(TrainedStage):
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
             mean, done = averaged
-            moved = self._checked(self._outer.step(rows, snapshot, mean, done), len(rows))
+            moved = self._outer.step(rows, snapshot, mean, done).to(self.sum.flat.device)
             numbers = self._block_numbers(blocks)
-            self._write(numbers, self._read(numbers) + moved)
+            flat = self.writable_weights()
+            flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, moved.view(-1, SLICE_BLOCK))
+            self.layout.clear_padding(flat)
             checksum = zlib.crc32(bytes(done), zlib.crc32(mean.contiguous().numpy().data))
         self.agree(step, checksum)
 
@@ -105,24 +108,6 @@ class StageReplica(TrainedStage):
         layout.clear_padding(values)
         return values
 
-    def _read(self, blocks: Tensor) -> Tensor:
-        """Returns a copy of the current weights in `blocks`, [blocks, SLICE_BLOCK]."""
-        return self.weights.current.flat.view(-1, SLICE_BLOCK).index_select(0, blocks)
-
-    def _write(self, blocks: Tensor, values: Tensor) -> None:
-        """Replaces the weights in `blocks` by `values` [blocks, SLICE_BLOCK]; ProtocolError when one is not finite."""
-        if not bool(values.isfinite().all()):
-            raise ProtocolError("bad-tensor", "a slice holds values that are not finite")
-        flat = self.writable_weights()
-        flat.view(-1, SLICE_BLOCK).index_copy_(0, blocks, values)
-        self.weights.layout.clear_padding(flat)
-
     def _block_numbers(self, blocks: Blocks) -> Tensor:
         """Returns `blocks` as an int64 tensor on the device."""
         return torch.tensor(blocks, dtype=torch.int64, device=self.sum.flat.device)
-
-    def _checked(self, values: Tensor, blocks: int) -> Tensor:
-        """Returns `values` as float32 [blocks, SLICE_BLOCK] on the device. Raises ProtocolError for another shape."""
-        if values.shape != (blocks * SLICE_BLOCK,) or values.dtype != torch.float32:
-            raise ProtocolError("bad-tensor", f"{values.dtype} {tuple(values.shape)} is no slice of {blocks} blocks")
-        return values.to(self.sum.flat.device).view(blocks, SLICE_BLOCK)

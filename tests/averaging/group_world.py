@@ -45,12 +45,13 @@ class Share:
 
 
 class FakeStage:
-    """Stage 0: counts tokens at `rate` per second, and its own gradient is its peer's number, so that alone differs."""
+    """Stage 0: counts tokens at `rate` per second, and its own gradient is its peer's alone."""
 
     span = Span(0, 0)
 
     def __init__(self, number: int, rate: float, manifest: Manifest) -> None:
-        self.number, self.rate = number, rate
+        self.gradient = number * torch.randn(NUMEL, generator=torch.Generator().manual_seed(number))
+        self.rate = rate
         self.exact_steps = manifest.exact_steps
         self.outer = OuterOptimizer(manifest.averaging, LAYOUT, torch.zeros(NUMEL))
         self.weights = torch.zeros(NUMEL)
@@ -102,10 +103,10 @@ class FakeStage:
         self.alone_at.append(self.step)
         self.closed.append(self.tokens)
         tokens, self.tokens = self.tokens, 0
-        self._step(torch.full((NUMEL,), float(self.number)), tokens)
+        self._step(self.gradient, tokens)
 
     def _close(self) -> None:
-        self.share = Share(self.step, self.tokens, torch.full((NUMEL,), float(self.number)))
+        self.share = Share(self.step, self.tokens, self.gradient)
         self.closed.append(self.tokens)
         self.tokens = 0
         assert self.group is not None

@@ -26,7 +26,7 @@ def lineages(checksums: dict[int, int], first: dict[int, int]) -> dict[int, int]
 
 
 def reported(step: int, lineage: int) -> ReplicaProgress:
-    return ReplicaProgress(Counts(step, step), 0.0, reported=OwnReport(step, step, 0, 0.0, lineage=lineage))
+    return ReplicaProgress(Counts(step, step), 0.0, reported=OwnReport(step, step, agreed=step, lineage=lineage))
 
 
 BEGUN = lineages(dict.fromkeys(range(1, 6), 5), {0: SEEDED})
@@ -57,8 +57,9 @@ def test_a_lineage_is_unknown_after_one_that_is() -> None:
         ({C: reported(10, OTHER[10])}, ()),
         ({A: reported(5, OTHER[5]), C: reported(5, OTHER[5])}, ()),
         ({A: reported(10, 1), B: reported(10, 2), C: reported(10, 3)}, (A,)),
+        ({A: reported(10, OTHER[10]), C: reported(11, 7)}, ()),
     ],
-    ids=["alone", "equal", "unknown", "few", "tie, least id", "two, least id", "two, own id", "an equal step", "none"],
+    ids=["alone", "equal", "unknown", "few", "tie, least id", "two, least id", "two, own id", "an equal step", "none", "one not comparable yet"],
 )
 def test_the_largest_group_is_right_and_of_equal_ones_that_with_the_least_id(
     others: dict[PeerId, ReplicaProgress], fetch_from: tuple[PeerId, ...]

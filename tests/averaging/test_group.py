@@ -13,7 +13,7 @@ from agora.averaging.agreement import SILENT_S
 from agora.averaging.exact_steps import FETCH_TRIES
 from agora.averaging.group import LOOK_S
 from agora.averaging.next_action import RESUME_S
-from agora.observe.events import PartFailed, RoundDone, StageFellBehind
+from agora.observe.events import PartFailed, RoundDone
 from tests.averaging.group_world import GroupPeer, GroupWorld
 from tests.pipeline.virtual_time import run
 

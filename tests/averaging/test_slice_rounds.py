@@ -1,4 +1,4 @@
-"""Replicas whose steps are local keep one anchor, the same bits at all of them, whoever dies, hangs, comes or is apart."""
+"""Replicas with local steps keep one anchor, the same bits at all of them, whoever dies, hangs, comes or is apart."""
 
 from __future__ import annotations
 
@@ -61,11 +61,13 @@ def test_after_the_exact_steps_replicas_step_alone_around_one_anchor(exact_steps
                 assert min(peer.stage.alone_at) == exact_steps, "the steps before were taken along a mean"
                 done = slice_rounds(peer)
                 numbers = [event.round for event in done]
-                assert numbers == list(range(exact_steps // every + 1, numbers[-1] + 1)), "each slice has its turn"
+                assert sorted(numbers) == list(range(exact_steps // every + 1, max(numbers) + 1)), (
+                    "each slice has its turn"
+                )
                 assert all(event.members == 3 and not event.failed_parts for event in done)
                 assert not peer.of(StageDiverged)
                 apart = peer.stage.weights - peer.stage.outer.moments[ANCHOR]
-                assert float(apart.abs().max()) < 0.01 * 3 * 4 * (every + 2), "no farther than since its slices' turns"
+                assert float(apart.square().mean().sqrt()) < 0.01 * 3 * 4 * (every + 2), "as since its slices' turns"
 
     run(main())
 
@@ -142,18 +144,19 @@ def test_halves_that_were_apart_become_one_again() -> None:
     run(main())
 
 
-def test_a_round_that_some_missed_is_recalled_from_those_who_have_it() -> None:
+def test_a_replica_that_missed_rounds_asks_for_what_the_others_keep_of_them() -> None:
     async def main() -> None:
         async with world_of(2000.0, 2000.0, 2000.0) as world:
             first, second, third = world.all
             await asyncio.sleep(20.0)
-            world.network.broken.add(frozenset((first.peer, third.peer)))
+            world.network.broken |= {frozenset((third.peer, other.peer)) for other in (first, second)}
             await asyncio.sleep(0.5 * SILENT_S)
+            assert third.of(PartFailed)
             world.network.broken.clear()
             await asyncio.sleep(10.0)
             await at_one_slice(*world.all)
             assert_one_anchor(*world.all)
-            assert world.calls["Recall"] and any(peer.of(PartFailed) for peer in world.all)
+            assert world.calls["Recall"] and not any(peer.of(StageDiverged) for peer in world.all)
 
     run(main())
 
@@ -166,7 +169,7 @@ def test_the_only_replica_is_its_own_anchor() -> None:
             await asyncio.sleep(0.2)
             assert stage.agreed >= 25 and not slice_rounds(world.all[0])
             apart = stage.weights - stage.outer.moments[ANCHOR]
-            assert float(apart.abs().max()) <= 0.01 * 4 and not stage.outer.moments[VELOCITY].any()
+            assert float(apart.square().mean().sqrt()) <= 0.01 * 4 and not stage.outer.moments[VELOCITY].any()
 
     run(main())
 
@@ -245,12 +248,18 @@ def test_a_slice_weighs_the_tokens_since_its_last_round() -> None:
 
 def test_rounds_that_are_stopped_change_nothing_and_begin_again_from_what_the_state_holds() -> None:
     async def main() -> None:
-        rounds, stages, _ = slow_world({3: 5.0, 4: 5.0})
+        rounds, stages, takers = slow_world({3: 5.0, 4: 5.0})
         rounds.begin(3, 3)
         rounds.begin(4, 4)
         await asyncio.sleep(1.0)
         await rounds.stop()
         await asyncio.sleep(10.0)
         assert not stages.taken_in and rounds.due(6, agreed=2) == 3
+        taken_part = dict(takers.weights)
+        for number in (3, 4, 5):
+            rounds.begin(number, 5)
+        await asyncio.sleep(30.0)
+        assert takers.weights.keys() - taken_part.keys() == {5}, "what it has contributed to it only asks for"
+        assert [step for step, _ in stages.taken_in] == [3, 4, 5]
 
     run(main())

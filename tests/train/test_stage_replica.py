@@ -442,7 +442,7 @@ def test_a_stage_that_is_not_held_is_refused() -> None:
         for refused in (
             compute.take_mean_gradient(1),
             compute.catch_up(1, 3),
-            compute.snapshot_blocks(1, np.arange(2)),
+            compute.difference_to_anchor(1, np.arange(2)),
         ):
             with pytest.raises(NotMyStage):
                 await refused

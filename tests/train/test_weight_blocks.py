@@ -1,4 +1,4 @@
-"""A slice of a stage's weights: read, averaged into what training makes of it meanwhile, and put in place."""
+"""A slice of a stage's weights: read, and moved with its anchor while training goes on."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from agora_protocol.errors import ProtocolError
+from agora_protocol.errors import LocalError, ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.manifest import OptimizerSection
+from agora_protocol.manifest import AveragingSection
 from torch import Tensor
 
-from agora.train.stage_replica import SliceRule, drift_weight
+from agora.train.outer_step import ANCHOR, VELOCITY
+from agora.train.trained_stage import stage_layout
 from tests.train.test_weight_versions import Bench, same
+
+RATE, MOMENTUM = AveragingSection().outer_rate, AveragingSection().outer_momentum
 
 
 class SliceBench(Bench):
     """A trainer of stage 0 by hand, and its replica's side."""
 
     def __init__(self, activations: str = "keep", blocks: Sequence[int] = (3, 0, 5)) -> None:
-        super().__init__(activations)
+        super().__init__(activations, averaging={"exact_steps": 0})
         self.stage = self.trainer.stage(0)
         self.blocks = np.array(blocks, np.int64)
         self.generator = torch.Generator().manual_seed(3)
@@ -29,7 +32,13 @@ class SliceBench(Bench):
         return scale * torch.randn(len(self.blocks) * SLICE_BLOCK, generator=self.generator)
 
     def slice(self) -> Tensor:
-        return self.stage.snapshot_blocks(self.blocks)[0]
+        return self.stage.difference_to_anchor(self.blocks)[1]
+
+    def rows(self, flat: Tensor) -> Tensor:
+        return flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)].flatten()
+
+    def take_in(self, step: int, mean: Tensor, snapshot: Tensor, done: bool = True) -> None:
+        self.stage.step_anchor(step, self.blocks, snapshot, (mean, (done,)))
 
     def without_gaps(self, values: Tensor) -> Tensor:
         """The slice of a stage whose weights would be `values` there: what lies between tensors is zero."""
@@ -50,51 +59,64 @@ def test_the_blocks_of_a_slice_come_in_the_order_asked_and_cover_padding() -> No
     assert torch.equal(bench.slice(), expected)
 
 
-def test_a_delta_keeps_what_was_learnt_since_the_snapshot() -> None:
+def test_a_slice_keeps_what_was_learnt_since_its_snapshot() -> None:
     bench = SliceBench()
-    snapshot, delta = bench.slice(), bench.noise()
+    snapshot, mean = bench.slice(), bench.noise()
+    anchor = bench.stage.moments[ANCHOR].clone()
     bench.step_with(0)
-    moved, rest = bench.slice(), bench.stage.weights.current.flat.clone()
-    assert not torch.equal(moved, snapshot)
-    bench.stage.apply_average(bench.blocks, delta, snapshot, "delta")
-    assert torch.equal(bench.slice(), bench.without_gaps(moved + delta))
+    learnt, rest = bench.slice(), bench.stage.weights.current.flat.clone()
+    assert not torch.equal(learnt, snapshot)
+    bench.take_in(1, mean, snapshot)
+    new = bench.rows(anchor) - RATE * (mean + MOMENTUM * mean)
+    torch.testing.assert_close(bench.slice(), bench.without_gaps(learnt + new - snapshot), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(bench.rows(bench.stage.moments[ANCHOR]), bench.without_gaps(new))
     others = np.setdiff1d(np.arange(bench.stage.weights.layout.numel // SLICE_BLOCK), bench.blocks)
     now = bench.stage.weights.current.flat
     assert torch.equal(now.view(-1, SLICE_BLOCK)[others], rest.view(-1, SLICE_BLOCK)[others])
 
 
-def test_the_ema_rule_is_asyncmeshs_equations() -> None:
-    """drift = w - s; m = (1 - l) m + l drift, or drift on the first visit; w = a + m."""
-    bench = SliceBench()
-    first, second = np.array([3, 0], np.int64), np.array([0, 4], np.int64)
-    m: dict[int, Tensor] = {}
-    for turn, blocks in enumerate([first, second, first, first]):
-        bench.blocks = blocks
-        s = bench.slice()
-        bench.step_with(turn)
-        w, a = bench.slice(), s + bench.noise()
-        share = drift_weight(bench.stage.step, bench.manifest.optimizer)
-        expected = []
-        for block, w_c, s_c, a_c in zip(blocks.tolist(), *(t.split(SLICE_BLOCK) for t in (w, s, a)), strict=True):
-            drift = w_c - s_c
-            m[block] = (1 - share) * m[block] + share * drift if block in m else drift
-            expected.append(a_c + m[block])
-        bench.stage.apply_average(blocks, a - s, s, "ema")
-        torch.testing.assert_close(bench.slice(), bench.without_gaps(torch.cat(expected)), rtol=1e-5, atol=1e-7)
+def test_a_round_is_taken_in_once_and_makes_the_lineage_another() -> None:
+    bench, other = SliceBench(), SliceBench()
+    mean = bench.noise()
+    for stage in (bench, other):
+        stage.step_with(0)
+        before = stage.stage.progress
+        assert (before.agreed, stage.stage.step) == (0, 1), "a local step is agreed on with nobody"
+        stage.take_in(1, mean, stage.slice())
+    assert bench.stage.progress.agreed == 1 and bench.stage.progress.lineage not in (0, before.lineage)
+    assert bench.stage.progress.lineage == other.stage.progress.lineage
+    weights = bench.stage.weights.current.flat.clone()
+    bench.take_in(1, bench.noise(), bench.slice())
+    assert torch.equal(bench.stage.weights.current.flat, weights)
+    other.take_in(2, mean, other.slice(), done=False)
+    bench.take_in(2, mean, bench.slice())
+    assert bench.stage.progress.lineage != other.stage.progress.lineage
 
 
-def test_the_share_of_a_new_drift_falls_from_a_half_to_a_hundredth() -> None:
-    section = OptimizerSection(total_steps=3000)
-    shares = [drift_weight(step, section) for step in (0, 1000, 2000, 3000, 9000)]
-    assert shares == pytest.approx([0.5, 0.5, 0.255, 0.01, 0.01])
+def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
+    bench, other = SliceBench(), SliceBench()
+    bench.step_with(0)
+    bench.take_in(1, bench.noise(), bench.slice())
+    state = bench.stage.export_state()
+    assert {ANCHOR, VELOCITY} <= state.moments.keys() and state.layout == stage_layout(bench.manifest, 0)
+    other.stage.load_state(state)
+    for name, values in bench.stage.moments.items():
+        assert torch.equal(other.stage.moments[name], values)
+    assert other.stage.progress.lineages == {1: bench.stage.progress.lineage}
 
 
-@pytest.mark.parametrize("rule", ["delta", "ema"])
-def test_a_slice_added_under_live_graphs_leaves_them_the_weights_they_saw(rule: SliceRule) -> None:
+def test_a_run_of_exact_steps_keeps_no_anchor() -> None:
+    stage = Bench("keep").trainer.stage(0)
+    assert stage.moments.keys() == {"mean", "square", "average"}
+    with pytest.raises(LocalError, match="no anchor"):
+        stage.difference_to_anchor(np.array([0]))
+
+
+def test_a_slice_added_under_live_graphs_leaves_them_the_weights_they_saw() -> None:
     bench = SliceBench("keep")
     old = bench.weights()
     bench.forward(0)
-    bench.stage.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), rule)
+    bench.take_in(1, bench.noise(0.1), bench.slice())
     new = bench.weights()
     assert bench.alive() == 2
     bench.backward(0)
@@ -109,7 +131,7 @@ def test_a_slice_between_steps_makes_no_third_version() -> None:
     bench.step_with(1)
     bench.forward(2)
     second = bench.weights()
-    bench.stage.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
+    bench.take_in(1, bench.noise(0.1), bench.slice())
     assert (bench.alive(), bench.trainer.stashed.graph_count()) == (2, 1)
     bench.backward(2)
     before = bench.sums()
@@ -123,27 +145,22 @@ def test_with_recompute_the_backward_sees_the_slice() -> None:
     bench = SliceBench("recompute")
     old = bench.weights()
     bench.forward(0)
-    bench.stage.apply_average(bench.blocks, bench.noise(0.1), bench.slice(), "delta")
+    bench.take_in(1, bench.noise(0.1), bench.slice())
     bench.backward(0)
     assert same(bench.sums(), bench.by_hand(0, bench.weights()))
     assert not same(bench.sums(), bench.by_hand(0, old))
     assert bench.stage.weights.previous is None
 
 
-@pytest.mark.parametrize("rule", ["delta", "ema"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_a_slice_that_would_not_be_finite_changes_nothing(rule: SliceRule, value: float) -> None:
+def test_a_slice_that_would_not_be_finite_changes_nothing(value: float) -> None:
     bench = SliceBench()
-    snapshot, before = bench.slice(), bench.stage.weights.current.flat.clone()
-    delta = bench.noise()
-    delta[17] = value
-    if value == 3e38:
-        snapshot[17] = bench.stage.weights.current.flat.view(-1, SLICE_BLOCK)[3, 17] = before[3 * SLICE_BLOCK + 17] = (
-            value
-        )
-    with pytest.raises(ProtocolError, match="not finite"):
-        bench.stage.apply_average(bench.blocks, delta, snapshot, rule)
-    assert torch.equal(bench.stage.weights.current.flat, before)
-    for bad in (delta[:-1], delta.double()):
-        with pytest.raises(ProtocolError, match="no slice"):
-            bench.stage.apply_average(bench.blocks, bad, snapshot, rule)
+    before = bench.stage.weights.current.flat.clone()
+    moments = {name: values.clone() for name, values in bench.stage.moments.items()}
+    mean = bench.noise()
+    mean[17] = value
+    for bad, why in ((mean, "not be finite"), (bench.noise()[:-1], "no slice"), (bench.noise().double(), "no slice")):
+        with pytest.raises(ProtocolError, match=why):
+            bench.take_in(1, bad, bench.slice())
+    assert torch.equal(bench.stage.weights.current.flat, before) and bench.stage.progress.agreed == 0
+    assert all(torch.equal(bench.stage.moments[name], values) for name, values in moments.items())

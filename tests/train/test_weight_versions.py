@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +33,11 @@ CPU = torch.device("cpu")
 class Bench:
     """A trainer of the first stages of a model, and the same gradients computed by hand."""
 
-    def __init__(self, activations: str = "keep", span: str = "0", stages: int = 2, in_flight: int = 8) -> None:
-        self.manifest: Manifest = small_manifest(
-            stages={"count": stages}, schedule={"activations": activations}, optimizer={"warmup_steps": 0}
-        )
+    def __init__(
+        self, activations: str = "keep", span: str = "0", stages: int = 2, in_flight: int = 8, **sections: Any
+    ) -> None:
+        sections = {"stages": {"count": stages}, "optimizer": {"warmup_steps": 0}, **sections}
+        self.manifest: Manifest = small_manifest(schedule={"activations": activations}, **sections)
         self.events = Events()
         self.span = Span.parse(span)
         self.trainer = SpanTrainer(self.manifest, self.span, CPU, report=self.events, in_flight=in_flight)
