@@ -162,20 +162,19 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
     values = WireTensor("float32", (3,), memoryview(struct.pack("<3f", 0.5, -1.25, 3.0)))
     levels = WireTensor("int8", (3,), memoryview(struct.pack("<3b", 21, -53, 127)))
     exponents = WireTensor("int8", (1,), memoryview(struct.pack("<1b", 2)))
+    scales = WireTensor("uint8", (2,), memoryview(bytes([253, 0])))
+    packed = WireTensor("uint8", (1,), memoryview(bytes([0b11_01_10])))
+    reports = ((FIRST.peer, 40, 41, 8192, 900_000, 38, 7, 0), (SECOND.peer, 40, 40, 0, 9, 0, 0, 1500))
     return [
-        (
-            kind.REQUEST,
-            7,
-            GossipSteps(1, ((FIRST.peer, 40, 41, 8192, 900_000, 7, 0), (SECOND.peer, 40, 40, 0, 9, 0, 1500)), 5_000),
-            [],
-        ),
-        (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 2**32 - 1, 0),)), []),
-        (kind.REQUEST, 9, Contribute(1, "weights", 12, 3, 65536.0, False, 10_000), [levels, exponents]),
-        (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 0.0, True, 10_000), [values]),
-        (kind.ANSWER, 9, Averaged(3, 4, 196608.0, 0.001953125, True), [levels, exponents]),
-        (kind.REQUEST, 11, Recall(1, "weights", 12, 3, 5_000), []),
-        (kind.ANSWER, 11, Recalled(3, 4, 196608.0, 0.001953125), [values]),
-        (kind.ANSWER, 11, Recalled(0, 0, 0.0, 0.0), []),
+        (kind.REQUEST, 7, GossipSteps(1, reports, 5_000), []),
+        (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 40, 2**32 - 1, 0),)), []),
+        (kind.REQUEST, 9, Contribute(1, "slice", 12, 3, 65536.0, False, "normal2", 10_000), [scales, packed]),
+        (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 8192.0, False, "int8", 10_000), [levels, exponents]),
+        (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 0.0, True, "float32", 10_000), [values]),
+        (kind.ANSWER, 9, Averaged(3, 4, 196608.0, True, "int8"), [levels, exponents]),
+        (kind.REQUEST, 11, Recall(1, "slice", 12, 3, 5_000), []),
+        (kind.ANSWER, 11, Recalled(3, 4, 196608.0, "normal2"), [scales, packed]),
+        (kind.ANSWER, 11, Recalled(0, 0, 0.0, "float32"), []),
     ]
 
 
@@ -255,6 +254,7 @@ def _bad_frames() -> list[tuple[str, str, bytes]]:
     """Returns frames that must be refused: what is wrong, the code, the bytes."""
     ping, tensor, twice = {"deadline_ms": 1}, ["int8", [4]], b"deadline_ms\x01\xabdeadline_ms\x01\x90"
     no_loss = {"loss_sum": 0.0, "tokens": 1, "busy_ms": 0.0, "path_ms": 0.0}
+    unknown = {"members": 1, "present": 1, "weight": 1.0, "counted": True, "wire": "normal5"}
     goodbye = [6, {"code": "Busy", "text": "", "retry_after_ms": 0, "stage": 0}, []]
     return [
         ("another magic", "bad-frame", _frame(2, 1, [2, ping, []], magic=0xA7)),
@@ -282,6 +282,7 @@ def _bad_frames() -> list[tuple[str, str, bytes]]:
         ("a deadline as float", "bad-message", _frame(2, 1, [2, {"deadline_ms": 5.0}, []])),
         ("a loss that is not finite", "bad-message", _frame(4, 1, [4, no_loss | {"loss_sum": math.inf}, []])),
         ("a refusal word in capitals", "bad-message", _frame(7, 0, goodbye)),
+        ("an unknown format of a part", "bad-message", _frame(4, 1, [15, unknown, [tensor]], b"1234")),
         ("nesting too deep", "bad-message", _frame(2, 1, b"\x91" * 17 + b"\xc0")),
         ("an array longer than its bytes", "bad-message", _frame(2, 1, bytes.fromhex("dd00000400c0"))),
         ("an array beyond its limit", "bad-message", _frame(2, 1, [2, [0] * 1025, []])),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from agora_protocol.messages import Averaged
 
-from agora.averaging.aggregate import Aggregation, aggregate, capped, magnitude, root_mean_square
-from agora.averaging.plausibility import MOST_TIMES_USUAL, NEAR, Drift, GradientSize, Newcomer
+from agora.averaging.aggregate import Aggregation, aggregate, capped, magnitude
+from agora.averaging.plausibility import MOST_TIMES_USUAL, UsualSize
 
 SIZE = 512
 
@@ -18,6 +18,11 @@ SIZE = 512
 def honest(index: int, spread: float = 0.1) -> torch.Tensor:
     noise = torch.randn(SIZE, generator=torch.Generator().manual_seed(index))
     return torch.linspace(-1, 1, SIZE) + spread * noise
+
+
+def distance(values: torch.Tensor, other: torch.Tensor) -> float:
+    """The root mean square of (values - other)."""
+    return magnitude(values - other)
 
 
 def averaged(values: list[torch.Tensor], weights: list[float] | None = None, rule: Aggregation = "mean", **settings):
@@ -64,7 +69,7 @@ def test_a_liar_about_its_weight_moves_ten_members_by_two_tenths() -> None:
     weights = [1.0] * 9 + [1e9]
     assert torch.allclose(averaged(values, weights).values, torch.full((SIZE,), 0.2))
     exact = averaged(values, weights, cap=False).values
-    assert float(exact[0]) > 0.99, "gradients are not capped: their weights are how many tokens there are"
+    assert float(exact[0]) > 0.99, "in synchronous runs nothing is capped: weights are how many tokens there are"
 
 
 def test_shares_sum_to_one() -> None:
@@ -76,16 +81,12 @@ def test_shares_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize("rule", ["mean", "clip"])
-def test_a_newcomer_is_not_in_the_average_nor_in_its_count(rule: Aggregation) -> None:
+def test_who_weighs_nothing_is_present_but_not_in_the_average_nor_in_its_count(rule: Aggregation) -> None:
     values = [honest(1), honest(2), torch.full((SIZE,), 1e6)]
     with_it = averaged(values, [2.0, 1.0, 0.0], rule)
     without = averaged(values[:2], [2.0, 1.0], rule)
     assert torch.equal(with_it.values, without.values)
-    assert (with_it.message.members, with_it.message.weight, with_it.message.distance) == (
-        2,
-        3.0,
-        without.message.distance,
-    )
+    assert (with_it.message.members, with_it.message.present, with_it.message.weight) == (2, 3, 3.0)
 
 
 def test_nobody_with_a_weight_makes_no_average() -> None:
@@ -113,7 +114,7 @@ def test_what_is_said_of_an_absurd_average_can_be_said(size: float, rule: Aggreg
         values = [honest(1), honest(2)] + [torch.full((SIZE,), size)] * attackers
         found = averaged(values, rule=rule, center=values[0])
         assert bool(found.values.isfinite().all())
-        Averaged(found.message.members, found.message.members, found.message.weight, found.message.distance, True)
+        Averaged(found.message.members, found.message.present, found.message.weight, True, "float32")
 
 
 def test_values_whose_average_no_float_can_hold_make_none() -> None:
@@ -124,16 +125,9 @@ def test_values_whose_average_no_float_can_hold_make_none() -> None:
 def test_a_magnitude_is_of_every_element() -> None:
     values = torch.zeros(131_072)
     values[1::16] = 4.0
-    assert magnitude(values) == pytest.approx(1.0) and root_mean_square(values) == 0.0
+    assert magnitude(values) == pytest.approx(1.0) and magnitude(torch.full((100,), -3.0)) == pytest.approx(3.0)
     for size in (1e-30, 1e-15, 1e15, 3e38):
         assert magnitude(torch.full((1000,), size)) == pytest.approx(size), "squares need not fit a float32"
-
-
-def test_distances_are_root_mean_squares() -> None:
-    assert root_mean_square(torch.full((100,), -3.0)) == pytest.approx(3.0)
-    assert root_mean_square(torch.full((100_000,), 1e25), torch.zeros(100_000)) == pytest.approx(1e25, rel=1e-6)
-    values = [torch.full((SIZE,), it) for it in (0.0, 1.0, 5.0)]
-    assert averaged(values).message.distance == pytest.approx(2.0), "the median of 2, 1 and 3"
 
 
 # --- the clip
@@ -150,7 +144,7 @@ def test_a_clip_of_members_that_agree_is_their_mean() -> None:
 def test_a_clip_of_honest_members_is_near_their_mean() -> None:
     values = [honest(n) for n in range(8)]
     wrong = averaged(values, rule="clip", center=values[0]).values - sum(values) / 8
-    assert root_mean_square(wrong) < 0.25 * 0.1
+    assert magnitude(wrong) < 0.25 * 0.1
 
 
 ATTACKS = {
@@ -168,14 +162,14 @@ def test_attackers_that_are_fewer_than_half_move_a_clip_no_farther_than_members_
 ) -> None:
     good = [honest(n) for n in range(members - attackers)]
     bad = [ATTACKS[attack](honest(100 + n)) for n in range(attackers)]
-    apart = max(root_mean_square(a, b) for a in good for b in good)
+    apart = max(distance(a, b) for a in good for b in good)
     lies = (
         [[1.0] * len(good) + [1e9] * attackers] if 4 * attackers <= members else []
     )  # with these a member counts twice
     for weights in (None, *lies):
         for center in (good[0], good[-1]):
             found = averaged([*good, *bad], weights, "clip", center=center)
-            assert root_mean_square(found.values, center) < 3.0 * apart, "three rounds, each at most the radius"
+            assert distance(found.values, center) < 3.0 * apart, "three rounds, each at most the radius"
 
 
 def test_one_attacker_moves_a_clip_by_its_share_of_the_radius_in_each_round() -> None:
@@ -185,111 +179,44 @@ def test_one_attacker_moves_a_clip_by_its_share_of_the_radius_in_each_round() ->
     without = averaged(good, rule="clip", center=good[0]).values
     for attack in ATTACKS.values():
         found = averaged([*good, attack(honest(100))], rule="clip", center=good[0])
-        assert root_mean_square(found.values, without) < 3 * (2 * spread) / 8
+        assert distance(found.values, without) < 3 * (2 * spread) / 8
 
 
 # --- what a member accepts
 
 
-def test_a_first_average_may_lie_as_far_as_the_values_are_large_and_a_later_one_eight_times_the_usual() -> None:
-    assert not Drift().why_implausible(1.0, 1.0)
-    assert "the average lies 1.01 from" in Drift().why_implausible(1.01, 1.0)
-    usual = Drift().updated(0.01)
-    assert not usual.why_implausible(0.99 * MOST_TIMES_USUAL * 0.01, 1.0)
-    assert usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 1.0)
-
-
-def test_after_rounds_without_drift_a_fiftieth_of_the_values_is_still_accepted() -> None:
-    still = Drift().updated(0.0)
-    assert not still.why_implausible(0.02, 1.0) and still.why_implausible(0.021, 1.0)
-
-
-def test_a_replica_that_had_most_of_the_weight_still_accepts_the_next_average() -> None:
-    """Two replicas, found 0.0037 apart, one with a tenth of the other's tokens; then they weigh the same."""
-    near, median, size = 0.00033, 0.0019, 0.05
-    assert Drift().updated(near).why_implausible(0.0044, size), "the own distance alone says too little"
-    assert not Drift().updated(Drift.after_acceptance(near, median)).why_implausible(0.0044, size)
-    assert Drift.after_acceptance(0.0034, median) == 0.0034
-    assert Drift.after_acceptance(near, 1e30) == MOST_TIMES_USUAL * near, "an owner's word counts so much and no more"
-    assert Drift.after_acceptance(0.0, 1e30) == 0.0
-
-
-def test_replicas_that_are_suddenly_farther_apart_accept_one_another_again_soon() -> None:
-    drift, refused = Drift().updated(0.01), 0
-    while drift.why_implausible(1.0, 1.0):
-        drift, refused = drift.updated(drift.after_rejection(1.0)), refused + 1
-    assert refused == 3
-    assert Drift().after_rejection(1.0) is None, "a first that is rejected teaches nothing"
-    for _ in range(100):
-        drift = drift.updated(drift.after_rejection(1.0))
-    assert drift.usual <= 1.0, "as large as the values, at most"
+def test_a_mean_may_be_eight_times_as_large_as_the_usual_or_as_the_own() -> None:
+    usual = UsualSize().updated(0.01, 0.02)
+    assert not usual.why_implausible(0.99 * MOST_TIMES_USUAL * 0.01, 0.0)
+    assert "the mean is 0.0808 large" in usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 0.0)
+    assert not usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 0.02)
 
 
 def test_what_is_not_a_number_is_rejected() -> None:
-    for drift in (Drift(), Drift().updated(0.01)):
-        assert drift.why_implausible(math.nan, 1.0) and drift.why_implausible(math.inf, 1.0)
-
-
-def test_the_usual_distance_follows_slowly() -> None:
-    drift = Drift().updated(0.01)
-    for _ in range(3):
-        before = drift.usual
-        drift = drift.updated(MOST_TIMES_USUAL * before)
-        assert drift.usual < 3.2 * before, "even at the edge of what is accepted"
-    for _ in range(30):
-        drift = drift.updated(0.02)
-    assert drift.usual == pytest.approx(0.02, rel=0.01)
-
-
-def test_a_mean_gradient_may_be_eight_times_as_large_as_the_usual_or_as_the_own() -> None:
-    usual = GradientSize().updated(0.01, 0.02)
-    assert not usual.why_implausible(0.99 * MOST_TIMES_USUAL * 0.01, 0.0)
-    assert "the mean gradient is 0.0808 large" in usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 0.0)
-    assert not usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 0.02)
-    for size in (GradientSize(), usual):
+    for size in (UsualSize(), UsualSize().updated(0.01, 0.02)):
         assert size.why_implausible(math.nan, 1.0) and size.why_implausible(math.inf, 1.0)
-    assert usual.updated(0.08, 0.01).usual < 0.032
+        assert size.why_implausible(math.inf, 0.0), "even with nothing to judge it by"
 
 
-def test_a_mean_gradient_with_nothing_to_judge_it_by_is_used_and_not_remembered() -> None:
-    assert not GradientSize().why_implausible(1e38, 0.0) and GradientSize().updated(1e38, 0.0) == GradientSize()
-    assert GradientSize().why_implausible(0.81, 0.1) and not GradientSize().why_implausible(0.79, 0.1)
-    assert GradientSize().updated(0.79, 0.1).usual == 0.1, "a first is judged by the own, and so remembered"
-
-
-# --- when a newcomer counts
-
-
-def test_a_replica_that_counts_goes_on_counting() -> None:
-    newcomer = Newcomer()
+def test_the_usual_size_follows_slowly() -> None:
+    size = UsualSize().updated(0.01, 0.02)
     for _ in range(3):
-        newcomer = newcomer.after_round(100.0, 1.0, 3.0, cover=20)
-        assert newcomer.counts
+        assert size.usual is not None
+        before = size.usual
+        size = size.updated(MOST_TIMES_USUAL * before, 0.0)
+        assert size.usual is not None and size.usual < 3.2 * before, "even at the edge of what is accepted"
+    for _ in range(30):
+        size = size.updated(0.02, 0.0)
+    assert size.usual == pytest.approx(0.02, rel=0.01)
 
 
-@pytest.mark.parametrize("members", [2.0, 3.0, 8.0])
-def test_a_newcomer_counts_once_it_is_as_near_as_the_others_would_be_from_outside(members: float) -> None:
-    edge = NEAR * math.sqrt((members + 1) / (members - 1))
-    far = Newcomer(counts=False).after_round(1.01 * edge * 0.1, 0.1, members, cover=20)
-    assert not far.counts and far.rounds == 1
-    assert far.after_round(0.99 * edge * 0.1, 0.1, members, cover=20).counts
+def test_a_replica_whose_own_values_grow_accepts_means_as_much_larger() -> None:
+    """Differences to the anchor grow with each round that fails."""
+    usual = UsualSize().updated(0.01, 0.01)
+    assert usual.why_implausible(1.0, 0.1) and not usual.why_implausible(1.0, 0.2)
 
 
-def test_a_replica_as_good_as_the_others_is_near_enough() -> None:
-    """n alike replicas and one more of the same spread, which is not in their average."""
-    for members in (2, 3, 8):
-        values = [honest(n) for n in range(members + 1)]
-        found = averaged(values, [1.0] * members + [0.0])
-        own = root_mean_square(values[-1], found.values)
-        assert Newcomer(counts=False).after_round(own, found.message.distance, found.message.members, cover=20).counts
-
-
-def test_a_single_other_is_nothing_to_compare_with() -> None:
-    assert Newcomer(counts=False).after_round(5.0, 0.0, 1.0, cover=20).counts
-
-
-def test_a_newcomer_that_has_every_slice_counts_in_any_case() -> None:
-    newcomer = Newcomer(counts=False)
-    for number in range(1, 6):
-        newcomer = newcomer.after_round(100.0, 1.0, 3.0, cover=5)
-        assert newcomer.counts == (number == 5)
+def test_a_mean_with_nothing_to_judge_it_by_is_used_and_not_remembered() -> None:
+    assert not UsualSize().why_implausible(1e38, 0.0) and UsualSize().updated(1e38, 0.0) == UsualSize()
+    assert UsualSize().why_implausible(0.81, 0.1) and not UsualSize().why_implausible(0.79, 0.1)
+    assert UsualSize().updated(0.79, 0.1).usual == 0.1, "a first is judged by the own, and so remembered"

@@ -1,4 +1,4 @@
-"""What members and owners of gradient rounds feed back: no gradient is lost to quantisation or to being late."""
+"""What members and owners feed back: nothing is lost to quantisation, and no gradient to being late."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 import torch
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import QUANTISER_BLOCK
+from agora_protocol.messages import Recall
 from agora_protocol.tensors import WireTensor
 
-from agora.averaging.contributions import GradientContributions
-from agora.averaging.kinds import INT8_ROUNDS, GradientRound, Part, RoundConfig
-from agora.averaging.wire import NORMAL_BITS, PartCodec
+from agora.averaging.contributions import Contributions
+from agora.averaging.exchange import INT8_ROUNDS, Exchange, Part, RoundConfig
+from agora.averaging.wire import NORMAL_BITS, Encoded, PartCodec
 from agora.observe.events import RoundDone
 from tests.averaging.world import RUN, Member, World, identities
 from tests.pipeline.virtual_time import run
@@ -21,13 +22,17 @@ SIZE = 5 * QUANTISER_BLOCK + 7
 FIRST = INT8_ROUNDS
 
 
-def config(wire: str = "normal2") -> RoundConfig:
+def config(wire: str = "normal2", slices: int = 1) -> RoundConfig:
     me = identities(1)[0]
-    return RoundConfig(me, RUN, "mean", "int8", 20.0, 1e9, gradient_wire=wire)  # type: ignore[arg-type]
+    return RoundConfig(me, RUN, "mean", 20.0, 1e9, gradient_wire=wire, slice_wire=wire, slices=slices)  # type: ignore[arg-type]
 
 
 def part(number: int, stage: int = 0) -> Part:
     return Part(stage, "gradient", number, 0)
+
+
+def slice_part(number: int) -> Part:
+    return Part(0, "slice", number, 0)
 
 
 def gradient(number: int, scale: float = 1e-4) -> torch.Tensor:
@@ -96,55 +101,98 @@ def test_another_form_is_refused(change: object) -> None:
 def test_what_quantisation_loses_is_added_to_the_next_gradient(name: str) -> None:
     """The sum of all that was sent stays within one contribution's error of the sum of all gradients."""
     terms, rounds = config(name), 200
-    contributions = GradientContributions(terms)
+    contributions = Contributions(terms)
     sent, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
-        made = contributions.make(part(number), gradient(number), 100.0)
+        made = contributions.make(part(number), gradient(number), 100.0, name)  # type: ignore[arg-type]
         sent += terms.decode(part(number), made.wire, SIZE)
         wanted += gradient(number)
         assert contributions.settle(part(number), made, counted=True) == 0.0
     assert float((sent - wanted).norm()) < 1.5 * float(gradient(0).norm()), "which does not grow with the rounds"
     contributions.forget(0)
-    assert torch.equal(contributions.make(part(FIRST), gradient(1), 1.0).values, gradient(1))
+    assert torch.equal(contributions.make(part(FIRST), gradient(1), 1.0, "normal2").values, gradient(1))
 
 
 def test_the_first_gradients_travel_as_int8_and_leave_nothing() -> None:
-    terms = config()
-    contributions = GradientContributions(terms)
-    made = contributions.make(part(FIRST - 1), gradient(1), 100.0)
-    assert made.wire[0].dtype == "int8" and not terms.is_coarse(part(FIRST - 1)) and terms.is_coarse(part(FIRST))
-    contributions.settle(part(FIRST - 1), made, counted=True)
-    assert torch.equal(contributions.make(part(FIRST), gradient(2), 100.0).values, gradient(2))
+    exchange = Exchange(config())
+    assert [exchange.wire_of(part(number)) for number in (0, FIRST - 1, FIRST)] == ["int8", "int8", "normal2"]
+    made = exchange.contribution(part(FIRST - 1), gradient(1), 100.0)
+    assert made.wire.name == "int8"
+    exchange.settle(part(FIRST - 1), made, counted=True)
+    assert torch.equal(exchange.contribution(part(FIRST), gradient(2), 100.0).values, gradient(2))
+
+
+def test_slices_travel_in_few_bits_from_the_first_one_on() -> None:
+    assert Exchange(config()).wire_of(slice_part(0)) == "normal2"
 
 
 def test_a_gradient_that_came_too_late_is_in_the_next_contribution_with_its_tokens() -> None:
-    contributions = GradientContributions(config("float32"))
-    late = contributions.make(part(5), gradient(1), 300.0)
-    assert contributions.settle(part(5), late, counted=False) == 0.0
-    both = contributions.make(part(6), gradient(2), 100.0)
+    exchange = Exchange(config("float32"))
+    late = exchange.contribution(part(5), gradient(1), 300.0)
+    assert exchange.settle(part(5), late, counted=False) == 0.0
+    both = exchange.contribution(part(6), gradient(2), 100.0)
     torch.testing.assert_close(both.values, (300 * gradient(1) + 100 * gradient(2)) / 400)
     assert (both.weight, both.late_tokens) == (400.0, 300.0)
-    assert contributions.settle(part(6), both, counted=False) == 300.0, "late twice: the first of the two is lost"
-    again = contributions.make(part(7), gradient(3), 0.0)
+    assert exchange.settle(part(6), both, counted=False) == 300.0, "late twice: the first of the two is lost"
+    again = exchange.contribution(part(7), gradient(3), 0.0)
     torch.testing.assert_close(again.values, gradient(2))
     assert again.weight == 100.0
-    contributions.settle(part(7), again, counted=None)
-    assert contributions.make(part(8), gradient(3), 50.0).weight == 50.0, "what may have counted is not sent again"
+    exchange.settle(part(7), again, counted=None)
+    assert exchange.contribution(part(8), gradient(3), 50.0).weight == 50.0, "what may have counted is not sent again"
 
 
 def test_the_parts_and_stages_of_a_round_leave_their_own() -> None:
-    contributions = GradientContributions(config("float32"))
-    contributions.settle(part(5), contributions.make(part(5), gradient(1), 300.0), counted=False)
-    assert contributions.make(part(6, stage=1), gradient(2), 1.0).weight == 1.0
-    assert contributions.make(Part(0, "gradient", 6, 1), gradient(2), 1.0).weight == 1.0
-    assert contributions.make(part(6), gradient(2), 1.0).weight == 301.0
+    exchange = Exchange(config("float32"))
+    exchange.settle(part(5), exchange.contribution(part(5), gradient(1), 300.0), counted=False)
+    assert exchange.contribution(part(6, stage=1), gradient(2), 1.0).weight == 1.0
+    assert exchange.contribution(Part(0, "gradient", 6, 1), gradient(2), 1.0).weight == 1.0
+    assert exchange.contribution(part(6), gradient(2), 1.0).weight == 301.0
+
+
+def test_two_slices_do_not_mix_what_they_have_lost() -> None:
+    """Of three slices round 9 is of round 6's: its difference has what that one has lost, and no other slice's."""
+    exchange = Exchange(config(slices=3))
+    made = exchange.contribution(slice_part(6), gradient(1), 100.0)
+    exchange.settle(slice_part(6), made, counted=True)
+    lost = gradient(1) - decoded(made.wire)
+    assert bool(lost.any())
+    for number in (7, 8):
+        assert torch.equal(exchange.contribution(slice_part(number), gradient(2), 100.0).values, gradient(2))
+    assert torch.equal(exchange.contribution(slice_part(9), gradient(2), 100.0).values, gradient(2) + lost)
+    gradient_of_the_same_number = exchange.contribution(Part(0, "gradient", FIRST + 1, 0), gradient(2), 100.0)
+    assert torch.equal(gradient_of_the_same_number.values, gradient(2)), "nor a gradient's"
+
+
+def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_anyway() -> None:
+    exchange = Exchange(config(slices=3))
+    for counted in (False, None):
+        made = exchange.contribution(slice_part(6), gradient(1), 300.0)
+        assert exchange.settle(slice_part(6), made, counted) == 0.0
+        again = exchange.contribution(slice_part(9), gradient(2), 100.0)
+        assert torch.equal(again.values, gradient(2)) and (again.weight, again.late_tokens) == (100.0, 0.0)
+
+
+def test_what_was_lost_waits_for_a_contribution_that_counts() -> None:
+    exchange = Exchange(config(slices=3))
+    made = exchange.contribution(slice_part(0), gradient(1), 1.0)
+    exchange.settle(slice_part(0), made, counted=True)
+    lost = gradient(1) - decoded(made.wire)
+    for number, counted in ((3, False), (6, None)):
+        made = exchange.contribution(slice_part(number), gradient(2), 1.0)
+        assert torch.equal(made.values, gradient(2) + lost)
+        exchange.settle(slice_part(number), made, counted)
+    assert torch.equal(exchange.contribution(slice_part(9), gradient(3), 1.0).values, gradient(3) + lost)
+
+
+def decoded(sent: Encoded) -> torch.Tensor:
+    return PartCodec(sent.name).decode(sent.tensors, SIZE)
 
 
 # --- an owner
 
 
 def test_an_owner_feeds_back_what_its_answer_loses() -> None:
-    owner, rounds = GradientRound(config()), 100
+    owner, rounds = Exchange(config()), 100
     answered, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
         values = [gradient(number), gradient(-number)]
@@ -152,31 +200,74 @@ def test_an_owner_feeds_back_what_its_answer_loses() -> None:
         assert found is not None
         answered += found.values
         wanted += (values[0] + 3 * values[1]) / 4
-        assert torch.equal(owner.decode_answer(part(number), owner.encode_answer(found, values[0]), SIZE), found.values)
+        assert found.wire is not None and found.message.wire == found.wire.name == "normal2"
+        assert torch.equal(decoded(found.wire), found.values), "it takes in itself what it sends"
     assert float((answered - wanted).norm()) < 1.5 * float(gradient(0).norm())
 
 
 def test_a_mean_of_one_contribution_changes_nothing_for_the_next() -> None:
-    owner, other = GradientRound(config()), GradientRound(config())
+    owner, other = Exchange(config()), Exchange(config())
     owner.combine(part(FIRST), [gradient(1)], [1.0], None)
-    means = [kind.combine(part(FIRST + 1), [gradient(2), gradient(3)], [1.0, 1.0], None) for kind in (owner, other)]
-    assert means[0] is not None and means[1] is not None and torch.equal(means[0].values, means[1].values)
+    assert torch.equal(mean(owner, part(FIRST + 1), 2), mean(other, part(FIRST + 1), 2))
+
+
+def test_an_owner_of_two_slices_does_not_mix_what_its_answers_lost() -> None:
+    owner, other, last = Exchange(config(slices=3)), Exchange(config(slices=3)), Exchange(config(slices=3))
+    mean(owner, slice_part(6), 1)
+    assert torch.equal(mean(owner, slice_part(7), 3), mean(other, slice_part(7), 3))
+    assert not torch.equal(mean(owner, slice_part(9), 3), mean(last, slice_part(9), 3)), "its own next one has it"
+    for exchange in (owner, last):
+        exchange.forget(0)
+    assert torch.equal(mean(owner, slice_part(12), 5), mean(last, slice_part(12), 5))
+
+
+def mean(exchange: Exchange, of: Part, seed: int) -> torch.Tensor:
+    """An owner's mean of two contributions."""
+    found = exchange.combine(of, [gradient(seed), gradient(seed + 1)], [1.0, 1.0], None)
+    assert found is not None
+    return found.values
 
 
 # --- rounds
 
 
+@pytest.mark.parametrize("what", ["gradient", "slice"])
 @pytest.mark.parametrize("wire", ["normal2", "normal4", "int8"])
-def test_all_members_get_the_same_bits_and_over_many_rounds_the_mean(wire: str) -> None:
+def test_all_members_get_the_same_bits_and_over_many_rounds_the_mean(wire: str, what: str) -> None:
     async def main() -> None:
-        world = World(SIZE, gradient_wire=wire)
+        world = World(SIZE, gradient_wire=wire, slice_wire=wire)
         members = world.add(*identities(3))
         total, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
         for number in range(FIRST, FIRST + 40):
             values = [gradient(number + 1000 * index) for index in range(3)]
-            answers = await average(world, members, number, values)
+            answers = await average(world, members, number, values, what)
             assert all(torch.equal(answer, answers[0]) for answer in answers)
             total, wanted = total + answers[0], wanted + sum(values) / 3
+        assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())
+
+    run(main())
+
+
+@pytest.mark.parametrize("wires", [("normal2", "float32", "int8"), ("float32", "normal2", "normal2")])
+@pytest.mark.parametrize("what", ["gradient", "slice"])
+def test_members_that_send_in_different_formats_get_the_same_bits_and_lose_nothing(
+    wires: tuple[str, ...], what: str
+) -> None:
+    """The owner answers in the format that it sends in, whichever the members have chosen."""
+
+    async def main() -> None:
+        world = World(SIZE, slices=2)
+        sends = dict(zip(identities(3), wires, strict=True))
+        members = [world.add(peer, gradient_wire=wire, slice_wire=wire)[0] for peer, wire in sends.items()]
+        total, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
+        for number in range(FIRST, FIRST + 80, 2):
+            values = [gradient(number + 1000 * index) for index in range(3)]
+            answers = await average(world, members, number, values, what)
+            assert all(torch.equal(answer, answers[0]) for answer in answers)
+            total, wanted = total + answers[0], wanted + sum(values) / 3
+        owner, _ = members[0].owner.config.owners(Part(0, what, number, 0), members[0].view)
+        kept = {member.owner.recall(Recall(0, what, number, 0))[0].wire for member in members}
+        assert kept == {sends[owner]}
         assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())
 
     run(main())
@@ -201,13 +292,17 @@ def test_who_comes_after_the_window_is_in_the_next_round_with_both_shares() -> N
     run(main())
 
 
-async def take_part(world: World, member: Member, number: int, values: torch.Tensor, weight: float) -> torch.Tensor:
+async def take_part(
+    world: World, member: Member, number: int, values: torch.Tensor, weight: float, what: str = "gradient"
+) -> torch.Tensor:
     deadline = asyncio.get_running_loop().time() + world.round_s
-    result = await member.take_part(0, "gradient", number, values, weight, member.view, deadline)
+    result = await member.take_part(0, what, number, values, weight, member.view, deadline)
     assert result.failed_parts == 0
-    return result.answer
+    return result.mean
 
 
-async def average(world: World, members: list[Member], number: int, values: list[torch.Tensor]) -> list[torch.Tensor]:
-    works = (take_part(world, m, number, v, 1.0) for m, v in zip(members, values, strict=True))
+async def average(
+    world: World, members: list[Member], number: int, values: list[torch.Tensor], what: str = "gradient"
+) -> list[torch.Tensor]:
+    works = (take_part(world, m, number, v, 1.0, what) for m, v in zip(members, values, strict=True))
     return list(await asyncio.gather(*works))

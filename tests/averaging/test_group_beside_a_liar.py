@@ -18,8 +18,8 @@ from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute, GossipedSteps, GossipSteps, Message, Recall, Recalled
 from agora_protocol.tensors import WireTensor
 
+from agora.averaging.exchange import Part
 from agora.averaging.group import ReplicaGroup
-from agora.averaging.kinds import Part
 from agora.observe.events import PartFailed, RoundDone, StepTaken
 from agora.swarm.conduct import ReportOffence
 from agora.swarm.offences import OffenceLog
@@ -40,19 +40,18 @@ class Liar:
     async def call(self, peer: PeerId, request: Message, tensors: Sequence[WireTensor], **_: Any) -> SimpleNamespace:
         """Answers with a part of equal numbers."""
         if isinstance(request, GossipSteps):
-            return SimpleNamespace(message=GossipedSteps(((OTHER, 0, 0, self.tokens, self.tokens, 0, 0),)), tensors=[])
+            return SimpleNamespace(
+                message=GossipedSteps(((OTHER, 0, 0, self.tokens, self.tokens, 0, 0, 0),)), tensors=[]
+            )
         if isinstance(request, Recall):
-            return SimpleNamespace(message=Recalled(0, 0, 0.0, 0.0), tensors=[])
+            return SimpleNamespace(message=Recalled(0, 0, 0.0, "float32"), tensors=[])
         assert isinstance(request, Contribute)
-        answer = Averaged(members=2, present=2, weight=64.0, distance=0.0, counted=True)
+        answer = Averaged(members=2, present=2, weight=64.0, counted=True, wire="float32")
         return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
 
 
 class NoStates:
     """Of a state room that fetches nothing."""
-
-    def __init__(self) -> None:
-        self.fetched: set[int] = set()
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
         raise Unavailable(stage, ["nobody gives any"])
@@ -115,7 +114,7 @@ async def weights_after(compute: Compute, number: int, learning: bool = True) ->
 
 def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absurd_only_the_averaging() -> None:
     async def whole() -> None:
-        liar, averaging = Liar(), {"exact_steps": 100, "every": 1000, "wire": "float32", "gradient_wire": "float32"}
+        liar, averaging = Liar(), {"exact_steps": 100, "gradient_wire": "float32"}
         async with beside(liar, averaging=averaging, optimizer={"target_tokens": 32}) as (compute, group, events, _):
             running = asyncio.create_task(group.run())
             before = (await compute.export_state(0)).weights
@@ -128,7 +127,7 @@ def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absur
             liar.mean = 1e3
             alone = await weights_after(compute, 2)
             assert np.isfinite(alone).all() and not np.array_equal(alone, honest), "it goes on along its own gradient"
-            assert {"the mean gradient is" in failed.reason for failed in events.of(PartFailed)} == {True}
+            assert {"the mean is" in failed.reason for failed in events.of(PartFailed)} == {True}
             await stop(running)
         rounds = events.of(RoundDone)
         assert [done.failed_parts == done.parts for done in rounds] == [False, False, True]
@@ -154,21 +153,35 @@ def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other
     asyncio.run(asyncio.wait_for(whole(), 30))
 
 
+@pytest.mark.parametrize(("exact_steps", "first"), [(0, 1), (5, 3), (6, 4)])
+def test_slices_are_averaged_of_local_steps_only_and_gradients_of_exact_ones(exact_steps: int, first: int) -> None:
+    """Round n is of step 2 n; a slice of a step that the replicas have taken together would bring nothing."""
+
+    async def whole() -> None:
+        async with beside(Liar(), averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, _, _):
+            for what, number in (("slice", first - 1), ("gradient", exact_steps)):
+                with pytest.raises(ProtocolError, match=f"averages no {what} {number} here"):
+                    group.numel_of(Part(0, what, number, 0))
+            assert group.numel_of(Part(0, "slice", first, 0)) > 0
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
 def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
     async def whole() -> None:
         recorded: list[Any] = []
-        averaging = {"exact_steps": 0, "every": 2, "wire": "float32", "gradient_wire": "float32"}
+        averaging = {"exact_steps": 0, "every": 2, "fraction": 0.5, "slice_wire": "float32"}
 
         offences = OffenceLog(recorded.append)
         async with beside(Liar(), offences.report_offence, averaging=averaging) as (_, group, _, _):
-            size = group.numel_of(Part(0, "weights", 0, 0))
+            size = group.numel_of(Part(0, "slice", 1, 0))
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
-                message = Contribute(0, "weights", round_, 0, weight, False, 1000)
+                message = Contribute(0, "slice", round_, 0, weight, False, "float32", 1000)
                 await group.contribute(OTHER, message, [wire(values)], asyncio.get_running_loop().time() + 1)
 
             good, bad = np.zeros(size, np.float32), np.full(size, np.nan, np.float32)
-            for round_, values, weight in ((0, bad, 1.0), (0, bad, 1.0), (0, good[:-1], 1.0), (1, good, 1e12)):
+            for round_, values, weight in ((1, bad, 1.0), (1, bad, 1.0), (1, good[:-1], 1.0), (3, good, 1e12)):
                 with pytest.raises(ProtocolError):
                     await bring(round_, values, weight)
             with pytest.raises(Refused):

@@ -1,4 +1,4 @@
-"""Slices cover everything exactly once; owners win parts in proportion to their bandwidth."""
+"""Slices cover everything exactly once; owners win parts in proportion to their bandwidth, and keep them for a turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 
-from agora.averaging.partition import Slices, choose_owners, cut_into_parts
+from agora.averaging.partition import (
+    OWNED_ROUNDS,
+    Slices,
+    choose_owners,
+    cut_into_parts,
+    ownership_turn,
+    slice_count,
+)
 from tests.averaging.world import RUN, identities
 
 
@@ -24,9 +31,21 @@ def test_every_block_is_in_exactly_one_of_the_slices(blocks: int, fraction: floa
 
 def test_a_twentieth_makes_twenty_slices_and_the_blocks_are_pinned() -> None:
     slices = Slices(100 * SLICE_BLOCK, 0.05, seed=7)
-    assert slices.count == 20
+    assert slices.count == slice_count(0.05) == 20
     assert slices.blocks(3).tolist() == Slices(100 * SLICE_BLOCK, 0.05, seed=7).blocks(3).tolist()
     assert slices.blocks(3).tolist() != Slices(100 * SLICE_BLOCK, 0.05, seed=8).blocks(3).tolist()
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(1.0, 1), (0.9, 2), (0.5, 2), (0.3, 4), (1 / 3, 3), (0.01, 100)])
+def test_how_many_slices_there_are_does_not_depend_on_the_stage(fraction: float, count: int) -> None:
+    assert {Slices(blocks * SLICE_BLOCK, fraction, seed=7).count for blocks in (1, 3, 1000)} == {count}
+
+
+def test_slices_beyond_the_number_of_blocks_are_empty() -> None:
+    slices = Slices(3 * SLICE_BLOCK, 0.1, seed=7)
+    assert [len(slices.blocks(number)) for number in range(10)] == [1, 1, 1] + [0] * 7
+    assert [slices.numel_of(number) for number in range(2, 5)] == [SLICE_BLOCK, 0, 0]
+    assert cut_into_parts(0) == [], "and have no parts"
 
 
 def test_parts_are_of_one_size_but_the_last() -> None:
@@ -37,7 +56,7 @@ def test_parts_are_of_one_size_but_the_last() -> None:
 def test_a_peer_wins_parts_as_its_bandwidth_is() -> None:
     peers = identities(4)
     members = dict(zip(peers, (10.0, 20.0, 0.0, 30.0), strict=True))  # unknown: the median, 20
-    wins = Counter(choose_owners(RUN, 0, "weights", 1, part, members)[0] for part in range(4000))
+    wins = Counter(choose_owners(RUN, 0, "slice", "1.0", part, members)[0] for part in range(4000))
     for peer, share in zip(peers, (1, 2, 2, 3), strict=True):
         assert wins[peer] == pytest.approx(4000 * share / 8, rel=0.1)
 
@@ -47,6 +66,27 @@ def test_a_peer_that_goes_leaves_the_parts_of_others_alone() -> None:
     before = dict.fromkeys(peers, 0.0)
     after = dict.fromkeys(peers[:-1], 0.0)
     for part in range(200):
-        first, second = choose_owners(RUN, 0, "weights", 1, part, before)
+        first, second = choose_owners(RUN, 0, "slice", "1.0", part, before)
         gone = peers[-1]
-        assert choose_owners(RUN, 0, "weights", 1, part, after)[0] == (second if first == gone else first)
+        assert choose_owners(RUN, 0, "slice", "1.0", part, after)[0] == (second if first == gone else first)
+
+
+def test_a_gradient_has_its_owners_for_sixteen_rounds() -> None:
+    turns = [ownership_turn("gradient", number, slices=7) for number in range(3 * OWNED_ROUNDS)]
+    assert turns == ["0"] * 16 + ["1"] * 16 + ["2"] * 16
+
+
+@pytest.mark.parametrize("slices", [1, 4, 20])
+def test_a_slice_has_its_owners_for_sixteen_of_its_own_rounds_and_no_other_slice_has_them(slices: int) -> None:
+    turns = [ownership_turn("slice", number, slices) for number in range(2 * OWNED_ROUNDS * slices)]
+    for number in range(slices):
+        assert turns[number::slices] == [f"{number}.0"] * OWNED_ROUNDS + [f"{number}.1"] * OWNED_ROUNDS
+    assert len(set(turns)) == 2 * slices
+
+
+def test_over_turns_and_slices_everybody_owns_as_much() -> None:
+    members = dict.fromkeys(identities(4), 0.0)
+    turns = {ownership_turn("slice", number, 20) for number in range(50 * 20 * OWNED_ROUNDS)}
+    wins = Counter(choose_owners(RUN, 0, "slice", turn, 0, members)[0] for turn in turns)
+    assert len(turns) == 1000 and sorted(wins) == sorted(members)
+    assert all(count == pytest.approx(250, rel=0.2) for count in wins.values())

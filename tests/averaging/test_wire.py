@@ -7,12 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from agora_protocol.codec_names import WIRE_NAMES, WireName
 from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PART_ELEMENTS, QUANTISER_BLOCK
+from agora_protocol.messages import KINDS, Averaged, Contribute, Message, Recalled, message_from_fields
 from agora_protocol.tensors import WireTensor
 
-from agora.averaging.kinds import Part, RoundConfig, round_kinds
+from agora.averaging.exchange import Exchange, Part, RoundConfig
 from agora.averaging.wire import LEAST_EXPONENT, MOST_EXPONENT, PartCodec, dither_fractions
 
 NAMES = ("int8", "bf16", "float32")
@@ -223,26 +225,41 @@ def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_t
             assert bool(PartCodec("int8").decode(sent, 64, DITHER).isfinite().all())
 
 
-def test_an_owner_answers_itself_as_the_others_but_for_the_rounding_of_a_difference() -> None:
-    kinds = round_kinds(RoundConfig(PeerId("me"), RunId("0" * 64), "mean", "int8", 20.0, 1e9))
-    own, values = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
-    of_weights = kinds["weights"].combine(Part(0, "weights", 3, 0), [own, own], [1.0, 1.0], None)
-    assert of_weights is not None
-    assert torch.equal(kinds["weights"].own_answer(of_weights, values), own - values)
-    assert not kinds["weights"].own_answer(of_weights, own).any(), "who agrees is not moved"
+# --- who gives a mean, and when
 
 
-def test_everybody_gets_the_same_bits_of_a_mean_gradient_whoever_gives_it_and_whenever() -> None:
-    kind = round_kinds(RoundConfig(PeerId("me"), RunId("0" * 64), "mean", "int8", 20.0, 1e9))["gradient"]
-    part, generator = Part(0, "gradient", 3, 0), torch.Generator().manual_seed(1)
-    first, second = torch.randn(2, 1000, generator=generator)
-    average = kind.combine(part, [first, second], [1.0, 3.0], None)
-    assert average is not None
-    answer = kind.encode_answer(average, first)
-    member = kind.decode_answer(part, answer, 1000)
-    assert torch.equal(kind.own_answer(average, second), member)
-    by_owner, by_member = kind.kept(part, average)(), kind.kept_answer(part, [], answer, member, average.message)()
-    for kept in (by_owner, by_member):
-        recalled = kind.decode_recalled(part, kind.encode_recalled(kept), 1000, kept.message)
-        assert torch.equal(recalled.values, member)
-        assert torch.equal(kind.decode_answer(part, kind.encode_answer(recalled, first), 1000), member), "passed on"
+@pytest.mark.parametrize("what", ["gradient", "slice"])
+@pytest.mark.parametrize("name", WIRE_NAMES)
+def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(name: WireName, what: str) -> None:
+    """The receiver of a mean sends in another format itself: what the bytes are is said beside them."""
+    owner, member = (Exchange(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
+    part = Part(0, what, 30, 0)
+    first, second = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
+    average = owner.combine(part, [first, second], [1.0, 3.0], None)
+    assert average is not None and average.wire is not None and average.message.wire == name
+    told = member.decode_mean(part, average.wire.tensors, 1000, average.message)
+    assert torch.equal(told.values, average.values), "the owner too uses what the bytes decode to"
+    assert told.wire is not None
+    passed_on = owner.decode_mean(part, told.wire.tensors, 1000, told.message)
+    assert torch.equal(passed_on.values, average.values)
+
+
+@pytest.mark.parametrize("kind", [Contribute, Averaged, Recalled])
+@pytest.mark.parametrize("name", ["", "normal5", "INT8", "zip"])
+def test_an_unknown_format_is_refused_with_its_message_before_any_tensor_is_looked_at(
+    kind: type[Message], name: str
+) -> None:
+    known: dict[type[Message], Message] = {
+        Contribute: Contribute(0, "slice", 3, 0, 1.0, False, "normal2", 1000),
+        Averaged: Averaged(2, 2, 8.0, True, "normal2"),
+        Recalled: Recalled(2, 2, 8.0, "normal2"),
+    }
+    number, fields = next(number for number, message in KINDS.items() if message is kind), known[kind].to_fields()
+    assert message_from_fields(number, fields) == known[kind]
+    with pytest.raises(ProtocolError, match="wire is") as caught:
+        message_from_fields(number, fields | {"wire": name})
+    assert caught.value.code == "bad-message"
+
+
+def config(wire: WireName) -> RoundConfig:
+    return RoundConfig(PeerId("me"), RunId("0" * 64), "mean", 20.0, 1e9, gradient_wire=wire, slice_wire=wire)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from agora_protocol.errors import AgoraError, PeerFailed, ProtocolError
 from agora_protocol.identity import Identity
@@ -11,7 +12,7 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import Contribute, Recall
 from torch import Tensor
 
-from agora.averaging.kinds import Part, RoundConfig
+from agora.averaging.exchange import Part, RoundConfig
 from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
 from agora.averaging.rounds import Round, RoundResult
@@ -28,20 +29,25 @@ def identities(count: int) -> list[PeerId]:
 
 @dataclass
 class World:
-    """Members of one run and their network; `strikes` are the protocol errors raised."""
+    """Members of one run and their network; `strikes` are the protocol errors raised.
+
+    size: elements of a round. gradient_wire, slice_wire: how members send; slices: how many a stage has.
+    """
 
     size: int
-    wire: str = "float32"
+    slice_wire: str = "float32"
     rule: str = "mean"
     round_s: float = 20.0
     exact: bool = False
     gradient_wire: str = "float32"
+    slices: int = 1
     members: dict[PeerId, Member] = field(default_factory=dict)
     network: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(Faults(latency_s=(0.01, 0.01))))
     strikes: list[tuple[PeerId, ProtocolError]] = field(default_factory=list)
 
-    def add(self, *peers: PeerId) -> list[Member]:
-        made = [Member(self, peer) for peer in peers]
+    def add(self, *peers: PeerId, **wires: str) -> list[Member]:
+        """wires: formats in which these members send, where they are other than the world's."""
+        made = [Member(self, peer, wires) for peer in peers]
         self.members |= {member.peer: member for member in made}
         return made
 
@@ -53,15 +59,22 @@ class World:
 class Member:
     """One peer; `sees` is its view of the replicas, `suspects` those that it could not reach lately."""
 
-    def __init__(self, world: World, peer: PeerId) -> None:
+    def __init__(self, world: World, peer: PeerId, wires: dict[str, str]) -> None:
         self.world, self.peer = world, peer
         self.events: list[Event] = []
         self.sees: dict[PeerId, float] | None = None
         self.suspects: set[PeerId] = set()
         self.at: dict[str, int] = {}
         self.dies_at: tuple[str, int] | None = None
-        wires = {"wire": world.wire, "gradient_wire": world.gradient_wire}
-        config = RoundConfig(peer, RUN, world.rule, round_s=world.round_s, max_weight=1e9, exact=world.exact, **wires)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {
+            "aggregation": world.rule,
+            "round_s": world.round_s,
+            "exact": world.exact,
+            "slices": world.slices,
+            "slice_wire": world.slice_wire,
+            "gradient_wire": world.gradient_wire,
+        }
+        config = RoundConfig(peer, RUN, max_weight=1e9, **(settings | wires))
         self.port = world.network.join(peer, self._answer)
         self.owner = Owner(config, self.port, self, self._fault)
 
@@ -82,10 +95,10 @@ class Member:
     def view(self) -> dict[PeerId, float]:
         return self.sees if self.sees is not None else dict.fromkeys(self.world.members, 0.0)
 
-    def members(self, stage: int, what: str) -> dict[PeerId, float]:
+    def members(self, stage: int) -> dict[PeerId, float]:
         return self.view
 
-    def round_s(self, stage: int, what: str) -> float:
+    def round_s(self, stage: int) -> float:
         return self.world.round_s
 
     def absent(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
@@ -95,7 +108,7 @@ class Member:
         cuts = cut_into_parts(self.world.size)
         if part.part >= len(cuts):
             raise ProtocolError("bad-message", "no such part")
-        return cuts[part.part].stop - cuts[part.part].start
+        return len(range(self.world.size)[cuts[part.part]])
 
     async def _fault(self, point: str) -> None:
         self.at[point] = self.at.get(point, 0) + 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,14 +19,18 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 
-from agora.averaging.kinds import Part, RoundConfig
-from agora.averaging.partition import Slices, choose_owners, cut_into_parts
+from agora.averaging.exchange import Part, RoundConfig
+from agora.averaging.partition import Slices, cut_into_parts
 from agora.averaging.wire import PartCodec
 
 HERE: Final = Path(__file__).parent
 RUN: Final = RunId(hashlib.sha256(b"agora vector").hexdigest())
 PEERS: Final = [Identity(hashlib.sha256(b"agora vector %d" % n).digest()).peer for n in range(5)]
-TERMS: Final = RoundConfig(PEERS[0], RUN, "mean", "int8", 20.0, 1e9)
+TERMS: Final = RoundConfig(PEERS[0], RUN, "mean", 20.0, 1e9)
+
+
+def _named(part: Part) -> dict[str, Any]:
+    return {"run": RUN, **dict(zip(("stage", "what", "round", "part"), part, strict=True))}
 
 
 def _hex(data: Any) -> dict[str, str]:
@@ -57,13 +62,18 @@ def owned() -> list[dict[str, Any]]:
         dict.fromkeys(PEERS[:3], 0.0),
         dict(zip(PEERS, (1e6, 2e6, 0.0, 25e6, 3.5e6), strict=True)),
     ]
-    parts_of = [(0, "weights", 0, 0), (3, "weights", 12, 1), (3, "gradient", 44, 1), (1023, "weights", 2**40, 77)]
+    parts_of = [
+        (Part(0, "slice", 0, 0), 1),
+        (Part(3, "slice", 12, 1), 20),
+        (Part(3, "slice", 332, 1), 20),
+        (Part(3, "gradient", 44, 1), 20),
+        (Part(1023, "slice", 2**40, 77), 7),
+    ]
     made = []
     for members in groups:
-        for stage, what, number, part in parts_of:
-            first, second = choose_owners(RUN, stage, what, number, part, members)
-            asked = {"run": RUN, "stage": stage, "what": what, "round": number, "part": part}
-            made.append({**asked, "members": members, "first": first, "second": second})
+        for part, count in parts_of:
+            first, second = replace(TERMS, slices=count).owners(part, members)
+            made.append({**_named(part), "slices": count, "members": members, "first": first, "second": second})
     return made
 
 
@@ -86,17 +96,16 @@ def _values() -> torch.Tensor:
 
 
 def int8() -> list[dict[str, Any]]:
-    """Parts with the dither of a Contribute, and as answers without."""
+    """Parts with their dither, and without any."""
     values = _values()
     made = []
-    for part in (Part(3, "weights", 12, 1), Part(0, "weights", 0, 0), None):
+    for part in (Part(3, "slice", 12, 1), Part(0, "gradient", 0, 0), None):
         dither = None if part is None else TERMS.dither(part)
         sent = PartCodec("int8").encode(values.clone(), dither)
         back = PartCodec("int8").decode(sent, len(values), dither)
-        named = part and {"run": RUN, **dict(zip(("stage", "what", "round", "part"), part, strict=True))}
         made.append(
             {
-                "dither": named,
+                "dither": part and _named(part),
                 "values": _hex(values.numpy().astype("<f4").tobytes()),
                 "levels": _hex(sent[0].data),
                 "exponents": _hex(sent[1].data),
