@@ -28,7 +28,7 @@ def test_the_tokens_needed_of_this_replica_are_known_for_that_step_only() -> Non
         (9, True, 8, True),
         (9, True, 6, True),
         (9, True, 9, False),
-        (EVERY_STEP, False, 1 << 40, True),
+        (EVERY_STEP, False, EVERY_STEP - 1, True),
     ],
 )
 def test_an_exact_step_waits_unless_this_replica_is_known_to_be_alone_at_it(

@@ -114,6 +114,8 @@ class Exchange:
     """
 
     def __init__(self, config: RoundConfig) -> None:
+        self.gradient_wire = config.gradient_wire
+        """How this peer sends gradients now: as the manifest says, or in fewer bits, as its uplink allows."""
         self._config = config
         self._contributions = Contributions(config)
         self._owner_errors: dict[Place, Tensor] = {}
@@ -127,8 +129,8 @@ class Exchange:
         """Returns how this peer sends a part's values: int8 for the first INT8_ROUNDS of gradients, if coarse later."""
         if part.what == "slice":
             return self._config.slice_wire
-        wire = self._config.gradient_wire
-        return "int8" if wire in NORMAL_BITS and part.number < INT8_ROUNDS else wire
+        begins = self._config.gradient_wire in NORMAL_BITS and part.number < INT8_ROUNDS
+        return "int8" if begins else self.gradient_wire
 
     def settle(self, part: Part, made: Contribution, counted: bool | None) -> float:
         """Takes in whether the part's mean has a contribution, None when unknown; returns the tokens now lost."""

@@ -31,6 +31,7 @@ from agora.averaging.quota import StepPace, StepSize
 from agora.averaging.replicated_stages import ReplicatedStages, StateFetcher
 from agora.averaging.rounds import Round, RoundResult
 from agora.averaging.slice_rounds import SliceRounds
+from agora.averaging.uplink_share import GradientWire, choose_gradient_wire
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import events
@@ -52,6 +53,9 @@ class ReplicaListing(Protocol):
     """What this peer's view says. listed: the stage's replicas, with bandwidths in bytes per second, 0 when unknown."""
 
     def listed(self, stage: int) -> Mapping[PeerId, float]: ...
+    def uplink(self) -> float | None:
+        """Returns the measured rate of this peer's uplink in bytes per second, None while nothing waits for it."""
+
     def steps_of_run(self) -> Collection[Collection[int]]:
         """Returns, for each stage of the run, the steps that its replicas have taken."""
 
@@ -105,6 +109,7 @@ class ReplicaGroup:
         self.gossip = StepGossip(
             me, stages.span, caller, listing.listed, self._counts, self._decide_and_begin, interval_s=interval_s
         )
+        self.gradient_wire = GradientWire(self.owner.exchange.gradient_wire, "")
         self._stages: dict[int, _StageTasks] = {}
         unit = signed.manifest.tokens_per_microbatch
         for stage in stages.span.stages:
@@ -238,10 +243,23 @@ class ReplicaGroup:
         """Gossips that the stage has taken its `step`-th step, and begins what is due. tokens: this replica's in it."""
         state = self._stages[stage]
         state.pace.stepped(loop_time())
+        self._choose_gradient_wire(stage)
         if not self._config.is_exact(step - 1):
             state.pace.note_local_step(tokens)
             state.rounds.note_step(tokens)
         self.gossip.tick()
+
+    def _choose_gradient_wire(self, stage: int) -> None:
+        """Chooses anew in how many bits gradients are sent, after a step of a stage; synchronous runs send float32."""
+        if self._config.synchronous or not self._config.is_exact(self._held.step_of(stage)):
+            return
+        numel, members = sum(self._held.layout(held).numel for held in self._stages), len(self.members(stage))
+        uplink, step_s = self._listing.uplink(), self._stages[stage].pace.step_s.value
+        section, exchange = self._averaging, self.owner.exchange
+        chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, section.share_of_uplink)
+        if chosen.name != exchange.gradient_wire:
+            self._report(events.GradientWireChosen(chosen.name, chosen.reason))
+        self.gradient_wire, exchange.gradient_wire = chosen, chosen.name
 
     def _decide_and_begin(self, stage: int) -> None:
         """Publishes a new StepPolicy for the device thread, and starts the task for what `next_action` decides."""

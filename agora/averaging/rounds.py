@@ -93,7 +93,7 @@ class Round:
         pieces = [values[cut] for cut in cut_into_parts(len(values))]
         answers = await asyncio.gather(*(self._average_part(*piece) for piece in enumerate(pieces)))
         flats = [piece if found is None else found.average.values for found, piece in zip(answers, pieces, strict=True)]
-        result = RoundResult(torch.cat(flats), [found is not None for found in answers])
+        result = RoundResult(torch.cat([*flats, values[:0]]), [found is not None for found in answers])
         _add_means(result, [found for found in answers if found is not None])
         self.report(
             events.RoundDone(

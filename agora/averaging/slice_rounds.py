@@ -73,12 +73,13 @@ class SliceRounds:
         self._recent.append(tokens)
 
     def due(self, step: int, agreed: int) -> int | None:
-        """Returns the next round to begin after `step` steps; None when none is due, or SLICES_AT_ONCE are running.
+        """Returns the next round to begin after `step` steps; None when none is due, or as many run as may.
 
-        agreed: the step of the last round taken in; every later one is to come.
+        Those are SLICES_AT_ONCE, and never two of one slice. agreed: the step of the last round taken in; every later
+        one is to come.
         """
-        following = max(self._newest, agreed // self._every) + 1
-        return following if following <= step // self._every and len(self._running) < SLICES_AT_ONCE else None
+        following, most = max(self._newest, agreed // self._every) + 1, min(SLICES_AT_ONCE, self._slices.count)
+        return following if following <= step // self._every and len(self._running) < most else None
 
     def begin(self, number: int, step: int) -> None:
         """Begins round `number` in the background. step: those taken here."""
@@ -100,33 +101,36 @@ class SliceRounds:
         self._contributed, self._newest = max(self._contributed, self._newest), -1
 
     async def _run(self, number: int, before: asyncio.Task[None] | None, is_late: bool) -> None:
-        """Runs a round, and takes its mean in after that of the round `before`. An error makes it a failed round."""
-        blocks = self._slices.blocks(number)
-        difference, snapshot = await self._held.difference_to_anchor(self._stage, blocks)
-        result = RoundResult(difference, [False for _ in cut_into_parts(len(difference))])
-        if len(self._takers.members(self._stage)) == 1:
-            mean = None
-        else:
-            try:
-                mean = await self._agree(number, result, is_late)
-            except AgoraError as error:
-                self._report(events.TaskFailed("averaging", f"slice round {number}: {error}"))
-                mean = result
-        if before is not None:
-            await asyncio.wait([before])
-        averaged = None if mean is None else (mean.mean, tuple(mean.done))
-        await self._held.step_anchor(self._stage, number * self._every, blocks, snapshot, averaged)
+        """Runs a round, and takes its mean in after that of the round `before`; reports TaskFailed if it cannot."""
+        try:
+            blocks = self._slices.blocks(number)
+            difference, snapshot = await self._held.difference_to_anchor(self._stage, blocks)
+            averaged = None
+            if len(self._takers.members(self._stage)) > 1:
+                averaged = await self._agree(number, difference, is_late)
+            if before is not None:
+                await asyncio.wait([before])
+            await self._held.step_anchor(self._stage, number * self._every, blocks, snapshot, averaged)
+        except AgoraError as error:
+            self._report(events.TaskFailed("averaging", f"slice round {number}: {error}"))
 
-    async def _agree(self, number: int, result: RoundResult, is_late: bool) -> RoundResult:
-        """Returns what a round with the other replicas brought; of a late one, or of failed parts, what they keep."""
+    async def _agree(self, number: int, difference: Tensor, is_late: bool) -> tuple[Tensor, tuple[bool, ...]]:
+        """Returns the mean difference, 0 in parts that failed, and which parts have one.
+
+        Of a late round, and of failed parts, it is what the others keep.
+        """
         first = Part(self._stage, "slice", number, 0)
+        result = RoundResult(difference, [False for _ in cut_into_parts(len(difference))])
         if is_late:
             await recall_failed(self._owner, self._takers, first, result)
         if result.failed_parts and number > self._contributed:
-            result = await self._takers.run_round(self._stage, "slice", number, result.mean, float(sum(self._recent)))
+            result = await self._takers.run_round(self._stage, "slice", number, difference, float(sum(self._recent)))
         for _ in range(RECALLS):
             if not result.failed_parts:
                 break
             await asyncio.sleep(RECALL_PAUSE * self._takers.round_s(self._stage))
             await recall_failed(self._owner, self._takers, first, result)
-        return result
+        for cut, done in zip(cut_into_parts(len(difference)), result.done, strict=True):
+            if not done:
+                result.mean[cut] = 0.0
+        return result.mean, tuple(result.done)

@@ -115,6 +115,14 @@ class Network:
         return bytes_in, bytes_out
 
     @property
+    def given_and_waiting_bytes(self) -> tuple[int, int]:
+        """The bytes that all streams together were given since the start, and those of them that are not sent yet."""
+        streams = [connection.stream for connection in self._all_connections()]
+        written = self._past_bytes[1] + sum(stream.bytes_out for stream in streams)
+        waiting = sum(stream.backlog for stream in streams)
+        return written + waiting - sum(stream.unsent for stream in streams), waiting
+
+    @property
     def paths(self) -> dict[PeerId, str]:
         """By connected peer, the path of its newest connection: "direct" or "relayed"."""
         return {peer: connections[-1].path for peer, connections in self._connections.items()}

@@ -140,6 +140,7 @@ class LoadedSpan:
             span=self.span,
             stages=self.compute.progress(),
             waits_for={stage: self.replicas.reason(stage) for stage in self.span.stages},
+            gradient_wire=self.replicas.gradient_wire,
             behind={stage: self._steps_behind(stage) for stage in self.span.stages},
             busy_fraction=self.compute.busy_fraction(),
             in_hand=self.in_hand,

@@ -15,10 +15,12 @@ from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest, SignedManifest
 
+from agora.clock import loop_time
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.net.incoming import NetLimits
 from agora.net.network import Network
+from agora.net.uplink import SAMPLE_S, UplinkMeter
 from agora.node import joining, runs
 from agora.node.background import BackgroundTasks
 from agora.node.node_report import NodeReport, progress_record, status_json
@@ -87,6 +89,7 @@ class LocalPeer:
         )
         self.tasks = BackgroundTasks()
         self._directory = directory
+        self._uplink = UplinkMeter()
 
     def _make_network(self, addresses: tuple[str, ...]) -> Network:
         """Returns the network, with limits that fit the run's microbatches and this peer's seats."""
@@ -114,6 +117,7 @@ class LocalPeer:
         self.tasks.start("membership", self.membership.run())
         self.tasks.start("rejoin", self._rejoin_when_alone(others))
         self.tasks.start("addresses", self._remember_addresses())
+        self.tasks.start("uplink", self._measure_uplink())
 
     async def close(self) -> None:
         """Ends the tasks and all calls. Host and directory stay open; whoever opened them closes them."""
@@ -132,10 +136,20 @@ class LocalPeer:
         """Returns, for each stage of the run, the steps that its replicas have taken."""
         return [self.steps_of(stage).values() for stage in range(self.manifest.stage_count)]
 
+    def uplink(self) -> float | None:
+        """Returns the measured rate of this peer's uplink in bytes per second, None while nothing waits for it."""
+        return self._uplink.rate.value
+
     def traffic(self) -> events.Traffic:
         """Returns the bytes sent and received since the start, and the tensors' shares of those sent."""
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
+
+    async def _measure_uplink(self) -> None:
+        """Every 0.25 s, looks at what was sent and what still waits."""
+        while True:
+            self._uplink.measure(loop_time(), *self.network.given_and_waiting_bytes)
+            await asyncio.sleep(SAMPLE_S)
 
     async def _rejoin_when_alone(self, others: tuple[str, ...]) -> None:
         """Every 10 s, dials `others` again if the directory has no neighbour, so that no swarm stays in two parts."""

@@ -15,6 +15,7 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import MAX_TEXT_BYTES
 from agora_protocol.records import Progress
 
+from agora.averaging.uplink_share import GradientWire
 from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
 from agora.swarm.health import Health
@@ -35,7 +36,8 @@ LEAST_BEHIND = 2
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
-    """A snapshot of the span held here. waits_for: what each stage waits for, in words.
+    """A snapshot of the span held here. waits_for: what each stage waits for, in words. gradient_wire: how gradients
+    are sent, and why.
 
     behind: how many steps each stage is behind the replica that is furthest, 0 for none.
     busy_fraction: the part of its time that the device thread spends on jobs. queue: microbatches at the device.
@@ -47,6 +49,7 @@ class SpanReport:
     span: Span
     stages: Sequence[StageProgress]
     waits_for: Mapping[int, str]
+    gradient_wire: GradientWire
     behind: Mapping[int, int]
     busy_fraction: float
     in_hand: int
@@ -127,6 +130,8 @@ def notes_of(report: NodeReport) -> list[str]:
     for stage, steps in span.behind.items():
         if steps >= LEAST_BEHIND:
             notes.append(f"stage {stage} is {steps} steps behind its replicas: {span.waits_for.get(stage, '')}")
+    if span.gradient_wire.is_short:
+        notes.append(f"gradients are sent as {span.gradient_wire.reason}")
     if span.shortage and span.busy_fraction < IDLE_BELOW:
         notes.append(f"its device works {span.busy_fraction:.0%} of the time: {span.shortage}")
     return notes
@@ -172,6 +177,7 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         },
         "staleness": {str(stage.stage): list(stage.staleness) for stage in span.stages},
         "waits_for": {str(stage): reason for stage, reason in span.waits_for.items()},
+        "gradient_wire": span.gradient_wire.reason,
         "behind": {str(stage): steps for stage, steps in span.behind.items()},
         "notes": notes_of(report),
         "refused_nonfinite": sum(stage.refused_nonfinite for stage in span.stages),

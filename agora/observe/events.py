@@ -225,6 +225,13 @@ class RoundDone(Event):
     bytes_out: int
 
 
+class GradientWireChosen(Event, level="info", template="gradients are sent as {reason}"):
+    """Event: this peer sends gradients in another format from now on; `reason` has the measured rates."""
+
+    wire: str
+    reason: str
+
+
 class PartFailed(Event):
     """Event: a part of an averaging round stayed as it was here: neither owner gave an average that could be used."""
 

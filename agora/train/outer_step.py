@@ -65,7 +65,9 @@ class OuterOptimizer:
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no slice of {len(blocks)} blocks")
-        is_done = torch.tensor(done).repeat_interleave(PART_ELEMENTS // SLICE_BLOCK)[: len(blocks), None]
+        is_done = torch.tensor(done, dtype=torch.bool).repeat_interleave(PART_ELEMENTS // SLICE_BLOCK)[
+            : len(blocks), None
+        ]
         anchor, velocity, mean = self._rows(ANCHOR)[blocks], self._rows(VELOCITY)[blocks], mean.view(-1, SLICE_BLOCK)
         faster = self._momentum * velocity + mean
         moved = anchor - self._rate * (mean + self._momentum * faster)

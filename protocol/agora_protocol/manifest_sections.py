@@ -117,7 +117,10 @@ class AveragingSection(Section):
     )
     gradient_wire: WireName = Field(
         default="normal4",
-        description="how mean gradients travel: normal2 to normal4 are that many bits, errors fed back",
+        description="how mean gradients travel at most: normal2 to normal4 are that many bits, errors fed back",
+    )
+    share_of_uplink: Share = Field(
+        default=0.5, description="share of its uplink that a peer gives to gradients; it sends fewer bits to keep to it"
     )
     slice_wire: WireName = Field(default="normal2", description="how a slice's differences to the anchor travel")
     round_s: float = Field(

@@ -172,6 +172,7 @@ class GroupPeer:
         self.world, self.peer = world, peer
         self.stage = FakeStage(number, rate, world.signed.manifest)
         self.sees: list[PeerId] | None = None
+        self.uplink_rate: float | None = None
         self.events: list[Event] = []
         self.fetches: list[int] = []
         self.offences: list[tuple[PeerId, Offence, str]] = []
@@ -202,6 +203,9 @@ class GroupPeer:
 
     def listed(self, stage: int) -> dict[PeerId, float]:
         return dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0)
+
+    def uplink(self) -> float | None:
+        return self.uplink_rate
 
     def steps_of_run(self) -> list[list[int]]:
         return self.world.run_steps

@@ -16,12 +16,12 @@ from agora.averaging.agreement import (
     closed_since,
     compose_gossip,
     count_tokens,
-    round_members,
     leading_step,
     live_replicas,
     merge_gossip,
     record_failure,
     record_view,
+    round_members,
     step_to_follow,
     tokens_to_go,
     unreachable_replicas,
@@ -43,7 +43,7 @@ def known(*numbers: tuple[str, int, int, int], at: float = 0.0) -> dict:
 
 def entry(peer: str, step: int, tokens: int, age_ms: int, counted: int | None = None, part: int | None = None) -> tuple:
     """A gossiped entry of a replica that has counted nothing before, and whose part is that of its next step."""
-    return peer, step, step if part is None else part, tokens, tokens if counted is None else counted, 0, age_ms
+    return peer, step, step if part is None else part, tokens, tokens if counted is None else counted, 0, 0, age_ms
 
 
 def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
@@ -186,7 +186,7 @@ def test_few_replicas_are_all_gossiped_to_and_of_many_a_few() -> None:
     many = identities(40)
     assert len(set(choose_targets(many, many[0], rng))) == GOSSIP_FANOUT
     assert compose_gossip(known((A, 5, 1, 0)), ME, Counts(5, 5, 2, 9), [A], 0.0) == (
-        (ME, 5, 5, 2, 9, 0, 0),
+        (ME, 5, 5, 2, 9, 0, 0, 0),
         entry(A, 5, 1, 0),
     )
 

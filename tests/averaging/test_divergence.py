@@ -59,7 +59,18 @@ def test_a_lineage_is_unknown_after_one_that_is() -> None:
         ({A: reported(10, 1), B: reported(10, 2), C: reported(10, 3)}, (A,)),
         ({A: reported(10, OTHER[10]), C: reported(11, 7)}, ()),
     ],
-    ids=["alone", "equal", "unknown", "few", "tie, least id", "two, least id", "two, own id", "an equal step", "none", "one not comparable yet"],
+    ids=[
+        "alone",
+        "equal",
+        "unknown",
+        "few",
+        "tie, least id",
+        "two, least id",
+        "two, own id",
+        "an equal step",
+        "none",
+        "one not comparable yet",
+    ],
 )
 def test_the_largest_group_is_right_and_of_equal_ones_that_with_the_least_id(
     others: dict[PeerId, ReplicaProgress], fetch_from: tuple[PeerId, ...]

@@ -166,12 +166,12 @@ def in_world(rates: list[float], work: Callable[[World], Coroutine[Any, Any, Non
     run(main())
 
 
-def entry(peer: PeerId, step: int, tokens: int, age_ms: int = 0) -> tuple[PeerId, int, int, int, int, int, int]:
+def entry(peer: PeerId, step: int, tokens: int, age_ms: int = 0) -> tuple[PeerId, *tuple[int, ...]]:
     """A gossiped entry of a replica that has counted nothing before."""
-    return peer, step, step, tokens, tokens, 0, age_ms
+    return peer, step, step, tokens, tokens, 0, 0, age_ms
 
 
-def told(step: int, tokens: int, *others: tuple[PeerId, int, int, int, int, int, int], by: PeerId) -> GossipSteps:
+def told(step: int, tokens: int, *others: tuple[PeerId, *tuple[int, ...]], by: PeerId) -> GossipSteps:
     return GossipSteps(STAGE, (entry(by, step, tokens), *others))
 
 
@@ -452,10 +452,10 @@ def test_an_answer_of_another_kind_changes_nothing() -> None:
     in_world([0.0] * 2, work)
 
 
-@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("place", range(7))
 @pytest.mark.parametrize("bad", [-1, MAX_UINT + 1, 0.5, True])
 def test_numbers_that_no_replica_can_have_are_no_message(place: int, bad: Any) -> None:
-    numbers: list[Any] = [0, 0, 0, 0, 0]
+    numbers: list[Any] = [0] * 7
     numbers[place] = bad
     with pytest.raises(ProtocolError):
         GossipSteps(STAGE, ((identities(1)[0], *numbers),))

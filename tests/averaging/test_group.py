@@ -13,7 +13,7 @@ from agora.averaging.agreement import SILENT_S
 from agora.averaging.exact_steps import FETCH_TRIES
 from agora.averaging.group import LOOK_S
 from agora.averaging.next_action import RESUME_S
-from agora.observe.events import PartFailed, RoundDone
+from agora.observe.events import GradientWireChosen, PartFailed, RoundDone
 from tests.averaging.group_world import GroupPeer, GroupWorld
 from tests.pipeline.virtual_time import run
 
@@ -260,5 +260,29 @@ def test_a_leaving_replica_follows_no_step() -> None:
             await asyncio.sleep(10.0)
             assert leaving.stage.step <= step + 1 and other.stage.step > step + 1
             assert leaving.group.reason(0) == "this peer is leaving"
+
+    run(main())
+
+
+def test_a_replica_with_a_slow_uplink_sends_fewer_bits_and_all_step_along_the_same() -> None:
+    """Each message names its format, so that nobody need agree on it."""
+
+    async def main() -> None:
+        world = GroupWorld([4000.0, 4000.0, 4000.0], target=8192, averaging={"round_s": 3.0})
+        async with world:
+            slow = world.all[1]
+            await asyncio.sleep(30.0)
+            assert not any(peer.of(GradientWireChosen) for peer in world.all)
+            slow.uplink_rate = 5_000.0
+            await asyncio.sleep(20.0)
+            chosen = [[event.wire for event in peer.of(GradientWireChosen)] for peer in world.all]
+            assert chosen == [[], ["normal2"], []] and slow.group.gradient_wire.is_short
+            sent = [gradient_rounds(peer)[-1].bytes_out for peer in world.all]
+            assert sent[1] <= max(sent) / 1.8 or not sent[1], "unless it owns the part"
+            slow.uplink_rate = 10**9
+            await asyncio.sleep(20.0)
+            await at_one_step(*world.all)
+            assert slow.group.gradient_wire.name == "normal4"
+            assert_equal_bits(*world.all)
 
     run(main())

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agora_protocol.errors import ProtocolError
+from agora_protocol.limits import SLICE_BLOCK
 
 from agora.averaging.agreement import SILENT_S
 from agora.averaging.partition import SLICES_AT_ONCE, Slices
@@ -68,6 +70,18 @@ def test_after_the_exact_steps_replicas_step_alone_around_one_anchor(exact_steps
                 assert not peer.of(StageDiverged)
                 apart = peer.stage.weights - peer.stage.outer.moments[ANCHOR]
                 assert float(apart.square().mean().sqrt()) < 0.01 * 3 * 4 * (every + 2), "as since its slices' turns"
+
+    run(main())
+
+
+def test_a_stage_with_fewer_blocks_than_slices_has_empty_ones() -> None:
+    async def main() -> None:
+        async with world_of(2000.0, 2000.0, fraction=SLICE_BLOCK / NUMEL / 2) as world:
+            await asyncio.sleep(30.0)
+            await at_one_slice(*world.all)
+            assert_one_anchor(*world.all)
+            assert world.all[0].stage.agreed >= world.all[0].stage.step - 3
+            assert not any(peer.of(PartFailed) for peer in world.all)
 
     run(main())
 
@@ -179,11 +193,14 @@ class Stages:
 
     def __init__(self) -> None:
         self.taken_in: list[tuple[int, Any]] = []
+        self.refused: set[int] = set()
 
     async def difference_to_anchor(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones(NUMEL // 4), torch.zeros(NUMEL // 4)
 
     async def step_anchor(self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any) -> None:
+        if step in self.refused:
+            raise ProtocolError("bad-tensor", "as the test wants it")
         self.taken_in.append((step, averaged))
 
 
@@ -229,6 +246,31 @@ def test_rounds_that_last_longer_than_steps_run_side_by_side_and_are_taken_in_by
         await asyncio.sleep(0.2)
         assert [step for step, _ in stages.taken_in] == [1, 2, 3, 4]
         assert rounds.due(99, agreed=4) == 5, "later ones wait for their turn, none is left out"
+
+    run(main())
+
+
+def test_no_two_rounds_of_one_slice_run_at_once() -> None:
+    async def main() -> None:
+        stages, takers = Stages(), SlowRounds({1: 3.0})
+        rounds = SliceRounds(0, Slices(NUMEL, 0.5, 0), 1, stages, None, takers, lambda event: None)  # type: ignore[arg-type]
+        rounds.begin(1, 1)
+        rounds.begin(2, 2)
+        await asyncio.sleep(1.0)
+        assert rounds.due(9, agreed=0) is None
+
+    run(main())
+
+
+def test_a_round_that_cannot_be_taken_in_is_told_and_those_after_it_go_on() -> None:
+    async def main() -> None:
+        stages, takers, told = Stages(), SlowRounds({}), []
+        stages.refused.add(1)
+        rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), 1, stages, None, takers, told.append)  # type: ignore[arg-type]
+        rounds.begin(1, 2)
+        rounds.begin(2, 2)
+        await asyncio.sleep(1.0)
+        assert [step for step, _ in stages.taken_in] == [2] and "slice round 1: " in str(told[0])
 
     run(main())
 

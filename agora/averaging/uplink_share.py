@@ -1,0 +1,57 @@
+"""Chooses in how many bits a replica sends gradients, from what its uplink carries in a step. Pure.
+
+Knows: rates, sizes, durations. Must not know: how they were measured, what is sent.
+
+Of n replicas each sends (n - 1) / n of its gradient to owners, and as owner of 1 / n of the elements n - 1 answers: in
+all 2 (n - 1) / n values for each element. Every sender chooses for itself, since a message names its format.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from agora_protocol.codec_names import WIRE_NAMES, WireName
+from agora_protocol.limits import QUANTISER_BLOCK
+
+SCALE_BYTES: Final = 1 / QUANTISER_BLOCK
+BYTES: Final[dict[WireName, float]] = {
+    "normal2": 2 / 8 + SCALE_BYTES,
+    "normal3": 3 / 8 + SCALE_BYTES,
+    "normal4": 4 / 8 + SCALE_BYTES,
+    "int8": 1 + SCALE_BYTES,
+    "bf16": 2.0,
+    "float32": 4.0,
+}
+"""Bytes of a value in each format, the fewest first."""
+
+
+class GradientWire(NamedTuple):
+    """The format in which a replica sends gradients, and why in words. is_short: whether the uplink made it so."""
+
+    name: WireName
+    reason: str
+    is_short: bool = False
+
+
+def choose_gradient_wire(
+    most: WireName, numel: int, replicas: int, uplink: float | None, step_s: float | None, share: float
+) -> GradientWire:
+    """Returns the format in which this replica sends gradients, `most` or fewer bits, and why.
+
+    numel: elements of the stages held. uplink: measured bytes per second, None while nothing waits for it. step_s: the
+    usual duration of a step. share: of the uplink, that a replica gives to gradients. The fewest bits are sent even
+    where they take longer: then steps last longer.
+    """
+    if uplink is None or step_s is None or replicas < 2:
+        return GradientWire(most, f"{most}: nothing waits for its uplink")
+    values = 2 * (replicas - 1) / replicas * numel
+    budget = share * uplink * step_s
+    allowed = [name for name in WIRE_NAMES if BYTES[name] <= BYTES[most]]
+    fitting = [name for name in allowed if values * BYTES[name] <= budget]
+    chosen = fitting[-1] if fitting else allowed[0]
+    needed = values * BYTES[chosen]
+    reason = f"{chosen}: {needed / 1e6:.3g} MB in a step of {step_s:.2g} s; {share:.0%} of its uplink of "
+    reason += f"{uplink * 8e-6:.3g} Mbit/s carries {budget / 1e6:.3g} MB"
+    if needed > budget:
+        reason += ", which is too little: local steps with slices (averaging.exact_steps = 0) need a twentieth"
+    return GradientWire(chosen, reason, chosen != most or needed > budget)

@@ -1,0 +1,33 @@
+"""Measures the rate of this peer's uplink, from what is sent anyway. Pure.
+
+Knows: how many bytes were given to streams, and how many of them still wait. Must not know: streams, peers, clocks.
+
+An uplink shows its rate only while more waits for it than it carries. So a sample counts when bytes waited at its begin
+and at its end; an uplink that nothing ever waits for is faster than needed, and its rate stays unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from agora.moving_average import MovingAverage
+
+SAMPLE_S: Final = 0.25
+LEAST_WAITING_BYTES: Final = 65_536
+"""Bytes that must wait at both ends of a sample: less may just be on its way through the buffers."""
+
+
+@dataclass(slots=True)
+class UplinkMeter:
+    """The rate of an uplink. rate: in bytes per second; `rate.value` is None before anything waited."""
+
+    rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
+    _last: tuple[float, int, int] | None = None
+
+    def measure(self, now: float, given: int, waiting: int) -> None:
+        """Takes a sample. given: bytes given to all streams since the start; waiting: those of them not sent yet."""
+        last, self._last = self._last, (now, given - waiting, waiting)
+        if last is None or now <= last[0] or min(last[2], waiting) < LEAST_WAITING_BYTES:
+            return
+        self.rate = self.rate.updated(max(0, given - waiting - last[1]) / (now - last[0]))
