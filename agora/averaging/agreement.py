@@ -28,6 +28,7 @@ SILENT_S: Final = 6.0
 """Seconds without a report after which a replica counts as gone. It may then come back with lower numbers."""
 MOST_DIRECT_TARGETS: Final = 8
 """Up to so many other replicas are all gossiped to; of more, GOSSIP_FANOUT chosen at random."""
+CLOSED_AHEAD: Final = 3
 GOSSIP_FANOUT: Final = 4
 
 
@@ -189,8 +190,12 @@ def count_tokens(others: KnownReplicas, step: int) -> int:
 
 
 def closed_since(others: KnownReplicas, step: int) -> float | None:
-    """Returns when the first other replica reported itself that its part of step `step` is closed; None before."""
-    return min((last.reported.part_since for last in others.values() if last.reported.part > step), default=None)
+    """Returns when the first other replica reported itself that its part of step `step` is closed; None before.
+
+    Who is more than CLOSED_AHEAD parts further is not believed: nobody can be while this one counts for the step.
+    """
+    ahead = range(step + 1, step + CLOSED_AHEAD + 1)
+    return min((last.reported.part_since for last in others.values() if last.reported.part in ahead), default=None)
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:

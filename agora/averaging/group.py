@@ -237,12 +237,19 @@ class ReplicaGroup:
 
     def part_closed(self, stage: int) -> None:
         """Gossips that this replica's part of a step is closed, and begins the round of its mean."""
+        self._stages[stage].pace.part_closed(loop_time())
         self.gossip.tick()
+
+    def waits_for_mean(self, stage: int) -> bool:
+        """Returns whether origins wait for the mean of a step whose part is closed here, see StepPace."""
+        return self._stages[stage].pace.waits_for_mean(loop_time())
 
     def stepped(self, stage: int, step: int, tokens: int) -> None:
         """Gossips that the stage has taken its `step`-th step, and begins what is due. tokens: this replica's in it."""
         state = self._stages[stage]
         state.pace.stepped(loop_time())
+        if self._counts()[stage].part > step:
+            state.pace.part_closed(loop_time())
         self._choose_gradient_wire(stage)
         if not self._config.is_exact(step - 1):
             state.pace.note_local_step(tokens)
@@ -270,10 +277,10 @@ class ReplicaGroup:
         quota = state.pace.quota(self._me, {peer: last.reported.rate.value for peer, last in live.items()})
         self._held.publish_policy(stage, next_action.step_policy(own.part, replicas, live, quota, self._config))
         behind_since = state.behind[1] if state.behind and state.behind[0] == own.step < self._leading else None
-        busy, step_s = _is_running(state.work), state.pace.step_s.value or 0.0
+        busy = _is_running(state.work)
         right = replicas_to_fetch_from(self._lineages(stage), self._me, live)
         slice_due = None if self._config.is_exact(own.step - 1) else state.rounds.due(own.step, own.agreed)
-        own_stage = OwnStage(own, quota, step_s, self._leaving, busy, slice_due, behind_since, right)
+        own_stage = OwnStage(own, quota, state.pace.expected_s, self._leaving, busy, slice_due, behind_since, right)
         action, state.reason = next_action.next_action(now, own_stage, others, self._config)
         match action.what:
             case "slice round":

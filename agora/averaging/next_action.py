@@ -22,8 +22,10 @@ MOST_BEHIND: Final = 20
 RESUME_S: Final = 15.0
 """Seconds for which a synchronous stage is behind the leading stage before it takes that one's step number."""
 CLOSE_AFTER: Final = 0.25
-"""Share of a step's usual duration for which a replica goes on counting after another one has closed its part."""
+"""Share of a step's duration for which a replica goes on counting after another one has closed its part."""
 MOST_CLOSE_AFTER_S: Final = 2.0
+LOCAL_LAG: Final = 3
+"""Steps that a replica with local steps may be behind the others and go on as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,10 @@ class ActionConfig:
 class OwnStage:
     """This replica of a stage: how far it is, and what it is doing.
 
-    quota: tokens at which its part of a step is closed, 0 where none is known. step_s: the usual duration of a
-    step in seconds, 0 before it is known. busy: whether an exact step, a fetch or a catch-up is running. slice_due: the
-    slice round that is to begin, None without one. behind_since: when it fell behind the run's
-    leading stage, None when it is not. diverged_from: the replicas that are right where it is not, see divergence.
+    quota: tokens at which its part of a step is closed, 0 where none is known. step_s: seconds in which all replicas
+    count a step's tokens, 0 before it is known. busy: whether an exact step, a fetch or a catch-up is running.
+    slice_due: the slice round that is to begin, None without one. behind_since: when it fell behind the run's leading
+    stage, None when it is not. diverged_from: the replicas that are right where it is not, see divergence.
     """
 
     counts: agreement.Counts
@@ -117,7 +119,8 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
         return Action("slice round", own.slice_due), f"slice round {own.slice_due} is due"
     replicas, live = counting_replicas(now, others)
     present = len(replicas - unreachable_replicas(others.known, replicas, now))
-    reached = agreement.step_to_follow(live, present, step, tokens, config.target_tokens)
+    followed = agreement.live_replicas(others.known, others.listed, now)
+    reached = agreement.step_to_follow(followed, present, step, tokens, config.target_tokens)
     behind = reached - step
     if behind > config.most_behind:
         at_least = reached if config.synchronous else step + 1
@@ -125,7 +128,7 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     closed = own.counts.part > step
     if behind > 0 and not closed and not config.synchronous and config.is_exact(step):
         return Action("replay", step), f"the others have taken step {reached}"
-    if not closed and behind > 1:
+    if not closed and behind > (1 if config.is_exact(step) else LOCAL_LAG):
         return Action("follow", reached), f"the others have taken step {reached}"
     if not closed and own.behind_since is not None and now - own.behind_since >= RESUME_S:
         return Action("follow", others.leading_step), f"another stage of the run is at step {others.leading_step}"
@@ -154,7 +157,7 @@ def _why_incomplete(now: float, own: OwnStage, live: agreement.KnownReplicas, co
     if config.synchronous:
         return f"{missing} tokens are missing"
     closed_at = agreement.closed_since(live, step)
-    patience_s = min(CLOSE_AFTER * own.step_s, MOST_CLOSE_AFTER_S)
+    patience_s = min(CLOSE_AFTER * own.step_s, MOST_CLOSE_AFTER_S) if own.step_s else MOST_CLOSE_AFTER_S
     if 0 < own.quota <= tokens or (closed_at is not None and now - closed_at >= patience_s):
         return ""
     return f"{tokens} of the {own.quota} tokens of its part are counted"

@@ -23,6 +23,10 @@ RATE_MEMORY_S: Final = 10.0
 """A token counted so many seconds ago weighs 1/e of one counted now."""
 LEAST_MEASURED_S: Final = 1.0
 """Seconds that a replica was watched before its rate is known."""
+MOST_WAIT: Final = 0.5
+"""Share of a step's duration for which origins wait for its mean, if that is how long it usually takes at most."""
+TRIED_AGAIN: Final = 32
+"""Every so many steps the mean is waited for in any case: by then it may have become faster."""
 MOST_CORRECTION: Final = 0.5
 """A step is made at most this share of the target smaller or larger to correct earlier ones."""
 
@@ -91,9 +95,14 @@ class StepPace:
     size: StepSize
     rate: TokenRate = field(default_factory=TokenRate)
     step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
+    mean_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
+    """Seconds from closing a part to its mean."""
+    _closed_at: float | None = None
+    _steps: int = 0
     _measured: tuple[float, int] | None = None
     _stepped_at: float | None = None
     _fair_quota: int = 0
+    _expected_s: float = 0.0
 
     def measure(self, now: float, counted: int) -> None:
         """Measures this replica's rate. counted: tokens since it started."""
@@ -105,15 +114,43 @@ class StepPace:
         """Returns the tokens at which this replica closes its part of the next step; others: the other rates."""
         rates = {**others, me: self.rate.value}
         self._fair_quota = own_quota(rates, me, self.size.target, self.unit)
+        known = [rate for rate in rates.values() if rate is not None]
+        self._expected_s = self.size.target / sum(known) if len(known) == len(rates) and any(known) else 0.0
         return own_quota(rates, me, self.size.next_target, self.unit)
+
+    @property
+    def expected_s(self) -> float:
+        """The seconds in which all replicas count a step's target, by the rates last given; 0 while one is unknown.
+
+        It is not what steps last: if those were cut short because of it, it would be ever shorter.
+        """
+        return self._expected_s
 
     def note_local_step(self, tokens: int) -> None:
         """Takes the tokens of this replica's part of a local step for as much of the whole as its quota was."""
         if self._fair_quota > 0:
             self.size = self.size.after_step(self.size.target * tokens / self._fair_quota)
 
+    def part_closed(self, now: float) -> None:
+        """Notes that a part was closed here: its mean is awaited from now on, if none was before."""
+        self._closed_at = now if self._closed_at is None else self._closed_at
+
+    def waits_for_mean(self, now: float) -> bool:
+        """Returns whether origins wait for the mean that is being formed, lest they compute on weights without it.
+
+        They do for MOST_WAIT of a step, where means usually come so fast; else they compute on, and in every
+        TRIED_AGAIN-th step they look whether that is still so.
+        """
+        most_s = MOST_WAIT * self._expected_s
+        is_tried = self._steps % TRIED_AGAIN == 0 or (self.mean_s.value or 0.0) <= most_s
+        return self._closed_at is not None and is_tried and now - self._closed_at < most_s
+
     def stepped(self, now: float) -> None:
-        """Measures the duration of the step that has just been taken."""
+        """Measures the duration of the step that has just been taken, and how long its mean took."""
+        if self._closed_at is not None:
+            before = MovingAverage(0.2) if self._steps % TRIED_AGAIN == 0 else self.mean_s
+            self.mean_s = before.updated(now - self._closed_at)
+        self._closed_at, self._steps = None, self._steps + 1
         if self._stepped_at is not None:
             self.step_s = self.step_s.updated(now - self._stepped_at)
         self._stepped_at = now

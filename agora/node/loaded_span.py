@@ -120,7 +120,11 @@ class LoadedSpan:
         whole = math.ceil(manifest.optimizer.target_tokens / manifest.tokens_per_microbatch)
         if self._barrier is None:
             most = opening.staleness_limit(manifest.schedule.staleness, whole, rank, count)
-            return Surroundings(ready, None, path_s, most)
+            ahead = None
+            if self.replicas.waits_for_mean(0):
+                counted = next(stage.tokens_in_part for stage in self.compute.progress() if stage.stage == 0)
+                ahead = counted // manifest.tokens_per_microbatch
+            return Surroundings(ready, None, path_s, most, ahead)
         lacking = math.ceil(self.replicas.missing_tokens(0) / manifest.tokens_per_microbatch)
         return Surroundings(ready, StepState(self.compute.step_of(0), whole, lacking, rank, count), path_s)
 

@@ -70,7 +70,7 @@ def staleness_limit(staleness: float, microbatches: int, rank: int, origins: int
     """Returns how many microbatches an origin may have in flight: its part of staleness * `microbatches`, at least 1.
 
     A microbatch in flight is computed on weights that are older than the step its gradient goes into. All origins
-    together so hold at most the share `staleness` of a step's `microbatches`.
+    together so hold at most the share `staleness` of a step's `microbatches`, with those that are ahead of the weights.
     """
     return max(1, equal_quota(max(1, round(staleness * microbatches)), rank, origins))
 
@@ -121,13 +121,15 @@ class Surroundings:
     """What an origin sees around it before it decides whether to open a microbatch.
 
     ready: enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s. most_in_flight: see
-    staleness_limit.
+    staleness_limit. ahead: microbatches that stage 0 has counted for a step while the mean of the one before is formed;
+    None when none is, or is not waited for.
     """
 
     ready: bool = True
     step: StepState | None = None
     path_s: float | None = None
     most_in_flight: int = 2**31
+    ahead: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,8 @@ def next_opening(
     """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or (when leaving) stops.
 
     The first reason to wait that holds is given: too few replicas serve the run, it is paused, its quota of a
-    synchronous step is opened, or as many microbatches are open as its credit allows.
+    synchronous step is opened, as many microbatches are ahead of the weights as `most_in_flight` allows, or as many are
+    open as its credit allows.
     """
     if leaving:
         return Opening("stop", "this peer is leaving", quota)
@@ -192,6 +195,8 @@ def next_opening(
         quota = quota.renewed(now, seen.step)
     if seen.step is not None and not quota.left:
         return Opening("wait", f"this origin's quota of step {quota.step} is opened", quota)
+    if seen.ahead is not None and open_count + seen.ahead >= seen.most_in_flight:
+        return Opening("wait", "the mean gradient of a step is awaited", quota)
     if open_count >= credit.limit:
         return Opening("wait", f"{open_count} microbatches are open; credit {credit.reason}", quota)
     return Opening("open", credit.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))

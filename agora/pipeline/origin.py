@@ -185,7 +185,8 @@ class Origin:
             decision = self._decide(seen)
             if decision.action != "wait":
                 return decision.action == "open"
-            until = None if seen.ready and seen.step is None else loop_time() + LOOK_AGAIN_S
+            is_told = seen.ready and seen.step is None and seen.ahead is None
+            until = None if is_told else loop_time() + LOOK_AGAIN_S
             await self._changed.wait(until)
 
     def _decide(self, seen: Surroundings) -> Opening:

@@ -6,8 +6,18 @@ import random
 
 import pytest
 
-from agora.averaging.quota import MOST_CORRECTION, RATE_MEMORY_S, StepSize, TokenRate, own_quota
+from agora.averaging.quota import (
+    MOST_CORRECTION,
+    RATE_MEMORY_S,
+    TRIED_AGAIN,
+    StepPace,
+    StepSize,
+    TokenRate,
+    own_quota,
+)
 from tests.averaging.world import identities
+
+ME = identities(1)[0]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -62,3 +72,34 @@ def test_what_a_step_held_too_much_the_next_one_holds_less() -> None:
     assert size.next_target == 1000 - (sum(held) - 4000)
     assert StepSize(1000).after_step(9000).next_target == 1000 * (1 - MOST_CORRECTION), "never a step of nothing"
     assert StepSize(1000).after_step(0).next_target == 1000 * (1 + MOST_CORRECTION)
+
+
+def paced(mean_s: float) -> StepPace:
+    """Of a stage whose steps last 4 s, and whose means so far came after `mean_s`."""
+    pace = StepPace(64, StepSize(4000))
+    pace.rate = TokenRate(1000.0, 1.0)
+    pace.quota(ME, {})
+    for number in range(5):
+        pace.part_closed(10.0 * number)
+        pace.stepped(10.0 * number + mean_s)
+    return pace
+
+
+def test_origins_wait_for_a_mean_that_usually_comes_within_half_a_step_and_for_half_a_step_at_most() -> None:
+    pace = paced(mean_s=1.9)
+    assert not pace.waits_for_mean(100.0), "nothing is awaited"
+    pace.part_closed(100.0)
+    pace.part_closed(101.0)
+    assert pace.waits_for_mean(101.9) and not pace.waits_for_mean(102.0)
+    pace.stepped(102.5)
+    assert not pace.waits_for_mean(102.6)
+
+
+def test_a_mean_that_takes_longer_is_not_waited_for_but_looked_at_now_and_then() -> None:
+    pace = paced(mean_s=2.5)
+    waited = []
+    for number in range(5, 3 * TRIED_AGAIN):
+        pace.part_closed(10.0 * number)
+        waited.append(pace.waits_for_mean(10.0 * number + 0.1))
+        pace.stepped(10.0 * number + (2.5 if number < TRIED_AGAIN else 1.0))
+    assert sum(waited) == 2 * TRIED_AGAIN and waited.index(True) == TRIED_AGAIN - 5, "from the first look on"

@@ -38,6 +38,20 @@ def test_the_first_row_that_holds_decides(state: dict[str, Any], action: str, re
     assert opening.quota == NONE or action == "open", "waiting uses nothing up"
 
 
+def test_while_a_mean_is_awaited_no_more_is_opened_than_staleness_allows_ahead_of_it() -> None:
+    credit, quota = Credit(8, "as measured"), StepQuota()
+    for ahead, open_count, action in (
+        (None, 7, "open"),
+        (0, 3, "open"),
+        (0, 4, "wait"),
+        (3, 1, "wait"),
+        (3, 0, "open"),
+    ):
+        seen = Surroundings(most_in_flight=4, ahead=ahead)
+        assert next_opening(0.0, quota, credit, seen, open_count).action == action
+    assert next_opening(0.0, quota, credit, seen, 1).reason == "the mean gradient of a step is awaited"
+
+
 def test_a_synchronous_step_is_opened_up_to_the_quota_then_waited_for() -> None:
     quota, opened = NONE, 0
     while (opening := decide(quota=quota, seen=SYNCHRONOUS, open_count=min(opened, 3))).action == "open":

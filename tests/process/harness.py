@@ -86,7 +86,6 @@ def tiny(stages: int, **sections: object) -> Manifest:
     base["stages"] = {"count": stages}
     base["schedule"] |= {"microbatch": 2, "max_in_flight": 6}
     base["optimizer"] |= {"target_tokens": 512, "warmup_steps": 4}
-    base["averaging"] |= {"exact_steps": 0}
     for section, values in sections.items():
         base[section] |= values  # type: ignore[operator]
     return Manifest.model_validate(base)
