@@ -89,7 +89,6 @@ class StateKeeper:
         self._caller = caller
         self._report = report
         self._report_offence = report_offence
-        self._lag_limit = rules.usual_lag_limit(manifest.averaging.every, manifest.averaging.fraction)
         self._found: dict[int, Checkpoint] = {}
         self._filled: set[int] = set()
         self._checkpointed: dict[int, int] = {}  # the step of each stage's last checkpoint
@@ -97,7 +96,6 @@ class StateKeeper:
         self._wake = asyncio.Event()
         self._writing = asyncio.Lock()
         self._snapshots = Snapshots(self._export, lambda stage: stages.layout(stage).nbytes)
-        self.fetched: set[int] = set()  # stages whose state came from other replicas
 
     # --- filling the stages
 
@@ -127,7 +125,7 @@ class StateKeeper:
     async def _fill_stage(self, stage: int) -> str:
         """Fills one stage as `choose_start` decides; loads the own checkpoint if fetching fails. Returns the reason."""
         own = self._found.get(stage)
-        decision = rules.choose_start(own.step if own else None, self._offers(stage), self._lag_limit)
+        decision = rules.choose_start(own.step if own else None, self._offers(stage), rules.LAG_LIMIT)
         if decision.action == "fetch":
             patience_s = PATIENCE_S if own is None else 0.0
             try:
@@ -135,7 +133,7 @@ class StateKeeper:
             except Unavailable as error:
                 if own is None:
                     raise
-                decision = rules.choose_start(own.step, {}, self._lag_limit)
+                decision = rules.choose_start(own.step, {}, rules.LAG_LIMIT)
                 self._report(events.TaskFailed("fetch state", f"{error}; the own checkpoint is used"))
         if own is not None and decision.action == "load":
             layout = self._stages.layout(stage)
@@ -153,7 +151,7 @@ class StateKeeper:
     def _plausible_step(self, stage: int) -> float:
         """Returns the plausibility bound of the steps that the other peers which serve the stage claim to be at."""
         serving = [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
-        return rules.plausibility_bound(serving, self._lag_limit)
+        return rules.plausibility_bound(serving, rules.LAG_LIMIT)
 
     # --- fetching
 
@@ -170,11 +168,10 @@ class StateKeeper:
             self._report_offence,
             plausible_step=lambda: self._plausible_step(stage),
         )
-        at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values(), self._manifest.averaging.every)
+        at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values())
         state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
         await self._stages.load_state(state)
         self._filled.add(stage)
-        self.fetched.add(stage)
         self._checkpointed[stage] = state.step
         seconds, size = loop_time() - began, state.layout.nbytes
         self._report(events.StateFetched(stage, state.step, size, seconds, fetch.schedule.refetched))

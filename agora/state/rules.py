@@ -9,9 +9,14 @@ import math
 import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from agora_protocol.ids import PeerId
+
+LAG_LIMIT: Final = 100
+"""A state so many steps behind the newest is not fetched; a claim so far above the replicas' median is implausible."""
+CLAIMS_LATE: Final = 20
+"""Steps by which replicas may differ, and their claims of a step be older than their states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +65,9 @@ def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
     return math.inf if len(serving) < 3 else statistics.median_high(serving) + lag_limit
 
 
-def usual_lag_limit(averaging_every: int, averaging_fraction: float) -> int:
-    """Returns max(100, 2 * averaging_every / averaging_fraction): in that many steps all weights are averaged twice.
-
-    A state further behind the newest is not fetched; a claimed step further above the replicas' median is implausible.
-    """
-    return max(100, round(2 * averaging_every / averaging_fraction))
-
-
-def lowest_step_to_fetch(wanted: int, offers: Collection[int], averaging_every: int) -> int:
-    """Returns the lowest step of a state to accept: max(wanted, lower median of `offers` - averaging_every)."""
-    return max(wanted, statistics.median_low(offers or [0]) - averaging_every)
+def lowest_step_to_fetch(wanted: int, offers: Collection[int]) -> int:
+    """Returns the lowest step of a state to accept: max(wanted, lower median of `offers` - CLAIMS_LATE)."""
+    return max(wanted, statistics.median_low(offers or [0]) - CLAIMS_LATE)
 
 
 def checkpoint_due(step: int, every: int, last: int) -> bool:

@@ -8,12 +8,12 @@ import pytest
 from agora_protocol.ids import PeerId
 
 from agora.state.rules import (
+    CLAIMS_LATE,
     checkpoint_due,
     choose_start,
     lowest_step_to_fetch,
     most_advanced_first,
     plausibility_bound,
-    usual_lag_limit,
 )
 
 A, B, C = (PeerId(name) for name in "abc")
@@ -67,14 +67,10 @@ def test_a_single_replica_far_ahead_of_three_is_implausible() -> None:
     assert plausibility_bound([100, 101, 103, 203], 100) == 203, "one that is a little ahead is plausible"
 
 
-def test_the_lowest_step_to_fetch_is_the_wanted_one_or_one_averaging_interval_behind_the_others() -> None:
-    assert lowest_step_to_fetch(7, [], 20) == 7 and lowest_step_to_fetch(7, [10, 20], 20) == 7
-    assert lowest_step_to_fetch(7, [100, 101, 103], 1) == 100
-    assert lowest_step_to_fetch(7, [100, 200, 300], 20) == 180 and lowest_step_to_fetch(7, [100, 200], 20) == 80
-
-
-def test_a_state_is_worth_fetching_within_two_covers_of_the_averaging() -> None:
-    assert usual_lag_limit(20, 0.05) == 800 and usual_lag_limit(1, 0.05) == 100 and usual_lag_limit(1, 1.0) == 100
+def test_the_lowest_step_to_fetch_is_the_wanted_one_or_as_far_behind_the_others_as_claims_are_late() -> None:
+    assert lowest_step_to_fetch(7, []) == 7 and lowest_step_to_fetch(7, [10, 20]) == 7
+    assert lowest_step_to_fetch(7, [100, 200, 300]) == 200 - CLAIMS_LATE
+    assert lowest_step_to_fetch(7, [100, 200]) == 100 - CLAIMS_LATE
 
 
 def test_a_checkpoint_is_due_once_for_each_multiple_even_when_a_step_jumps_over_it() -> None:
