@@ -22,14 +22,14 @@ from agora.averaging.rounds import PARTS_AT_ONCE, RoundResult
 from agora.clock import loop_time
 
 
-class OtherReplicas(Protocol):
+class ReplicasAsked(Protocol):
     """others: the other live replicas of a stage. round_s: the seconds that one of its rounds may take."""
 
     def others(self, stage: int) -> Collection[PeerId]: ...
     def round_s(self, stage: int) -> float: ...
 
 
-async def recall_failed(owner: Owner, replicas: OtherReplicas, first: Part, result: RoundResult) -> None:
+async def recall_failed(owner: Owner, replicas: ReplicasAsked, first: Part, result: RoundResult) -> None:
     """Puts the means that others keep of a round's failed parts into its result, which is changed in place.
 
     first: part 0 of the round. A mean that is implausible beside this replica's values in `result` is not taken.

@@ -22,7 +22,7 @@ from torch import Tensor
 from agora.averaging.exchange import Part
 from agora.averaging.owner import Owner
 from agora.averaging.partition import SLICES_AT_ONCE, Slices, cut_into_parts
-from agora.averaging.recall import OtherReplicas, recall_failed
+from agora.averaging.recall import ReplicasAsked, recall_failed
 from agora.averaging.replicated_stages import ReplicatedStages
 from agora.averaging.rounds import RoundResult
 from agora.observe import events
@@ -34,7 +34,7 @@ RECALLS: Final = 3
 RECALL_PAUSE: Final = 0.125
 
 
-class RoundTakers(OtherReplicas, Protocol):
+class RoundTakers(ReplicasAsked, Protocol):
     """The replicas that agree, as this peer sees them; ReplicaGroup has the methods. members: with bandwidths."""
 
     def members(self, stage: int) -> Mapping[PeerId, float]: ...

@@ -49,8 +49,8 @@ class SpanReport:
     span: Span
     stages: Sequence[StageProgress]
     waits_for: Mapping[int, str]
-    gradient_wire: GradientWire
     behind: Mapping[int, int]
+    gradient_wire: GradientWire
     busy_fraction: float
     in_hand: int
     queue: int

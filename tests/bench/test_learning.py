@@ -63,7 +63,7 @@ def test_a_step_that_replicas_take_together_is_one_and_holds_the_tokens_of_all()
 
 def test_tokens_that_came_to_a_mean_in_vain_are_in_no_step() -> None:
     def late(what: str) -> events.RoundDone:
-        return events.RoundDone(0, what, 0, 1, 0, 2.0, 2, 50.0, 50.0, 0.1, 8, 0.0, 0.0)
+        return events.RoundDone(0, what, 0, 1, 0, 2.0, 2, 50.0, 50.0, 0.1, 8)
 
     first = written(*computed("a", 100), step(0, 1, 100, whole=100))
     second = written(*computed("b", 50), late("gradient"), late("weights"), step(0, 1, 50, whole=100))

@@ -34,7 +34,7 @@ def test_a_step_along_the_mean_of_all_holds_the_tokens_of_that_mean_once() -> No
 def test_a_part_that_came_too_late_is_counted_with_the_step_that_it_went_into_or_missed() -> None:
     found = steps_of(taken(1, 60, whole=60), taken(1, 40, whole=60), taken(2, 60, whole=140), taken(2, 40, whole=140))
     assert (found.counted, dict(found.tokens), found.missed) == (200, {1: 60, 2: 140}, 0)
-    found.add_round(RoundDone(0, "gradient", 2, 1, 0, 2.0, 2, 40.0, 40.0, 0.1, 8, 0.0, 0.0))
+    found.add_round(RoundDone(0, "gradient", 2, 1, 0, 2.0, 2, 40.0, 40.0, 0.1, 8))
     assert found.missed == 40.0
 
 

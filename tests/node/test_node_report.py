@@ -9,6 +9,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import Span
 from agora_protocol.records import Claim, StageAccount
 
+from agora.averaging.uplink_share import GradientWire
 from agora.node.node_report import (
     NodeReport,
     SpanReport,
@@ -36,6 +37,7 @@ SPAN = SpanReport(
     ),
     {0: "96 tokens are missing", 1: ""},
     {0: 0, 1: 1},
+    gradient_wire=GradientWire("normal4", "normal4: nothing waits for its uplink"),
     busy_fraction=0.51239,
     in_hand=2,
     queue=1,
@@ -73,6 +75,7 @@ def test_a_serving_daemon_answers_everything_that_is_counted_as_json() -> None:
     answer = json.loads(json.dumps(report_json(report())))
     assert answer["span"] == [0, 1] and answer["steps"] == {"0": 7, "1": 8}
     assert answer["staleness"] == {"0": [3, 1], "1": [0, 2]} and answer["refused_nonfinite"] == 1
+    assert answer["gradient_wire"] == "normal4: nothing waits for its uplink"
     assert answer["waits_for"] == {"0": "96 tokens are missing", "1": ""} and answer["behind"] == {"0": 0, "1": 1}
     assert answer["notes"] == [] and answer["target_tokens"] == 256
     assert answer["accounts"]["0"] == {
@@ -122,6 +125,8 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
         "its device works 51% of the time: schedule.staleness allows it 1",
     ]
     assert notes_of(report(span=dataclasses.replace(span, behind={}, busy_fraction=0.95))) == []
+    short = dataclasses.replace(SPAN, behind={}, gradient_wire=GradientWire("normal2", "normal2: too slow", True))
+    assert notes_of(report(span=short)) == ["gradients are sent as normal2: too slow"]
 
 
 def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:
