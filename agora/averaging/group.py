@@ -240,9 +240,17 @@ class ReplicaGroup:
         self._stages[stage].pace.part_closed(loop_time())
         self.gossip.tick()
 
-    def waits_for_mean(self, stage: int) -> bool:
-        """Returns whether origins wait for the mean of a step whose part is closed here, see StepPace."""
-        return self._stages[stage].pace.waits_for_mean(loop_time())
+    def awaited_part(self, stage: int) -> tuple[int, int] | None:
+        """Returns the tokens that this replica's part of an exact step lacks, and those counted for the part after it.
+
+        None where origins do not wait for the mean of the part: see StepPace; without other replicas; at local steps.
+        """
+        own, pace = self._counts()[stage], self._stages[stage].pace
+        if not self._config.is_exact(own.part) or not pace.quota_now or not pace.waits_for_mean(loop_time()):
+            return None
+        if own.part > own.step:
+            return 0, own.tokens
+        return max(0, pace.quota_now - own.tokens), 0
 
     def stepped(self, stage: int, step: int, tokens: int) -> None:
         """Gossips that the stage has taken its `step`-th step, and begins what is due. tokens: this replica's in it."""
@@ -275,6 +283,7 @@ class ReplicaGroup:
         replicas, live = next_action.counting_replicas(now, others)
         state.pace.measure(now, own.counted)
         quota = state.pace.quota(self._me, {peer: last.reported.rate.value for peer, last in live.items()})
+        state.pace.quota_now = quota if live else 0
         self._held.publish_policy(stage, next_action.step_policy(own.part, replicas, live, quota, self._config))
         behind_since = state.behind[1] if state.behind and state.behind[0] == own.step < self._leading else None
         busy = _is_running(state.work)

@@ -97,6 +97,8 @@ class StepPace:
     step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
     mean_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
     """Seconds from closing a part to its mean."""
+    quota_now: int = 0
+    """Tokens at which this replica closes its part of the present step; 0 where there is no other replica."""
     _closed_at: float | None = None
     _steps: int = 0
     _measured: tuple[float, int] | None = None
@@ -136,14 +138,14 @@ class StepPace:
         self._closed_at = now if self._closed_at is None else self._closed_at
 
     def waits_for_mean(self, now: float) -> bool:
-        """Returns whether origins wait for the mean that is being formed, lest they compute on weights without it.
+        """Returns whether origins wait for the mean of the present part, lest they compute on weights without it.
 
         They do for MOST_WAIT of a step, where means usually come so fast; else they compute on, and in every
         TRIED_AGAIN-th step they look whether that is still so.
         """
         most_s = MOST_WAIT * self._expected_s
         is_tried = self._steps % TRIED_AGAIN == 0 or (self.mean_s.value or 0.0) <= most_s
-        return self._closed_at is not None and is_tried and now - self._closed_at < most_s
+        return is_tried and (self._closed_at is None or now - self._closed_at < most_s)
 
     def stepped(self, now: float) -> None:
         """Measures the duration of the step that has just been taken, and how long its mean took."""

@@ -70,9 +70,19 @@ def staleness_limit(staleness: float, microbatches: int, rank: int, origins: int
     """Returns how many microbatches an origin may have in flight: its part of staleness * `microbatches`, at least 1.
 
     A microbatch in flight is computed on weights that are older than the step its gradient goes into. All origins
-    together so hold at most the share `staleness` of a step's `microbatches`, with those that are ahead of the weights.
+    together so hold at most the share `staleness` of a step's `microbatches`.
     """
     return max(1, equal_quota(max(1, round(staleness * microbatches)), rank, origins))
+
+
+def open_before_mean(staleness: float, microbatches: int, origins: int, remaining: int, ahead: int) -> int:
+    """Returns how many microbatches an origin may have open until the mean of its part of a step is in.
+
+    Those that the part still lacks, and of the next part its share of staleness * `microbatches`, rounded down: these
+    are computed on weights without the mean. remaining: what the part lacks, 0 once it is closed; ahead: counted for
+    the next part already.
+    """
+    return remaining + math.floor(staleness * microbatches / max(1, origins)) - ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +131,15 @@ class Surroundings:
     """What an origin sees around it before it decides whether to open a microbatch.
 
     ready: enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s. most_in_flight: see
-    staleness_limit. ahead: microbatches that stage 0 has counted for a step while the mean of the one before is formed;
-    None when none is, or is not waited for.
+    staleness_limit. before_mean: how many may be open until the mean of this peer's part of a step is in, lest more be
+    computed on weights without it; None where means are not waited for, and `most_in_flight` bounds staleness.
     """
 
     ready: bool = True
     step: StepState | None = None
     path_s: float | None = None
     most_in_flight: int = 2**31
-    ahead: int | None = None
+    before_mean: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +192,7 @@ def next_opening(
     """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or (when leaving) stops.
 
     The first reason to wait that holds is given: too few replicas serve the run, it is paused, its quota of a
-    synchronous step is opened, as many microbatches are ahead of the weights as `most_in_flight` allows, or as many are
-    open as its credit allows.
+    synchronous step is opened, as many are open as may be before a mean, or as its credit allows.
     """
     if leaving:
         return Opening("stop", "this peer is leaving", quota)
@@ -195,8 +204,8 @@ def next_opening(
         quota = quota.renewed(now, seen.step)
     if seen.step is not None and not quota.left:
         return Opening("wait", f"this origin's quota of step {quota.step} is opened", quota)
-    if seen.ahead is not None and open_count + seen.ahead >= seen.most_in_flight:
-        return Opening("wait", "the mean gradient of a step is awaited", quota)
+    if seen.before_mean is not None and open_count >= seen.before_mean:
+        return Opening("wait", "its part of a step is opened, and the mean gradient awaited", quota)
     if open_count >= credit.limit:
         return Opening("wait", f"{open_count} microbatches are open; credit {credit.reason}", quota)
     return Opening("open", credit.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))

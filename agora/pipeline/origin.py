@@ -185,7 +185,7 @@ class Origin:
             decision = self._decide(seen)
             if decision.action != "wait":
                 return decision.action == "open"
-            is_told = seen.ready and seen.step is None and seen.ahead is None
+            is_told = seen.ready and seen.step is None and seen.before_mean is None
             until = None if is_told else loop_time() + LOOK_AGAIN_S
             await self._changed.wait(until)
 

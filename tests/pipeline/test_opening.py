@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from agora.pipeline.opening import GRACE_S, Credit, Opening, StepQuota, StepState, Surroundings, next_opening
+from agora.pipeline.opening import (
+    GRACE_S,
+    Credit,
+    Opening,
+    StepQuota,
+    StepState,
+    Surroundings,
+    next_opening,
+    open_before_mean,
+)
 
 ASYNCHRONOUS = Surroundings()
 SYNCHRONOUS = Surroundings(step=StepState(step=7, microbatches=9, lacking=9, rank=0, origins=2))
@@ -38,18 +47,14 @@ def test_the_first_row_that_holds_decides(state: dict[str, Any], action: str, re
     assert opening.quota == NONE or action == "open", "waiting uses nothing up"
 
 
-def test_while_a_mean_is_awaited_no_more_is_opened_than_staleness_allows_ahead_of_it() -> None:
-    credit, quota = Credit(8, "as measured"), StepQuota()
-    for ahead, open_count, action in (
-        (None, 7, "open"),
-        (0, 3, "open"),
-        (0, 4, "wait"),
-        (3, 1, "wait"),
-        (3, 0, "open"),
-    ):
-        seen = Surroundings(most_in_flight=4, ahead=ahead)
-        assert next_opening(0.0, quota, credit, seen, open_count).action == action
-    assert next_opening(0.0, quota, credit, seen, 1).reason == "the mean gradient of a step is awaited"
+def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks_and_staleness_allows_beyond_it() -> None:
+    for before, open_count, action in (None, 3, "open"), (2, 1, "open"), (2, 2, "wait"), (-1, 0, "wait"):
+        opening = decide(seen=Surroundings(before_mean=before), open_count=open_count)
+        assert opening.action == action
+    assert opening.reason == "its part of a step is opened, and the mean gradient awaited"
+    assert open_before_mean(0.125, 32, 2, remaining=5, ahead=0) == 7
+    assert open_before_mean(0.125, 32, 2, remaining=0, ahead=1) == 1
+    assert open_before_mean(0.03125, 32, 2, remaining=5, ahead=0) == 5, "rounded down"
 
 
 def test_a_synchronous_step_is_opened_up_to_the_quota_then_waited_for() -> None:
