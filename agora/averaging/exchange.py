@@ -129,7 +129,7 @@ class Exchange:
         """Returns how this peer sends a part's values: int8 for the first INT8_ROUNDS of gradients, if coarse later."""
         if part.what == "slice":
             return self._config.slice_wire
-        begins = self._config.gradient_wire in NORMAL_BITS and part.number < INT8_ROUNDS
+        begins = self.gradient_wire in NORMAL_BITS and part.number < INT8_ROUNDS
         return "int8" if begins else self.gradient_wire
 
     def settle(self, part: Part, made: Contribution, counted: bool | None) -> float:

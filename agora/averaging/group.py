@@ -240,13 +240,18 @@ class ReplicaGroup:
         self._stages[stage].pace.part_closed(loop_time())
         self.gossip.tick()
 
+    def awaits_mean(self, stage: int) -> bool:
+        """Returns whether the mean of a closed part is awaited here that usually comes soon, see StepPace."""
+        own = self._counts()[stage]
+        return own.part > own.step and self.awaited_part(stage) is not None
+
     def awaited_part(self, stage: int) -> tuple[int, int] | None:
         """Returns the tokens that this replica's part of an exact step lacks, and those counted for the part after it.
 
         None where origins do not wait for the mean of the part: see StepPace; without other replicas; at local steps.
         """
         own, pace = self._counts()[stage], self._stages[stage].pace
-        if not self._config.is_exact(own.part) or not pace.quota_now or not pace.waits_for_mean(loop_time()):
+        if not self._config.is_exact(own.step) or not pace.quota_now or not pace.waits_for_mean(loop_time()):
             return None
         if own.part > own.step:
             return 0, own.tokens

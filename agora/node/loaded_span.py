@@ -16,7 +16,6 @@ from typing import TypeVar
 import torch
 from agora_protocol.errors import AgoraError, InputError, LocalError
 from agora_protocol.ids import Span
-from agora_protocol.manifest import Manifest
 from agora_protocol.messages import Contribute, GossipSteps, Process, Recall
 from agora_protocol.records import Progress
 
@@ -36,7 +35,7 @@ from agora.node.node_report import SpanReport
 from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
 from agora.observe import events, faults
 from agora.pipeline import opening
-from agora.pipeline.barrier import StepBarrier
+from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.hop import Hop
 from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
@@ -75,7 +74,10 @@ class LoadedSpan:
             report=startup.report_event,
             report_offence=local_peer.offences.report_offence,
         )
-        self._barrier = step_barrier(manifest, compute)
+        self._is_synchronous = manifest.schedule.kind == "synchronous"
+        self._barrier: StepBarrier | MeanBarrier = MeanBarrier(compute.span, self.replicas.awaits_mean)
+        if self._is_synchronous:
+            self._barrier = StepBarrier(compute.span, compute.step_of)
         self.hop = Hop(
             compute,
             local_peer.router,
@@ -101,7 +103,7 @@ class LoadedSpan:
         config = OriginConfig(
             me=startup.me,
             stage_count=manifest.stage_count,
-            ceiling=self._local_peer.seats if self._barrier is None else usual_in_flight(manifest),
+            ceiling=self._local_peer.seats if not self._is_synchronous else usual_in_flight(manifest),
             max_in_flight=manifest.schedule.max_in_flight,
         )
         return Origin(config, self.hop, batches.draw, batches.heldout, startup.report_event, self._look_around)
@@ -118,7 +120,7 @@ class LoadedSpan:
         origins = [seen.peer for seen in view.replicas(0)]
         rank, count = (origins.index(me), len(origins)) if me in origins else (0, 1)
         whole = math.ceil(manifest.optimizer.target_tokens / manifest.tokens_per_microbatch)
-        if self._barrier is None:
+        if not self._is_synchronous:
             staleness = manifest.schedule.staleness
             if (awaited := self.replicas.awaited_part(0)) is not None:
                 lacking, ahead = (math.ceil(tokens / manifest.tokens_per_microbatch) for tokens in awaited)
@@ -213,11 +215,6 @@ class LoadedSpan:
         except (TimeoutError, AgoraError) as error:
             reason = str(error) or f"not written in {within_s:.0f} s"
             self._local_peer.startup.report_event(events.TaskFailed("checkpoint", reason))
-
-
-def step_barrier(manifest: Manifest, compute: Compute) -> StepBarrier | None:
-    """Returns where microbatches of a synchronous run wait for their step; None in others, where none ever waits."""
-    return StepBarrier(compute.span, compute.step_of) if manifest.schedule.kind == "synchronous" else None
 
 
 # --- loading

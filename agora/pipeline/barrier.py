@@ -1,4 +1,4 @@
-"""Waits for a change of any kind, and for the stages here to have taken a step.
+"""Waits for a change of any kind, for the stages here to have taken a step, and for a mean gradient that comes soon.
 
 Knows: one event loop, steps by number. Must not know: what changes, who takes steps, or what a microbatch is.
 """
@@ -20,6 +20,8 @@ MAX_STEPS_AHEAD = 1
 """How many steps the stages here may be behind a microbatch's step for it to wait. An origin opens a step when all
 tokens of the step before are counted, by replicas that had taken all steps before that; so a replica that is two steps
 behind must first fetch new state."""
+LOOK_S = 0.05
+"""Seconds between two looks at whether a mean is still awaited."""
 RETRY_MS = 200
 """Milliseconds after which a caller may ask again that was refused because a stage here is behind."""
 
@@ -80,3 +82,30 @@ class StepBarrier:
         """Raises Busy when a stage from `first` to the span's last has taken fewer than `step` steps."""
         if behind := self._stages_behind(first, step):
             raise Busy(f"stage {behind[0]} has not taken step {step} here yet", RETRY_MS)
+
+
+class MeanBarrier:
+    """Makes an asynchronous run's microbatches wait while a mean gradient that comes soon is being formed here.
+
+    They count for the step after it, and so are computed on weights with it. A microbatch that waits takes no seat.
+    awaits_mean(stage): whether such a mean is awaited; it becomes False after a while by itself.
+    """
+
+    def __init__(self, span: Span, awaits_mean: Callable[[int], bool]) -> None:
+        self._span = span
+        self._awaits_mean = awaits_mean
+        self._changed = ChangeNotifier()
+
+    def stepped(self) -> None:
+        """Wakes the waiting microbatches; call it after each step of a stage of the span."""
+        self._changed.notify()
+
+    async def wait_for_mean(self, first: int, deadline: float) -> None:
+        """Returns when no mean is awaited in the stages from `first` to the span's last.
+
+        After MAX_WAIT_FRACTION of the time until `deadline` it returns in any case.
+        """
+        until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
+        stages = range(first, self._span.last + 1)
+        while (now := loop_time()) < until and any(map(self._awaits_mean, stages)):
+            await self._changed.wait(min(until, now + LOOK_S))

@@ -21,7 +21,7 @@ from agora.calls import OnProgress
 from agora.clock import loop_time
 from agora.moving_average import MovingAverage
 from agora.observe import events, faults
-from agora.pipeline.barrier import StepBarrier
+from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.interfaces import HopAnswer, SpanCompute
 from agora.pipeline.ledger import Work, WorkKey, WorkLedger
 from agora.pipeline.router import Router
@@ -63,7 +63,7 @@ class Hop:
         ledger: WorkLedger,
         *,
         report: events.Report,
-        barrier: StepBarrier | None = None,
+        barrier: StepBarrier | MeanBarrier | None = None,
         fault: faults.ReachFault = faults.reach,
     ) -> None:
         self._span = compute.span
@@ -110,7 +110,9 @@ class Hop:
         key = WorkKey(job.message.microbatch, first)
         if job.train:
             self._ledger.refuse_overlap(key, last)
-        if self._barrier is not None and step:
+        if isinstance(self._barrier, MeanBarrier) and job.train:
+            await self._barrier.wait_for_mean(first, job.deadline)
+        elif isinstance(self._barrier, StepBarrier) and step:
             self._barrier.refuse_early(first, step)
             await self._barrier.wait_for_step(first, step, job.deadline)
         return await self._ledger.run(key, last, job.deadline, on_progress, lambda work: self._perform(job, work))

@@ -19,6 +19,10 @@ RATES: Final[Mapping[str, float]] = {"adamw": 6e-3, "muon": 1.2e-2}
 """The learning rate of each optimizer: the best of 3e-3, 6e-3 and 1.2e-2 for synchronous steps of this model."""
 
 
+DELAY: Final = 0.125
+"""Share of a step that is computed before the mean of the step before is applied; more than measured of daemons."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """`fraction` of the anchor every `every` local steps, taken in `delay` steps after the snapshot; or another scheme.
@@ -33,7 +37,7 @@ class Setting:
     fraction: float = DEFAULTS.fraction
     every: int = DEFAULTS.every
     delay: int = 1
-    stale: float = 0.25
+    stale: float = DELAY
     slice_wire: WireName = DEFAULTS.slice_wire
     outer_rate: float = DEFAULTS.outer_rate
     outer_momentum: float = DEFAULTS.outer_momentum
@@ -57,7 +61,7 @@ class Setting:
         usual = DEFAULTS.outer_rate, DEFAULTS.outer_momentum
         outer = self.outer_rate, self.outer_momentum
         more += [f"outer {self.outer_rate:g}/{self.outer_momentum:g}"] if outer != usual else []
-        more += [f"{self.stale:g} stale"] if self.stale != 0.25 and self.scheme != "synchronous" else []
+        more += [f"{self.stale:g} stale"] if self.stale != DELAY and self.scheme != "synchronous" else []
         more += [f"{self.replicas} replicas"] if self.replicas != 4 else []
         more += ["unequal shares"] if self.unequal else []
         more += [f"{100 * self.missing:g} % of contributions missing"] if self.missing else []
@@ -81,14 +85,15 @@ class Setting:
         return Setting("synchronous", exact=0, stale=0.0, optimizer=self.optimizer, replicas=self.replicas)
 
 
-DEFAULT: Final = Setting(optimizer=DEFAULT_OPTIMIZER)
+DEFAULT: Final = Setting(optimizer=DEFAULT_OPTIMIZER, gradient_wire="normal2")
+"""What a peer sends whose uplink carries 0.28 bytes for each parameter in a step: the fewest bits."""
 SYNCHRONOUS: Final = DEFAULT.baseline
 SYNCHRONOUS_ADAMW: Final = replace(SYNCHRONOUS, optimizer="adamw")
 NONE: Final = Setting("none", exact=0, optimizer=DEFAULT_OPTIMIZER)
 BITS: Final[Mapping[WireName, Setting]] = {
-    "normal2": replace(DEFAULT, gradient_wire="normal2"),
     "normal3": replace(DEFAULT, gradient_wire="normal3"),
     "normal4": replace(DEFAULT, gradient_wire="normal4"),
+    "int8": replace(DEFAULT, gradient_wire="int8"),
 }
 AT_ONCE: Final = replace(DEFAULT, stale=0.0)
 SIXTEEN: Final = replace(DEFAULT, replicas=16)
@@ -96,7 +101,7 @@ UNEQUAL: Final = replace(DEFAULT, unequal=True)
 MISSING: Final = replace(DEFAULT, missing=0.1)
 SLICES: Final = replace(DEFAULT, exact=0)
 """Slices from the first step on: the fewest bytes."""
-SLICES_LATER: Final = {steps: replace(DEFAULT, exact=steps, gradient_wire="normal2") for steps in (267, 400)}
+SLICES_LATER: Final = {steps: replace(DEFAULT, exact=steps) for steps in (267, 400)}
 """2-bit gradients for a third of a run, then slices: by the steps of a quick run's third, and of a full one's."""
 NEEDED: Final = (SYNCHRONOUS, SYNCHRONOUS_ADAMW, NONE, DEFAULT)
 """What the ratios are made of."""

@@ -282,7 +282,7 @@ def test_a_replica_with_a_slow_uplink_sends_fewer_bits_and_all_step_along_the_sa
             slow.uplink_rate = 10**9
             await asyncio.sleep(20.0)
             await at_one_step(*world.all)
-            assert slow.group.gradient_wire.name == "normal4"
+            assert slow.group.gradient_wire.name == "int8"
             assert_equal_bits(*world.all)
 
     run(main())

@@ -91,7 +91,7 @@ def test_origins_wait_for_a_mean_that_usually_comes_within_half_a_step_and_for_h
     pace.part_closed(100.0)
     pace.part_closed(101.0)
     assert pace.waits_for_mean(101.9) and not pace.waits_for_mean(102.0)
-    pace.stepped(102.5)
+    pace.stepped(101.9)
     assert pace.waits_for_mean(102.6), "the next one"
 
 
