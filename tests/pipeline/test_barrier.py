@@ -1,17 +1,14 @@
-"""Where microbatches of a synchronous step wait: only as long as they may, and without a trace."""
+"""Where microbatches wait for a step or for a mean: only as long as they may, and without a trace."""
 
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from agora_protocol.errors import Busy
 from agora_protocol.ids import Span
-from agora_protocol.manifest import Manifest
 
-from agora.node.loaded_span import step_barrier
-from agora.pipeline.barrier import MAX_WAIT_FRACTION, RETRY_MS, StepBarrier
+from agora.pipeline.barrier import LOOK_S, MAX_WAIT_FRACTION, RETRY_MS, MeanBarrier, StepBarrier
 from tests.pipeline.virtual_time import VirtualLoop, run
 
 
@@ -39,14 +36,7 @@ def waiting_microbatches() -> int:
     return loop.open_timers()
 
 
-@pytest.mark.parametrize(("kind", "has_barrier"), [("synchronous", True), ("asynchronous", False)])
-def test_only_synchronous_runs_have_a_barrier_whatever_a_caller_says_of_steps(kind: str, has_barrier: bool) -> None:
-    manifest = Manifest.model_validate(Manifest().model_dump() | {"schedule": {"kind": kind}})
-    compute = SimpleNamespace(span=Span(0, 1), step_of=lambda stage: 0)
-    assert isinstance(step_barrier(manifest, compute), StepBarrier) is has_barrier
-
-
-def test_who_is_not_ahead_passes_at_once_and_asynchronous_runs_never_wait() -> None:
+def test_who_is_not_ahead_passes_at_once() -> None:
     async def work() -> None:
         stages, began = Stages(), now()
         await stages.barrier.wait_for_step(2, 0, began + 10.0)
@@ -153,5 +143,37 @@ def test_a_cancelled_wait_leaves_nothing_behind_and_holds_up_nobody() -> None:
         await asyncio.wait(waiting)
         assert waiting_microbatches() == 0, "also when the step and the cancellation come together"
         await stages.barrier.wait_for_step(2, 1, now() + 1.0)
+
+    run(work())
+
+
+def test_microbatches_wait_for_a_mean_in_their_stages_until_it_is_in_or_not_awaited_any_more() -> None:
+    async def work() -> None:
+        awaited = {3: True}
+        barrier, began = MeanBarrier(Span(2, 4), lambda stage: awaited.get(stage, False)), now()
+        await barrier.wait_for_mean(4, began + 10.0)
+        assert now() == began, "stage 3 is before it"
+        waiting = asyncio.create_task(barrier.wait_for_mean(2, began + 10.0))
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        awaited.clear()
+        barrier.stepped()
+        await waiting
+        assert now() == pytest.approx(began + 1.0), "at once"
+        awaited[2] = True
+        again = asyncio.create_task(barrier.wait_for_mean(2, began + 10.0))
+        await asyncio.sleep(0.1)
+        awaited.clear()
+        await asyncio.sleep(1.1 * LOOK_S)
+        assert again.done(), "the time is over for which it is awaited, of which nobody tells"
+
+    run(work())
+
+
+def test_a_mean_that_never_comes_keeps_no_microbatch_beyond_half_of_its_time() -> None:
+    async def work() -> None:
+        began = now()
+        await MeanBarrier(Span(2, 4), lambda stage: True).wait_for_mean(2, began + 10.0)
+        assert now() == pytest.approx(began + MAX_WAIT_FRACTION * 10.0)
 
     run(work())
