@@ -100,6 +100,7 @@ class ReplicaGroup:
         self._state = state
         self._listing = listing
         self._leading = 0
+        self._in_hand = 0
         self._report = report
         self._report_offence = report_offence
         self._leaving = False
@@ -240,6 +241,12 @@ class ReplicaGroup:
         self._stages[stage].pace.part_closed(loop_time())
         self.gossip.tick()
 
+    def microbatch_left(self, stage: int, in_hand: int) -> None:
+        """Begins what is due now that a microbatch has left this peer, which has `in_hand` others in work."""
+        self._in_hand = in_hand
+        if self._waits_for_means(stage) and self._counts()[stage].tokens >= self._stages[stage].pace.quota_now:
+            self._decide_and_begin(stage)
+
     def awaits_mean(self, stage: int) -> bool:
         """Returns whether the mean of a closed part is awaited here that usually comes soon, see StepPace."""
         own = self._counts()[stage]
@@ -251,7 +258,7 @@ class ReplicaGroup:
         None where origins do not wait for the mean of the part: see StepPace; without other replicas; at local steps.
         """
         own, pace = self._counts()[stage], self._stages[stage].pace
-        if not self._config.is_exact(own.step) or not pace.quota_now or not pace.waits_for_mean(loop_time()):
+        if not self._waits_for_means(stage):
             return None
         if own.part > own.step:
             return 0, own.tokens
@@ -268,6 +275,11 @@ class ReplicaGroup:
             state.pace.note_local_step(tokens)
             state.rounds.note_step(tokens)
         self.gossip.tick()
+
+    def _waits_for_means(self, stage: int) -> bool:
+        """Returns whether the next step is exact, has other replicas, and its mean is waited for, see StepPace."""
+        pace, is_exact = self._stages[stage].pace, self._config.is_exact(self._held.step_of(stage))
+        return is_exact and not self._config.synchronous and pace.quota_now > 0 and pace.waits_for_mean(loop_time())
 
     def _choose_gradient_wire(self, stage: int) -> None:
         """Chooses anew in how many bits gradients are sent, after a step of a stage; synchronous runs send float32."""
@@ -289,12 +301,16 @@ class ReplicaGroup:
         state.pace.measure(now, own.counted)
         quota = state.pace.quota(self._me, {peer: last.reported.rate.value for peer, last in live.items()})
         state.pace.quota_now = quota if live else 0
-        self._held.publish_policy(stage, next_action.step_policy(own.part, replicas, live, quota, self._config))
+        in_hand = self._in_hand if self._waits_for_means(stage) else None
+        by_device = in_hand is None
+        policy = next_action.step_policy(own.part, replicas, live, quota, self._config, by_device=by_device)
+        self._held.publish_policy(stage, policy)
         behind_since = state.behind[1] if state.behind and state.behind[0] == own.step < self._leading else None
         busy = _is_running(state.work)
         right = replicas_to_fetch_from(self._lineages(stage), self._me, live)
         slice_due = None if self._config.is_exact(own.step - 1) else state.rounds.due(own.step, own.agreed)
-        own_stage = OwnStage(own, quota, state.pace.expected_s, self._leaving, busy, slice_due, behind_since, right)
+        step_s = state.pace.expected_s
+        own_stage = OwnStage(own, quota, step_s, self._leaving, busy, slice_due, behind_since, right, in_hand or 0)
         action, state.reason = next_action.next_action(now, own_stage, others, self._config)
         match action.what:
             case "slice round":

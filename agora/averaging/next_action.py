@@ -83,7 +83,8 @@ class OwnStage:
     quota: tokens at which its part of a step is closed, 0 where none is known. step_s: seconds in which all replicas
     count a step's tokens, 0 before it is known. busy: whether an exact step, a fetch or a catch-up is running.
     slice_due: the slice round that is to begin, None without one. behind_since: when it fell behind the run's leading
-    stage, None when it is not. diverged_from: the replicas that are right where it is not, see divergence.
+    stage, None when it is not. diverged_from: the replicas that are right where it is not, see divergence. in_hand:
+    microbatches in work here that count for this step, as origins wait for its mean.
     """
 
     counts: agreement.Counts
@@ -94,6 +95,7 @@ class OwnStage:
     slice_due: int | None = None
     behind_since: float | None = None
     diverged_from: tuple[PeerId, ...] = ()
+    in_hand: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,25 +160,33 @@ def _why_incomplete(now: float, own: OwnStage, live: agreement.KnownReplicas, co
         return f"{missing} tokens are missing"
     closed_at = agreement.closed_since(live, step)
     patience_s = min(CLOSE_AFTER * own.step_s, MOST_CLOSE_AFTER_S) if own.step_s else MOST_CLOSE_AFTER_S
-    if 0 < own.quota <= tokens or (closed_at is not None and now - closed_at >= patience_s):
+    is_late = closed_at is not None and now - closed_at >= patience_s
+    if is_late or (0 < own.quota <= tokens and not own.in_hand):
         return ""
     return f"{tokens} of the {own.quota} tokens of its part are counted"
 
 
 def step_policy(
-    part: int, replicas: Collection[PeerId], live: agreement.KnownReplicas, quota: int, config: ActionConfig
+    part: int,
+    replicas: Collection[PeerId],
+    live: agreement.KnownReplicas,
+    quota: int,
+    config: ActionConfig,
+    *,
+    by_device: bool = True,
 ) -> StepPolicy:
     """Returns the device thread's policy for step number `part`; its part of it is closed at `quota`.
 
-    replicas, live: as counting_replicas returns them. In synchronous runs the device thread closes no part by itself;
-    a local step it takes there.
+    replicas, live: as counting_replicas returns them. by_device: whether the device thread closes the part of an exact
+    step at the very microbatch; not in synchronous runs, nor where origins wait for means: there what is in work counts
+    too.
     """
     target, alone = config.target_tokens, not replicas
     if config.synchronous or alone:
         return StepPolicy(target, config.exact_steps, part, agreement.tokens_to_go(live, part, target), alone)
     if not config.is_exact(part):
         return StepPolicy(target, config.exact_steps, part, quota or target)
-    return StepPolicy(target, config.exact_steps, part, quota, closes_part=quota > 0)
+    return StepPolicy(target, config.exact_steps, part, quota, closes_part=quota > 0 and by_device)
 
 
 def counting_replicas(now: float, others: OtherReplicas) -> tuple[set[PeerId], agreement.KnownReplicas]:

@@ -84,6 +84,7 @@ class LoadedSpan:
             local_peer.ledger,
             report=startup.report_event,
             barrier=self._barrier,
+            on_trained=self._on_trained,
         )
         self.origin = None if batches is None else self._make_origin(batches)
         self.collector = StageCollector(
@@ -178,6 +179,11 @@ class LoadedSpan:
                 return Reply(*self.replicas.owner.recall(request))
             case other:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
+
+    def _on_trained(self) -> None:
+        """Called when a training microbatch has left the hop: a part of a step may be complete by that."""
+        for stage in self.span.stages:
+            self.replicas.microbatch_left(stage, self.hop.training)
 
     async def follow_steps(self) -> None:
         """Tells replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled."""

@@ -7,7 +7,7 @@ Knows: the order of things (seat, forward, next stage, backward, answer). Must n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
@@ -65,7 +65,9 @@ class Hop:
         report: events.Report,
         barrier: StepBarrier | MeanBarrier | None = None,
         fault: faults.ReachFault = faults.reach,
+        on_trained: Callable[[], None] = lambda: None,
     ) -> None:
+        """on_trained: is called whenever a training microbatch has left this hop, with `training` already lower."""
         self._span = compute.span
         self._is_last = compute.span.last == router.stage_count - 1
         self._compute = compute
@@ -75,6 +77,9 @@ class Hop:
         self._barrier = barrier
         self._fault = fault
         self.queue = 0
+        self.training = 0
+        """Training microbatches whose work has begun here and not ended."""
+        self._on_trained = on_trained
         self._busy_s = MovingAverage(0.1)
         self._backward_s = MovingAverage(0.1)
         self._paths_s: deque[float] = deque(maxlen=PATH_SAMPLES)
@@ -123,8 +128,14 @@ class Hop:
         if is_hopeless(left_s, self._busy_s.value or 0.0):
             raise Unavailable(stage, [f"{left_s:.3f} s are too short for this hop"])
         work.publish(Advance(stage, self._ledger.me, "accepted", self.queue))
-        await self._fault("hop.accepted")
-        answer = await (self._finish(job, work) if self._is_last else self._pass_on(job, work))
+        self.training += job.train
+        try:
+            await self._fault("hop.accepted")
+            answer = await (self._finish(job, work) if self._is_last else self._pass_on(job, work))
+        finally:
+            self.training -= job.train
+            if job.train:
+                self._on_trained()
         work.publish(Advance(stage, self._ledger.me, "finished", self.queue))
         return answer
 

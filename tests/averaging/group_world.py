@@ -89,6 +89,8 @@ class FakeStage:
             self.tokens += int(self.rate * TICK_S)
             self.counted += int(self.rate * TICK_S)
             self._take_due_step()
+            if self.group is not None:
+                self.group.microbatch_left(0, in_hand=0)
 
     def _take_due_step(self) -> None:
         """As train.TrainedStage.step_if_due."""

@@ -125,6 +125,14 @@ def test_a_part_of_an_exact_step_is_complete_at_its_quota_and_the_step_goes_on_w
     assert next_action(NOW, closed, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
 
 
+def test_where_origins_wait_for_means_a_part_is_complete_when_nothing_of_it_is_in_work() -> None:
+    own = OwnStage(at(5, 400), quota=400, in_hand=1)
+    assert next_action(NOW, own, others((A, 5, 300)), EXACT)[0] == Action("wait")
+    assert next_action(NOW, replace(own, in_hand=0), others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW, own, others((A, 5, 600)), EXACT)[0] == Action("step together", 5), "all tokens are counted"
+    assert not step_policy(5, {A}, others((A, 5, 300)).known, 400, EXACT, by_device=False).closes_part
+
+
 def test_a_replica_closes_its_part_a_while_after_another_one_has() -> None:
     """It contributes what it has, so that the mean is not made without it."""
     closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 5, 0, 0)], A, ME, NOW)

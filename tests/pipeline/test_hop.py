@@ -12,7 +12,7 @@ from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
-from agora.pipeline.barrier import StepBarrier
+from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.swarm.conduct import PENALTIES, POINTS_TO_SHUT_OUT, Offence
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
@@ -186,6 +186,26 @@ def test_a_microbatch_waits_for_the_next_step_and_is_sent_away_at_once_with_any_
         steps[1] = 4
         barrier.stepped()
         assert 10.0 <= await early < 11.0
+
+    run(work())
+
+
+def test_a_microbatch_waits_for_a_mean_that_comes_soon_and_is_in_work_from_then_on() -> None:
+    async def work() -> None:
+        world, awaited, now = World(2), {1}, asyncio.get_running_loop().time
+        last = world.add("last", "1", barrier=MeanBarrier(Span(1, 1), awaited.__contains__))
+        microbatch, began = microbatch_id(b"session0", 0), now()
+        tensors = [boundary_of(microbatch, 1), tokens_of(7)]
+        answer = asyncio.create_task(
+            last.hop.process(process(1, microbatch), tensors, began + 600.0, lambda advance: None)
+        )
+        await asyncio.sleep(10.0)
+        assert not answer.done() and last.hop.training == last.ledger.taken == 0
+        awaited.clear()
+        await asyncio.sleep(0.07)
+        assert last.hop.training == 1
+        await answer
+        assert last.hop.training == 0 and now() < began + 11.0
 
     run(work())
 

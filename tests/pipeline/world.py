@@ -26,7 +26,7 @@ from agora.observe.events import (
     MicrobatchStarted,
     OffenceRecorded,
 )
-from agora.pipeline.barrier import StepBarrier
+from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.hop import Hop
 from agora.pipeline.interfaces import WireShapes
 from agora.pipeline.ledger import WorkLedger
@@ -160,7 +160,7 @@ class Node:
         service_s: float,
         seats: int,
         link: LinkSpec | None,
-        barrier: StepBarrier | None,
+        barrier: StepBarrier | MeanBarrier | None,
     ) -> None:
         self.world, self.name, self.peer, self.span = world, name, peer_id(name), span
         self.caller = world.network.join(self.peer, self._answer, link)
@@ -185,7 +185,7 @@ class Node:
         self.fault = no_fault
         self.hop = self.new_hop(barrier)
 
-    def new_hop(self, barrier: StepBarrier | None = None) -> Hop:
+    def new_hop(self, barrier: StepBarrier | MeanBarrier | None = None) -> Hop:
         """The hop of this node's compute; the ledger and the router outlive it."""
         self.ledger.start_accepting()
         return Hop(
@@ -242,7 +242,7 @@ class World:
         seats: int = 64,
         seen: bool = True,
         link: LinkSpec | None = None,
-        barrier: StepBarrier | None = None,
+        barrier: StepBarrier | MeanBarrier | None = None,
     ) -> Node:
         node = Node(self, name, Span.parse(span), service_s, seats, link, barrier)
         self.nodes[node.peer] = node
