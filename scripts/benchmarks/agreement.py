@@ -117,8 +117,8 @@ def notes(effort: Effort) -> list[str]:
         "alone on its share of the tokens. `every gradient as`: the same mean in few bits, by the code that the "
         "daemons run: contributions with error feedback, the owner's mean with its own, the same bytes to all; a "
         f"share of a step's sequences ({DELAY} unless told, more than measured of daemons) is computed before the mean "
-        "of the step before is applied. `all weights in n local steps`: a slice after each step, as its difference to the "
-        "anchor, taken in a step later. `exact steps, then`: first so, then slices.",
+        "of the step before is applied. `all weights in n local steps`: a slice after each step, as its difference to "
+        "the anchor, taken in a step later. `exact steps, then`: first so, then slices.",
         "unequal shares: replica i of n computes in proportion to i + 1. missing: an owner does not count these "
         "contributions, drawn at random; each is in the next round.",
         "loss_of_replica: held-out nats per token, the mean over the replicas: what a peer holds. lost: that against "
