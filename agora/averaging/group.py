@@ -250,19 +250,17 @@ class ReplicaGroup:
     def awaits_mean(self, stage: int) -> bool:
         """Returns whether the mean of a closed part is awaited here that usually comes soon, see StepPace."""
         own = self._counts()[stage]
-        return own.part > own.step and self.awaited_part(stage) is not None
+        return own.part > own.step and self._waits_for_means(stage)
 
-    def awaited_part(self, stage: int) -> tuple[int, int] | None:
-        """Returns the tokens that this replica's part of an exact step lacks, and those counted for the part after it.
+    def tokens_before_mean(self, stage: int) -> int | None:
+        """Returns the tokens that this replica's part of a step lacks, below 0 once the next one has counted some.
 
-        None where origins do not wait for the mean of the part: see StepPace; without other replicas; at local steps.
+        None where origins do not wait for the mean of the part.
         """
-        own, pace = self._counts()[stage], self._stages[stage].pace
+        own = self._counts()[stage]
         if not self._waits_for_means(stage):
             return None
-        if own.part > own.step:
-            return 0, own.tokens
-        return max(0, pace.quota_now - own.tokens), 0
+        return -own.tokens if own.part > own.step else self._stages[stage].pace.quota_now - own.tokens
 
     def stepped(self, stage: int, step: int, tokens: int) -> None:
         """Gossips that the stage has taken its `step`-th step, and begins what is due. tokens: this replica's in it."""

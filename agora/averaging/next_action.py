@@ -24,7 +24,7 @@ RESUME_S: Final = 15.0
 CLOSE_AFTER: Final = 0.25
 """Share of a step's duration for which a replica goes on counting after another one has closed its part."""
 MOST_CLOSE_AFTER_S: Final = 2.0
-LOCAL_LAG: Final = 3
+LOCAL_LAG: Final = 8
 """Steps that a replica with local steps may be behind the others and go on as it is."""
 
 

@@ -122,12 +122,10 @@ class LoadedSpan:
         rank, count = (origins.index(me), len(origins)) if me in origins else (0, 1)
         whole = math.ceil(manifest.optimizer.target_tokens / manifest.tokens_per_microbatch)
         if not self._is_synchronous:
-            staleness = manifest.schedule.staleness
-            if (awaited := self.replicas.awaited_part(0)) is not None:
-                lacking, ahead = (math.ceil(tokens / manifest.tokens_per_microbatch) for tokens in awaited)
-                before = opening.open_before_mean(staleness, whole, count, lacking, ahead)
+            if (lacking := self.replicas.tokens_before_mean(0)) is not None:
+                before = math.ceil(lacking / manifest.tokens_per_microbatch)
                 return Surroundings(ready, None, path_s, before_mean=before)
-            most = opening.staleness_limit(staleness, whole, rank, count)
+            most = opening.staleness_limit(manifest.schedule.staleness, whole, rank, count)
             return Surroundings(ready, None, path_s, most)
         lacking = math.ceil(self.replicas.missing_tokens(0) / manifest.tokens_per_microbatch)
         return Surroundings(ready, StepState(self.compute.step_of(0), whole, lacking, rank, count), path_s)

@@ -75,16 +75,6 @@ def staleness_limit(staleness: float, microbatches: int, rank: int, origins: int
     return max(1, equal_quota(max(1, round(staleness * microbatches)), rank, origins))
 
 
-def open_before_mean(staleness: float, microbatches: int, origins: int, remaining: int, ahead: int) -> int:
-    """Returns how many microbatches an origin may have open until the mean of its part of a step is in.
-
-    Those that the part still lacks, and of the next part its share of staleness * `microbatches`, rounded down: these
-    are computed on weights without the mean. remaining: what the part lacks, 0 once it is closed; ahead: counted for
-    the next part already.
-    """
-    return remaining + math.floor(staleness * microbatches / max(1, origins)) - ahead
-
-
 @dataclass(frozen=True, slots=True)
 class Pace:
     """The mean time between two completions, without the gaps that a stall or a pause makes."""

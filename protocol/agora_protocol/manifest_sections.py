@@ -85,10 +85,7 @@ class ScheduleSection(Section):
         default=0, ge=0, le=4096, description="microbatches an origin keeps in flight; 0 measures it"
     )
     staleness: float = Field(
-        default=0.03125,
-        gt=0,
-        le=64,
-        description="share of a step that may be computed on weights without the step before; asynchronous runs",
+        default=0.125, gt=0, le=64, description="most microbatches in flight, as a share of a step's; asynchronous runs"
     )
     least_replicas: int = Field(
         default=1, ge=1, le=4096, description="origins open nothing while a stage has fewer replicas than this"

@@ -286,8 +286,8 @@ def test_each_report_and_each_tick_is_decided_on() -> None:
         assert first.actions == [Action("step")] * 2
         first.gossip.answer(second.peer, told(1, 0, by=second.peer))
         assert first.actions[-1] == Action("wait"), "it counts on for its own part"
-        first.gossip.answer(second.peer, told(4, 0, by=second.peer))
-        assert first.actions[-1] == Action("follow", 4)
+        first.gossip.answer(second.peer, told(9, 0, by=second.peer))
+        assert first.actions[-1] == Action("follow", 9)
 
     in_world([0.0] * 2, work)
 

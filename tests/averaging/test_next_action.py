@@ -79,7 +79,7 @@ def test_a_stage_too_far_behind_fetches_a_state() -> None:
 
 
 def test_a_stage_that_is_behind_follows() -> None:
-    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 9, 0)), FREE)[0] == Action("follow", 9)
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 14, 0)), FREE)[0] == Action("follow", 14)
     assert next_action(NOW, OwnStage(at(5, 10)), others((A, 25, 0)), FREE)[0] == Action("follow", 25)
     one = others((A, 6, 0))
     assert next_action(NOW, OwnStage(at(5, 10), quota=400, step_s=4.0), one, FREE)[0] == Action("wait"), "it counts on"

@@ -14,7 +14,6 @@ from agora.pipeline.opening import (
     StepState,
     Surroundings,
     next_opening,
-    open_before_mean,
 )
 
 ASYNCHRONOUS = Surroundings()
@@ -47,14 +46,11 @@ def test_the_first_row_that_holds_decides(state: dict[str, Any], action: str, re
     assert opening.quota == NONE or action == "open", "waiting uses nothing up"
 
 
-def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks_and_staleness_allows_beyond_it() -> None:
+def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks() -> None:
     for before, open_count, action in (None, 3, "open"), (2, 1, "open"), (2, 2, "wait"), (-1, 0, "wait"):
         opening = decide(seen=Surroundings(before_mean=before), open_count=open_count)
         assert opening.action == action
     assert opening.reason == "its part of a step is opened, and the mean gradient awaited"
-    assert open_before_mean(0.125, 32, 2, remaining=5, ahead=0) == 7
-    assert open_before_mean(0.125, 32, 2, remaining=0, ahead=1) == 1
-    assert open_before_mean(0.03125, 32, 2, remaining=5, ahead=0) == 5, "rounded down"
 
 
 def test_a_synchronous_step_is_opened_up_to_the_quota_then_waited_for() -> None:

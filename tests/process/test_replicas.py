@@ -125,9 +125,10 @@ def test_an_asynchronous_run_begins_with_exact_steps_and_goes_on_around_an_ancho
             rounds = [event["round"] for event in daemon.events("RoundDone", what="gradient")]
             assert sorted(set(rounds)) == list(range(exact)), "a round for each of the first steps, none after"
             slices = [event["round"] for event in daemon.events("RoundDone", what="slice")]
-            assert sorted(slices) == list(range(exact + 1, max(slices) + 1)) and max(slices) >= later - 4
-            assert not daemon.events("StepsSkipped") and not daemon.events("TaskFailed")
-            assert not daemon.events("StageDiverged")
+            assert set(range(exact + 1, max(slices) - 4)) <= set(slices), (
+                "a round after each; the last may be under way"
+            )
+            assert not daemon.events("TaskFailed") and not daemon.events("StageDiverged")
         agreed_on = [agreed_in_checkpoints(daemon) for daemon in both]
         common_agreed = {agreed for agreed in agreed_on[0].keys() & agreed_on[1].keys() if agreed > exact}
         assert all(agreed_on[0][agreed] == agreed_on[1][agreed] != 0 for agreed in common_agreed)
@@ -226,8 +227,8 @@ def test_replicas_with_local_steps_step_together_and_agree_on_slices(tmp_path: P
         for pair in (origins, others):
             one, two = (last_step(daemon) for daemon in pair)
             assert abs(one - two) <= 2, "a stage's replicas are at one step"
-        tokens = sum(e["tokens"] for d in origins for e in d.events("StepTaken") if e["step"] <= 10)
-        assert 10 * 4096 <= tokens <= 1.25 * 10 * 4096, "a step has the target's tokens, whoever counted them"
+        tokens = sum(e["tokens"] for d in origins for e in d.events("StepTaken") if 15 < e["step"] <= 25)
+        assert 0.9 * 10 * 4096 <= tokens <= 1.25 * 10 * 4096, "a step has the target's tokens, whoever counted them"
         assert participation(everyone) >= 0.9
         assert not [event for d in everyone for event in d.events("PartFailed")]
         everybody_knows_what_became_of_the_tokens(made, others[0], origins)
@@ -277,8 +278,8 @@ def test_members_that_die_or_hang_in_a_round_stall_nobody(
     averaged anything.
     """
     faults = FAULTS if request.config.getoption("--slow") else FAULTS[:3]
-    begun = {"exact_steps": 0 if what == "slice" else 10**9}
-    with swarm(tmp_path, averaging(1, tokens=2048).replaced(averaging=begun)) as made:
+    begun, tokens = (0, 16_384) if what == "slice" else (10**9, 2048)
+    with swarm(tmp_path, averaging(1, tokens).replaced(averaging={"exact_steps": begun})) as made:
         living = [made.start("a", "0"), made.start("b", "0")]
         for number, fault in enumerate(faults):
             victim = made.start(f"victim-{number}", "0", faults=fault)
