@@ -28,7 +28,8 @@ SILENT_S: Final = 6.0
 """Seconds without a report after which a replica counts as gone. It may then come back with lower numbers."""
 MOST_DIRECT_TARGETS: Final = 8
 """Up to so many other replicas are all gossiped to; of more, GOSSIP_FANOUT chosen at random."""
-CLOSED_AHEAD: Final = 3
+CLOSED_AHEAD: Final = 10
+"""Parts by which a replica may be further than this one, and be believed that it has closed this one's."""
 GOSSIP_FANOUT: Final = 4
 
 

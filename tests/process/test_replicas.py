@@ -219,25 +219,30 @@ def participation(daemons: list[Daemon]) -> float:
 
 
 def test_replicas_with_local_steps_step_together_and_agree_on_slices(tmp_path: Path) -> None:
-    with swarm(tmp_path, averaging(2)) as made:
+    target = 16_384
+    with swarm(tmp_path, averaging(2, target)) as made:
         origins = [made.start("a", "0"), made.start("b", "0")]
         others = [made.start("c", "1"), made.start("d", "1")]
         everyone = [*origins, *others]
         made.until(lambda: all(len(rounds_of(d)) >= 30 for d in everyone), "30 rounds of everyone", within_s=90)
         for pair in (origins, others):
             one, two = (last_step(daemon) for daemon in pair)
-            assert abs(one - two) <= 2, "a stage's replicas are at one step"
+            assert abs(one - two) <= 4, "a stage's replicas are at about one step"
         tokens = sum(e["tokens"] for d in origins for e in d.events("StepTaken") if 15 < e["step"] <= 25)
-        assert 0.9 * 10 * 4096 <= tokens <= 1.25 * 10 * 4096, "a step has the target's tokens, whoever counted them"
+        assert 0.75 * 10 * target <= tokens <= 1.1 * 10 * target, (
+            "a step has about its target's tokens, whoever counted"
+        )
         assert participation(everyone) >= 0.9
         assert not [event for d in everyone for event in d.events("PartFailed")]
-        everybody_knows_what_became_of_the_tokens(made, others[0], origins)
+        everybody_knows_what_became_of_the_tokens(made, others[0], origins, target)
         drained(made, *origins)
         made.stop()
         nothing_lost(made, *origins)
 
 
-def everybody_knows_what_became_of_the_tokens(made: Swarm, observer: Daemon, origins: list[Daemon]) -> None:
+def everybody_knows_what_became_of_the_tokens(
+    made: Swarm, observer: Daemon, origins: list[Daemon], target: int
+) -> None:
     """The status of a peer of stage 1 has the accounts of stage 0, whose replicas publish them."""
     computed = sum(daemon.ask("report")["accounts"]["0"]["tokens_computed"] for daemon in origins)
 
@@ -247,7 +252,7 @@ def everybody_knows_what_became_of_the_tokens(made: Swarm, observer: Daemon, ori
 
     made.until(lambda: stage_0()["tokens_computed"] >= computed, "the accounts of stage 0 at stage 1", within_s=30)
     seen = stage_0()
-    assert seen["target_tokens"] == 4096 and 0.9 * 4096 <= seen["tokens_per_step"] <= 1.25 * 4096
+    assert seen["target_tokens"] == target and 0.9 * target <= seen["tokens_per_step"] <= 1.25 * target
     assert 0.9 <= seen["share_counted"] <= 1 and 0 <= seen["staleness"] < 2 and seen["waits_for"]
 
 
