@@ -85,8 +85,8 @@ class SliceRounds:
         """Begins round `number` in the background. step: those taken here."""
         self._newest = number
         before = self._running.get(number - 1)
-        is_late = step // self._every - number >= RECALLED_BEHIND
-        task = self._running[number] = asyncio.create_task(self._run(number, before, is_late))
+        behind = step // self._every - number
+        task = self._running[number] = asyncio.create_task(self._run(number, before, behind))
         task.add_done_callback(lambda _: self._running.pop(number, None))
 
     async def stop(self) -> None:
@@ -100,33 +100,38 @@ class SliceRounds:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._contributed, self._newest = max(self._contributed, self._newest), -1
 
-    async def _run(self, number: int, before: asyncio.Task[None] | None, is_late: bool) -> None:
-        """Runs a round, and takes its mean in after that of the round `before`; reports TaskFailed if it cannot."""
+    async def _run(self, number: int, before: asyncio.Task[None] | None, behind: int) -> None:
+        """Runs a round that is `behind` the newest due one, and takes its mean in after that of the round `before`.
+
+        Reports TaskFailed if it cannot.
+        """
         try:
             blocks = self._slices.blocks(number)
             difference, snapshot = await self._held.difference_to_anchor(self._stage, blocks)
             averaged = None
             if len(self._takers.members(self._stage)) > 1:
-                averaged = await self._agree(number, difference, is_late)
+                averaged = await self._agree(number, difference, behind)
             if before is not None:
                 await asyncio.wait([before])
             await self._held.step_anchor(self._stage, number * self._every, blocks, snapshot, averaged)
         except AgoraError as error:
             self._report(events.TaskFailed("averaging", f"slice round {number}: {error}"))
 
-    async def _agree(self, number: int, difference: Tensor, is_late: bool) -> tuple[Tensor, tuple[bool, ...]]:
+    async def _agree(self, number: int, difference: Tensor, behind: int) -> tuple[Tensor, tuple[bool, ...]]:
         """Returns the mean difference, 0 in parts that failed, and which parts have one.
 
-        Of a late round, and of failed parts, it is what the others keep.
+        Of a late round, and of failed parts, it is what the others keep; nothing else is tried once the slice's next
+        round is due.
         """
         first = Part(self._stage, "slice", number, 0)
         result = RoundResult(difference, [False for _ in cut_into_parts(len(difference))])
-        if is_late:
+        is_over = behind >= self._slices.count
+        if behind >= min(RECALLED_BEHIND, self._slices.count):
             await recall_failed(self._owner, self._takers, first, result)
-        if result.failed_parts and number > self._contributed:
+        if result.failed_parts and number > self._contributed and not is_over:
             result = await self._takers.run_round(self._stage, "slice", number, difference, float(sum(self._recent)))
         for _ in range(RECALLS):
-            if not result.failed_parts:
+            if not result.failed_parts or is_over:
                 break
             await asyncio.sleep(RECALL_PAUSE * self._takers.round_s(self._stage))
             await recall_failed(self._owner, self._takers, first, result)

@@ -250,6 +250,20 @@ def test_rounds_that_last_longer_than_steps_run_side_by_side_and_are_taken_in_by
     run(main())
 
 
+def test_rounds_whose_slice_is_due_again_are_only_asked_for_so_that_a_backlog_ends() -> None:
+    async def main() -> None:
+        rounds, stages, takers = slow_world({})
+        began = asyncio.get_running_loop().time()
+        while (number := rounds.due(200, agreed=stages.taken_in[-1][0] if stages.taken_in else 0)) is not None:
+            rounds.begin(number, 200)
+            await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() < began + 3.0
+        assert sorted(takers.weights) == [197, 198, 199, 200]
+        assert [step for step, _ in stages.taken_in] == list(range(1, 201))
+
+    run(main())
+
+
 def test_no_two_rounds_of_one_slice_run_at_once() -> None:
     async def main() -> None:
         stages, takers = Stages(), SlowRounds({1: 3.0})
