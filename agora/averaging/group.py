@@ -132,9 +132,18 @@ class ReplicaGroup:
             await asyncio.gather(*tasks, *ends, return_exceptions=True)
             await self.owner.close()
 
-    def leave(self) -> None:
-        """Sets a flag: no step, fetch or slice round begins any more; a state written from now on is final."""
+    async def leave(self, within_s: float) -> None:
+        """Begins no step, fetch or slice round any more, and ends those that run: a state written from now on is final.
+
+        They have `within_s` seconds; then they are cancelled.
+        """
         self._leaving = True
+        running = [state.work for state in self._stages.values() if state.work is not None]
+        if running:
+            _, late = await asyncio.wait(running, timeout=within_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     # --- what other replicas and other rooms ask
 

@@ -212,9 +212,9 @@ class LoadedSpan:
 
         A timeout or an AgoraError is reported as TaskFailed, never raised.
         """
-        self.replicas.leave()
         try:
             async with asyncio.timeout(within_s):
+                await self.replicas.leave(within_s / 2)
                 await self.keeper.write_checkpoints()
         except (TimeoutError, AgoraError) as error:
             reason = str(error) or f"not written in {within_s:.0f} s"

@@ -255,11 +255,27 @@ def test_a_leaving_replica_follows_no_step() -> None:
         async with GroupWorld([500.0, 500.0], averaging={"exact_steps": 0}) as world:
             await asyncio.sleep(5.0)
             leaving, other = world.all
-            leaving.group.leave()
+            await leaving.group.leave(1.0)
             leaving.stage.rate, step = 0.0, leaving.stage.step
             await asyncio.sleep(10.0)
             assert leaving.stage.step <= step + 1 and other.stage.step > step + 1
             assert leaving.group.reason(0) == "this peer is leaving"
+
+    run(main())
+
+
+@pytest.mark.parametrize("at", [5.0, 5.2, 5.4, 5.6, 5.8])
+def test_who_leaves_ends_the_step_that_it_is_taking_and_takes_none_after(at: float) -> None:
+    """A checkpoint written after `leave` is of the last step."""
+
+    async def main() -> None:
+        async with GroupWorld([500.0, 200.0], target=512) as world:
+            await asyncio.sleep(at)
+            leaving = world.all[0]
+            await leaving.group.leave(5.0)
+            step = leaving.stage.step
+            await asyncio.sleep(10.0)
+            assert leaving.stage.step == step > 0
 
     run(main())
 

