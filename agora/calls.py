@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Advance, Message
 from agora_protocol.tensors import WireTensor
 
+BROKEN: Final = "broken"
+"""The code of the error by which a call ends whose connection broke or could not be opened."""
 OnProgress = Callable[[Advance], None]
 """Takes one progress frame of a call that is still open. Must not block and must not raise."""
 

@@ -5,7 +5,9 @@ Knows: what each replica last reported. Must not know: calls, threads, weights, 
 | a replica is | when | what follows |
 |---|---|---|
 | listed | the directory's view names it as a replica of the stage | it is gossiped to |
-| silent | its last report is older than SILENT_S | it belongs to no step and no round |
+| silent | its last report is older than SILENT_S, or it is gone | it belongs to no step and no round |
+| gone | for GONE_S, every connection to it has broken or could not be opened | it is silent; a report brings it back |
+| gone | for GONE_S connections to it, but not to others, broke or could not be opened | it is silent |
 | unreachable | a call to it failed after its last report | its tokens do not count |
 | live | it is neither silent nor unreachable | its tokens count, it is followed |
 """
@@ -26,6 +28,9 @@ from agora.averaging.quota import TokenRate
 
 SILENT_S: Final = 6.0
 """Seconds without a report after which a replica counts as gone. It may then come back with lower numbers."""
+GONE_S: Final = 1.0
+"""Seconds from the first broken connection to a replica to a later one, with no report between, after which it counts
+as gone: its process has ended. One that hangs keeps its connections, and is silent after SILENT_S."""
 MOST_DIRECT_TARGETS: Final = 8
 """Up to so many other replicas are all gossiped to; of more, GOSSIP_FANOUT chosen at random."""
 CLOSED_AHEAD: Final = 10
@@ -79,20 +84,23 @@ class ReplicaProgress:
     """What is known of one other replica of a stage.
 
     closed_tokens: what its part of step `counts.part` - 1 held, 0 when unknown. heard_at: when it last reported to
-    anybody. failed_at: when a call to it last failed. reported: what it said itself. listed: whether the view has named
-    it since it was first heard of. Times in seconds.
+    anybody. failed_at: when a call to it last failed. broken_since, broken_at: the first and the last time that a
+    connection to it broke since then. reported: what it said itself. listed: whether the view has named it since it was
+    first heard of. Times in seconds.
     """
 
     counts: Counts
     heard_at: float
     closed_tokens: int = 0
     failed_at: float = -math.inf
+    broken_since: float = math.inf
+    broken_at: float = -math.inf
     reported: OwnReport = field(default_factory=OwnReport)
     listed: bool = False
 
     def is_silent(self, now: float) -> bool:
-        """Returns whether its last report is older than SILENT_S."""
-        return now - self.heard_at > SILENT_S
+        """Returns whether its last report is older than SILENT_S, or connections to it have been broken for GONE_S."""
+        return now - self.heard_at > SILENT_S or self.broken_at - self.broken_since >= GONE_S
 
     def is_live(self, now: float) -> bool:
         """Returns whether it has reported lately, and no call to it has failed since."""
@@ -110,7 +118,14 @@ class ReplicaProgress:
         else:
             began, ended = old.counted - old.tokens, counts.counted - counts.tokens
             closed = max(0, ended - began) if counts.part == old.part + 1 else 0
-        return replace(self, counts=counts, closed_tokens=closed, heard_at=heard_at)
+        newer = replace(self, counts=counts, closed_tokens=closed, heard_at=heard_at)
+        return newer if heard_at <= self.broken_at else replace(newer, broken_since=math.inf, broken_at=-math.inf)
+
+    def failed(self, now: float, *, broken: bool) -> ReplicaProgress:
+        """Returns a copy after a call to it failed now; broken: because a connection broke or could not be opened."""
+        if not broken:
+            return replace(self, failed_at=now)
+        return replace(self, failed_at=now, broken_since=min(now, self.broken_since), broken_at=now)
 
 
 KnownReplicas = Mapping[PeerId, ReplicaProgress]
@@ -142,9 +157,12 @@ def merge_gossip(
     return merged
 
 
-def record_failure(known: KnownReplicas, peer: PeerId, now: float) -> dict[PeerId, ReplicaProgress]:
+def record_failure(
+    known: KnownReplicas, peer: PeerId, now: float, *, broken: bool = False
+) -> dict[PeerId, ReplicaProgress]:
     """Returns `known` after a call to `peer` failed now; one never heard of is added as heard now, at step 0."""
-    return dict(known) | {peer: replace(known.get(peer) or ReplicaProgress(Counts(), now), failed_at=now)}
+    last = known.get(peer) or ReplicaProgress(Counts(), now)
+    return dict(known) | {peer: last.failed(now, broken=broken)}
 
 
 def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
@@ -159,6 +177,16 @@ def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) ->
 def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: float) -> set[PeerId]:
     """Returns those of `peers` that are silent, or to which a call failed since their report; none never heard of."""
     return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
+
+
+def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
+    """Returns those of `peers` that have reported to count for a step before `step` - 1: they fetch or replay."""
+    return {peer for peer in peers if peer in known and 0 <= known[peer].reported.part < step - 1}
+
+
+def doubtful_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
+    """Returns the listed replicas that may be alive, although a call to them failed after their last report."""
+    return {peer for peer in unreachable_replicas(known, listed, now) if not known[peer].is_silent(now)}
 
 
 def replicas_behind(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:

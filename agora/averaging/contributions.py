@@ -79,6 +79,10 @@ class Contributions:
             self._errors[place] = made.values - self._config.decode(part, made.wire, len(made.values))
         return 0.0
 
+    def carry_over(self, part: Part, values: Tensor, weight: float) -> None:
+        """Has the part's next contribution contain `values` behind `weight` tokens, of a round that brought no mean."""
+        self._late[self._config.place(part)] = Weighted(values, weight)
+
     def forget(self, stage: int) -> None:
         """Drops what is kept of a stage, whose state was replaced by another replica's."""
         for kept in (self._errors, self._late):

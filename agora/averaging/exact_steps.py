@@ -6,7 +6,7 @@ Knows: rounds of gradients, who keeps the mean of a step. Must not know: when a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from agora.averaging.exchange import Part
 from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
-from agora.averaging.recall import recall_failed
+from agora.averaging.recall import ReplicasAsked, recall_failed, recall_until_found
 from agora.averaging.replicated_stages import ReplicatedStages
 from agora.averaging.rounds import RoundResult
 from agora.observe import events
@@ -27,16 +27,9 @@ FETCH_TRIES: Final = 3
 """After so many failed fetches of a step that nobody has, the least peer id takes it with the parts that it has."""
 
 
-class StepTakers(Protocol):
-    """The replicas that take exact steps together, as this peer sees them; ReplicaGroup has the methods.
+class StepTakers(ReplicasAsked, Protocol):
+    """The replicas that take exact steps together, as this peer sees them; ReplicaGroup has the methods."""
 
-    others: the other live replicas of a stage. members: those of its rounds, with bandwidths. round_s: seconds that a
-    round may take.
-    """
-
-    def others(self, stage: int) -> Collection[PeerId]: ...
-    def members(self, stage: int) -> Mapping[PeerId, float]: ...
-    def round_s(self, stage: int) -> float: ...
     async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
         """Takes part in one round, with those who are members now."""
 
@@ -69,17 +62,21 @@ class ExactSteps:
     async def step_together(self, stage: int, step: int) -> None:
         """Takes step `step` along the mean gradient of a round; closes this replica's part of it if it is open.
 
-        Parts that failed are asked of the others, which may have their mean. Without any, the stage fetches the state
-        of a replica that has taken the step. If none has, its own gradient stands for them. An asynchronous run only
-        counts a step whose gradient is unusable.
+        | a part failed | asynchronous run | synchronous run |
+        |---|---|---|
+        | others have its mean | step along it | fetch the state of one that has taken the step |
+        | nobody has, and nobody else is left | step along the own gradient | the same |
+        | nobody has | along 0, which others are given too; the gradient goes into the next step | see _fetch_step |
+
+        An asynchronous run only counts a step whose gradient is unusable.
         """
         share = await self._held.take_mean_gradient(stage)
         if share.step != step:
             return
         result = await self._takers.run_round(stage, "gradient", step, share.values, float(share.tokens))
         if result.failed_parts and not self._synchronous:
-            await recall_failed(self._owner, self._takers, Part(stage, "gradient", step, 0), result)
-        if result.failed_parts and await self._fetch_step(stage, step + 1):
+            await self._find_missing_parts(Part(stage, "gradient", step, 0), share.values, share.tokens, result)
+        elif result.failed_parts and await self._fetch_step(stage, step + 1):
             return
         tokens = max(share.tokens, round(result.weight))
         try:
@@ -92,6 +89,27 @@ class ExactSteps:
         else:
             if not result.failed_parts:
                 self._takers.note_exact_step(stage, result.weight)
+
+    async def _find_missing_parts(self, first: Part, values: Tensor, tokens: int, result: RoundResult) -> None:
+        """Asks the others for the means of parts that failed; of one that nobody has, the mean becomes 0.
+
+        values, tokens: this replica's gradient; where the mean is 0 it goes into the part's next one. If others do have
+        a mean, the replicas are no longer equal, and find that out by their lineages. Where nobody else is left, this
+        replica's own values are the mean.
+        """
+        missing = [index for index, done in enumerate(result.done) if not done]
+        await recall_until_found(self._owner, self._takers, first, result)
+        if len(self._takers.members(first.stage)) == 1:
+            return
+        cuts = cut_into_parts(len(result.mean))
+        for index in missing:
+            part, cut = first._replace(part=index), cuts[index]
+            if not result.done[index]:
+                nothing = self._owner.exchange.mean_of_nobody(part, len(values[cut]))
+                self._owner.keep(part, nothing)
+                result.mean[cut] = nothing.values
+            if not result.mean[cut].any():
+                self._owner.exchange.carry_over(part, values[cut], float(tokens))
 
     async def replay(self, stage: int, step: int) -> None:
         """Takes step `step` along the mean gradient that others keep of it; if nobody does, fetches their state.
@@ -124,8 +142,7 @@ class ExactSteps:
         """Fetches the state of a replica that has taken `at_least` steps, trying again; returns whether one gave it.
 
         False when all others are silent or have left, or when none has taken the step after FETCH_TRIES and this peer
-        has the least id: then it takes the step, and the others fetch it. In asynchronous runs the others wait for it
-        no longer than twice as many tries.
+        has the least id: then it takes the step, and the others fetch it.
         """
         tries = 0
         while others := sorted(self._takers.members(stage).keys() - {self._me}):
@@ -135,8 +152,7 @@ class ExactSteps:
                 return True
             except Unavailable as error:
                 self._report(events.TaskFailed("fetch state", str(error)))
-            is_least = self._me < others[0]
-            if tries >= FETCH_TRIES and (is_least or (not self._synchronous and tries >= 2 * FETCH_TRIES)):
+            if tries >= FETCH_TRIES and self._me < others[0]:
                 return False
             await asyncio.sleep(FETCH_AGAIN_S)
         return False

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, cast
 
+import torch
 from agora_protocol.codec_names import WireName
 from agora_protocol.errors import PeerFailed
 from agora_protocol.ids import PeerId, RunId
@@ -136,6 +137,10 @@ class Exchange:
         """Takes in whether the part's mean has a contribution, None when unknown; returns the tokens now lost."""
         return self._contributions.settle(part, made, counted)
 
+    def carry_over(self, part: Part, values: Tensor, weight: float) -> None:
+        """Adds a gradient behind `weight` tokens, of a part that has no mean anywhere, to the part's next one."""
+        self._contributions.carry_over(part, values, weight)
+
     def forget(self, stage: int) -> None:
         """Drops what earlier rounds of a stage have left for later ones, as its state was fetched."""
         self._contributions.forget(stage)
@@ -165,6 +170,13 @@ class Exchange:
         if coarse and len(values) > 1:  # nobody uses the mean of one alone
             self._owner_errors[place] = wanted - decoded
         return Average(decoded, replace(average.message, wire=wire), encoded)
+
+    def mean_of_nobody(self, part: Part, numel: int) -> Average:
+        """Returns the mean, 0, of a part to which nobody has contributed, as this peer sends it."""
+        wire = self.wire_of(part)
+        encoded = self._config.encode(part, torch.zeros(numel), wire)
+        message = Averaged(members=0, present=0, weight=0.0, counted=False, wire=wire)
+        return Average(self._config.decode(part, encoded, numel), message, encoded)
 
     def decode_mean(self, part: Part, tensors: Sequence[WireTensor], numel: int, message: Averaged) -> Average:
         """Returns the mean of which these are the bytes. Raises ProtocolError for tensors of another form."""

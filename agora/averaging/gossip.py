@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from agora_protocol.errors import AgoraError, NotMyStage
 from agora_protocol.ids import PeerId, Span
@@ -17,7 +17,7 @@ from agora_protocol.messages import GossipedSteps, GossipSteps
 
 from agora.averaging import agreement
 from agora.averaging.agreement import Counts, GossipEntry, KnownReplicas
-from agora.calls import Caller
+from agora.calls import BROKEN, Caller
 from agora.clock import loop_time
 
 INTERVAL_S: Final = 0.25
@@ -37,6 +37,16 @@ class _StageGossip:
     sent_at: float = -1e9
 
 
+class GossipListing(Protocol):
+    """What this peer sees of others. listed: the replicas of a stage in its view, with or without itself.
+
+    is_connected: whether it has any connection; without one it is cut off itself, and nobody counts as gone.
+    """
+
+    def listed(self, stage: int) -> Collection[PeerId]: ...
+    def is_connected(self) -> bool: ...
+
+
 class StepGossip:
     """Exchanges progress with the other replicas of each stage of the span, and keeps what it hears as `known`.
 
@@ -49,22 +59,20 @@ class StepGossip:
         me: PeerId,
         span: Span,
         caller: Caller,
-        listed: Callable[[int], Collection[PeerId]],
+        listing: GossipListing,
         counts: Callable[[], Mapping[int, Counts]],
         changed: Callable[[int], None],
         *,
         interval_s: float = INTERVAL_S,
         rng: random.Random | None = None,
     ) -> None:
-        """listed: returns the replicas of a stage that the view lists, with or without this peer.
-
-        counts: returns for each stage how far this peer is; never blocks.
+        """counts: returns for each stage how far this peer is; never blocks.
         changed: is called with a stage, on the loop, at every tick and whenever something was heard.
         """
         self._me = me
         self._span = span
         self._caller = caller
-        self._listed = listed
+        self._listing = listing
         self._counts = counts
         self._changed = changed
         self._interval_s = interval_s
@@ -85,7 +93,7 @@ class StepGossip:
 
     def others(self, stage: int) -> set[PeerId]:
         """Returns the other replicas of a stage that the view lists."""
-        return set(self._listed(stage)) - {self._me}
+        return set(self._listing.listed(stage)) - {self._me}
 
     def known(self, stage: int) -> KnownReplicas:
         """Returns the last known progress of each other replica of a stage, by id."""
@@ -94,19 +102,23 @@ class StepGossip:
     def tick(self) -> None:
         """Sends each stage's progress if it has changed or a heartbeat is due, and calls `changed` for every stage.
 
-        A replica to which a call about the stage is still open is left out, and asked again at the next tick.
+        A replica to which a call about the stage is still open is left out, and asked again at the next tick. One to
+        which a call has just failed is asked at every tick, until it answers or is silent.
         """
         now, counts = loop_time(), self._counts()
         for stage, state in self._stages.items():
             state.known = agreement.record_view(state.known, self.others(stage), now)
-            if state.sent != counts[stage] or now - state.sent_at > HEARTBEAT_S:
-                targets = agreement.choose_targets(self.others(stage), self._me, self._rng)
-                free = [peer for peer in targets if (stage, peer) not in self._calls]
+            targets = agreement.doubtful_replicas(state.known, self.others(stage), now)
+            has_news = state.sent != counts[stage] or now - state.sent_at > HEARTBEAT_S
+            if has_news:
+                targets.update(agreement.choose_targets(self.others(stage), self._me, self._rng))
+            free = [peer for peer in sorted(targets) if (stage, peer) not in self._calls]
+            if free:
                 request = GossipSteps(stage, self._compose(stage, counts[stage]))
                 for peer in free:
                     self._calls[stage, peer] = asyncio.create_task(self._exchange(stage, peer, request))
-                if targets and len(free) == len(targets):
-                    state.sent, state.sent_at = counts[stage], now
+            if has_news and free and len(free) == len(targets):
+                state.sent, state.sent_at = counts[stage], now
             self._changed(stage)
 
     def answer(self, peer: PeerId, message: GossipSteps) -> GossipedSteps:
@@ -128,8 +140,9 @@ class StepGossip:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
             if isinstance(reply.message, GossipedSteps):
                 self._take_in(stage, reply.message.replicas, peer)
-        except AgoraError:
-            state.known = agreement.record_failure(state.known, peer, loop_time())
+        except AgoraError as error:
+            broken = error.code == BROKEN and self._listing.is_connected()
+            state.known = agreement.record_failure(state.known, peer, loop_time(), broken=broken)
         finally:
             del self._calls[stage, peer]
 

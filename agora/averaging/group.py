@@ -56,6 +56,9 @@ class ReplicaListing(Protocol):
     def uplink(self) -> float | None:
         """Returns the measured rate of this peer's uplink in bytes per second, None while nothing waits for it."""
 
+    def is_connected(self) -> bool:
+        """Returns whether this peer has a connection to any other peer of the run now."""
+
     def steps_of_run(self) -> Collection[Collection[int]]:
         """Returns, for each stage of the run, the steps that its replicas have taken."""
 
@@ -108,7 +111,7 @@ class ReplicaGroup:
         self._exact = ExactSteps(me, config.synchronous, stages, self.owner, self, report)
         interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
         self.gossip = StepGossip(
-            me, stages.span, caller, listing.listed, self._counts, self._decide_and_begin, interval_s=interval_s
+            me, stages.span, caller, listing, self._counts, self._decide_and_begin, interval_s=interval_s
         )
         self.gradient_wire = GradientWire(self.owner.exchange.gradient_wire, "")
         self._stages: dict[int, _StageTasks] = {}
@@ -175,9 +178,14 @@ class ReplicaGroup:
     # --- the owner's view of rounds
 
     def members(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns the members of a stage's rounds, this peer included, with their bandwidths."""
-        listed, known = self._listing.listed(stage), self.gossip.known(stage)
+        """Returns the members of a stage's rounds, this peer included, with their bandwidths.
+
+        Of exact steps in asynchronous runs, those that are behind are none: they replay the step.
+        """
+        listed, known, step = self._listing.listed(stage), self.gossip.known(stage), self._held.step_of(stage)
         others = agreement.round_members(known, self.gossip.others(stage), loop_time())
+        if self._config.is_exact(step) and not self._config.synchronous:
+            others -= agreement.newcomers(known, others, step)
         return {peer: listed.get(peer, 0.0) for peer in {*others, self._me}}
 
     def round_s(self, stage: int) -> float:

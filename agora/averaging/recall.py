@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Mapping
+from typing import Final, Protocol
 
 from agora_protocol.errors import PeerFailed
 from agora_protocol.ids import PeerId
@@ -21,12 +21,31 @@ from agora.averaging.partition import cut_into_parts
 from agora.averaging.rounds import PARTS_AT_ONCE, RoundResult
 from agora.clock import loop_time
 
+RECALL_PAUSE: Final = 0.0625
+RECALLS: Final = 8
+"""Failed parts may yet be averaged: they are asked for so often, RECALL_PAUSE of a round's time apart."""
+
 
 class ReplicasAsked(Protocol):
-    """others: the other live replicas of a stage. round_s: the seconds that one of its rounds may take."""
+    """The replicas of a stage, as this peer sees them; ReplicaGroup has the methods.
+
+    others: the other live ones. members: those of its rounds, this peer included, with bandwidths. round_s: the seconds
+    that one of its rounds may take.
+    """
 
     def others(self, stage: int) -> Collection[PeerId]: ...
+    def members(self, stage: int) -> Mapping[PeerId, float]: ...
     def round_s(self, stage: int) -> float: ...
+
+
+async def recall_until_found(owner: Owner, replicas: ReplicasAsked, first: Part, result: RoundResult) -> None:
+    """Does as `recall_failed` up to RECALLS times, until no part is missing or no other replica is left."""
+    for attempt in range(RECALLS):
+        if attempt:
+            await asyncio.sleep(RECALL_PAUSE * replicas.round_s(first.stage))
+        await recall_failed(owner, replicas, first, result)
+        if not result.failed_parts or len(replicas.members(first.stage)) == 1:
+            return
 
 
 async def recall_failed(owner: Owner, replicas: ReplicasAsked, first: Part, result: RoundResult) -> None:

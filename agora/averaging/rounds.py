@@ -22,6 +22,7 @@ from agora.averaging.contributions import Contribution
 from agora.averaging.exchange import Part
 from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
+from agora.calls import BROKEN
 from agora.clock import loop_time
 from agora.observe import events
 
@@ -29,7 +30,7 @@ FIRST_PATIENCE: Final = 0.6
 """Share of the round's remaining time for which a member waits for the first owner, before it asks the second."""
 PARTS_AT_ONCE: Final = 8
 LEAST_S: Final = 0.05
-NO_ANSWER: Final = ("broken", "deadline")
+NO_ANSWER: Final = (BROKEN, "deadline")
 """Codes of the errors by which a call ends when its peer is gone or hangs."""
 
 

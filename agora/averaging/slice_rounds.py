@@ -12,32 +12,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
 from typing import Final, Protocol
 
 from agora_protocol.errors import AgoraError
-from agora_protocol.ids import PeerId
 from torch import Tensor
 
 from agora.averaging.exchange import Part
 from agora.averaging.owner import Owner
 from agora.averaging.partition import SLICES_AT_ONCE, Slices, cut_into_parts
-from agora.averaging.recall import ReplicasAsked, recall_failed
+from agora.averaging.recall import ReplicasAsked, recall_failed, recall_until_found
 from agora.averaging.replicated_stages import ReplicatedStages
 from agora.averaging.rounds import RoundResult
 from agora.observe import events
 
 RECALLED_BEHIND: Final = 2
 """A round that begins here so many rounds after it was due is recalled before it is taken part in."""
-RECALLS: Final = 3
-"""How often failed parts are asked of the others, RECALL_PAUSE of a round's time apart: they may yet be averaged."""
-RECALL_PAUSE: Final = 0.125
 
 
 class RoundTakers(ReplicasAsked, Protocol):
-    """The replicas that agree, as this peer sees them; ReplicaGroup has the methods. members: with bandwidths."""
+    """The replicas that agree, as this peer sees them; ReplicaGroup has the methods."""
 
-    def members(self, stage: int) -> Mapping[PeerId, float]: ...
     async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
         """Takes part in one round, with those who are members now."""
 
@@ -130,11 +124,8 @@ class SliceRounds:
             await recall_failed(self._owner, self._takers, first, result)
         if result.failed_parts and number > self._contributed and not is_over:
             result = await self._takers.run_round(self._stage, "slice", number, difference, float(sum(self._recent)))
-        for _ in range(RECALLS):
-            if not result.failed_parts or is_over:
-                break
-            await asyncio.sleep(RECALL_PAUSE * self._takers.round_s(self._stage))
-            await recall_failed(self._owner, self._takers, first, result)
+        if result.failed_parts and not is_over:
+            await recall_until_found(self._owner, self._takers, first, result)
         for cut, done in zip(cut_into_parts(len(difference)), result.done, strict=True):
             if not done:
                 result.mean[cut] = 0.0

@@ -140,6 +140,10 @@ class LocalPeer:
         """Returns the measured rate of this peer's uplink in bytes per second, None while nothing waits for it."""
         return self._uplink.rate.value
 
+    def is_connected(self) -> bool:
+        """Returns whether this peer has a connection to any other peer now."""
+        return bool(self.network.paths)
+
     def traffic(self) -> events.Traffic:
         """Returns the bytes sent and received since the start, and the tensors' shares of those sent."""
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent

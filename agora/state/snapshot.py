@@ -21,8 +21,9 @@ from agora.clock import loop_time
 from agora.state.layout import HASH_BYTES, StageState, chunk_hashes, pack_chunk
 
 RETRY_MS: Final = 1000
-FRESH_S: Final = 30.0  # up to this age a snapshot is given to new joiners
-REMAKE_FACTOR: Final = 10.0  # older than so many times its copying time, it is not given to one that needs a later step
+FRESH_S: Final = 30.0  # above this age a snapshot is not given to new joiners,
+FRESH_FACTOR: Final = 10.0  # nor above so many times its copying time: they would have to replay the steps since,
+REMAKE_FACTOR: Final = 2.0  # or above so many times, to one that needs a later step
 SHORTEST_COPY_S: Final = 0.02  # a copy counts as having taken at least this long
 IN_USE_S: Final = 10.0  # for so long after its last use a snapshot is not dropped to make room for another
 IDLE_S: Final = 60.0  # so long after its last use it is dropped
@@ -93,8 +94,8 @@ class Snapshots:
         began = loop_time()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made, default=None)
         if newest:
-            lasts_s = FRESH_S if newest.state.step >= at_least else min(REMAKE_FACTOR * newest.copying_s, FRESH_S)
-            if began - newest.made < lasts_s:
+            factor = FRESH_FACTOR if newest.state.step >= at_least else REMAKE_FACTOR
+            if began - newest.made < min(factor * newest.copying_s, FRESH_S):
                 return newest
         if not self._make_room(self._nbytes_of(stage)):
             if newest is None:

@@ -252,8 +252,8 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
 class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
     """Answers Contribute. Tensors: the average, as `wire` says; the same bytes for every member."""
 
-    members: int = int_field(1, MAX_UINT, doc="contributions that count in the average")
-    present: int = int_field(1, MAX_UINT, doc="contributions that came in time, those of weight 0 included")
+    members: int = int_field(0, MAX_UINT, doc="contributions that count in the average; 0: the average is 0")
+    present: int = int_field(0, MAX_UINT, doc="contributions that came in time, those of weight 0 included")
     weight: float = float_field(0, 1e21, doc="the sum of the weights in the average")
     counted: bool = bool_field(doc="whether the sender's values are in the average: false when they came too late")
     wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the owner chooses")

@@ -209,6 +209,9 @@ class GroupPeer:
     def uplink(self) -> float | None:
         return self.uplink_rate
 
+    def is_connected(self) -> bool:
+        return self.world.is_connected
+
     def steps_of_run(self) -> list[list[int]]:
         return self.world.run_steps
 
@@ -251,6 +254,8 @@ class GroupWorld:
         self.failing: set[type[Message]] = set()
         self.calls: Counter[str] = Counter()
         self.run_steps: list[list[int]] = [[0]]
+        self.is_connected = False
+        """Whether peers have connections to peers that are not in this world, of other stages."""
         self.peers: dict[PeerId, GroupPeer] = {}
         for number, (peer, rate) in enumerate(zip(identities(len(rates)), rates, strict=True)):
             self.peers[peer] = GroupPeer(self, peer, number + 1, rate)

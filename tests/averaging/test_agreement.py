@@ -7,6 +7,7 @@ import random
 import pytest
 
 from agora.averaging.agreement import (
+    GONE_S,
     GOSSIP_FANOUT,
     SILENT_S,
     Counts,
@@ -16,6 +17,7 @@ from agora.averaging.agreement import (
     closed_since,
     compose_gossip,
     count_tokens,
+    doubtful_replicas,
     leading_step,
     live_replicas,
     merge_gossip,
@@ -114,6 +116,27 @@ def test_a_replica_that_did_not_answer_is_unreachable_until_it_reports_again() -
     assert unreachable_replicas(record_failure({}, A, 1.0), [A, B], 1.0) == {A}, (
         "it was never heard; of the other nothing is known"
     )
+
+
+def test_a_replica_to_which_connections_break_for_a_second_is_gone_until_it_is_heard_again() -> None:
+    table = known((A, 5, 300, 0), at=10.0)
+    for seconds, others in ((0.1, {A}), (0.6, {A}), (1.0, {A}), (0.1 + GONE_S, set())):
+        table = record_failure(table, A, 10.0 + seconds, broken=True)
+        assert round_members(table, {A}, 10.0 + seconds) == others, seconds
+    old = merge_gossip(table, [entry(A, 5, 300, 1500)], B, ME, 11.2)
+    assert not round_members(old, {A}, 11.2), "what another one heard before"
+    new = merge_gossip(table, [entry(A, 5, 300, 0)], B, ME, 11.2)
+    assert round_members(new, {A}, 11.2) == {A}
+    again = record_failure(new, A, 11.3, broken=True)
+    assert round_members(again, {A}, 11.3) == {A}, "it has another second"
+
+
+def test_a_replica_that_does_not_answer_in_time_is_not_gone() -> None:
+    table = known((A, 5, 300, 0), at=10.0)
+    for seconds in range(1, 6):
+        table = record_failure(table, A, 10.0 + seconds)
+        assert round_members(table, {A}, 10.0 + seconds) == doubtful_replicas(table, {A}, 10.0 + seconds) == {A}
+    assert not round_members(table, {A}, 16.1) and not doubtful_replicas(table, {A}, 16.1)
 
 
 def test_a_replica_that_started_again_says_so_itself() -> None:

@@ -50,13 +50,19 @@ class Replica:
             peer,
             Span(STAGE, STAGE),
             self,
-            lambda stage: self.sees if self.sees is not None else list(world.replicas),
+            self,
             lambda: {STAGE: self.counts},
             self.decide,
             interval_s=SYNCHRONOUS_INTERVAL_S if world.soon else INTERVAL_S,
             rng=random.Random(len(world.replicas)),
         )
         self.tasks: list[asyncio.Task[None]] = []
+
+    def listed(self, stage: int) -> list[PeerId]:
+        return self.sees if self.sees is not None else list(self.world.replicas)
+
+    def is_connected(self) -> bool:
+        return self.world.is_connected
 
     def start(self) -> None:
         self.tasks = [asyncio.create_task(self.gossip.run()), asyncio.create_task(self._count())]
@@ -133,6 +139,7 @@ class World:
 
     def __init__(self, rates: list[float], target: int = 1000, soon: bool = False) -> None:
         self.target, self.soon = target, soon
+        self.is_connected = False
         self.network = MemoryNetwork(Faults(latency_s=(0.0025, 0.0025)))
         self.answers: dict[PeerId, Callable[[PeerId, GossipSteps], Any]] = {}
         self.calls: list[tuple[float, PeerId, PeerId]] = []

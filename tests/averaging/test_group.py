@@ -9,7 +9,7 @@ import torch
 from agora_protocol.messages import Contribute
 
 from agora.averaging import owner
-from agora.averaging.agreement import SILENT_S
+from agora.averaging.agreement import GONE_S, SILENT_S
 from agora.averaging.exact_steps import FETCH_TRIES
 from agora.averaging.group import LOOK_S
 from agora.averaging.next_action import RESUME_S
@@ -161,6 +161,45 @@ def test_a_replica_that_the_view_does_not_list_yet_is_not_stepped_without(sectio
             await asyncio.sleep(5.0)
             await at_one_step(first, second)
             assert_equal_bits(first, second)
+
+    run(main())
+
+
+@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_the_last_replica_goes_on_two_seconds_after_the_other_ones_process_has_ended(sections: dict) -> None:
+    """Connections to it break at once, while others stand: nobody waits until it is silent."""
+
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0], **sections) as world:
+            world.is_connected = True
+            left, victim = world.all
+            await asyncio.sleep(20.0)
+            await world.kill(victim)
+            step = left.stage.step
+            await asyncio.sleep(GONE_S + 1.0 + 1024 / 500)
+            assert left.stage.step > step
+            await asyncio.sleep(10 * 1024 / 500)
+            assert left.stage.step >= step + 10, "each step is its own now"
+
+    run(main())
+
+
+def test_a_part_that_nobody_gets_a_mean_of_is_in_the_next_step_and_all_stay_equal() -> None:
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0, 500.0], **EXACT) as world:
+            await asyncio.sleep(20.0)
+            world.failing.add(Contribute)
+            await asyncio.sleep(3.0)
+            step, weights = world.all[0].stage.step, world.all[0].stage.weights
+            await asyncio.sleep(7.0)
+            assert all(gradient_rounds(peer)[-1].failed_parts for peer in world.all)
+            assert world.all[0].stage.step > step + 2
+            assert torch.equal(world.all[0].stage.weights, weights), "means of nobody"
+            world.failing.clear()
+            await asyncio.sleep(10.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
+            assert not any(peer.fetches or peer.stage.alone_at for peer in world.all)
 
     run(main())
 

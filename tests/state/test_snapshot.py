@@ -31,15 +31,16 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 class Source:
     """A stage that trains on: every copy is of a later step. nbytes: what a copy is said to need."""
 
-    def __init__(self, nbytes: int = NBYTES) -> None:
+    def __init__(self, nbytes: int = NBYTES, copying_s: float = 0.0) -> None:
         self.copies = 0
+        self.copying_s = copying_s
         self.serving = True
         self.snapshots = Snapshots(self.export, lambda _: nbytes)
 
     async def export(self, stage: int) -> StageState | None:
         if stage > 1:
             raise NotMyStage("not held here")
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.copying_s)
         if not self.serving:
             return None
         self.copies += 1
@@ -66,10 +67,17 @@ async def every_chunk_hashes_as_the_index_says() -> None:
 
 
 async def several_joiners_share_one_copy() -> None:
-    source = Source()
+    source = Source(copying_s=3.0)
     indices = await asyncio.gather(*(source.index() for _ in range(5)))
-    await asyncio.sleep(29.0)
+    await asyncio.sleep(26.0)
     assert {i.snapshot for i in [*indices, await source.index()]} == {indices[0].snapshot} and source.copies == 1
+
+
+async def a_small_state_is_copied_anew_rather_than_steps_replayed() -> None:
+    source = Source()
+    assert (await source.index()).step == 10
+    await asyncio.sleep(1.0)
+    assert (await source.index()).step == 20
 
 
 async def who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second() -> None:
@@ -166,6 +174,7 @@ async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_
     [
         every_chunk_hashes_as_the_index_says,
         several_joiners_share_one_copy,
+        a_small_state_is_copied_anew_rather_than_steps_replayed,
         who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second,
         steps_that_change_no_byte_are_in_a_new_copy,
         an_older_copy_serves_who_has_begun_and_a_new_one_who_comes,
