@@ -36,6 +36,8 @@ MOST_DIRECT_TARGETS: Final = 8
 CLOSED_AHEAD: Final = 10
 """Parts by which a replica may be further than this one, and be believed that it has closed this one's."""
 GOSSIP_FANOUT: Final = 4
+NEWCOMER_STEPS: Final = 3
+"""For so many steps a new replica owns no part, so that all agree on who does, though they hear of it one by one."""
 
 
 class Counts(NamedTuple):
@@ -43,7 +45,8 @@ class Counts(NamedTuple):
 
     part is step + the number of its closed parts whose means are not known yet (0 to 2). tokens: those that it has
     counted for `part`. counted: all since it started, from which others measure its rate. agreed: the last step whose
-    mean it has taken in, of gradients or of a slice. lineage: a digest of all means up to that, 0 when unknown.
+    mean it has taken in, of gradients or of a slice. lineage: a digest of all means up to that, 0 when unknown. began:
+    steps that the state had with which it started.
     """
 
     step: int = 0
@@ -52,13 +55,14 @@ class Counts(NamedTuple):
     counted: int = 0
     agreed: int = 0
     lineage: int = 0
+    began: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class OwnReport:
     """What a replica last reported itself, at time `at`. part_since: when it first reported `part`. rate: its speed.
 
-    agreed, lineage: see Counts.
+    agreed, lineage, began: see Counts.
     """
 
     step: int = -1
@@ -69,6 +73,7 @@ class OwnReport:
     rate: TokenRate = field(default_factory=TokenRate)
     agreed: int = 0
     lineage: int = 0
+    began: int = 0
 
     def after(self, counts: Counts, now: float) -> OwnReport:
         """Returns the report that follows this one. A replica that counts from 0 again has restarted: no rate yet."""
@@ -76,7 +81,8 @@ class OwnReport:
         rate = TokenRate()
         if self.counted <= counts.counted and self.at > -math.inf:
             rate = self.rate.after(counts.counted - self.counted, now - self.at)
-        return OwnReport(counts.step, counts.part, counts.counted, now, since, rate, counts.agreed, counts.lineage)
+        agreed = counts.agreed, counts.lineage, counts.began
+        return OwnReport(counts.step, counts.part, counts.counted, now, since, rate, *agreed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,7 @@ class ReplicaProgress:
 
 KnownReplicas = Mapping[PeerId, ReplicaProgress]
 """What is known of the other replicas of one stage."""
-GossipEntry = tuple[PeerId, int, int, int, int, int, int, int]
+GossipEntry = tuple[PeerId, int, int, int, int, int, int, int, int]
 """A replica's id, its Counts, and the age of that report in milliseconds."""
 
 
@@ -179,9 +185,22 @@ def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: f
     return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
 
 
-def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
+def lagging_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
     """Returns those of `peers` that have reported to count for a step before `step` - 1: they fetch or replay."""
     return {peer for peer in peers if peer in known and 0 <= known[peer].reported.part < step - 1}
+
+
+def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
+    """Returns those of `peers` that own no part of step `step`, since other replicas may not know of them yet.
+
+    They have reported to have begun later than NEWCOMER_STEPS before, or nothing at all. In the first NEWCOMER_STEPS
+    steps there are none.
+    """
+    latest = step - NEWCOMER_STEPS
+    if latest < 0:
+        return set()
+    own = {peer: known[peer].reported for peer in peers if peer in known}
+    return {peer for peer in peers if peer not in own or own[peer].step < 0 or own[peer].began > latest}
 
 
 def doubtful_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:

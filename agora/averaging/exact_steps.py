@@ -68,17 +68,18 @@ class ExactSteps:
         | nobody has, and nobody else is left | step along the own gradient | the same |
         | nobody has | along 0, which others are given too; the gradient goes into the next step | see _fetch_step |
 
-        An asynchronous run only counts a step whose gradient is unusable.
+        An asynchronous run only counts a step whose gradient is unusable, or 0 everywhere.
         """
         share = await self._held.take_mean_gradient(stage)
         if share.step != step:
             return
-        result = await self._takers.run_round(stage, "gradient", step, share.values, float(share.tokens))
+        result, has_mean = await self._takers.run_round(stage, "gradient", step, share.values, float(share.tokens)), 1.0
         if result.failed_parts and not self._synchronous:
-            await self._find_missing_parts(Part(stage, "gradient", step, 0), share.values, share.tokens, result)
+            first = Part(stage, "gradient", step, 0)
+            has_mean = await self._find_missing_parts(first, share.values, share.tokens, result)
         elif result.failed_parts and await self._fetch_step(stage, step + 1):
             return
-        tokens = max(share.tokens, round(result.weight))
+        tokens = round(has_mean * max(share.tokens, result.weight))
         try:
             await self._held.step_with_gradient(stage, step, result.mean, tokens)
         except ProtocolError:
@@ -90,18 +91,18 @@ class ExactSteps:
             if not result.failed_parts:
                 self._takers.note_exact_step(stage, result.weight)
 
-    async def _find_missing_parts(self, first: Part, values: Tensor, tokens: int, result: RoundResult) -> None:
+    async def _find_missing_parts(self, first: Part, values: Tensor, tokens: int, result: RoundResult) -> float:
         """Asks the others for the means of parts that failed; of one that nobody has, the mean becomes 0.
 
         values, tokens: this replica's gradient; where the mean is 0 it goes into the part's next one. If others do have
         a mean, the replicas are no longer equal, and find that out by their lineages. Where nobody else is left, this
-        replica's own values are the mean.
+        replica's own values are the mean. Returns the share of the parts that have one.
         """
         missing = [index for index, done in enumerate(result.done) if not done]
         await recall_until_found(self._owner, self._takers, first, result)
         if len(self._takers.members(first.stage)) == 1:
-            return
-        cuts = cut_into_parts(len(result.mean))
+            return 1.0
+        cuts, empty = cut_into_parts(len(result.mean)), 0
         for index in missing:
             part, cut = first._replace(part=index), cuts[index]
             if not result.done[index]:
@@ -109,7 +110,9 @@ class ExactSteps:
                 self._owner.keep(part, nothing)
                 result.mean[cut] = nothing.values
             if not result.mean[cut].any():
+                empty += 1
                 self._owner.exchange.carry_over(part, values[cut], float(tokens))
+        return 1 - empty / len(cuts)
 
     async def replay(self, stage: int, step: int) -> None:
         """Takes step `step` along the mean gradient that others keep of it; if nobody does, fetches their state.
@@ -122,7 +125,8 @@ class ExactSteps:
         if result.failed_parts:
             await self.recover(stage, step + 1, step + 1)
             return
-        await self._held.step_with_gradient(stage, step, result.mean, max(1, round(result.weight)))
+        tokens = max(1, round(result.weight)) if result.mean.any() else 0
+        await self._held.step_with_gradient(stage, step, result.mean, tokens)
         self._takers.note_exact_step(stage, result.weight)
 
     async def recover(self, stage: int, at_least: int, reached: int, sources: Collection[PeerId] = ()) -> None:

@@ -9,7 +9,7 @@ same bits, whoever gave them the mean, and whenever.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, cast
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from agora.averaging.aggregate import Aggregation, Average, aggregate, magnitude
 from agora.averaging.contributions import Contribution, Contributions
-from agora.averaging.partition import choose_owners, ownership_turn, slice_count
+from agora.averaging.partition import Members, choose_owners, ownership_turn, slice_count
 from agora.averaging.plausibility import UsualSize
 from agora.averaging.wire import NORMAL_BITS, Encoded, PartCodec
 
@@ -90,7 +90,7 @@ class RoundConfig:
         """Returns the elements that the part averages: those of an earlier round's part with the same place."""
         return Place(part.stage, part.what, part.number % self.slices if part.what == "slice" else 0, part.part)
 
-    def owners(self, part: Part, members: Mapping[PeerId, float]) -> tuple[PeerId, PeerId | None]:
+    def owners(self, part: Part, members: Members) -> tuple[PeerId, PeerId | None]:
         """Returns the part's first and second owner among the members, see choose_owners."""
         turn = ownership_turn(part.what, part.number, self.slices)
         return choose_owners(self.run, part.stage, part.what, turn, part.part, members)

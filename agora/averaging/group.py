@@ -26,7 +26,7 @@ from agora.averaging.exchange import Part, RoundConfig
 from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
 from agora.averaging.next_action import ActionConfig, OtherReplicas, OwnStage
 from agora.averaging.owner import Owner
-from agora.averaging.partition import Slices, cut_into_parts
+from agora.averaging.partition import Members, Slices, cut_into_parts
 from agora.averaging.quota import StepPace, StepSize
 from agora.averaging.replicated_stages import ReplicatedStages, StateFetcher
 from agora.averaging.rounds import Round, RoundResult
@@ -114,6 +114,7 @@ class ReplicaGroup:
             me, stages.span, caller, listing, self._counts, self._decide_and_begin, interval_s=interval_s
         )
         self.gradient_wire = GradientWire(self.owner.exchange.gradient_wire, "")
+        self._began = {stage: stages.step_of(stage) for stage in stages.span.stages}
         self._stages: dict[int, _StageTasks] = {}
         unit = signed.manifest.tokens_per_microbatch
         for stage in stages.span.stages:
@@ -177,7 +178,7 @@ class ReplicaGroup:
 
     # --- the owner's view of rounds
 
-    def members(self, stage: int) -> Mapping[PeerId, float]:
+    def members(self, stage: int) -> Members:
         """Returns the members of a stage's rounds, this peer included, with their bandwidths.
 
         Of exact steps in asynchronous runs, those that are behind are none: they replay the step.
@@ -185,8 +186,11 @@ class ReplicaGroup:
         listed, known, step = self._listing.listed(stage), self.gossip.known(stage), self._held.step_of(stage)
         others = agreement.round_members(known, self.gossip.others(stage), loop_time())
         if self._config.is_exact(step) and not self._config.synchronous:
-            others -= agreement.newcomers(known, others, step)
-        return {peer: listed.get(peer, 0.0) for peer in {*others, self._me}}
+            others -= agreement.lagging_replicas(known, others, step)
+        new = agreement.newcomers(known, others, step)
+        if self._began[stage] > step - agreement.NEWCOMER_STEPS >= 0:
+            new.add(self._me)
+        return {peer: None if peer in new else listed.get(peer, 0.0) for peer in {*others, self._me}}
 
     def round_s(self, stage: int) -> float:
         """Returns the seconds that a round may take: in asynchronous runs STEPS_OF_ROUND of the stage's usual steps.
@@ -365,7 +369,9 @@ class ReplicaGroup:
     def _counts(self) -> Mapping[int, Counts]:
         """Returns for each stage how far this peer is."""
         return {
-            p.stage: Counts(p.step, p.part, p.tokens_in_part, p.tokens_counted, p.agreed, p.lineage)
+            p.stage: Counts(
+                p.step, p.part, p.tokens_in_part, p.tokens_counted, p.agreed, p.lineage, self._began[p.stage]
+            )
             for p in self._held.progress()
         }
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol, cast
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from agora.averaging.aggregate import Average
 from agora.averaging.exchange import Exchange, Part, RoundConfig
-from agora.averaging.partition import SLICES_AT_ONCE
+from agora.averaging.partition import SLICES_AT_ONCE, Members
 from agora.averaging.wire import Encoded
 from agora.calls import Caller
 from agora.clock import loop_time
@@ -38,6 +38,8 @@ from agora.observe import faults
 FIRST_WINDOW: Final = 0.4
 """Share of a round's time for which a first owner waits for contributions, counted from the first one."""
 SECOND_WINDOW: Final = 0.2
+USED_PATIENCE: Final = 2 / 3
+"""The window lasts at most this share of the time for which a contributor waits, however long rounds may take here."""
 RECALL_SHARE: Final = 0.1
 """Share of a round's time in which the members asked by Recall must answer."""
 MAX_OPEN: Final = 4096
@@ -59,7 +61,7 @@ class RoundView(Protocol):
     ProtocolError for one not averaged now.
     """
 
-    def members(self, stage: int) -> Mapping[PeerId, float]: ...
+    def members(self, stage: int) -> Members: ...
     def round_s(self, stage: int) -> float: ...
     def absent(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]: ...
     def numel_of(self, part: Part) -> int: ...
@@ -101,7 +103,7 @@ class _RoundRecord:
     By part index: who has `contributed`, and the bytes of the `averages`, `nbytes` in all.
     """
 
-    members: dict[PeerId, float] = field(default_factory=dict)
+    members: dict[PeerId, float | None] = field(default_factory=dict)
     given_up: set[PeerId] = field(default_factory=set)
     contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
     averages: dict[int, KeptMean] = field(default_factory=dict)
@@ -233,7 +235,7 @@ class Owner:
             asyncio.get_running_loop().call_later(KEPT_ROUNDS * self.config.round_s, self._rounds.pop, part.round)
         return self._rounds[part.round]
 
-    def _members(self, part: Part) -> Mapping[PeerId, float]:
+    def _members(self, part: Part) -> Members:
         """Returns all who were members at any look since the round began here, with the bandwidths they had first."""
         record = self._round(part)
         record.members = {**self._view.members(part.stage), **record.members}
@@ -275,6 +277,8 @@ class Owner:
             gathering.recall = asyncio.create_task(self._recall_average(part, gathering))
         elif gathering.is_complete:
             self._average(part, gathering)
+        now = loop_time()
+        self._end_by(part, gathering, now + USED_PATIENCE * (deadline - now))
         async with asyncio.timeout_at(deadline):
             return await asyncio.shield(gathering.result)
 
@@ -288,6 +292,12 @@ class Owner:
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
         gathering = self._open[part] = _Gathering(numel, self._expected(part, peer, second), result, timer)
         return gathering
+
+    def _end_by(self, part: Part, gathering: _Gathering, at: float) -> None:
+        """Has the window end at a time, if it would end later: a contributor with shorter steps waits no longer."""
+        if at < gathering.timer.when() and part in self._open:
+            gathering.timer.cancel()
+            gathering.timer = asyncio.get_running_loop().call_at(at, self._end_window, part)
 
     def _expected(self, part: Part, peer: PeerId, second: bool) -> frozenset[PeerId]:
         """Returns whom to wait for: the members, less those that are given up or were answered before.

@@ -75,23 +75,29 @@ def ownership_turn(what: str, number: int, slices: int) -> str:
     return f"{number % slices}.{number // slices // OWNED_ROUNDS}"
 
 
+Members = Mapping[PeerId, float | None]
+"""The members of a round with their bandwidths in bytes per second, 0 when unknown; None of those that own no part."""
+
+
 def choose_owners(
-    run: RunId, stage: int, what: str, turn: str, part: int, members: Mapping[PeerId, float]
+    run: RunId, stage: int, what: str, turn: str, part: int, members: Members
 ) -> tuple[PeerId, PeerId | None]:
     """Returns the first and the second owner of a part in a turn (`ownership_turn`), by a rendezvous hash.
 
-    members: bandwidths in bytes per second; 0 means unknown and counts as the median of the known ones. The member
-    with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, turn, part, peer):
-    a peer wins parts in proportion to its bandwidth. The second owner is None with a single member.
+    An unknown bandwidth counts as the median of the known ones. Where no member may own parts, all may. The member with
+    the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, turn, part, peer): a peer
+    wins parts in proportion to its bandwidth. The second owner is None where one member alone may own parts.
     """
-    known = [bandwidth for bandwidth in members.values() if bandwidth > 0]
+    able = {peer: bandwidth for peer, bandwidth in members.items() if bandwidth is not None}
+    able = able or dict.fromkeys(members, 0.0)
+    known = [bandwidth for bandwidth in able.values() if bandwidth > 0]
     usual = statistics.median(known) if known else 1.0
     label = f"agora owner 1\0{run}\0{stage}\0{what}\0{turn}\0{part}\0"
 
     def place(peer: PeerId) -> tuple[float, PeerId]:
         """Returns the key by which owners are sorted: -ln(u) / bandwidth, then the id."""
         whole = int.from_bytes(hashlib.sha256((label + peer).encode()).digest()[:8], "big")
-        return -math.log((whole + 0.5) / 2.0**64) / (members[peer] or usual), peer
+        return -math.log((whole + 0.5) / 2.0**64) / (able[peer] or usual), peer
 
-    order = sorted(members, key=place)
+    order = sorted(able, key=place)
     return order[0], order[1] if len(order) > 1 else None

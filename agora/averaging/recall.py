@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Final, Protocol
 
 from agora_protocol.errors import PeerFailed
@@ -17,7 +17,7 @@ from torch import Tensor
 from agora.averaging.aggregate import Average
 from agora.averaging.exchange import Part
 from agora.averaging.owner import Owner
-from agora.averaging.partition import cut_into_parts
+from agora.averaging.partition import Members, cut_into_parts
 from agora.averaging.rounds import PARTS_AT_ONCE, RoundResult
 from agora.clock import loop_time
 
@@ -34,7 +34,7 @@ class ReplicasAsked(Protocol):
     """
 
     def others(self, stage: int) -> Collection[PeerId]: ...
-    def members(self, stage: int) -> Mapping[PeerId, float]: ...
+    def members(self, stage: int) -> Members: ...
     def round_s(self, stage: int) -> float: ...
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -21,7 +21,7 @@ from agora.averaging.aggregate import Average
 from agora.averaging.contributions import Contribution
 from agora.averaging.exchange import Part
 from agora.averaging.owner import Owner
-from agora.averaging.partition import cut_into_parts
+from agora.averaging.partition import Members, cut_into_parts
 from agora.calls import BROKEN
 from agora.clock import loop_time
 from agora.observe import events
@@ -77,7 +77,7 @@ class Round:
     what: str
     number: int
     weight: float
-    members: Mapping[PeerId, float]
+    members: Members
     deadline: float
     _bytes_out: int = field(default=0, init=False)
     _unanswering: set[PeerId] = field(default_factory=set, init=False)

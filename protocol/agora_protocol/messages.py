@@ -195,10 +195,10 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
 
 
 def _replica_steps(doc: str) -> Any:
-    """Declares a list field of [replica, steps, part, tokens, counted in all, agreed, lineage, milliseconds]."""
+    """Declares a list field of [replica, steps, part, tokens, counted in all, agreed, lineage, began, milliseconds]."""
     counts = (int_field(0, MAX_UINT) for _ in range(5))
-    lineage, age_ms = int_field(0, 2**32 - 1), int_field(0, MAX_DEADLINE_MS)
-    return list_field(tuple_field(peer_id_field(), *counts, lineage, age_ms), MAX_GOSSIPED_REPLICAS, doc=doc)
+    lineage, began, age_ms = int_field(0, 2**32 - 1), int_field(0, MAX_UINT), int_field(0, MAX_DEADLINE_MS)
+    return list_field(tuple_field(peer_id_field(), *counts, lineage, began, age_ms), MAX_GOSSIPED_REPLICAS, doc=doc)
 
 
 class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
@@ -209,10 +209,10 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")
-    replicas: tuple[tuple[PeerId, int, int, int, int, int, int, int], ...] = _replica_steps(
+    replicas: tuple[tuple[PeerId, int, int, int, int, int, int, int, int], ...] = _replica_steps(
         "[replica, optimizer steps taken, number of the step it counts for, tokens counted for that step, tokens "
-        "counted since it started, step up to which it has agreed with the others, lineage of that step, milliseconds "
-        "since it reported]; the sender comes first"
+        "counted since it started, step up to which it has agreed with the others, lineage of that step, steps of the "
+        "state with which it started, milliseconds since it reported]; the sender comes first"
     )
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
@@ -220,7 +220,7 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
 class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
     """Answers GossipSteps with what the answering replica knows."""
 
-    replicas: tuple[tuple[PeerId, int, int, int, int, int, int, int], ...] = _replica_steps("as in GossipSteps")
+    replicas: tuple[tuple[PeerId, int, int, int, int, int, int, int, int], ...] = _replica_steps("as in GossipSteps")
 
 
 _WHAT: Final = ("gradient", "slice")

@@ -164,10 +164,10 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
     exponents = WireTensor("int8", (1,), memoryview(struct.pack("<1b", 2)))
     scales = WireTensor("uint8", (2,), memoryview(bytes([253, 0])))
     packed = WireTensor("uint8", (1,), memoryview(bytes([0b11_01_10])))
-    reports = ((FIRST.peer, 40, 41, 8192, 900_000, 38, 7, 0), (SECOND.peer, 40, 40, 0, 9, 0, 0, 1500))
+    reports = ((FIRST.peer, 40, 41, 8192, 900_000, 38, 7, 0, 0), (SECOND.peer, 40, 40, 0, 9, 0, 0, 40, 1500))
     return [
         (kind.REQUEST, 7, GossipSteps(1, reports, 5_000), []),
-        (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 40, 2**32 - 1, 0),)), []),
+        (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 40, 2**32 - 1, 30, 0),)), []),
         (kind.REQUEST, 9, Contribute(1, "slice", 12, 3, 65536.0, False, "normal2", 10_000), [scales, packed]),
         (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 8192.0, False, "int8", 10_000), [levels, exponents]),
         (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 0.0, True, "float32", 10_000), [values]),

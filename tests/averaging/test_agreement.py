@@ -18,9 +18,11 @@ from agora.averaging.agreement import (
     compose_gossip,
     count_tokens,
     doubtful_replicas,
+    lagging_replicas,
     leading_step,
     live_replicas,
     merge_gossip,
+    newcomers,
     record_failure,
     record_view,
     round_members,
@@ -45,7 +47,7 @@ def known(*numbers: tuple[str, int, int, int], at: float = 0.0) -> dict:
 
 def entry(peer: str, step: int, tokens: int, age_ms: int, counted: int | None = None, part: int | None = None) -> tuple:
     """A gossiped entry of a replica that has counted nothing before, and whose part is that of its next step."""
-    return peer, step, step if part is None else part, tokens, tokens if counted is None else counted, 0, 0, age_ms
+    return peer, step, step if part is None else part, tokens, tokens if counted is None else counted, 0, 0, 0, age_ms
 
 
 def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
@@ -131,6 +133,16 @@ def test_a_replica_to_which_connections_break_for_a_second_is_gone_until_it_is_h
     assert round_members(again, {A}, 11.3) == {A}, "it has another second"
 
 
+def test_a_replica_is_a_newcomer_for_its_first_three_steps_and_before_it_has_reported() -> None:
+    table = known((A, 40, 0, 0), (B, 40, 0, 0))
+    joined = (*entry(B, 41, 0, 0)[:-2], 38, 0)
+    table = merge_gossip(table, [joined], B, ME, 0.0)
+    assert newcomers(table, [A, B, C], 40) == {B, C} and newcomers(table, [A, B, C], 41) == {C}
+    assert newcomers(table, [A, B, C], 2) == set(), "at the beginning all are"
+    assert newcomers(record_failure({}, A, 0.0), [A], 40) == {A}, "it has reported nothing"
+    assert lagging_replicas(known((A, 38, 0, 0), (B, 39, 0, 0)), [A, B, C], 40) == {A}
+
+
 def test_a_replica_that_does_not_answer_in_time_is_not_gone() -> None:
     table = known((A, 5, 300, 0), at=10.0)
     for seconds in range(1, 6):
@@ -209,7 +221,7 @@ def test_few_replicas_are_all_gossiped_to_and_of_many_a_few() -> None:
     many = identities(40)
     assert len(set(choose_targets(many, many[0], rng))) == GOSSIP_FANOUT
     assert compose_gossip(known((A, 5, 1, 0)), ME, Counts(5, 5, 2, 9), [A], 0.0) == (
-        (ME, 5, 5, 2, 9, 0, 0, 0),
+        (ME, 5, 5, 2, 9, 0, 0, 0, 0),
         entry(A, 5, 1, 0),
     )
 

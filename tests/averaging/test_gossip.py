@@ -175,7 +175,7 @@ def in_world(rates: list[float], work: Callable[[World], Coroutine[Any, Any, Non
 
 def entry(peer: PeerId, step: int, tokens: int, age_ms: int = 0) -> tuple[PeerId, *tuple[int, ...]]:
     """A gossiped entry of a replica that has counted nothing before."""
-    return peer, step, step, tokens, tokens, 0, 0, age_ms
+    return peer, step, step, tokens, tokens, 0, 0, 0, age_ms
 
 
 def told(step: int, tokens: int, *others: tuple[PeerId, *tuple[int, ...]], by: PeerId) -> GossipSteps:

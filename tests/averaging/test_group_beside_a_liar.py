@@ -41,7 +41,8 @@ class Liar:
         """Answers with a part of equal numbers."""
         if isinstance(request, GossipSteps):
             return SimpleNamespace(
-                message=GossipedSteps(((OTHER, self.step, self.step, self.tokens, self.tokens, 0, 0, 0),)), tensors=[]
+                message=GossipedSteps(((OTHER, self.step, self.step, self.tokens, self.tokens, 0, 0, 0, 0),)),
+                tensors=[],
             )
         if isinstance(request, Recall):
             return SimpleNamespace(message=Recalled(0, 0, 0.0, "float32"), tensors=[])

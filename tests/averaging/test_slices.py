@@ -29,6 +29,15 @@ def test_every_block_is_in_exactly_one_of_the_slices(blocks: int, fraction: floa
     assert np.array_equal(slices.blocks(0), slices.blocks(slices.count)), "round K averages slice 0 again"
 
 
+def test_a_newcomer_owns_no_part_unless_all_are_newcomers() -> None:
+    *others, newcomer = identities(4)
+    members = dict.fromkeys(others, 0.0) | {newcomer: None}
+    for part in range(200):
+        assert newcomer not in choose_owners(RUN, 0, "gradient", "0", part, members)
+    assert choose_owners(RUN, 0, "gradient", "0", 0, {others[0]: 0.0, newcomer: None}) == (others[0], None)
+    assert set(choose_owners(RUN, 0, "gradient", "0", 0, {others[0]: None, newcomer: None})) == {others[0], newcomer}
+
+
 def test_a_twentieth_makes_twenty_slices_and_the_blocks_are_pinned() -> None:
     slices = Slices(100 * SLICE_BLOCK, 0.05, seed=7)
     assert slices.count == slice_count(0.05) == 20

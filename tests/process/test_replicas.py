@@ -172,6 +172,44 @@ def test_replicas_whose_gradients_travel_in_two_bits_are_the_same_bits_after_a_k
         made.stop()
 
 
+def tokens_lost(daemons: list[Daemon]) -> float:
+    """Tokens that living daemons have counted for stage 0, and that went into no step and wait for none."""
+    late = sum(event["lost"] for daemon in daemons for event in rounds_of(daemon, "gradient"))
+    return late + sum(daemon.ask("report")["accounts"]["0"]["tokens_lost"] for daemon in daemons)
+
+
+def test_a_join_and_a_death_each_cost_an_asynchronous_stage_less_than_half_a_step(tmp_path: Path) -> None:
+    """Of three replicas one dies, then one of two, whose part of a step is half of it: each loses what it had counted.
+
+    The last one takes its next step within three steps' duration, and waits for nobody any more.
+    """
+    target = 32_768
+    base = averaging(2, tokens=target).model_dump()
+    base["averaging"] |= {"exact_steps": 10**6, "round_s": 20.0}
+    base["schedule"] |= {"least_replicas": 1}
+    with swarm(tmp_path, Manifest.model_validate(base)) as made:
+        made.start("tail", "1")
+        peers = [made.start("a", "0"), made.start("b", "0")]
+        made.until(lambda: min(map(last_step, peers)) >= 6, "steps of two", within_s=120)
+        before = tokens_lost(peers)
+        peers.append(made.start("late", "0"))
+        made.until(lambda: len([e for e in steps_of(peers[2], 0) if e["tokens"]]) >= 6, "steps of three", within_s=120)
+        assert tokens_lost(peers) - before < 0.5 * target, "the join"
+        while len(peers) > 1:
+            before, dying = tokens_lost(peers[:-1]), peers.pop()
+            dying.kill()
+            died_at = max(map(last_step, peers))
+            made.until(lambda at=died_at: min(map(last_step, peers)) >= at + 5, "steps of those left", within_s=120)
+            counted = sum(event["tokens"] for event in dying.events("MicrobatchCounted"))
+            own = counted - sum(event["tokens"] for event in steps_of(dying, 0))
+            assert own + tokens_lost(peers) - before < 0.6 * target, f"the death of {dying.name}"
+        steps = [event["at_unix"] for event in steps_of(peers[0], 0)]
+        usual_s = statistics.median(after - before for before, after in itertools.pairwise(steps[:8]))
+        assert max(after - before for before, after in itertools.pairwise(steps[8:])) < 3 * usual_s + 2.0
+        drained(made, *peers)
+        made.stop()
+
+
 @pytest.mark.slow
 def test_a_synchronous_replica_that_joins_later_becomes_exactly_what_the_others_are(tmp_path: Path) -> None:
     """And goes on being it when one of them is killed."""
