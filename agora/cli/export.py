@@ -151,8 +151,13 @@ def _summary(sources: Sources, dtype: str) -> dict[str, Any]:
         "from": sources.kind,
         "average": sources.average,
         "dtype": dtype,
-        "stages": [{"stage": file.stage, "step": file.step} for file in sources.files],
+        "stages": steps_by_stage(sources),
     }
+
+
+def steps_by_stage(sources: Sources) -> list[dict[str, int]]:
+    """Returns for each stage its number and the step of its weights, as --json shows them."""
+    return [{"stage": file.stage, "step": file.step} for file in sources.files]
 
 
 def _print_result(result: Mapping[str, Any]) -> None:

@@ -154,6 +154,42 @@ def export(
     )
 
 
+@app.command()
+def sample(
+    run: console.RUN,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from; may be empty.")],
+    tokens: Annotated[int, typer.Option(min=1, max=100_000, help="The most tokens to write.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, max=10.0, help="Lower is likelier, higher is more surprising.")
+    ] = 0.8,
+    seed: Annotated[int | None, typer.Option(min=0, help="Draws the same text again; default a new one.")] = None,
+    average: Annotated[
+        bool,
+        typer.Option("--average/--no-average", help="The moving average of the weights, or those of the last step."),
+    ] = True,
+    directories: Annotated[
+        list[Path] | None,
+        typer.Option("--dir", metavar="DIR", help="A data directory with checkpoints of the run; may be repeated."),
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Let the run's present model go on from a text.
+
+    The weights come from where `swarm export` takes them: a daemon of the run on this machine collects every stage from
+    the swarm, while it trains on; without one, the newest checkpoints are read. Sampled on this machine's processor.
+    Exit code: 4 when a stage is neither in the swarm nor on this machine.
+
+    \b
+    Examples:
+      swarm sample run.toml "def main():"
+      swarm sample run.toml "" --tokens 50 --seed 1 --json
+    """
+    from agora.cli import sample_command as command
+
+    sampling = command.Sampling(tokens, temperature, seed)
+    raise typer.Exit(command.run(run, prompt, directories or (), sampling=sampling, average=average, as_json=as_json))
+
+
 def main() -> None:
     """Runs the command `swarm` and exits."""
     console.run(app)

@@ -1,4 +1,4 @@
-"""What a demo shows of the model that it has trained: lines that it writes, and the command that exports it.
+"""Loads the whole model of a run to write text; what a demo shows of it: some lines, and the command that exports it.
 
 Knows: the weights that an export would read, the tokenizer. Must not know: how a model computes, daemons. Loads torch
 only to sample.
@@ -13,14 +13,17 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from agora_protocol.errors import AgoraError
 
 from agora.cli.console import Failure, print_line
 from agora.cli.export import Sources, exported_tensors, find_stages
-from agora.data.tokenizer import open_tokenizer
+from agora.data.tokenizer import Tokenizer, open_tokenizer
 from agora.state.merged_model import open_stages
+
+if TYPE_CHECKING:
+    from agora.model import Stage
 
 LINES: Final = 3
 LINE_CHARACTERS: Final = 72
@@ -44,16 +47,19 @@ def try_sample(manifest: Path, seed: int) -> list[str]:
         return []
 
 
-def sample_lines(sources: Sources, seed: int) -> list[str]:
-    """Returns LINES lines, none blank, that the model writes from the beginning of a document on.
+class WholeModel(NamedTuple):
+    """The model of a run in one stage, with its tokenizer. context: the most tokens that it sees."""
 
-    They are cut to LINE_CHARACTERS. MOST_TOKENS tokens may hold fewer. The same sources and seed give the same lines.
-    Raises ExportError for damaged weights, and what open_tokenizer raises.
-    """
+    stage: Stage
+    tokenizer: Tokenizer
+    context: int
+
+
+def load_model(sources: Sources) -> WholeModel:
+    """Loads the weights of all stages. Raises ExportError for damaged ones, and what open_tokenizer raises."""
     import torch
 
     from agora.model import family_of
-    from agora.model.generation import continue_ids
 
     torch.set_num_threads(1)  # several threads mostly wait for each other in products of one sequence
     manifest = sources.signed.manifest
@@ -61,8 +67,20 @@ def sample_lines(sources: Sources, seed: int) -> list[str]:
     family = family_of(manifest.model)
     with open_stages(sources.signed.run_id, sources.files, exported_tensors(manifest, family)) as merged:
         merged.check()
-        model = family.load_stage(range(manifest.model.layers), manifest.seed, merged.read_weights())
-    drawn = continue_ids(model, tokenizer.separator.tolist(), context=manifest.model.context, seed=seed)
+        stage = family.load_stage(range(manifest.model.layers), manifest.seed, merged.read_weights())
+    return WholeModel(stage, tokenizer, manifest.model.context)
+
+
+def sample_lines(sources: Sources, seed: int) -> list[str]:
+    """Returns LINES lines, none blank, that the model writes from the beginning of a document on.
+
+    They are cut to LINE_CHARACTERS. MOST_TOKENS tokens may hold fewer. The same sources and seed give the same lines.
+    Raises what load_model raises.
+    """
+    from agora.model.generation import continue_ids
+
+    stage, tokenizer, context = load_model(sources)
+    drawn = continue_ids(stage, tokenizer.separator.tolist(), context=context, seed=seed)
     ids: list[int] = []
     lines: list[str] = []
     for token in itertools.islice(drawn, MOST_TOKENS):

@@ -1,0 +1,108 @@
+"""`swarm sample`: the present model of a run continues a text.
+
+Knows: the flags, where weights come from (cli.export), what is printed. Must not know: how a model computes. Loads
+torch only once there are weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agora.cli import console
+from agora.cli.export import find_stages, steps_by_stage
+from agora.cli.text_sample import WholeModel, load_model
+
+UNFINISHED: Final = "�"
+"""What decoding puts for the bytes of a character that is not whole yet."""
+MOST_UNFINISHED: Final = 3
+MOST_SEED: Final = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How text is drawn: at most `tokens` tokens from softmax(logits / temperature). seed: None draws one."""
+
+    tokens: int = 200
+    temperature: float = 0.8
+    seed: int | None = None
+
+
+def run(
+    wanted: str,
+    prompt: str,
+    directories: Sequence[Path] = (),
+    *,
+    sampling: Sampling,
+    average: bool = True,
+    as_json: bool = False,
+) -> int:
+    """Prints how the model of the run `wanted` continues `prompt`, and returns the exit code.
+
+    The text appears as it is drawn, unless `as_json`: then one object has it all. Raises what find_stages and
+    load_model raise.
+    """
+    sources = find_stages(wanted, directories, average=average)
+    seed = secrets.randbelow(MOST_SEED) if sampling.seed is None else sampling.seed
+    began = time.monotonic()
+    show = _ignore if as_json else _show
+    show(prompt)
+    text, taken = "", list[int]()
+    for piece in _pieces(load_model(sources), prompt, sampling, seed, taken):
+        show(piece)
+        text += piece
+    seconds = round(time.monotonic() - began, 3)
+    if as_json:
+        about = {"schema": 1, "run_id": sources.signed.run_id, "name": sources.signed.manifest.name}
+        about |= {"from": sources.kind, "average": sources.average, "stages": steps_by_stage(sources)}
+        console.print_json(
+            about | {"prompt": prompt, "text": text, "tokens": len(taken), "seed": seed, "seconds": seconds}
+        )
+    else:
+        print(flush=True)
+        console.print_line(f"{len(taken)} tokens in {seconds:.1f} s; --seed {seed} draws them again")
+    return console.DONE
+
+
+def _pieces(model: WholeModel, prompt: str, sampling: Sampling, seed: int, taken: list[int]) -> Iterator[str]:
+    """Yields the text that the model goes on with, piece by piece, and adds its token ids to `taken`.
+
+    An empty prompt begins a document. The text ends with the document.
+    """
+    from agora.model.generation import continue_ids
+
+    separator = model.tokenizer.separator.tolist()
+    begin = model.tokenizer.encode([prompt])[0].tolist() or separator
+    drawn = continue_ids(model.stage, begin, context=model.context, seed=seed, temperature=sampling.temperature)
+    of_document = itertools.takewhile(lambda token: [token] != separator, drawn)
+    yield from decoded_pieces(itertools.islice(of_document, sampling.tokens), model.tokenizer.decode, taken)
+
+
+def decoded_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], taken: list[int]) -> Iterator[str]:
+    """Yields for each id the text that is whole with it, "" inside a character, and adds the id to `taken`.
+
+    What stays unfinished at the end comes as U+FFFD.
+    """
+    shown = 0
+    for token in ids:
+        taken.append(token)
+        text = decode(taken)
+        whole = text.rstrip(UNFINISHED) if len(text) - len(text.rstrip(UNFINISHED)) <= MOST_UNFINISHED else text
+        yield whole[shown:]
+        shown = max(shown, len(whole))
+    yield decode(taken)[shown:]
+
+
+def _show(text: str) -> None:
+    """Prints text without a line's end; what a terminal would take for a command is shown as "?"."""
+    safe = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+    print(safe, end="", flush=True)
+
+
+def _ignore(_: str) -> None:
+    """Prints nothing."""
