@@ -10,7 +10,18 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
-from agora_protocol import addresses, errors, identity, ids, limits, manifest, messages, records, tensors
+from agora_protocol import (
+    addresses,
+    errors,
+    identity,
+    ids,
+    limits,
+    manifest,
+    manifest_model,
+    messages,
+    records,
+    tensors,
+)
 from agora_protocol.fields import REQUIRED, Structure
 from agora_protocol.manifest_toml import toml_value
 from pydantic import BaseModel
@@ -45,6 +56,8 @@ LIMITS: Final = {
     "MAX_RECORD_LIFETIME_S": "seconds from now to a record's expiry",
     "CLOCK_TOLERANCE_S": "seconds by which clocks may differ",
     "MAX_MANIFEST_BYTES": "one signed manifest",
+    "MAX_CONFIG_BYTES": "the config.json of a base model, inside a manifest",
+    "MAX_WEIGHT_FILES": "weights files of a base model",
     "MAX_STATUS_BYTES": "one status",
     "MAX_KEY_FILE_BYTES": "what is read of an identity file",
     "MAX_STAGES": "stages of a run",
@@ -174,19 +187,22 @@ def manifest_table() -> str:
     rows = []
     for name, field in manifest.Manifest.model_fields.items():
         inner = type(field.default).model_fields if isinstance(field.default, BaseModel) else {}
-        for key, value in inner.items() or [("", field)]:
-            rows.append(
-                [
-                    f"`{name}.{key}`" if key else f"`{name}`",
-                    _type(value.annotation),
-                    _bounds(value),
-                    _default(value.default),
-                    value.description or "",
-                ]
-            )
-    return _table(["key", "type", "bounds", "default", "meaning"], rows)
+        rows += [_key_row(f"{name}.{key}" if key else name, value) for key, value in inner.items() or [("", field)]]
+    return _table(KEY_HEADS, rows)
 
 
+def base_model_table() -> str:
+    """Returns the table of every key of `model` in the family hf."""
+    fields = manifest_model.HfSection.model_fields
+    return _table(KEY_HEADS, [_key_row(f"model.{key}", field) for key, field in fields.items()])
+
+
+def _key_row(name: str, field: Any) -> list[str]:
+    """Returns the row of one key of a manifest."""
+    return [f"`{name}`", _type(field.annotation), _bounds(field), _default(field.default), field.description or ""]
+
+
+KEY_HEADS: Final = ["key", "type", "bounds", "default", "meaning"]
 TABLES: Final = {
     "limits": limits_table,
     "tags": tags_table,
@@ -197,6 +213,7 @@ TABLES: Final = {
     "messages": messages_tables,
     "records": records_tables,
     "manifest": manifest_table,
+    "base_model": base_model_table,
 }
 
 

@@ -24,6 +24,15 @@ RUN_OR_NONE = Annotated[
 ]
 
 
+ALLOW_FILES = Annotated[
+    bool, typer.Option("--allow-files", help="Let an invited run read the files that its manifest names.")
+]
+BASE_MODEL = Annotated[
+    Path | None,
+    typer.Option("--base-model", metavar="DIR", help="The model folder, for runs that begin with a base model."),
+]
+
+
 @app.command()
 def join(
     run: console.RUN,
@@ -39,9 +48,8 @@ def join(
     corpus_cache: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where tokenised texts are kept; default in the data directory.")
     ] = None,
-    allow_files: Annotated[
-        bool, typer.Option("--allow-files", help="Let an invited run read the files that its manifest names.")
-    ] = False,
+    allow_files: ALLOW_FILES = False,
+    base_model: BASE_MODEL = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. Default info.")] = None,
 ) -> None:
     """Join a run and train until stopped.
@@ -66,6 +74,7 @@ def join(
         "threads": threads,
         "allow_files": allow_files or None,
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
+        "base_model": str(base_model.absolute()) if base_model else None,
         "log_level": log_level,
     }
     given = {key: value for key, value in flags.items() if value is not None}

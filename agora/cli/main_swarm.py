@@ -1,11 +1,10 @@
 """`swarm`: for everyone who starts, watches or measures a run.
 
-Knows: the commands and their flags. Must not know: how they do it (a module per command, but for `new`).
+Knows: the commands and their flags. Must not know: how they do it (a module per command).
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,13 @@ JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on s
 @app.command()
 def new(
     path: Annotated[Path, typer.Argument(metavar="run.toml", help="The file to write.")],
-    preset: Annotated[str, typer.Option(help="What to start from; see the list below.")] = "tiny",
+    preset: Annotated[
+        str | None, typer.Option(help="What to start from; see the list below. Default tiny.", show_default=False)
+    ] = None,
+    base_model: Annotated[
+        Path | None,
+        typer.Option("--base-model", metavar="DIR", help="Train the Hugging Face model in this folder further."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The run's name; default the file's.")] = None,
 ) -> None:
     """Write a commented manifest to edit.
@@ -29,28 +34,18 @@ def new(
     The manifest is the whole description of a run: model, stages, optimizer, data, who may join. Its hash is the run's
     name, so edit it before the first `agora-node join`, which signs it.
 
-    Presets: tiny (0.9 M parameters, trains on a laptop in a minute), small.
+    Presets: tiny (0.9 M parameters, trains on a laptop in a minute), small. With --base-model, the run begins with the
+    weights in that folder (config.json, safetensors files, tokenizer.json), and everyone who joins needs them too.
 
     \b
     Examples:
       swarm new run.toml
       swarm new poems.toml --preset small --name poems
+      swarm new further.toml --base-model ./Qwen3-0.6B
     """
-    from agora_protocol import manifest
-    from agora_protocol.errors import ManifestError
+    from agora.cli import new_run
 
-    valid_stem = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", path.stem)[:64]
-    try:
-        text = manifest.preset(preset).replaced(name=name or valid_stem or "run").to_toml()
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except ManifestError as error:
-        raise console.Failure(str(error), console.USAGE) from None
-    except FileExistsError:
-        raise console.Failure(f"{path} exists; choose another name, or remove it first") from None
-    except OSError as error:
-        raise console.Failure(f"cannot write {path} ({error.strerror}); choose another place") from None
-    console.print_line(f"wrote {path}: edit it, then start the run with `agora-node join {path}`")
+    new_run.run(path, preset, base_model, name)
 
 
 @app.command()

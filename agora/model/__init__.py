@@ -11,11 +11,12 @@ from agora_protocol.manifest import ModelSection
 from agora_protocol.manifest_rules import suggest
 
 from agora.model.family import Family, Stage, stage_loss
+from agora.model.hf_family import HfFamily
 from agora.model.subspace_family import SubspaceFamily
 
 __all__ = ["FAMILIES", "Family", "Stage", "family_of", "stage_loss"]
 
-FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamily}
+FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamily, "hf": HfFamily}
 """What makes the family of a model section, by its `family`."""
 
 

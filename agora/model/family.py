@@ -1,7 +1,7 @@
 """What the product asks of a model family and of its stages, their initial weights, and the loss after the last one.
 
-Knows: what enters and leaves a stage, tensors' names and shapes. Must not know: how a family computes, peers, files.
-Layers are numbered over the whole model; a stage is a range of them.
+Layers are numbered over the whole model; a stage is a range of them. Knows: what enters and leaves a stage, tensors'
+names and shapes. Must not know: how a family computes, peers, what is in files.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import abc
 import hashlib
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -54,9 +55,13 @@ class Stage(nn.Module, abc.ABC):
     def fill_buffers(self, seed: int) -> None:
         """Computes the buffers, if the family has any, from its sizes and the run's seed; they never change again."""
 
-    @abc.abstractmethod
     def initial_std(self, name: str) -> float | None:
-        """Returns the standard deviation of the initial values of the named parameter; None: all values are one."""
+        """Returns the standard deviation of the initial values of the named parameter; None: all values are one.
+
+        Only Family.fill_weights asks. The base class raises LookupError: a family either answers this, or fills its
+        stages in another way than from the seed.
+        """
+        raise LookupError(f"{type(self).__name__} does not say how {name} begins")
 
     @abc.abstractmethod
     def is_hidden_matrix(self, name: str) -> bool:
@@ -73,6 +78,12 @@ class Stage(nn.Module, abc.ABC):
 
 class Family(abc.ABC):
     """One model family with the sizes of one manifest: builds, counts, exports and describes its stages."""
+
+    def check_machine(self, base_model: Path | None) -> None:  # noqa: B027 - most families need nothing
+        """Raises LocalError if this machine lacks a package or a folder that stages need; may import for seconds.
+
+        Called before a peer claims stages. base_model: as for build_stage. The base class needs nothing.
+        """
 
     @abc.abstractmethod
     def make_stage(self, layers: range) -> Stage:
@@ -104,15 +115,26 @@ class Family(abc.ABC):
         """Returns the model's kind and sizes in words, for the model card."""
 
     @torch.no_grad()
-    def build_stage(self, layers: range, seed: int) -> Stage:
-        """Makes the stage of `layers`, float32 on the CPU, the same on every peer. Raises DerivationError."""
+    def build_stage(self, layers: range, seed: int, base_model: Path | None = None) -> Stage:
+        """Makes the stage of `layers` with its initial weights, float32 on the CPU, the same on every peer.
+
+        base_model: the folder with the weights that a run begins with, for families that begin with some. Raises
+        LocalError when this machine cannot make them.
+        """
         stage = self._allocate_stage(layers, seed)
+        self.fill_weights(stage, seed, base_model)
+        return stage
+
+    def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
+        """Gives the parameters of `stage` their initial values: here those that the seed decides, see initial_values.
+
+        Called without gradients. Raises LocalError when it cannot, for any of them.
+        """
         for name, parameter in stage.named_parameters():
             if (std := stage.initial_std(name)) is None:
                 parameter.fill_(1.0)
             else:
                 parameter.copy_(initial_values(seed, name, parameter.shape, std))
-        return stage
 
     @torch.no_grad()
     def load_stage(self, layers: range, seed: int, weights: Mapping[str, NDArray[np.float32]]) -> Stage:

@@ -287,11 +287,13 @@ async def _fill_stages(local_peer: LocalPeer, compute: Compute, closing: AsyncEx
 
 
 async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
-    """Claims the wanted span, or the best one, and returns it. Raises InputError or MemoryError_ when it cannot."""
-    count = local_peer.manifest.stage_count
+    """Claims the wanted span, or the best one, and returns it. Raises InputError or LocalError when it cannot."""
+    manifest, folder = local_peer.manifest, local_peer.startup.settings.base_model_folder
+    count = manifest.stage_count
     if wanted is not None and wanted.last >= count:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
     with local_peer.startup.steps.step("placement") as note:
+        await run_in_thread(lambda: family_of(manifest.model).check_machine(folder))
         placement = await local_peer.membership.claim_span(1, wanted)
         note.text = _describe_placement(local_peer, placement)
     return placement.span
@@ -354,6 +356,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
             device=settings.device,
             in_flight=usual_in_flight(manifest),
             fault=faults.reach_blocking,
+            base_model=settings.base_model_folder,
         )
         count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
         note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"

@@ -13,14 +13,20 @@ from agora_protocol.codec_names import parse_codec
 from agora_protocol.manifest import Manifest
 
 BYTES: Final = "bytes"
+BEGINNINGS: Final = {False: "trained from nothing", True: "trained further from a model that others had trained"}
+"""How a model came to be, by whether the run began with a trained model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What only the family can say of a model. kind: such as "A Llama-style decoder"; shape: its sizes, in words."""
+    """What only the family can say of a model. kind: such as "A Llama-style decoder"; shape: its sizes, in words.
+
+    is_pretrained: whether the run began with a model that others had trained.
+    """
 
     kind: str
     shape: str
+    is_pretrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +51,13 @@ def model_card(manifest: Manifest, model: ModelDescription, steps: Mapping[int, 
         [
             "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- agora\n---",
             f"# {manifest.name}",
-            f"{model.kind} of {exported.parameters:,} parameters, trained from nothing by a swarm of peers: the agora "
-            f"run `{manifest.run_id}`.",
+            f"{model.kind} of {exported.parameters:,} parameters, {BEGINNINGS[model.is_pretrained]} by a swarm of "
+            f"peers: the agora run `{manifest.run_id}`.",
             _facts_table(manifest, model, steps, exported),
             "## Load",
             _loading_code(manifest),
             "## Limits",
-            _limits_list(manifest, steps),
+            _limits_list(manifest, steps, model.is_pretrained),
             "## The run",
             "All that its peers agreed on; `run.toml` is the same with its founder's signature, and `export.json` "
             "lists the SHA-256 of every file here.",
@@ -90,13 +96,21 @@ print(tokenizer.decode(model.generate(**text, max_new_tokens=100)[0]))
 ```"""
 
 
-def _limits_list(manifest: Manifest, steps: Mapping[int, int]) -> str:
+def _limits_list(manifest: Manifest, steps: Mapping[int, int], is_pretrained: bool) -> str:
     """Returns a Markdown list of the model's limits, some of which depend on the manifest and the steps."""
     model = manifest.model
-    lines = [
+    pretrained = [
+        f"- This run trained it on {model.context} tokens at once; what it makes of more comes from before.",
+        "- What it could do before may have become better or worse; nothing filters what it says.",
+        "- Whoever publishes it answers for the terms of the base model, and of the text that `[data]` below names.",
+    ]
+    from_nothing = [
         f"- It has never seen more than {model.context} tokens at once; positions beyond that are untrained.",
         "- A base model: it continues text. It was not tuned to follow instructions, and nothing filters what it says.",
         "- What it knows and repeats is what `[data]` below names; whoever publishes it answers for that data's terms.",
+    ]
+    lines = [
+        *(pretrained if is_pretrained else from_nothing),
         "- Exporting checks that every tensor is whole, not that the model is good: measure it on text of your own.",
     ]
     columns = parse_codec(manifest.boundary.codec).columns

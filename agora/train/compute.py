@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 import numpy as np
@@ -79,15 +80,22 @@ class Compute:
         device: str = "auto",
         in_flight: int = 32,
         fault: Callable[[str], None] = lambda point: None,
+        base_model: Path | None = None,
     ) -> Compute:
-        """Builds the span's stages with their initial weights. Raises DeviceError, MemoryError_, ManifestError."""
+        """Builds the span's stages with their initial weights.
+
+        base_model: the folder with the files of the run's base model, where it has one. Raises DeviceError,
+        MemoryError_, ManifestError, and LocalError for a base model that is not there or not the run's.
+        """
         chosen, events = choose_device(device), StepEvents()
         if chosen.type == "cpu":
             keep_freed_memory()
         limit = LIMIT_PER_SEAT * in_flight
         queue = DeviceQueue(limit=limit, fault=fault, failed=lambda error: report(TaskFailed("device", repr(error))))
         build_stages = _device_errors()(
-            lambda: SpanTrainer(manifest, span, chosen, report=report, in_flight=in_flight, on_step=events.put)
+            lambda: SpanTrainer(
+                manifest, span, chosen, report=report, in_flight=in_flight, on_step=events.put, base_model=base_model
+            )
         )
         async with AsyncExitStack() as undo:
             undo.push_async_callback(queue.close)

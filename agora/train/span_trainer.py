@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from agora_protocol.errors import LocalError, NotMyStage
@@ -58,10 +59,12 @@ class SpanTrainer:
         report: Report,
         in_flight: int,
         on_step: Callable[[StepEvent], None] = lambda event: None,
+        base_model: Path | None = None,
     ) -> None:
         """Builds the span's stages with their initial weights. Matrix products are in bf16 if the device has it.
 
         in_flight: most microbatches between forward and backward here; LIMIT_PER_SEAT times that many are refused.
+        base_model: the folder of the base model, see Family.build_stage, which says what it raises.
         """
         self.span = span
         self.device = device
@@ -75,7 +78,7 @@ class SpanTrainer:
         self.stashed = StashedForwards(LIMIT_PER_SEAT * in_flight)
         self.stages: dict[int, StageReplica] = {}
         for number in span.stages:
-            module = family_of(manifest.model).build_stage(manifest.layers_of(number), manifest.seed)
+            module = family_of(manifest.model).build_stage(manifest.layers_of(number), manifest.seed, base_model)
             self.stages[number] = StageReplica(number, module, device, manifest, self.stashed, report, on_step)
 
     def stage(self, number: int) -> StageReplica:

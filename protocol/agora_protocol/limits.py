@@ -41,6 +41,8 @@ RECENT_STEPS: Final = 16
 
 # Documents
 MAX_MANIFEST_BYTES: Final = 65_536
+MAX_CONFIG_BYTES: Final = 16_384  # the config.json of a base model, inside a manifest
+MAX_WEIGHT_FILES: Final = 256
 MAX_STATUS_BYTES: Final = 1_048_576
 MAX_KEY_FILE_BYTES: Final = 4096
 

@@ -21,6 +21,7 @@ from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.limits import MAX_MANIFEST_BYTES, STATE_CHUNK_BYTES
 from agora_protocol.manifest_model import (
+    HfSection,
     ModelSection,
     SubspaceSection,
     link_subspace,
@@ -51,6 +52,7 @@ __all__ = [
     "BoundarySection",
     "CheckpointSection",
     "DataSection",
+    "HfSection",
     "Manifest",
     "ModelSection",
     "OptimizerSection",

@@ -7,16 +7,22 @@ values and how those of one section fit together. Must not know: layers, tensors
 from __future__ import annotations
 
 import abc
+import re
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
+from agora_protocol.base_config import canonical_config, parse_config, sizes_in
 from agora_protocol.errors import ManifestError
 from agora_protocol.fields import describe
+from agora_protocol.limits import MAX_CONFIG_BYTES, MAX_WEIGHT_FILES
 from agora_protocol.manifest_rules import explain_error, nearest_multiple, suggest
 from agora_protocol.manifest_sections import Section
 
 DEFAULT_FAMILY: Final = "subspace"
+WRITE_ANEW: Final = "write the manifest with `swarm new run.toml --base-model DIR`"
+WEIGHTS_FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors", re.ASCII)
+SHA256: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class ModelSection(Section, abc.ABC):
@@ -149,7 +155,80 @@ class SubspaceSection(ModelSection):
         return None
 
 
-MODEL_SECTIONS: Final[dict[str, type[ModelSection]]] = {"subspace": SubspaceSection}
+class HfSection(ModelSection):
+    """The Hugging Face decoder with whose weights the run begins.
+
+    The family `hf`. Where a machine keeps the model's files is its own affair (`--base-model DIR`); the manifest says
+    what they are.
+    """
+
+    family: Literal["hf"] = Field(default="hf", description="model family; hf continues to train a Hugging Face model")
+    layers: int = Field(default=0, ge=0, le=1024, description="decoder layers in all, as in config")
+    width: int = Field(default=0, ge=0, le=65_536, description="values of a token between layers, as in config")
+    context: int = Field(default=1024, ge=1, le=1_048_576, description="tokens per sequence, at most those of config")
+    vocabulary: int = Field(default=0, ge=0, le=2_097_152, description="token ids, as in config")
+    config: str = Field(default="", max_length=MAX_CONFIG_BYTES, description="the model's config.json, in one line")
+    weights: tuple[tuple[str, str], ...] = Field(
+        default=(), max_length=MAX_WEIGHT_FILES, description="name and SHA-256 of each of its safetensors files"
+    )
+
+    @property
+    def boundary_width(self) -> int:
+        """Returns `width`: a boundary carries the whole residual stream."""
+        return self.width
+
+    @classmethod
+    def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values with the canonical text of `config`, and its sizes where they are not given."""
+        try:
+            config = parse_config(values["config"])
+            sizes = sizes_in(config)
+        except (KeyError, TypeError, ValueError):
+            return values  # check_values says what is wrong
+        known = {"layers": sizes.layers, "width": sizes.width, "vocabulary": sizes.vocabulary}
+        return {**known, **values, "config": canonical_config(config)}
+
+    def check_values(self) -> str | None:
+        """Returns an error sentence when config or weights are missing or malformed, or do not fit the sizes."""
+        return self._check_config() or self._check_weights()
+
+    def _check_config(self) -> str | None:
+        """Returns an error sentence unless `config` is of a known model of these sizes, with room for `context`."""
+        if not self.config:
+            return f"[model] has no config, so there is no base model; {WRITE_ANEW}."
+        try:
+            config = parse_config(self.config)
+            sizes = sizes_in(config)
+        except ValueError as error:
+            return f"[model] config {error}; {WRITE_ANEW} of a model that can be trained."
+        for name in ("layers", "width", "vocabulary"):
+            if getattr(self, name) != getattr(sizes, name):
+                return f"[model] {name} {getattr(self, name)} is not the {getattr(sizes, name)} of config; remove it."
+        if self.context > sizes.positions:
+            return (
+                f"[model] context {self.context} is more than the {sizes.positions} positions that the model knows; "
+                f"use context = {sizes.positions} or less."
+            )
+        return None
+
+    def _check_weights(self) -> str | None:
+        """Returns an error sentence unless `weights` has distinct plain names of safetensors files, each with a hash.
+
+        A name is no path, so a manifest cannot make a machine read files elsewhere.
+        """
+        if not self.weights:
+            return f"[model] weights names no file; {WRITE_ANEW}."
+        for name, digest in self.weights:
+            if not WEIGHTS_FILE.fullmatch(name):
+                return f"[model] weights names {describe(name)}, which is no name of a safetensors file; {WRITE_ANEW}."
+            if not SHA256.fullmatch(digest):
+                return f"[model] weights has {describe(digest)} for {name}, which is no SHA-256; {WRITE_ANEW}."
+        if len({name for name, _ in self.weights}) != len(self.weights):
+            return "[model] weights names one file twice; remove the repetition."
+        return None
+
+
+MODEL_SECTIONS: Final[dict[str, type[ModelSection]]] = {"subspace": SubspaceSection, "hf": HfSection}
 
 
 def link_subspace(width: int) -> int:

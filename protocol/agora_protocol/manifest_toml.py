@@ -49,8 +49,10 @@ def _key_line(name: str, value: Any, field: FieldInfo) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Returns a text, a number or a tuple of those as TOML writes it."""
+    """Returns a text, a number or a tuple of those as TOML writes it; a tuple of tuples in a line for each."""
     if isinstance(value, tuple):
+        if value and isinstance(value[0], tuple):
+            return "[\n" + "".join(f"    {toml_value(item)},\n" for item in value) + "]"
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, str):
         return _toml_text(value)
@@ -58,5 +60,7 @@ def toml_value(value: Any) -> str:
 
 
 def _toml_text(value: str) -> str:
-    """Returns a TOML basic string: as in JSON, but with DEL escaped."""
+    """Returns a TOML string: literal, in single quotes, if it has double quotes; else as in JSON, with DEL escaped."""
+    if '"' in value and "'" not in value and value.isprintable():
+        return f"'{value}'"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -46,6 +46,11 @@ def test_a_link_is_one_setting_with_commas_in_it(tmp_path: Path) -> None:
     assert load(tmp_path / "none", {}, {}).link_spec is None
 
 
+def test_the_folder_of_a_base_model_is_a_setting_like_any_other(tmp_path: Path) -> None:
+    assert load(tmp_path / "none", {}, {"AGORA_BASE_MODEL": "/models/one"}).base_model_folder == Path("/models/one")
+    assert load(tmp_path / "none", {}, {}).base_model_folder is None
+
+
 def test_addresses_may_be_written_both_ways(tmp_path: Path) -> None:
     settings = load(tmp_path / "none", {}, {"AGORA_LISTEN": "0.0.0.0:31330, /ip4/127.0.0.1/tcp/0"})
     assert settings.listen == ("/ip4/0.0.0.0/tcp/31330", "/ip4/127.0.0.1/tcp/0")

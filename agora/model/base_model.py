@@ -1,0 +1,209 @@
+"""Reads single tensors of a base model from its safetensors files in a folder of this machine, after checking them.
+
+Also says which files a folder has, for whoever writes a manifest. The header of each file says which tensors it has;
+only the files that hold wanted tensors are hashed and read, so a peer needs the shards of its own span alone. Peers do
+not ask the index file, which no hash in the manifest covers. Knows: safetensors files, names, shapes, hashes. Must not
+know: layers, families, peers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Final
+
+import torch
+from agora_protocol.errors import LocalError
+from agora_protocol.limits import MAX_CONFIG_BYTES
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+MAX_INDEX_BYTES: Final = 64 * 2**20
+READABLE: Final = ("F32", "BF16", "F16")
+"""The dtypes, as safetensors calls them, that become float32 without a loss."""
+DOWNLOAD_AGAIN: Final = "download the model again, in the revision that the run's founder used"
+
+
+class BaseModelError(LocalError):
+    """Error: the files of the base model are not on this machine, or not those that the manifest names."""
+
+    code: ClassVar[str] = "base-model"
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTensor:
+    """A tensor that a stage needs. names: those that a file may have it under, the best first. shape: the only right
+    one.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor is stored: the file, its name there, its dtype as safetensors calls it, its shape."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_readable(self) -> bool:
+        """Returns whether the values can be had as float32."""
+        return self.dtype in READABLE
+
+
+def read_config(folder: Path) -> str:
+    """Returns the text of the folder's config.json. Raises BaseModelError."""
+    return _read_text(require_folder(folder) / CONFIG, 4 * MAX_CONFIG_BYTES)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Returns the names of the folder's weights files: model.safetensors, else those that the index lists.
+
+    Raises BaseModelError if there are neither, or if one is missing.
+    """
+    if (folder / ONE_FILE).is_file():
+        return [ONE_FILE]
+    if not (folder / INDEX).is_file():
+        raise BaseModelError(
+            f"{folder} has neither {ONE_FILE} nor {INDEX}, and other kinds of weights are not read; load the model "
+            "with transformers and write it with save_pretrained."
+        )
+    try:
+        names = sorted(set(json.loads(_read_text(folder / INDEX, MAX_INDEX_BYTES))["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BaseModelError(f"{folder / INDEX} is no index of weights files; {DOWNLOAD_AGAIN}.") from error
+    if missing:
+        raise BaseModelError(f"{folder} has no {missing[0]}, which {INDEX} lists; {DOWNLOAD_AGAIN}.")
+    return names
+
+
+def _read_text(path: Path, most: int) -> str:
+    """Returns the text of a file of at most `most` bytes. Raises BaseModelError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise BaseModelError(f"{path} has more than {most} bytes; {DOWNLOAD_AGAIN}.")
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BaseModelError(f"Cannot read {path} ({error}); name the folder of a Hugging Face model.") from error
+
+
+def read_tensors(
+    folder: Path | None, files: Sequence[tuple[str, str]], wanted: Mapping[str, WantedTensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields each wanted tensor's key and values, float32 on the CPU, one tensor at a time in memory.
+
+    folder: None if the machine's owner has named none. files: name and SHA-256 of each weights file, as the manifest
+    lists them. Raises BaseModelError; everything but the values is checked before the first tensor is yielded.
+    """
+    located = locate_tensors(require_folder(folder), [name for name, _ in files], wanted)
+    used = {stored.path for stored in located.values()}
+    for name, digest in files:
+        for path in used:
+            if path.name == name:
+                _check_hash(path, digest)
+    for path in sorted(used):
+        with safe_open(path, framework="pt") as reader:
+            for key, stored in located.items():
+                if stored.path == path:
+                    yield key, reader.get_tensor(stored.name).to(torch.float32)
+
+
+def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, WantedTensor]) -> dict[str, StoredTensor]:
+    """Returns for each wanted tensor where it is stored, in that order, by the headers of those `files` that are there.
+
+    Raises BaseModelError for a tensor that is missing, or whose shape or dtype is another.
+    """
+    present = [folder / name for name in files if (folder / name).is_file()]
+    stored = {tensor.name: tensor for path in present for tensor in read_header(path)}
+    absent = [name for name in files if not (folder / name).is_file()]
+    located = {}
+    for key, tensor in wanted.items():
+        place = next((stored[name] for name in tensor.names if name in stored), None)
+        if place is None:
+            raise BaseModelError(_explain_missing(folder, tensor.names[0], absent))
+        if place.shape != tensor.shape:
+            raise BaseModelError(
+                f"{place.path}: {place.name} has the shape {list(place.shape)}, and the manifest's config gives it "
+                f"{list(tensor.shape)}; the run's founder has to write a manifest of one model's config and weights."
+            )
+        if not place.is_readable:
+            raise BaseModelError(
+                f"{place.path}: {place.name} is {place.dtype}, and only {', '.join(READABLE)} can be trained; the run "
+                "needs a manifest of the unquantised model."
+            )
+        located[key] = place
+    return located
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """Returns the tensors that a safetensors file says it has; its values are not read. Raises BaseModelError.
+
+    The library bounds the header, and refuses one whose tensors overlap, leave gaps or end beyond the file.
+    """
+    try:
+        with safe_open(path, framework="pt") as reader:
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it is no mapping
+            return [StoredTensor(path, n, str(s.get_dtype()), tuple(s.get_shape())) for n, s in slices.items()]
+    except (SafetensorError, OSError) as error:
+        raise BaseModelError(f"{path} cannot be read as safetensors ({str(error)[:200]}); {DOWNLOAD_AGAIN}.") from error
+
+
+def file_hash(path: Path) -> str:
+    """Returns the SHA-256 of a file in hex. A file that this process has hashed and nobody has changed is not read
+    again. Raises BaseModelError.
+    """
+    try:
+        state = path.stat()
+        return _hash_content(path, state.st_size, state.st_mtime_ns, state.st_ino)
+    except OSError as error:
+        raise BaseModelError(f"Cannot read {path} ({error.strerror or error}); {DOWNLOAD_AGAIN}.") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _hash_content(path: Path, size: int, changed_ns: int, inode: int) -> str:
+    """Returns the SHA-256 of a file in hex; the arguments after `path` tell apart what it contained at other times."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_hash(path: Path, digest: str) -> None:
+    """Raises BaseModelError unless the file's SHA-256 is `digest`."""
+    if (found := file_hash(path)) != digest:
+        raise BaseModelError(
+            f"{path} has the SHA-256 {found[:16]}..., and the manifest says {digest[:16]}...; {DOWNLOAD_AGAIN}."
+        )
+
+
+def require_folder(folder: Path | None) -> Path:
+    """Returns `folder`. Raises BaseModelError if it is None or no folder."""
+    if folder is None:
+        raise BaseModelError("this run begins with a base model; name the folder that has its files: --base-model DIR")
+    if not folder.is_dir():
+        raise BaseModelError(f"--base-model {folder} is no folder; name the one that has the base model's files.")
+    return folder
+
+
+def _explain_missing(folder: Path, tensor: str, absent: Sequence[str]) -> str:
+    """Returns the error sentence for a tensor that no file has; absent: the files that are not there."""
+    if not absent:
+        return (
+            f"No weights file in {folder} has the tensor {tensor}, which the manifest's config needs; the run's "
+            "founder has to write a manifest of one model's config and weights."
+        )
+    others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+    return (
+        f"{folder} has no {absent[0]}{others}, and no other file has the tensor {tensor}; download the missing files "
+        "into it, or hold other stages."
+    )

@@ -1,0 +1,182 @@
+"""The model types of Hugging Face that can be trained: where transformers has their layers, and what goes around them.
+
+transformers is imported when a class of it is needed, never before. Of a config.json only the keys listed here reach
+it: a manifest comes from strangers, and other keys could choose what code runs. Dropout is off, because a forward that
+is repeated for its backward must give the same values. Knows: names of classes and keys. Must not know: weights, files.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from agora_protocol.base_config import parse_config, sizes_in
+from agora_protocol.errors import LocalError
+from agora_protocol.manifest import HfSection
+
+TUNING_EXTRA: Final = "pip install 'agora-swarm[tuning]'"
+OLDEST_TRANSFORMERS: Final = 5
+SHARED_KEYS: Final = frozenset({"vocab_size", "pad_token_id", "tie_word_embeddings"})
+DECODER_KEYS: Final = SHARED_KEYS | {
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+}
+WINDOW_KEYS: Final = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+GEMMA_KEYS: Final = frozenset({"hidden_activation", "attention_bias"})
+GEMMA_2_KEYS: Final = frozenset(
+    {"query_pre_attn_scalar", "sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping"}
+)
+GPT2_KEYS: Final = SHARED_KEYS | {
+    "n_positions",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_inner",
+    "activation_function",
+    "layer_norm_epsilon",
+    "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx",
+}
+NO_DROPOUT: Final = {"attention_dropout": 0.0}
+NO_GPT2_DROPOUT: Final = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+
+class TuningMissing(LocalError):
+    """Error: the packages of the extra `tuning` are not installed, or too old."""
+
+    code = "tuning-missing"
+
+
+@dataclass(frozen=True, slots=True)
+class HfArchitecture:
+    """One model type: the names of its classes and modules in transformers, and how it computes around its layers.
+
+    words: how people call it. module: the folder in transformers.models. prefix: with which its classes begin. root and
+    the names after it: where the whole model keeps its parts, which is also how files call their tensors. windows:
+    which layers attend only to the last `sliding_window` tokens. scales_embedding: by the root of the width.
+    """
+
+    words: str
+    module: str
+    prefix: str
+    keys: frozenset[str]
+    config_class: str = ""
+    layer_class: str = "DecoderLayer"
+    norm_class: str = "RMSNorm"
+    root: str = "model"
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    layers: str = "layers"
+    norm: str = "norm"
+    epsilon: str = "rms_norm_eps"
+    has_rotary: bool = True
+    rotary_by_type: bool = False
+    windows: Literal["none", "all", "by type"] = "none"
+    scales_embedding: bool = False
+    dropout: dict[str, float] = field(default_factory=lambda: NO_DROPOUT)
+
+    def load_class(self, name: str) -> Any:
+        """Returns a class of the architecture's modeling module, such as "DecoderLayer". Raises TuningMissing."""
+        return getattr(import_transformers(f"{self.module}.modeling_{self.module}"), f"{self.prefix}{name}")
+
+    def make_config(self, model: HfSection) -> Any:
+        """Returns transformers' own config object for the model. Raises TuningMissing, and what its checks raise.
+
+        Attention is torch's fused one, but for models that cap its logits, which that cannot.
+        """
+        values = {key: value for key, value in parse_config(model.config).items() if key in self.keys}
+        configuration = import_transformers(f"{self.module}.configuration_{self.module}")
+        config = getattr(configuration, self.config_class or f"{self.prefix}Config")(**values, **self.dropout)
+        config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        return config
+
+    def window_of(self, config: Any, layer: int) -> int | None:
+        """Returns how many tokens, its own the last, a token of this layer attends to; None: all before it."""
+        if self.windows == "none" or (self.windows == "by type" and self.type_of(config, layer) != "sliding_attention"):
+            return None
+        window: int | None = config.sliding_window
+        return window
+
+    def type_of(self, config: Any, layer: int) -> str:
+        """Returns the attention type of a layer. Raises ValueError for one that is not known here."""
+        kind = str(config.layer_types[layer])
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"layer_types has {kind[:40]!r}")
+        return kind
+
+
+ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
+    "llama": HfArchitecture("Llama", "llama", "Llama", DECODER_KEYS | {"attention_bias", "mlp_bias"}),
+    "mistral": HfArchitecture("Mistral", "mistral", "Mistral", DECODER_KEYS | {"sliding_window"}, windows="all"),
+    "qwen2": HfArchitecture("Qwen2", "qwen2", "Qwen2", DECODER_KEYS | WINDOW_KEYS, windows="by type"),
+    "qwen3": HfArchitecture(
+        "Qwen3", "qwen3", "Qwen3", DECODER_KEYS | WINDOW_KEYS | {"attention_bias"}, windows="by type"
+    ),
+    "gemma": HfArchitecture("Gemma", "gemma", "Gemma", DECODER_KEYS | GEMMA_KEYS, scales_embedding=True),
+    "gemma2": HfArchitecture(
+        "Gemma 2",
+        "gemma2",
+        "Gemma2",
+        DECODER_KEYS | GEMMA_KEYS | GEMMA_2_KEYS,
+        windows="by type",
+        scales_embedding=True,
+    ),
+    "gemma3_text": HfArchitecture(
+        "Gemma 3",
+        "gemma3",
+        "Gemma3",
+        DECODER_KEYS | GEMMA_KEYS | GEMMA_2_KEYS | {"rope_local_base_freq", "sliding_window_pattern"},
+        config_class="Gemma3TextConfig",
+        windows="by type",
+        rotary_by_type=True,
+        scales_embedding=True,
+    ),
+    "gpt2": HfArchitecture(
+        "GPT-2",
+        "gpt2",
+        "GPT2",
+        GPT2_KEYS,
+        layer_class="Block",
+        norm_class="",
+        root="transformer",
+        embedding="wte",
+        positions="wpe",
+        layers="h",
+        norm="ln_f",
+        epsilon="layer_norm_epsilon",
+        has_rotary=False,
+        dropout=NO_GPT2_DROPOUT,
+    ),
+}
+"""By `model_type` of config.json."""
+
+
+def architecture_of(model: HfSection) -> HfArchitecture:
+    """Returns the architecture of a base model; transformers is not needed."""
+    return ARCHITECTURES[sizes_in(parse_config(model.config)).model_type]
+
+
+def import_transformers(module: str) -> Any:
+    """Returns a module of transformers.models. Raises TuningMissing if the package is missing, broken or too old."""
+    try:
+        version = importlib.import_module("transformers").__version__
+        if int(version.split(".")[0]) < OLDEST_TRANSFORMERS:
+            raise ImportError(f"version {version} is installed")
+        return importlib.import_module(f"transformers.models.{module}")
+    except ImportError as error:
+        reason = (str(error).splitlines() or [""])[0][:160]
+        raise TuningMissing(
+            f"this run trains a Hugging Face model, which needs the package transformers, {OLDEST_TRANSFORMERS} or "
+            f"newer ({reason}); install it with: {TUNING_EXTRA}"
+        ) from error

@@ -1,0 +1,161 @@
+"""A stage of a Hugging Face decoder: transformers' own layers, with the embedding before and the head after them.
+
+Parameters have their Hugging Face names. Rotary positions and attention masks follow from the sequence's length and are
+computed in every forward, so that nothing but the residual stream crosses a boundary. Shapes: b sequences, s positions,
+d width. Knows: layers. Must not know: files, initial values, peers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from agora_protocol.errors import ManifestError
+from agora_protocol.manifest import HfSection
+from torch import Tensor, nn
+
+from agora.model.family import Stage
+from agora.model.hf_architecture import TuningMissing, architecture_of
+
+HEAD = "lm_head"
+
+
+class HfStage(Stage):
+    """A stage of the family hf. Made on the meta device, it has no values until HfFamily fills it from files."""
+
+    def __init__(self, model: HfSection, layer_range: range) -> None:
+        """Raises TuningMissing without transformers, ManifestError for a config that it refuses."""
+        super().__init__(layer_range, is_first=layer_range.start == 0, is_last=layer_range.stop == model.layers)
+        self._architecture = architecture_of(model)
+        try:
+            self._config = self._architecture.make_config(model)
+            self.add_module(self._architecture.root, self._make_body())
+            self._rotary = self._make_rotary()
+            self._windows = {index: self._architecture.window_of(self._config, index) for index in layer_range}
+        except (TuningMissing, MemoryError):
+            raise
+        except Exception as error:  # transformers raises many kinds for a config that its classes cannot use
+            reason = " ".join(str(error).split())[:160]
+            raise ManifestError(
+                f"[model] config is not one that transformers can build ({reason}); the run needs a manifest of a "
+                "config.json that AutoModelForCausalLM loads."
+            ) from error
+        if self.is_last:
+            self.add_module(HEAD, nn.Linear(model.width, model.vocabulary, bias=False))
+
+    def _make_body(self) -> nn.Module:
+        """Returns what the whole model has under its root: embeddings, layers, final norm; but only this stage's."""
+        body, names, config = nn.Module(), self._architecture, self._config
+        if self.is_first:
+            padding = config.pad_token_id if names.has_rotary else None  # whose row, as in transformers, learns nothing
+            body.add_module(names.embedding, _embedding(config.vocab_size, config.hidden_size, padding))
+            if names.positions:
+                rows = _embedding(config.max_position_embeddings, config.hidden_size, None)
+                body.add_module(names.positions, rows)
+        layer = names.load_class(names.layer_class)
+        layers = {str(index): layer(config, layer_idx=index) for index in self.layer_range}
+        body.add_module(names.layers, nn.ModuleDict(layers))
+        if self.is_last:
+            norm = names.load_class(names.norm_class) if names.norm_class else nn.LayerNorm
+            body.add_module(names.norm, norm(config.hidden_size, eps=getattr(config, names.epsilon)))
+        return body
+
+    def _make_rotary(self) -> nn.Module | None:
+        """Returns transformers' module for rotary positions, which computes its frequencies; None without any."""
+        if not self._architecture.has_rotary:
+            return None
+        rotary: nn.Module = self._architecture.load_class("RotaryEmbedding")(self._config)
+        return rotary
+
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward."""
+        body = self.get_submodule(self._architecture.root)
+        if self.is_first:
+            hidden = self._embed(body, hidden)
+        masks = {window: self._mask(hidden, window) for window in set(self._windows.values())}
+        rotations = self._rotations(hidden)
+        layers = body.get_submodule(self._architecture.layers)
+        for index, layer in zip(self.layer_range, layers.children(), strict=True):
+            options: dict[str, Any] = {"attention_mask": masks[self._windows[index]]}
+            if rotations:
+                options["position_embeddings"] = rotations[self._rotation_of(index)]
+            output = layer(hidden, **options)
+            hidden = output[0] if isinstance(output, tuple) else output  # GPT-2's is a tuple in transformers 5.0
+        return self._logits(body, hidden) if self.is_last else hidden
+
+    def _embed(self, body: nn.Module, tokens: Tensor) -> Tensor:
+        """Returns the residual stream [b, s, d] of token ids [b, s]; a negative id is read as 0."""
+        names = self._architecture
+        hidden: Tensor = body.get_submodule(names.embedding)(tokens.clamp(min=0).long())
+        if names.scales_embedding:
+            hidden = hidden * torch.tensor(math.sqrt(self._config.hidden_size), dtype=hidden.dtype)
+        if names.positions:
+            hidden = hidden + body.get_submodule(names.positions)(_positions(hidden))
+        return hidden
+
+    def _logits(self, body: nn.Module, hidden: Tensor) -> Tensor:
+        """Returns the logits [b, s, vocabulary] of the residual stream that leaves the last layer."""
+        normed = body.get_submodule(self._architecture.norm)(hidden)
+        logits: Tensor = self.get_submodule(HEAD)(normed)
+        cap = getattr(self._config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _mask(self, hidden: Tensor, window: int | None) -> Tensor | None:
+        """Returns the causal mask [1, 1, s, s] of layers with this window; None where fused attention needs none.
+
+        Fused attention takes True where a query, a row, may attend to a key, a column; eager attention adds the mask.
+        """
+        length = hidden.shape[1]
+        is_eager = self._config._attn_implementation == "eager"
+        if not is_eager and (window is None or length <= window):
+            return None
+        ages = torch.arange(length, device=hidden.device)
+        ages = ages[:, None] - ages[None, :]
+        allowed = (ages >= 0) & (ages < (window or length))
+        if not is_eager:
+            return allowed[None, None]
+        return torch.zeros_like(ages, dtype=hidden.dtype).masked_fill(~allowed, torch.finfo(hidden.dtype).min)[
+            None, None
+        ]
+
+    def _rotations(self, hidden: Tensor) -> dict[str, Any]:
+        """Returns cosines and sines of the positions by type of layer, as layers take them; {} if they take none."""
+        if self._rotary is None:
+            return {}
+        types = sorted({self._rotation_of(index) for index in self.layer_range})
+        options = {kind: {"layer_type": kind} if self._architecture.rotary_by_type else {} for kind in types}
+        return {kind: self._rotary(hidden, _positions(hidden), **options[kind]) for kind in types}
+
+    def _rotation_of(self, layer: int) -> str:
+        """Returns the type of layer whose rotations a layer takes; "" where all take the same."""
+        return self._architecture.type_of(self._config, layer) if self._architecture.rotary_by_type else ""
+
+    def fill_buffers(self, seed: int) -> None:
+        """Computes the rotary frequencies, which follow from the config alone."""
+        self._rotary = self._make_rotary()
+
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Returns whether the parameter is a matrix inside a layer."""
+        root, layers = self._architecture.root, self._architecture.layers
+        return name.startswith(f"{root}.{layers}.") and self.get_parameter(name).ndim == 2
+
+    def file_names(self, name: str) -> tuple[str, ...]:
+        """Returns the names under which files may have the values of the named parameter, the likeliest first.
+
+        A tied head is the embedding's matrix. Some files, GPT-2's above all, leave out the root of the names.
+        """
+        names = self._architecture
+        if name == f"{HEAD}.weight" and self._config.tie_word_embeddings:
+            name = f"{names.root}.{names.embedding}.weight"
+        return name, name.removeprefix(f"{names.root}.")
+
+
+def _embedding(rows: int, width: int, padding: int | None) -> nn.Embedding:
+    """Returns an embedding without values: drawing them on the meta device would import much of torch."""
+    return nn.Embedding(rows, width, padding, _weight=torch.empty(rows, width))
+
+
+def _positions(hidden: Tensor) -> Tensor:
+    """Returns the positions [1, s] of a residual stream [b, s, d]."""
+    return torch.arange(hidden.shape[1], device=hidden.device)[None]

@@ -1,0 +1,278 @@
+"""Files of a base model: only what a span needs is read, what is wrong is one sentence, and nothing is half loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agora_protocol.manifest import Manifest
+from safetensors.torch import load_file, save_file
+
+from agora.model import base_model, family_of, hf_architecture
+from agora.model.base_model import BaseModelError, read_config, weight_files
+from agora.model.hf_architecture import TuningMissing
+from tests.model.tiny_models import logits_of, make_model, manifest_of, save, some_tokens, stages_of
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A Llama of 3 layers in a folder with a shard for about each tensor or two."""
+    return save(make_model("llama", tie_word_embeddings=True), tmp_path / "base", "14KB")
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    return save(make_model("llama"), tmp_path / "one")
+
+
+def build(manifest: Manifest, stage: int, folder: Path | None) -> Any:
+    return family_of(manifest.model).build_stage(manifest.layers_of(stage), manifest.seed, folder)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Replaces a weights file by one with changed tensors."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+# --- what is read
+
+
+def test_shards_and_one_file_give_the_same_weights(sharded: Path, tmp_path: Path) -> None:
+    whole = save(make_model("llama", tie_word_embeddings=True), tmp_path / "whole")
+    assert len(weight_files(sharded)) > 5 and weight_files(whole) == ["model.safetensors"]
+    tokens = some_tokens()
+    expected = logits_of(stages_of(manifest_of(whole), whole), tokens)
+    assert torch.equal(logits_of(stages_of(manifest_of(sharded), sharded), tokens), expected)
+
+
+class RecordingReader:
+    """Opens safetensors files and remembers which tensors' values were read."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+        self._open = base_model.safe_open
+
+    def __call__(self, path: Path, framework: str) -> Any:
+        recorder, opened = self, self._open(path, framework=framework)
+
+        class Reader:
+            def __enter__(self) -> Any:
+                self.inner = opened.__enter__()
+                return self
+
+            def __exit__(self, *error: object) -> None:
+                opened.__exit__(*error)
+
+            def keys(self) -> Any:
+                return self.inner.keys()
+
+            def get_slice(self, name: str) -> Any:
+                return self.inner.get_slice(name)
+
+            def get_tensor(self, name: str) -> torch.Tensor:
+                recorder.read.append(name)
+                return self.inner.get_tensor(name)
+
+        return Reader()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_only_the_tensors_of_the_stage_are_read(single: Path, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = RecordingReader()
+    monkeypatch.setattr(base_model, "safe_open", recorder)
+    built = build(manifest_of(single, 3), stage, single)
+    assert sorted(recorder.read) == sorted(name for name, _ in built.named_parameters())
+    assert ("model.embed_tokens.weight" in recorder.read) == (stage == 0)
+
+
+def test_a_peer_needs_the_shards_of_its_own_stage_only(sharded: Path) -> None:
+    manifest = manifest_of(sharded, 3)
+    files = json.loads((sharded / base_model.INDEX).read_text())["weight_map"]
+    kept = {file for tensor, file in files.items() if ".layers.1." in tensor}
+    for path in sharded.glob("*.safetensors"):
+        if path.name not in kept:
+            path.unlink()
+    (sharded / base_model.INDEX).unlink()
+    assert len(kept) < len(manifest.model.weights)
+    build(manifest, 1, sharded)
+    for stage in (0, 2):
+        with pytest.raises(
+            BaseModelError, match=r"has no model-00\d.*download the missing files .* or hold other stages"
+        ):
+            build(manifest, stage, sharded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_becomes_float32_without_a_loss(single: Path, dtype: torch.dtype) -> None:
+    path = single / "model.safetensors"
+    rewrite(path, lambda tensors: tensors.update({name: value.to(dtype) for name, value in tensors.items()}))
+    stored = load_file(path)
+    for stage in stages_of(manifest_of(single), single):
+        for name, parameter in stage.named_parameters():
+            assert parameter.dtype == torch.float32 and torch.equal(parameter, stored[name].float())
+
+
+def test_names_without_their_root_are_found_as_in_the_published_gpt2(tmp_path: Path) -> None:
+    whole, tokens = make_model("gpt2"), some_tokens()
+    folder = save(whole, tmp_path / "base")
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(folder / "model.safetensors").items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)  # a mask, which old files have and no model reads
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert "wte.weight" in tensors
+    logits = logits_of(stages_of(manifest_of(folder), folder), tokens)
+    assert torch.allclose(logits, whole(tokens).logits, atol=1e-6)
+
+
+def test_a_file_is_hashed_once_while_nobody_changes_it(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, opened = single / "model.safetensors", []
+    manifest = manifest_of(single, 3)
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *a, **k: opened.append(self) or real(self, *a, **k))
+    for stage in range(3):
+        build(manifest, stage, single)
+    assert opened.count(path) == 1
+    rewrite(path, lambda tensors: tensors["lm_head.weight"].add_(1))
+    with pytest.raises(BaseModelError, match="has the SHA-256"):
+        build(manifest, 2, single)
+
+
+# --- what is wrong
+
+
+def test_a_run_with_a_base_model_needs_its_folder(single: Path) -> None:
+    manifest = manifest_of(single)
+    with pytest.raises(BaseModelError, match="name the folder that has its files: --base-model DIR"):
+        build(manifest, 0, None)
+    with pytest.raises(BaseModelError, match=r"--base-model /nowhere is no folder; name the one"):
+        build(manifest, 0, Path("/nowhere"))
+
+
+def test_the_machine_is_checked_before_anything_is_claimed(single: Path, tmp_path: Path) -> None:
+    family = family_of(manifest_of(single).model)
+    family.check_machine(single)
+    with pytest.raises(BaseModelError, match="--base-model DIR"):
+        family.check_machine(None)
+    family_of(Manifest().model).check_machine(None)
+
+
+def _cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _not_safetensors(path: Path) -> None:
+    path.write_bytes(b"\x80\x04pickled nonsense" * 20)
+
+
+def _huge_header(path: Path) -> None:
+    path.write_bytes((2**62).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def _without_a_tensor(path: Path) -> None:
+    rewrite(path, lambda tensors: tensors.pop("model.norm.weight"))
+
+
+def _of_another_shape(path: Path) -> None:
+    rewrite(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
+
+
+def _of_integers(path: Path) -> None:
+    rewrite(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "is_in_manifest", "says"),
+    [
+        (Path.unlink, False, r"has no model.safetensors, and no other file has the tensor model.layers.1"),
+        (_cut_off, False, r"model.safetensors cannot be read as safetensors .*; download the model again"),
+        (_not_safetensors, True, r"model.safetensors cannot be read as safetensors"),
+        (_huge_header, True, r"model.safetensors cannot be read as safetensors"),
+        (_flip_a_bit, False, r"model.safetensors has the SHA-256 \w{16}..., and the manifest says \w{16}...; download"),
+        (
+            _without_a_tensor,
+            True,
+            r"No weights file in .* has the tensor model.norm.weight, which the manifest's config",
+        ),
+        (_of_another_shape, True, r"model.norm.weight has the shape \[31\], and the manifest's config gives it \[32\]"),
+        (_of_integers, True, r"model.norm.weight is I8, and only F32, BF16, F16 can be trained; .* unquantised"),
+    ],
+)
+def test_files_that_are_not_the_runs_are_one_sentence(
+    single: Path, damage: Callable[[Path], None], is_in_manifest: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the manifest itself has the hash of the wrong file. No value is read before all is checked."""
+    before = manifest_of(single)
+    damage(single / "model.safetensors")
+    recorder = RecordingReader()
+    monkeypatch.setattr(base_model, "safe_open", recorder)
+    with pytest.raises(BaseModelError, match=says) as raised:
+        build(manifest_of(single) if is_in_manifest else before, 1, single)
+    assert "\n" not in str(raised.value) and not recorder.read
+
+
+def test_a_folder_without_usable_weights_is_one_sentence(sharded: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for call, says in (
+        (lambda: weight_files(tmp_path / "empty"), "has neither model.safetensors nor model.safetensors.index.json"),
+        (lambda: read_config(tmp_path / "empty"), "Cannot read .*config.json"),
+        (lambda: read_config(tmp_path / "nowhere"), "is no folder"),
+    ):
+        with pytest.raises(BaseModelError, match=says):
+            call()
+    first = weight_files(sharded)[0]
+    (sharded / first).unlink()
+    with pytest.raises(BaseModelError, match=f"has no {first}, which model.safetensors.index.json lists"):
+        weight_files(sharded)
+    for content in ("{", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}'):
+        (sharded / base_model.INDEX).write_text(content)
+        with pytest.raises(BaseModelError, match="is no index of weights files"):
+            weight_files(sharded)
+
+
+# --- without transformers
+
+
+def test_who_lacks_transformers_is_told_the_command(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, real = manifest_of(single), hf_architecture.importlib.import_module
+
+    def refuse(name: str) -> Any:
+        if name.startswith("transformers"):
+            raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+        return real(name)
+
+    monkeypatch.setattr(hf_architecture.importlib, "import_module", refuse)
+    family = family_of(manifest.model)
+    for call in (lambda: build(manifest, 0, single), lambda: family.check_machine(single)):
+        with pytest.raises(
+            TuningMissing, match=r"needs the package transformers.* pip install 'agora-swarm\[tuning\]'"
+        ):
+            call()
+    assert family.describe().kind == "A Llama decoder"
+
+
+def test_an_old_transformers_is_refused(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    manifest = manifest_of(single)
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    with pytest.raises(TuningMissing, match=r"5 or newer \(version 4.57.6 is installed\)"):
+        build(manifest, 0, single)
+
+
+def test_other_families_import_no_transformers() -> None:
+    code = "import agora.model, agora.train.compute, sys; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
