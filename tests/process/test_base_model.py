@@ -1,0 +1,54 @@
+"""A run that begins with a Hugging Face model, in real processes: from a folder through training to a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agora.cli import export
+from tests.model.tiny_models import make_model, manifest_of, save
+from tests.process.harness import drained, last_step, swarm
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+
+SECTIONS = {
+    "data": {"corpus": ["stdlib"], "tokenizer": "bytes"},
+    "optimizer": {"learning_rate": 1e-9, "average_decay": 0.0},
+    "checkpoint": {"every": 1000},
+}
+
+
+def test_a_base_models_weights_go_through_a_swarm_and_back_into_a_folder(tmp_path: Path) -> None:
+    """The learning rate is so small that what is exported must be what the run began with, a joiner's stage too."""
+    model = make_model("qwen2", tie_word_embeddings=False)
+    folder = save(model, tmp_path / "base", shard="40KB")
+    manifest = manifest_of(folder, stages=2, **SECTIONS)
+    with swarm(tmp_path, manifest) as made:
+        flags = ["--base-model", str(folder)]
+        first, second = made.start("first", "0", flags=flags), made.start("second", "1", flags=flags)
+        made.until(lambda: min(last_step(first), last_step(second)) >= 3, "steps of both stages", within_s=90)
+        late = made.start("late", "1", flags=flags)
+        made.until(lambda: late.events("MicrobatchCounted"), "the joiner to train", within_s=60)
+        assert late.events("StateFetched") and not first.events("MicrobatchDropped")
+        drained(made, first)
+        second.kill()
+        made.stop()
+        out = tmp_path / "out"
+        assert export.run(str(made.directory / "run.toml"), out, [first.root, late.root], average=False) == 0
+    written = {name: values for file in out.glob("*.safetensors") for name, values in load_file(file).items()}
+    began = dict(model.named_parameters())
+    assert written.keys() == began.keys()
+    for name, values in written.items():
+        torch.testing.assert_close(values, began[name].detach(), rtol=0, atol=1e-6)
+
+
+def test_a_daemon_without_the_folder_says_what_to_do(tmp_path: Path) -> None:
+    folder = save(make_model("llama"), tmp_path / "base")
+    with swarm(tmp_path, manifest_of(folder, stages=1, **SECTIONS)) as made:
+        alone = made.start("alone", "0")
+        assert alone.process.wait(60) == 1
+        assert "--base-model" in alone.log()
+        alone.end_is_intended = True
