@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from agora_protocol.errors import DataError, InputError
 
 from agora.data.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Sample
-from agora.data.record_formats import Objective, parse_columns
+from agora.data.record_formats import FORMATS, Objective, parse_columns
 from agora.data.sample_file import open_samples
 
 SYSTEM = ChatMessage("system", "Be brief.")
@@ -90,6 +91,14 @@ EXAMPLES: list[tuple[str, dict[str, Any], Sample]] = [
 @pytest.mark.parametrize(("name", "row", "sample"), EXAMPLES)
 def test_a_format_is_recognised_and_read(tmp_path: Path, name: str, row: dict[str, Any], sample: Sample) -> None:
     assert samples_of(tmp_path, row, row) == (name, [sample, sample])
+
+
+def test_the_page_shows_a_record_of_every_format_that_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([\w ]+) \| `.*\| `(\{.*\})` \|$", page, re.M))
+    assert list(rows) == [kind.name for kind in FORMATS]
+    for name, row in rows.items():
+        assert samples_of(tmp_path, json.loads(row))[0] == name
 
 
 # a table has one type a column, so that the content of one message cannot be a list and that of another text
