@@ -185,6 +185,41 @@ def sample(
     raise typer.Exit(command.run(run, prompt, directories or (), sampling=sampling, average=average, as_json=as_json))
 
 
+@app.command()
+def data(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A data file, or a folder saved by `datasets`.")],
+    base_model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The model folder with tokenizer and chat template; default plain bytes."),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(metavar="NAME=COLUMN,...", help="Which column of the file is which of the format.")
+    ] = None,
+    objective: Annotated[
+        str | None, typer.Option(metavar="lm|sft|dpo", help="What is to be learnt; default what the format is for.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of a sequence; default 1024, or what the model has.")
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Show what a data file is before anything is trained on it.
+
+    Prints the format that was recognised and by which columns, three samples with the supervised part marked, how long
+    the samples are, how many would be truncated, and how full packed sequences would be. Reads chat messages, ShareGPT,
+    Alpaca, prompt and completion, preferences and plain text, as .jsonl, .json, .parquet, .txt or a datasets folder.
+
+    \b
+    Examples:
+      swarm data chats.jsonl --base-model ./Qwen3-0.6B
+      swarm data answers.parquet --columns prompt=question,completion=answer --context 2048
+    """
+    from agora.cli import data_command
+
+    question = data_command.DataQuestion(file, base_model, columns, objective, context)
+    raise typer.Exit(data_command.run(question, as_json=as_json))
+
+
 def main() -> None:
     """Runs the command `swarm` and exits."""
     console.run(app)

@@ -16,11 +16,11 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 
 from agora.codec import encode_tokens
+from agora.data.hashing import Hashes, mix
 from agora.data.tokenizer import Ids
 from agora.observe.events import DiskTrouble, Report
 
 Tokens = NDArray[np.int32]
-Hashes = NDArray[np.uint64]
 
 SCANNED_WINDOWS = 1 << 22
 """Most windows that are hashed to find the held-out ones; of a larger corpus, this many evenly spread ones."""
@@ -33,14 +33,6 @@ def sample_id(origin: PeerId, counter: int) -> int:
     """Returns the id of an origin's `counter`-th sample: 64 bits of SHA-256, so that origins draw different samples."""
     digest = hashlib.sha256(f"agora sample 1\0{origin}\0{counter}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
-
-
-def mix(values: Hashes, key: int) -> Hashes:
-    """Returns uniform 64-bit hashes of `values` [n] under `key`: splitmix64's output (Steele et al., OOPSLA 2014)."""
-    z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 class Sampler:

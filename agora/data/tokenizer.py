@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,18 @@ def token_dtype(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype("<u2") if vocabulary <= 1 << 16 else np.dtype("<u4")
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """The tokens of a text: ids [n], and for each the first character it stands for and the one after its last, [n, 2].
+
+    is_added: [n], true for special tokens that the text does not spell, which stand for no character.
+    """
+
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int32]
+    is_added: NDArray[np.bool_]
+
+
 class ByteTokenizer:
     """Tokenizer whose ids are UTF-8 bytes, vocabulary 256. Id 0 (NUL, which text does not contain) ends a document."""
 
@@ -40,6 +53,10 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Returns the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
+        """Returns the bytes of each text; all bytes of a character stand for it. There are no tokens to add."""
+        return [_encoded_bytes(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids, 0 to 255; what is no UTF-8 becomes U+FFFD."""
@@ -78,6 +95,23 @@ class JsonTokenizer:
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
+    def special_tokens(self) -> list[str]:
+        """Returns the texts of the special tokens: those that stand for no text of their own, such as <|im_end|>."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return sorted(token.content for token in added if token.special)
+
+    def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
+        """Returns the tokens of each text. add_special: with those that the file puts around a text, such as <s>."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special)
+        return [
+            EncodedText(
+                np.array(encoding.ids, np.int32),
+                np.array(encoding.offsets, np.int32).reshape(-1, 2),
+                np.array(encoding.special_tokens_mask, np.bool_) if add_special else np.zeros(len(encoding), np.bool_),
+            )
+            for encoding in encodings
+        ]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids, without special tokens; ids that the tokenizer lacks are left out."""
         return str(self._tokenizer.decode(list(ids)))
@@ -108,7 +142,9 @@ def _parse(content: bytes, path: Path) -> Any:
     except ImportError as error:
         raise LocalError(f"Tokenizer {path} needs the package tokenizers; {DATA_EXTRA}") from error
     try:
-        tokenizer = Implementation.from_str(content.decode())
+        rules = json.loads(content)
+        _keep_space_in_offsets(rules.get("post_processor"))
+        tokenizer = Implementation.from_str(json.dumps(rules))
     except Exception as error:  # the extension raises plain Exception for every malformed file
         raise ManifestError(
             f"{path} is not a tokenizer file ({str(error)[:200]}); "
@@ -117,6 +153,24 @@ def _parse(content: bytes, path: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _keep_space_in_offsets(rule: Any) -> None:
+    """Changes a file's post-processor so that a token's offsets include its white space; ids stay the same."""
+    if isinstance(rule, dict):
+        if "trim_offsets" in rule:
+            rule["trim_offsets"] = False
+        for part in rule.get("processors") or ():
+            _keep_space_in_offsets(part)
+
+
+def _encoded_bytes(text: str) -> EncodedText:
+    """Returns the UTF-8 bytes of a text as tokens, each with the character it belongs to."""
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (code_points > 0x7F) + (code_points > 0x7FF) + (code_points > 0xFFFF)
+    starts = np.repeat(np.arange(len(code_points), dtype=np.int32), widths)
+    return EncodedText(ids, np.stack([starts, starts + 1], axis=1), np.zeros(len(ids), np.bool_))
 
 
 def tokenizer_files(

@@ -3,6 +3,7 @@
     AgoraError
     |-- InputError           what a person typed (an invite, a span) cannot be read
     |-- ManifestError        the run's description is malformed, or is not what its hash or signature says
+    |-- DataError            a data file has no known format, or a record is not what its format says
     |-- ProtocolError        a peer sent what the protocol forbids (an offence)
     |-- Refused              a peer refused before working: Busy | NotMyStage | NotAdmitted | WrongRun | Unsupported
     |-- Unavailable          nobody could serve a stage before the deadline; names the stage and the reasons
@@ -49,6 +50,12 @@ class ManifestError(AgoraError):
     """The run's description is malformed, or is not what its hash or signature says."""
 
     code: ClassVar[str] = "bad-manifest"
+
+
+class DataError(AgoraError):
+    """A data file has no known format, or one of its records is not what the format says; names file and line."""
+
+    code: ClassVar[str] = "bad-data"
 
 
 class ProtocolError(AgoraError):

@@ -19,7 +19,7 @@ from agora.node import control_client, paths
 
 Completed = subprocess.CompletedProcess[str]
 COMMANDS = [("node", name) for name in ("join", "leave", "pause", "resume", "move")]
-COMMANDS += [("swarm", name) for name in ("new", "status", "demo", "export", "sample")]
+COMMANDS += [("swarm", name) for name in ("new", "status", "demo", "export", "sample", "data")]
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 from agora_protocol.errors import ManifestError
 from agora_protocol.ids import PeerId
 
-from agora.data.sampling import Sampler, mix, sample_id
+from agora.data.hashing import mix
+from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import Ids
 
 CONTEXT = 8

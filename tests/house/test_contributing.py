@@ -17,7 +17,9 @@ PAGE = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## Add an? ([\w ]+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 
 
-@pytest.mark.parametrize("what", ["codec", "message", "optimizer", "model family", "fault point", "event"])
+@pytest.mark.parametrize(
+    "what", ["codec", "message", "optimizer", "model family", "fault point", "event", "data format"]
+)
 def test_every_usual_addition_lists_the_files_that_it_touches(what: str) -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", SECTIONS[what], re.M)
     assert rows, "a table whose first column is a file"

@@ -1,0 +1,247 @@
+"""`swarm data`: what a data file was recognised as, three samples with their supervised part marked, lengths, packing.
+
+Knows: how to show a survey on a terminal and as JSON. Must not know: how files are read and tokens counted
+(agora.data), torch. What a file contains is escaped before a terminal sees it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from agora.cli import console
+from agora.data.chat_template import supervised_parts
+from agora.data.data_survey import DataSurvey, survey
+from agora.data.model_tokenizer import ModelTokenizer, open_model_tokenizer
+from agora.data.record_formats import OBJECTIVES, parse_columns
+from agora.data.sample_file import SampleFile, open_samples
+from agora.data.supervision import TokenSequence, tokenise
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+SHOWN_SAMPLES: Final = 3
+USUAL_CONTEXT: Final = 1024
+BAR: Final = 40  # characters
+SHOWN_HEAD, SHOWN_TAIL, SHOWN_PARTS = 400, 200, 16
+STYLE: Final = "bold green"
+MARKS: Final = ("[[", "]]")
+SIDES: Final = {1: ("",), 2: (", chosen", ", rejected")}
+
+Part = tuple[str, bool]
+"""A piece of a sample's text, and whether it is supervised."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataQuestion:
+    """What the command was asked: the flags, None where one was left out."""
+
+    file: Path
+    base_model: Path | None
+    columns: str | None
+    objective: str | None
+    context: int | None
+
+
+def run(question: DataQuestion, *, as_json: bool) -> int:
+    """Prints what a data file is, as lines or as one JSON object, and returns the exit code.
+
+    Raises Failure and InputError for wrong flags, DataError for what is wrong in the file.
+    """
+    if question.objective not in (None, *OBJECTIVES):
+        raise console.Failure(f"--objective is {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}", console.USAGE)
+    file = open_samples(
+        question.file,
+        parse_columns(question.columns) if question.columns else {},
+        question.objective,
+    )
+    tokenizer = open_model_tokenizer(question.base_model, datetime.now())
+    context = _context(question.context, tokenizer)
+    is_lm = file.objective == "lm"
+    with console.ProgressDisplay("reading samples") as display:
+        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context, learn_all=is_lm)
+        found = survey(
+            samples,
+            file.objective,
+            context,
+            SHOWN_SAMPLES,
+            lambda count: display.show(count, f"{count:,} samples read"),
+        )
+    if as_json:
+        console.print_json(fields_of(file, tokenizer, found))
+    else:
+        _print_survey(file, tokenizer, found)
+    return console.DONE
+
+
+def _context(asked: int | None, tokenizer: ModelTokenizer) -> int:
+    """Returns the context in tokens: `asked`, else the usual one or less. Raises Failure if the model has less."""
+    longest = tokenizer.longest_context
+    if asked is None:
+        return min(USUAL_CONTEXT, longest or USUAL_CONTEXT)
+    if longest is not None and asked > longest:
+        raise console.Failure(
+            f"--context {asked} is more than the {longest} tokens that {tokenizer.name} was made for; lower it",
+            console.USAGE,
+        )
+    return asked
+
+
+def fields_of(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> dict[str, Any]:
+    """Returns the command's JSON object."""
+    low, median, high, most = _quantiles(found)
+    return {
+        "schema": 1,
+        "file": str(file.path),
+        "format": file.reader.format.name,
+        "columns": file.used_columns,
+        "unused_columns": _unused(file),
+        "objective": found.objective,
+        "tokenizer": tokenizer.name,
+        "template": tokenizer.template_name,
+        "context": found.context,
+        "samples": found.samples,
+        "tokens": {"kept": found.tokens, "supervised": found.supervised},
+        "lengths": {
+            "least": low,
+            "median": median,
+            "p95": high,
+            "most": most,
+            "histogram": [{"first": b.first, "last": b.last, "count": b.count} for b in found.histogram()],
+        },
+        "truncated": {"samples": found.truncated_samples, "tokens": found.truncated_tokens},
+        "left_out": found.left_out,
+        "packing": None if found.rows is None else {"sequences": found.rows, "efficiency": found.efficiency},
+        "shown": [
+            [[{"text": text, "supervised": kind} for text, kind in _parts(part)] for part in sample]
+            for sample in found.shown
+        ],
+    }
+
+
+def summary_lines(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> list[str]:
+    """Returns what is printed after the samples: figures, one a line."""
+    low, median, high, most = _quantiles(found)
+    share = found.supervised / found.tokens if found.tokens else 0.0
+    lines = [
+        f"samples    {found.samples:,}",
+        f"tokens     {found.tokens:,}, {100 * share:.1f} % of them supervised",
+        f"lengths    {low:,} to {most:,} tokens, median {median:,}, 95 % at most {high:,}",
+        *_bars(found, "\u2588" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"),
+    ]
+    if found.objective == "lm":
+        lines.append(
+            f"context    {found.context:,} tokens; documents are cut where a sequence is full, none is truncated"
+        )
+    else:
+        lines.append(
+            f"context    {found.context:,} tokens; {_counted(found.truncated_samples, 'sample')} truncated, losing "
+            f"{_counted(found.truncated_tokens, 'token')}"
+        )
+    if found.left_out:
+        lines.append(f"left out   {_counted(found.left_out, 'sample')} without a supervised token within the context")
+    if found.rows is None:
+        lines.append("packing    none: the two sides of a preference are computed together")
+    elif found.efficiency is not None:
+        lines.append(f"packing    {_counted(found.rows, 'sequence')}, {100 * found.efficiency:.1f} % full")
+    return lines
+
+
+def heading_lines(file: SampleFile, tokenizer: ModelTokenizer) -> list[str]:
+    """Returns what is printed before the samples: what was recognised, and what renders it."""
+    named = [name if name == column else f"{name} from {column!r}" for name, column in file.used_columns.items()]
+    unused = f"; not used: {', '.join(map(repr, _unused(file)))}" if _unused(file) else ""
+    return [
+        f"format     {file.reader.format.name}, by the columns {', '.join(named)}{unused}",
+        f"objective  {file.objective}",
+        f"tokenizer  {_escaped(tokenizer.name)}, conversations by {_escaped(tokenizer.template_name)}",
+    ]
+
+
+def _counted(count: int, what: str) -> str:
+    """Returns a number of things in words: "1 sample", "2,000 samples"."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def _unused(file: SampleFile) -> list[str]:
+    """Returns the columns of the first record that nothing reads."""
+    return [column for column in file.present if column not in file.used_columns.values()]
+
+
+def _quantiles(found: DataSurvey) -> tuple[int, int, int, int]:
+    """Returns the least, median, 95th percentile and greatest length of a sample, in tokens."""
+    low, median, high, most = np.quantile(found.lengths, (0, 0.5, 0.95, 1), method="higher").tolist()
+    return low, median, high, most
+
+
+def _bars(found: DataSurvey, sign: str) -> Iterator[str]:
+    """Yields the lines of a histogram of the lengths, each with a bar of `sign`."""
+    bins = found.histogram()
+    highest = max((each.count for each in bins), default=1)
+    for each in bins:
+        bar = sign * max(1, round(BAR * each.count / highest)) if each.count else ""
+        yield f"{each.first:>9,} to {each.last:>9,}  {bar:<{BAR}}  {each.count:,}"
+
+
+def _parts(sequence: TokenSequence) -> list[Part]:
+    """Returns the text of a sequence's tokens in parts; what was truncated is not among them."""
+    end = int(sequence.offsets[-1, 1]) if len(sequence.ids) else 0
+    return list(supervised_parts(sequence.text[:end] if sequence.truncated else sequence.text, sequence.spans()))
+
+
+def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> None:
+    """Prints a survey on standard output: the supervised part in colour on a terminal, elsewhere in brackets."""
+    from rich.console import Console
+    from rich.text import Text
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal of another encoding than UTF-8
+    terminal = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    has_colour = terminal.is_terminal and not terminal.no_color
+    for line in heading_lines(file, tokenizer):
+        terminal.print(Text(line))
+    for number, sample in enumerate(found.shown, 1):
+        for side, sequence in zip(SIDES[len(sample)], sample, strict=True):
+            size, cut = len(sequence.ids), sequence.truncated
+            truncated = f", the last {cut:,} of {size + cut:,} truncated" if cut else ""
+            terminal.print(Text(f"\nsample {number}{side}: {size:,} tokens{truncated}"))
+            terminal.print(_rendered(sequence, has_colour=has_colour))
+    terminal.print(Text(f"\nsupervised is what stands {'in this colour' if has_colour else 'in [[ ]]'}", STYLE))
+    for line in summary_lines(file, tokenizer, found):
+        terminal.print(Text(line))
+
+
+def _rendered(sequence: TokenSequence, *, has_colour: bool) -> Text:
+    """Returns a sequence's text for a terminal: escaped, shortened, and marked."""
+    from rich.text import Text
+
+    parts, text = _parts(sequence), Text()
+    for part, is_supervised in parts[:SHOWN_PARTS]:
+        shown = _escaped(_shortened(part))
+        if is_supervised and not has_colour:
+            shown = shown.join(MARKS)
+        text.append(shown, STYLE if is_supervised else "")
+    if len(parts) > SHOWN_PARTS:
+        text.append(f"\n... and {len(parts) - SHOWN_PARTS} parts more")
+    return text
+
+
+def _shortened(text: str) -> str:
+    """Returns a text, or of a long one its beginning and its end."""
+    if len(text) <= SHOWN_HEAD + SHOWN_TAIL:
+        return text
+    left_out = len(text) - SHOWN_HEAD - SHOWN_TAIL
+    return f"{text[:SHOWN_HEAD]} ... {left_out:,} characters ... {text[-SHOWN_TAIL:]}"
+
+
+def _escaped(text: str) -> str:
+    """Returns a text with "\\x1b" and the like for what a terminal would not print; a newline stays one."""
+    return "".join(
+        sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode() for sign in text
+    )

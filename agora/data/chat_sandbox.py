@@ -1,0 +1,85 @@
+"""Compiles chat templates of Hugging Face models in a sandbox: a template is a program that a stranger wrote.
+
+Knows: jinja2, the functions and blocks that such templates use. Must not know: messages, tokens, masks. Only
+chat_template.py imports it, when a template is needed, because jinja2 belongs to the extra `tuning`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+GENERATION_MARK = "agora_generation_mark"
+"""The variable with the text to write before and after each block {% generation %}; without it nothing is written."""
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""What compiling and rendering may raise: a template's own error, or that of an expression in it."""
+
+
+class GenerationBlocks(Extension):
+    """The block {% generation %} ... {% endgeneration %}, by which a template says what the assistant wrote."""
+
+    tags = {"generation"}  # noqa: RUF012, as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parses a block into a call of _marked with the block's content."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_marked", [nodes.ContextReference()])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _marked(self, context: Context, caller: Callable[[], str]) -> str:
+        """Returns the block's content between two marks."""
+        mark = str(context.get(GENERATION_MARK, ""))
+        return mark + caller() + mark
+
+
+class PublicNamespace(Namespace):
+    """The `namespace` of templates, without names that begin with an underscore: they could lead out of the sandbox."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Sets a variable. Raises SecurityError for a private name."""
+        if name.startswith("_"):
+            raise SecurityError(f"a template may not set {name!r}")
+        super().__setitem__(name, value)
+
+
+def compile_template(source: str, now: datetime) -> Template:
+    """Returns a template that can call what those of Hugging Face call. now: the time that strftime_now writes.
+
+    Raises one of TEMPLATE_ERRORS for a malformed template.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = now.strftime
+    environment.globals["namespace"] = PublicNamespace
+    return environment.from_string(source)
+
+
+def _raise_exception(message: str) -> None:
+    """Ends a template's rendering with an error."""
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Returns JSON text. jinja2's own filter would escape characters that HTML treats specially."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,176 @@
+"""Renders a conversation with the tokenizer's chat template, and finds in the text what the model has to learn.
+
+Knows: messages, templates, characters. Must not know: token ids, files, jinja2 before a template is needed.
+
+| template | the supervised part |
+|---|---|
+| has {% generation %} blocks | those blocks |
+| has none | of each answer, what its turn adds to the text that ends with the generation prompt |
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from agora_protocol.errors import DataError, LocalError
+
+from agora.data.conversations import ChatMessage, Conversation
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+TUNING_EXTRA: Final = "install it with: pip install 'agora-swarm[tuning]'"
+GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+Span = tuple[int, int]
+"""The first character of a part of a text, and the one after its last."""
+
+PLAIN_TEMPLATE: Final = """\
+{%- for message in messages -%}
+{%- if message.role == 'tool' or message.tool_calls -%}
+{{ raise_exception('the plain template has no form for tools') }}
+{%- endif -%}
+{{- '' if loop.first else '\n' -}}
+{{- message.role | capitalize + ': ' -}}
+{%- if message.role == 'assistant' -%}
+{%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
+{%- else -%}
+{{- message.content -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '\nAssistant: ' -}}{%- endif -%}
+"""
+"""The template for tokenizers that have none: "User: ...", a newline, "Assistant: ..." and the end of turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A text and its supervised spans, in order. spells_specials: no special token has to be added at its beginning."""
+
+    text: str
+    spans: tuple[Span, ...]
+    spells_specials: bool
+
+
+class ChatTemplate:
+    """A chat template and the special tokens that it may write.
+
+    name: what errors call it. special_tokens: their text by the variable's name, such as eos_token. end_tokens: the
+    texts of all tokens that may end a turn. now: the time that a template writes which asks for it; peers that train
+    together must give the same.
+    """
+
+    def __init__(
+        self, source: str, name: str, special_tokens: Mapping[str, str], end_tokens: Sequence[str], now: datetime
+    ) -> None:
+        self._source = source
+        self._name = name
+        self._special_tokens = special_tokens
+        self._end_tokens = tuple(end_tokens)
+        self._now = now
+        self.has_spans = GENERATION.search(source) is not None
+
+    def render(self, conversation: Conversation, where: str) -> str:
+        """Returns the whole conversation as text. Raises DataError about `where` if the template refuses it."""
+        return self._render(conversation, len(conversation.messages), where)
+
+    def mark(self, conversation: Conversation, where: str) -> MarkedText:
+        """Returns the conversation as text, with the answers that are learnt marked, their ends of turn included.
+
+        Raises DataError about `where` if the template refuses the conversation, or cannot tell its answers apart.
+        """
+        if self.has_spans:
+            return self._mark_by_blocks(conversation, where)
+        text = self.render(conversation, where)
+        learnt = [index for index in range(len(conversation.messages)) if conversation.is_supervised(index)]
+        return MarkedText(text, tuple(self._added_by(conversation, index, text, where) for index in learnt), True)
+
+    def _mark_by_blocks(self, conversation: Conversation, where: str) -> MarkedText:
+        """Marks the {% generation %} blocks of the answers that are learnt."""
+        variables = [*map(_for_template, conversation.messages), *conversation.tools]
+        said = json.dumps(variables, ensure_ascii=False, default=str)
+        mark = next(mark for number in itertools.count() if (mark := f"\ufdd0{number}\ufdd1") not in said)
+        parts = self._render(conversation, len(conversation.messages), where, mark).split(mark)
+        ends = list(itertools.accumulate(map(len, parts)))
+        blocks = list(zip(ends[0::2], ends[1::2], strict=False))  # every second part is the content of a block
+        answers = [index for index, message in enumerate(conversation.messages) if message.role == "assistant"]
+        learnt = [conversation.is_supervised(index) for index in answers]
+        if not all(learnt):
+            if len(blocks) != len(answers):
+                raise DataError(
+                    f"{where} excludes some answers from training, but {self._name} has {len(blocks)} generation "
+                    f"blocks for {len(answers)} answers; use a template with one for each."
+                )
+            blocks = list(itertools.compress(blocks, learnt))
+        return MarkedText("".join(parts), tuple(blocks), True)
+
+    def _added_by(self, conversation: Conversation, index: int, text: str, where: str) -> Span:
+        """Returns the span of answer `index`: what follows the text that asks for it, until its turn ends."""
+        before = self._render(conversation, index, where)
+        through = self._render(conversation, index + 1, where)
+        if not (text.startswith(through) and through.startswith(before)):
+            raise DataError(
+                f"{where}: {self._name} cannot be masked, because it writes earlier messages in another way when later "
+                f"ones follow (answer in message {index + 1}); put {{% generation %}} blocks around the template's "
+                "answers, or write a record for each answer, with lists of messages as prompt and completion."
+            )
+        return len(before), len(before) + self._end_of_turn(through[len(before) :])
+
+    def _end_of_turn(self, answer: str) -> int:
+        """Returns the length of an answer without white space after its last special token: no model writes that."""
+        ended = answer.rstrip()
+        return len(ended) if ended.endswith(self._end_tokens) else len(answer)
+
+    def _render(self, conversation: Conversation, count: int, where: str, mark: str = "") -> str:
+        """Returns the first `count` messages as text; before an answer, with the prompt that asks for it."""
+        template = self._compiled
+        from agora.data import chat_sandbox
+
+        messages = conversation.messages
+        asks = count < len(messages) and messages[count].role == "assistant"
+        variables: dict[str, Any] = {**self._special_tokens, chat_sandbox.GENERATION_MARK: mark}
+        try:
+            return template.render(
+                variables,
+                messages=[_for_template(message) for message in messages[:count]],
+                tools=list(conversation.tools) or None,
+                add_generation_prompt=asks,
+            )
+        except chat_sandbox.TEMPLATE_ERRORS as error:
+            problem = f"{where}: {self._name} refuses it ({str(error)[:200]!r}); correct or remove the record."
+            raise DataError(problem) from error
+
+    @cached_property
+    def _compiled(self) -> Template:
+        """The compiled template. Raises LocalError without jinja2, DataError for a malformed template."""
+        try:
+            from agora.data import chat_sandbox
+        except ImportError as error:
+            raise LocalError(f"Chat templates need the package jinja2; {TUNING_EXTRA}") from error
+        try:
+            return chat_sandbox.compile_template(self._source, self._now)
+        except chat_sandbox.TEMPLATE_ERRORS as error:
+            problem = f"{self._name} is not a chat template ({str(error)[:200]!r}); correct it."
+            raise DataError(problem) from error
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    """Returns a message as templates expect it."""
+    return {**message.extra, "role": message.role, "content": message.content}
+
+
+def supervised_parts(text: str, spans: Sequence[Span]) -> Iterator[tuple[str, bool]]:
+    """Yields the parts of a text in order, each with whether it is supervised; empty ones are left out."""
+    place = 0
+    for start, end in spans:
+        yield from ((part, kind) for part, kind in ((text[place:start], False), (text[start:end], True)) if part)
+        place = end
+    if place < len(text):
+        yield text[place:], False

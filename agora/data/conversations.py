@@ -1,0 +1,216 @@
+"""What a sample is before it becomes text: plain text, a completion, a conversation, a preference.
+
+Knows: the roles of messages, their spellings and their order. Must not know: files, columns, templates, tokens.
+
+| after | may follow |
+|---|---|
+| the beginning | system, user |
+| system | user |
+| user | assistant |
+| assistant | user, tool |
+| tool | tool, assistant |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, cast
+
+from agora_protocol.errors import DataError
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+ROLES: Final[Mapping[str, Role]] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+"""The role that a spelling stands for."""
+
+FOLLOWERS: Final[Mapping[Role | None, tuple[Role, ...]]] = {
+    None: ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+"""The roles that may follow a role; None: the beginning."""
+
+ROLE_KEYS: Final = ("role", "from")
+CONTENT_KEYS: Final = ("content", "value")
+TRAIN_KEYS: Final = ("train", "weight")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message. is_learnt: False for an answer that the record excludes from training ("train": false, "weight": 0).
+
+    extra: the message's other fields, which only templates read, such as tool_calls.
+    """
+
+    role: Role
+    content: str
+    is_learnt: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """A document; every token of it is learnt."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt and what follows it, both taken literally: no template. Only the completion is learnt."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages that a chat template renders; the answers from message `prompt_messages` on are learnt.
+
+    tools: descriptions (JSON schemas) of the functions that the assistant may call, for the template.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    prompt_messages: int = 0
+    tools: tuple[Any, ...] = ()
+
+    def is_supervised(self, index: int) -> bool:
+        """Returns whether message `index` is an answer that is learnt."""
+        message = self.messages[index]
+        return index >= self.prompt_messages and message.role == "assistant" and message.is_learnt
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two answers to one prompt, the better and the worse one. Both sides hold the prompt."""
+
+    chosen: Completion | Conversation
+    rejected: Completion | Conversation
+
+
+Sample = PlainText | Completion | Conversation | Preference
+
+
+def checked_text(value: object, where: str) -> str:
+    """Returns `value` if it is text that can be written as UTF-8. Raises DataError about `where` otherwise."""
+    if not isinstance(value, str):
+        raise DataError(f"{where} is {_kind(value)}, not text; convert it to a string.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        problem = f"{where} holds half a surrogate pair, which is no text; correct or remove the record."
+        raise DataError(problem) from error
+    return value
+
+
+def read_messages(value: object, where: str) -> tuple[ChatMessage, ...]:
+    """Returns the messages of a list of {role, content} or {from, value}, or of one such object.
+
+    Raises DataError that names `where` and the number of the message, from 1.
+    """
+    items = [value] if isinstance(value, Mapping) else value
+    if not isinstance(items, Sequence) or isinstance(items, str):
+        raise DataError(f'{where} is {_kind(value)}; write a list such as [{{"role": "user", "content": "..."}}].')
+    return tuple(_read_message(item, f"{where}, message {number},") for number, item in enumerate(items, 1))
+
+
+def check_order(messages: Sequence[ChatMessage], where: str) -> None:
+    """Raises DataError if a message may not follow the one before by the table above, or if the last is no answer."""
+    previous: Role | None = None
+    for number, message in enumerate(messages, 1):
+        if message.role not in FOLLOWERS[previous]:
+            after = f"after {previous!r}" if previous else "at the beginning"
+            raise DataError(
+                f"{where}, message {number}, has role {message.role!r} {after}, where {_words(FOLLOWERS[previous])} "
+                "must stand: a system message may come first, then user and assistant take turns; correct or remove it."
+            )
+        previous = message.role
+    if previous != "assistant":
+        last = f"ends with role {previous!r}" if previous else "has no message"
+        raise DataError(f"{where} {last}, but the last must be the assistant's; add its answer or remove the record.")
+
+
+def read_tools(value: object, where: str) -> tuple[Any, ...]:
+    """Returns the functions that a column `tools` describes: a list of JSON schemas, or the JSON text of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON; write a list of JSON schemas.") from error
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise DataError(f"{where} is {_kind(value)}; write a list of JSON schemas.")
+    return tuple(without_nulls(item) for item in value)
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns JSON data without the fields that are null: a parquet file gives every object the fields of all."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _read_message(item: object, where: str) -> ChatMessage:
+    """Returns one message. Raises DataError about `where`."""
+    if not isinstance(item, Mapping):
+        raise DataError(f'{where} is {_kind(item)}; write an object such as {{"role": "user", "content": "..."}}.')
+    fields = without_nulls(item)
+    role_key, content_key = (
+        next((key for key in keys if key in fields), keys[0]) for keys in (ROLE_KEYS, CONTENT_KEYS)
+    )
+    spelling = fields.get(role_key)
+    if not isinstance(spelling, str) or spelling.strip().lower() not in ROLES:
+        said = f"has the unknown role {spelling!r:.80}" if role_key in fields else "has no field 'role' or 'from'"
+        raise DataError(f"{where} {said}; known are {_words(ROLES)}.")
+    role = ROLES[spelling.strip().lower()]
+    if content_key in fields:
+        content = _content(fields[content_key], where)
+    elif role == "assistant" and fields.get("tool_calls"):
+        content = ""
+    else:
+        raise DataError(f"{where} has no field 'content' or 'value'; add its text or remove the record.")
+    is_learnt = all(fields.get(key, True) not in (False, 0) for key in TRAIN_KEYS)
+    read = {role_key, content_key, *TRAIN_KEYS}
+    return ChatMessage(role, content, is_learnt, {key: value for key, value in fields.items() if key not in read})
+
+
+def _content(value: object, where: str) -> str:
+    """Returns a message's text: a string, or the joined text of a list of parts of type "text"."""
+    if not isinstance(value, list):
+        return checked_text(value, f"{where} content")
+    texts: list[str] = []
+    for part in value:
+        fields = cast("Mapping[str, Any]", part) if isinstance(part, Mapping) else {}
+        if fields.get("type") != "text":
+            kind = f"{fields.get('type')!r:.80}"
+            raise DataError(f"{where} holds a part of type {kind}, but only text can be learnt; remove the record.")
+        texts.append(checked_text(fields.get("text"), f"{where} content"))
+    return "".join(texts)
+
+
+def _kind(value: object) -> str:
+    """Returns what JSON calls the type of a value, with its article."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
+
+
+def _words(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """Returns quoted names joined by commas and "or"."""
+    return " or ".join(", ".join(map(repr, names)).rsplit(", ", 1))

@@ -1,0 +1,119 @@
+"""Counts what a data file would be in training: samples, tokens, lengths, truncation, packing; keeps the first samples.
+
+Knows: tokenised samples, objectives. Must not know: files, terminals.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agora.data.record_formats import Objective
+from agora.data.sequence_packing import assign_rows
+from agora.data.supervision import TokenSample
+
+REPORT_EVERY = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBin:
+    """How many samples have `first` to `last` tokens, both included."""
+
+    first: int
+    last: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataSurvey:
+    """What a data file would be in training with this objective and context.
+
+    lengths: tokens of each sample before truncation [n]; of a preference, those of its longer side. tokens: those kept,
+    of both sides; supervised: those of them that are learnt. left_out: samples without a token that is learnt after
+    truncation. rows: sequences of context length that hold the rest, None for dpo, whose pairs are not packed.
+    efficiency: share of the rows' places that hold a token. shown: the first samples.
+    """
+
+    objective: Objective
+    context: int
+    lengths: NDArray[np.int64]
+    tokens: int
+    supervised: int
+    truncated_samples: int
+    truncated_tokens: int
+    left_out: int
+    rows: int | None
+    efficiency: float | None
+    shown: tuple[TokenSample, ...]
+
+    @property
+    def samples(self) -> int:
+        """The number of samples in the file."""
+        return len(self.lengths)
+
+    def histogram(self) -> list[LengthBin]:
+        """Returns how many samples have which lengths; each bin is twice as wide as the one before."""
+        if not len(self.lengths):
+            return []
+        bits = np.frexp(np.maximum(self.lengths, 1) - 0.5)[1].clip(0)  # 2**(bits - 1) < length <= 2**bits
+        counts = np.bincount(bits)
+        bins = [LengthBin((1 << (bit - 1)) + 1 if bit else 0, 1 << bit, int(count)) for bit, count in enumerate(counts)]
+        return bins[int(bits.min()) :]
+
+
+def survey(
+    samples: Iterable[TokenSample], objective: Objective, context: int, shown: int, progress: Callable[[int], None]
+) -> DataSurvey:
+    """Counts all samples, one at a time in memory.
+
+    shown: how many of the first ones to keep. progress: hears how many samples have been counted so far. The samples of
+    the objective lm are not truncated: a document is cut where a sequence is full, and goes on in the next.
+    """
+    lengths, kept = array("q"), array("q")
+    tokens = supervised = truncated_samples = truncated_tokens = left_out = 0
+    first: list[TokenSample] = []
+    for number, sample in enumerate(samples, 1):
+        if number <= shown:
+            first.append(sample)
+        lengths.append(max(len(part.ids) + part.truncated for part in sample))
+        cut = sum(part.truncated for part in sample)
+        truncated_tokens += cut
+        truncated_samples += cut > 0
+        learnt = [int(np.count_nonzero(part.supervised)) for part in sample]
+        if all(learnt):
+            kept.extend(len(part.ids) for part in sample)
+            tokens += sum(len(part.ids) for part in sample)
+            supervised += sum(learnt)
+        else:
+            left_out += 1
+        if number % REPORT_EVERY == 0:
+            progress(number)
+    rows = _count_rows(np.array(kept, np.int64), objective, context)
+    return DataSurvey(
+        objective=objective,
+        context=context,
+        lengths=np.array(lengths, np.int64),
+        tokens=tokens,
+        supervised=supervised,
+        truncated_samples=truncated_samples,
+        truncated_tokens=truncated_tokens,
+        left_out=left_out,
+        rows=rows,
+        efficiency=tokens / (rows * context) if rows else None,
+        shown=tuple(first),
+    )
+
+
+def _count_rows(lengths: NDArray[np.int64], objective: Objective, context: int) -> int | None:
+    """Returns how many sequences of `context` tokens hold samples of these lengths; None for preferences."""
+    match objective:
+        case "dpo":
+            return None
+        case "lm":
+            return -(-int(lengths.sum()) // context)
+        case "sft":
+            return len(assign_rows(lengths, context))

@@ -1,0 +1,121 @@
+"""Opens what a Hugging Face model folder says of its text: tokenizer, special tokens, chat template, longest context.
+
+Knows: the names and keys of those files. Must not know: weights, samples. Nothing in the folder is executed, but for
+the chat template in its sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from agora_protocol.errors import DataError, DiskError
+
+from agora.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from agora.data.tokenizer import BYTES, ByteTokenizer, JsonTokenizer, Tokenizer
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+SETTINGS_FILE: Final = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
+TEMPLATE_FILE: Final = "chat_template.jinja"
+MODEL_FILE: Final = "config.json"
+CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions")
+BYTES_END: Final = "\0"
+NO_END: Final = "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokenizer:
+    """A tokenizer with its chat template. end_of_turn: the text of the token that ends a completion or a document.
+
+    template_name: what people call the template. longest_context: in tokens, None when the folder does not say.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    name: str
+    template_name: str
+    end_of_turn: str
+    longest_context: int | None
+
+
+def open_model_tokenizer(folder: Path | None, now: datetime) -> ModelTokenizer:
+    """Returns the tokenizer of a model folder; for None that of bytes, whose end of turn is the byte 0.
+
+    A folder without a chat template gets the plain one. now: the time that a template writes which asks for it. Raises
+    DiskError or DataError for a file that is missing or malformed, LocalError without the package tokenizers.
+    """
+    if folder is None:
+        return _with_template(ByteTokenizer(), None, {"eos_token": BYTES_END}, BYTES, None, now)
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise DiskError(
+            f"{folder} has no {TOKENIZER_FILE}; give the folder of a Hugging Face model, with the tokenizer as "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it."
+        )
+    tokenizer = JsonTokenizer(folder / TOKENIZER_FILE)
+    settings = _read_object(folder / SETTINGS_FILE)
+    special = _special_tokens({**_read_object(folder / SPECIAL_TOKENS_FILE), **settings})
+    special.setdefault("eos_token", tokenizer.end_of_text or NO_END)
+    model = _read_object(folder / MODEL_FILE)
+    longest = next((value for key in CONTEXT_KEYS if isinstance(value := model.get(key), int)), None)
+    return _with_template(tokenizer, _template_source(folder, settings), special, str(folder), longest, now)
+
+
+def _with_template(
+    tokenizer: Tokenizer, source: str | None, special: Mapping[str, str], name: str, longest: int | None, now: datetime
+) -> ModelTokenizer:
+    """Returns a tokenizer with the chat template of this source, None: the plain one."""
+    ends = {*special.values(), *(tokenizer.special_tokens() if isinstance(tokenizer, JsonTokenizer) else ())}
+    kind = "the plain template" if source is None else f"the chat template of {name}"
+    template = ChatTemplate(PLAIN_TEMPLATE if source is None else source, kind, special, sorted(ends - {NO_END}), now)
+    return ModelTokenizer(tokenizer, template, name, kind, special["eos_token"], longest)
+
+
+def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """Returns the chat template of a folder: a file of its own, else in the tokenizer's settings; None without."""
+    if (folder / TEMPLATE_FILE).is_file():
+        return _read_text_file(folder / TEMPLATE_FILE)
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several by name, of which "default" is for conversations
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise DataError(f"The chat_template in {folder / SETTINGS_FILE} is not text; correct it.")
+    return template
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the text of each special token by its name, such as eos_token: it is a string or {"content": string}."""
+    texts = {
+        name: value.get("content") if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; {} if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(_read_text_file(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({str(error)[:200]!r}); fetch or write it again.") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is not a JSON object; fetch or write it again.")
+    return value
+
+
+def _read_text_file(path: Path) -> str:
+    """Returns the content of a text file. Raises DiskError if it cannot be read, DataError if it is no text."""
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise DiskError(f"Cannot read {path} ({error.strerror or error}); correct its permissions.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text; fetch or write it again.") from error

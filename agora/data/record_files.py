@@ -1,0 +1,296 @@
+"""Reads the records of a data file one by one: JSON lines, a JSON list, parquet, a `datasets` folder, a text file.
+
+Knows: file formats, and where in the file a record stands. Must not know: what its columns mean. At most one record of
+a JSON file, or ROWS rows of a table, are in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from agora_protocol.errors import DataError, DiskError, LocalError
+
+from agora.data.tokenizer import DATA_EXTRA
+
+LONGEST_RECORD: Final = 64 << 20  # characters or bytes
+CHUNK: Final = 1 << 20  # characters
+ROWS: Final = 256
+ONE_A_LINE: Final = "write one JSON object a line, or a list of objects in a .json file"
+STATE_FILE: Final = "state.json"
+SPLITS_FILE: Final = "dataset_dict.json"
+
+DECODER: Final = json.JSONDecoder()
+SPACE: Final = re.compile(r"[ \t\r\n]*")
+DATA_LIST: Final = re.compile(r'[ \t\r\n]*\{[ \t\r\n]*"data"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecord:
+    """The columns of one record, as the file has them. where: "FILE:LINE", or "FILE row N" of a table, for errors."""
+
+    fields: Mapping[str, Any]
+    where: str
+
+
+def read_records(path: Path, columns: Collection[str] | None = None) -> Iterator[RawRecord]:
+    """Yields the records of a file or `datasets` folder, in its order.
+
+    columns: the columns that a table's records need to have; None for all. Raises DiskError when the file cannot be
+    read, DataError that names the line for what is malformed, LocalError without the package that a format needs.
+    """
+    if path.is_dir():
+        read: Reader = _read_datasets_folder
+    elif path.suffix in READERS or not path.exists():
+        read = READERS.get(path.suffix, _read_lines)
+    else:
+        known = " or ".join(", ".join(READERS).rsplit(", ", 1))
+        raise DataError(f"The format of {path} is unknown; rename or convert it to {known}.")
+    try:
+        yield from read(path, columns)
+    except OSError as error:
+        problem = f"Cannot read {path} ({error.strerror or error}); correct the path or its permissions."
+        raise DiskError(problem) from error
+
+
+Reader = Callable[[Path, Collection[str] | None], Iterator[RawRecord]]
+
+
+def _read_lines(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
+    """Yields the object of each line that is not blank; JSON lines have no use for `columns`."""
+    with path.open("rb") as file:
+        for number in itertools.count(1):
+            line, where = file.readline(LONGEST_RECORD + 1), f"{path}:{number}"
+            if not line:
+                return
+            if len(line) > LONGEST_RECORD:
+                raise DataError(f"{where} is longer than {LONGEST_RECORD >> 20} MiB; split that record.")
+            if line.strip():
+                try:
+                    value = json.loads(line.rstrip(b"\r\n"))
+                except (ValueError, RecursionError) as error:
+                    problem = f"{where} is not JSON ({_reason(error)}); {ONE_A_LINE}, or remove the line."
+                    raise DataError(problem) from error
+                yield _record(value, where)
+
+
+def _reason(error: Exception) -> str:
+    """Returns why a line is not JSON, with the column."""
+    return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else repr(str(error)[:200])
+
+
+def _record(value: object, where: str) -> RawRecord:
+    """Returns a record of a JSON value. Raises DataError if it is no object."""
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is not a JSON object; {ONE_A_LINE}.")
+    return RawRecord(value, where)
+
+
+def _read_json(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
+    """Yields the objects of a list, or of {"data": [...]}; a file that begins with another object is read as lines."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        scanner = JsonScanner(file, path)
+        try:
+            first = scanner.next_character()
+            has_data_key = first == "{" and scanner.skip_match(DATA_LIST)
+            if first == "[" or has_data_key:
+                yield from _list_items(scanner, "}" if has_data_key else "")
+                return
+        except UnicodeDecodeError as error:
+            problem = f"{path}:{scanner.line} or a line soon after it is not UTF-8 text; convert the file with iconv."
+            raise DataError(problem) from error
+    yield from _read_lines(path, columns)
+
+
+def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
+    """Yields the objects of the list that begins at the scanner's place, which `closing` must follow."""
+    scanner.skip("[")
+    while scanner.next_character() != "]":
+        where = f"{scanner.path}:{scanner.line}"
+        if scanner.next_character() != "{":
+            raise DataError(f"{where} has something else than an object in the list; {ONE_A_LINE}.")
+        yield _record(scanner.take_value(), where)
+        if scanner.next_character() != "]":
+            scanner.skip(",")
+    scanner.skip("]")
+    if closing:
+        scanner.skip(closing)
+    if scanner.next_character():
+        raise DataError(f"{scanner.path}:{scanner.line} has something after the list's end; {ONE_A_LINE}.")
+
+
+class JsonScanner:
+    """Takes JSON values from a text file one by one, with little more than one of them in memory.
+
+    line: the line, from 1, at which the next value or sign begins.
+    """
+
+    def __init__(self, file: IO[str], path: Path) -> None:
+        self.path = path
+        self.line = 1
+        self._file = file
+        self._text = ""
+        self._at = 0
+
+    def next_character(self) -> str:
+        """Skips white space and returns the character after it without taking it; "" at the end of the file."""
+        while True:
+            self._advance(_end_of_space(self._text, self._at))
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._read_more():
+                return ""
+
+    def skip(self, expected: str) -> None:
+        """Takes the next character. Raises DataError if it is another than `expected`."""
+        found = self.next_character()
+        if found != expected:
+            said = repr(found) if found else "the end of the file"
+            problem = f"{self.path}:{self.line} has {said} where {expected!r} must stand; correct the JSON there."
+            raise DataError(problem)
+        self._advance(self._at + 1)
+
+    def skip_match(self, pattern: re.Pattern[str]) -> bool:
+        """Takes what `pattern` matches at this place, within the text read so far; returns whether it matches."""
+        match = pattern.match(self._text, self._at)
+        if match:
+            self._advance(match.end())
+        return match is not None
+
+    def take_value(self) -> object:
+        """Takes the object or list that begins here. Raises DataError with the line of what is malformed."""
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                # the text read so far may end within the value
+                may_go_on = error.msg.startswith("Unterminated") or error.pos >= len(self._text) - 16
+                if not (may_go_on and len(self._text) - self._at <= LONGEST_RECORD and self._read_more()):
+                    raise self._malformed(error.pos - self._at, error.msg) from error
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, too many brackets
+                raise self._malformed(0, str(error)[:200]) from error
+            else:
+                self._advance(end)
+                return value
+
+    def _malformed(self, offset: int, reason: str) -> DataError:
+        """Returns the error about the text `offset` characters after this place."""
+        line = self.line + self._text.count("\n", self._at, self._at + offset)
+        begins = f" in the record that begins at line {self.line}" if line != self.line else ""
+        return DataError(f"{self.path}:{line} is not JSON ({reason}{begins}); correct or remove that record.")
+
+    def _advance(self, end: int) -> None:
+        """Moves this place to `end`, an index of the text."""
+        self.line += self._text.count("\n", self._at, end)
+        self._at = end
+
+    def _read_more(self) -> bool:
+        """Reads more of the file, as much again as is there, so that a long value is scanned few times."""
+        piece = self._file.read(max(CHUNK, len(self._text) - self._at))
+        self._text = self._text[self._at :] + piece
+        self._at = 0
+        return bool(piece)
+
+
+def _end_of_space(text: str, start: int) -> int:
+    """Returns the index of the first character from `start` on that is no white space of JSON."""
+    match = SPACE.match(text, start)
+    return match.end() if match else start
+
+
+def _read_text(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
+    """Yields a text file as one record with the column "text"."""
+    with path.open("rb") as file:
+        content = file.read(LONGEST_RECORD + 1)
+    if len(content) > LONGEST_RECORD:
+        raise DataError(f"{path} is longer than {LONGEST_RECORD >> 20} MiB; split it.")
+    try:
+        yield RawRecord({"text": content.decode("utf-8-sig")}, f"{path}:1")
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b"\n", 0, error.start)
+        raise DataError(f"{path}:{line} is not UTF-8 text; convert the file, for example with iconv.") from error
+
+
+def _read_parquet(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
+    """Yields the rows of a parquet file."""
+    pyarrow = _import_pyarrow(path)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            names = [name for name in table.schema_arrow.names if columns is None or name in columns]
+            yield from _rows(table.iter_batches(batch_size=ROWS, columns=names, use_threads=False), path)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise _unreadable_table(path, error) from error
+
+
+def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
+    """Yields the rows of a folder that `Dataset.save_to_disk` of the package datasets has written."""
+    pyarrow = _import_pyarrow(path)
+    row = 0
+    for file in _arrow_files(path):
+        try:
+            with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+                for batch in stream:
+                    wanted = [name for name in batch.schema.names if columns is None or name in columns]
+                    slices = (batch.select(wanted).slice(start, ROWS) for start in range(0, batch.num_rows, ROWS))
+                    yield from _rows(slices, path, row)
+                    row += batch.num_rows
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+            raise _unreadable_table(file, error) from error
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    """Returns the arrow files that the state.json of a `datasets` folder names, in its order."""
+    if (folder / SPLITS_FILE).is_file():
+        found = sorted(place.parent.name for place in folder.glob(f"*/{STATE_FILE}"))
+        raise DataError(f"{folder} holds the splits {', '.join(map(repr, found))}; give the folder of one of them.")
+    if not (folder / STATE_FILE).is_file():
+        problem = f"{folder} is no folder that `Dataset.save_to_disk` wrote: it has no {STATE_FILE}; give a file."
+        raise DataError(problem)
+    try:
+        state = json.loads((folder / STATE_FILE).read_bytes())
+        names = [entry["filename"] for entry in state["_data_files"]]
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file outside of the folder")
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        problem = f"{folder / STATE_FILE} does not list the arrow files of its folder; save the data set again."
+        raise DataError(problem) from error
+    return [folder / name for name in names]
+
+
+def _import_pyarrow(path: Path) -> Any:
+    """Returns the package pyarrow. Raises LocalError, which names `path`, without it."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise LocalError(f"Reading {path} needs the package pyarrow; {DATA_EXTRA}") from error
+    return pyarrow
+
+
+def _rows(batches: Iterable[Any], path: Path, first: int = 0) -> Iterator[RawRecord]:
+    """Yields the rows of record batches; `first` rows of the file stand before them."""
+    number = first
+    for batch in batches:
+        for fields in batch.to_pylist():
+            number += 1
+            yield RawRecord(fields, f"{path} row {number}")
+
+
+def _unreadable_table(path: Path, error: Exception) -> DataError:
+    """Returns the error to raise when pyarrow cannot read a table."""
+    return DataError(f"{path} is not a readable table ({str(error)[:200]!r}); fetch or write it again.")
+
+
+READERS: Final[dict[str, Reader]] = {
+    ".jsonl": _read_lines,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+}
+"""The function that reads a file, by its suffix."""

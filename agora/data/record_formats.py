@@ -1,0 +1,320 @@
+"""Recognises the format of a data file by the columns of its first record, and turns its records into samples.
+
+Knows: the columns of each format, what `--columns` says of columns with other names. Must not know: files, templates,
+tokens. A new format is a row of FORMATS and the function that reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+from agora_protocol.errors import DataError, InputError
+
+from agora.data.conversations import (
+    ChatMessage,
+    Completion,
+    Conversation,
+    PlainText,
+    Preference,
+    Sample,
+    check_order,
+    checked_text,
+    read_messages,
+    read_tools,
+)
+from agora.data.record_files import RawRecord
+
+Objective = Literal["lm", "sft", "dpo"]
+OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
+SHOWN_COLUMNS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of one record by the names that the format gives them. where: the place, for errors."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def text(self, name: str) -> str:
+        """Returns the text of a column; "" if an optional one is missing or null."""
+        value = self.values.get(name)
+        return "" if value is None else checked_text(value, self.place(name))
+
+    def messages(self, name: str) -> tuple[ChatMessage, ...]:
+        """Returns the messages of a column."""
+        return read_messages(self.values[name], self.place(name))
+
+    def tools(self) -> tuple[Any, ...]:
+        """Returns the functions of the optional column `tools`."""
+        value = self.values.get("tools")
+        return () if value is None else read_tools(value, self.place("tools"))
+
+    def place(self, name: str) -> str:
+        """Returns where a column stands, for errors."""
+        return f"{self.where}: {name}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFormat:
+    """A format: the columns that it needs and those that it may have, what reads a record, what it can train.
+
+    The first objective is the one that is meant when none is given.
+    """
+
+    name: str
+    required: tuple[str, ...]
+    read: Callable[[Columns], Sample]
+    objectives: tuple[Objective, ...] = ("sft", "lm")
+    optional: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of all its columns."""
+        return self.required + self.optional
+
+
+@dataclass(frozen=True, slots=True)
+class RecordReader:
+    """Turns the records of one file into samples. columns: the file's name of each column of the format."""
+
+    format: RecordFormat
+    columns: Mapping[str, str]
+
+    def read(self, record: RawRecord) -> Sample:
+        """Returns the sample of a record. Raises DataError that names its place and what is wrong."""
+        values = {name: record.fields.get(column) for name, column in self.columns.items()}
+        for name in self.format.required:
+            if values[name] is None:
+                kind = "null in" if self.columns[name] in record.fields else "missing from"
+                raise DataError(
+                    f"{record.where}: column {self.columns[name]!r} is {kind} this record (present: "
+                    f"{_quoted(record.fields)}); add it, or remove the record."
+                )
+        return self.format.read(Columns(values, record.where))
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """Returns the file's column by the format's one, of "prompt=question,completion=answer". Raises InputError."""
+    known = sorted({name for kind in FORMATS for name in kind.columns})
+    columns: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, column = (word.strip() for word in part.partition("="))
+        if not (name and equals and column):
+            raise InputError(f"--columns has {part!r}; write it like prompt=question,completion=answer.")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
+            raise InputError(f"--columns names {name!r}, which no format has; {hint}")
+        if name in columns:
+            raise InputError(f"--columns names {name!r} twice; leave one out.")
+        columns[name] = column
+    return columns
+
+
+def recognise(first: RawRecord, mapped: Mapping[str, str], objective: Objective | None) -> RecordReader:
+    """Returns what reads the records of the file whose first one is `first`.
+
+    It is the first of FORMATS whose columns the record has, which has all columns that `mapped` (the file's column by
+    the format's one) names, and which serves the objective, if one is given. Raises DataError with the missing column.
+    """
+    for name, column in mapped.items():
+        if first.fields.get(column) is None:
+            raise DataError(
+                f"{first.where} has no column {column!r}, which --columns gives for {name!r} (present: "
+                f"{_quoted(first.fields)}); correct --columns."
+            )
+    present = _present(first, mapped)
+    fitting = [kind for kind in FORMATS if present.issuperset(kind.required) and set(mapped) <= set(kind.columns)]
+    if not fitting:
+        raise _unknown_format(first, present, mapped, objective)
+    chosen = next((kind for kind in fitting if objective in (None, *kind.objectives)), None)
+    if chosen is None:
+        raise _other_objective(first, fitting[0], objective)
+    taken = mapped.values()  # a column that --columns names is not read by its own name as well
+    columns = {name: mapped.get(name, name) for name in chosen.columns if name in mapped or name not in taken}
+    return RecordReader(chosen, columns)
+
+
+def _present(first: RawRecord, mapped: Mapping[str, str]) -> set[str]:
+    """Returns the format's names of the columns that a record has and that are not null."""
+    own = {column for column, value in first.fields.items() if value is not None}
+    return (own - set(mapped.values())) | set(mapped)
+
+
+def _unknown_format(
+    first: RawRecord, present: set[str], mapped: Mapping[str, str], objective: Objective | None
+) -> DataError:
+    """Returns the error that no format fits, with the missing columns of the one that fits best."""
+    candidates = [kind for kind in FORMATS if set(mapped) <= set(kind.columns)]
+    if mapped and not candidates:
+        return DataError(f"No format has all of the columns {_quoted(mapped)} that --columns names; see docs/data.md.")
+    serving = [kind for kind in candidates if objective in (None, *kind.objectives)] or candidates
+    # share: how much of the format is there, so that one column of two counts more than one of three
+    nearest = max(serving, key=lambda kind: len(present.intersection(kind.required)) / len(kind.required))
+    missing = [name for name in nearest.required if name not in present]
+    where, columns = first.where, _quoted(first.fields)
+    if len(missing) == len(nearest.required):
+        formats = "; ".join(f"{kind.name}: {', '.join(kind.required)}" for kind in FORMATS)
+        return DataError(
+            f"{where} has columns of no known format (present: {columns}; known are {formats}); rename them, or "
+            "map them like --columns prompt=NAME,completion=NAME."
+        )
+    given = "".join(f"{name}={column}," for name, column in mapped.items())
+    mapping = given + ",".join(f"{name}=NAME" for name in missing)
+    return DataError(
+        f"{where} has no column {' and '.join(map(repr, missing))}, which the format {nearest.name} needs (present: "
+        f"{columns}); rename the one that holds it, or give --columns {mapping}."
+    )
+
+
+def _other_objective(first: RawRecord, kind: RecordFormat, objective: Objective | None) -> DataError:
+    """Returns the error that a file's format does not serve the objective."""
+    other = (
+        "or learn the better answers alone with --columns prompt=prompt,completion=chosen"
+        if kind.name == "preference"
+        else "or give a file with two answers to each prompt (columns prompt, chosen, rejected)"
+        if objective == "dpo"
+        else "or give another file"
+    )
+    return DataError(
+        f"{first.where} is of the format {kind.name}, which the objective {objective} cannot learn from; "
+        f"use --objective {kind.objectives[0]}, {other}."
+    )
+
+
+def _quoted(names: Mapping[str, Any]) -> str:
+    """Returns the first names, quoted, so that what a file contains cannot steer a terminal."""
+    shown = [f"{name!r:.60}" for name in list(names)[:SHOWN_COLUMNS]]
+    return ", ".join(shown + (["..."] if len(names) > SHOWN_COLUMNS else [])) or "none"
+
+
+def _conversation(messages: Sequence[ChatMessage], row: Columns, prompt_messages: int = 0) -> Conversation:
+    """Returns a conversation whose order of roles is right. Raises DataError otherwise."""
+    check_order(messages, row.where)
+    return Conversation(tuple(messages), prompt_messages, row.tools())
+
+
+def _with_system(messages: Sequence[ChatMessage], row: Columns) -> list[ChatMessage]:
+    """Returns the messages after the text of the optional column `system`, if they have no system message."""
+    system = row.text("system")
+    has_one = not system or (len(messages) > 0 and messages[0].role == "system")
+    return list(messages) if has_one else [ChatMessage("system", system), *messages]
+
+
+def _read_chat(row: Columns) -> Sample:
+    """Reads `messages`: a list of {role, content}."""
+    return _conversation(row.messages("messages"), row)
+
+
+def _read_sharegpt(row: Columns) -> Sample:
+    """Reads `conversations`: a list of {from, value}, and a system message of its own column."""
+    return _conversation(_with_system(row.messages("conversations"), row), row)
+
+
+def _read_alpaca(row: Columns) -> Sample:
+    """Reads an instruction with input and output, after a history of [question, answer]; its answers are learnt too."""
+    history = row.values.get("history") or []
+    turns: list[ChatMessage] = []
+    for number, pair in enumerate(history if isinstance(history, list) else [history], 1):
+        place = f"{row.place('history')}, pair {number},"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DataError(f"{place} is not [question, answer]; correct or remove the record.")
+        said, reply = (checked_text(text, place) for text in pair)
+        turns += [ChatMessage("user", said), ChatMessage("assistant", reply)]
+    question = "\n".join(text for text in (row.text("instruction"), row.text("input")) if text)
+    turns += [ChatMessage("user", question), ChatMessage("assistant", row.text("output"))]
+    return _conversation(_with_system(turns, row), row)
+
+
+def _read_completion(row: Columns) -> Sample:
+    """Reads `prompt` and `completion`: texts that are taken literally, or lists of messages."""
+    return _answer(row, "completion")
+
+
+def _read_preference(row: Columns) -> Sample:
+    """Reads `prompt`, `chosen` and `rejected`: texts that are taken literally, or lists of messages."""
+    return _preference(row, _answer(row, "chosen"), _answer(row, "rejected"))
+
+
+def _answer(row: Columns, column: str) -> Completion | Conversation:
+    """Returns the prompt with the answer in `column`. Two texts are literal; a text beside messages is one message.
+
+    An answer may repeat the prompt at its beginning, as in data sets that keep whole conversations.
+    """
+    prompt, answer = (
+        value if isinstance(value := row.values[name], list | Mapping) else row.text(name)
+        for name in ("prompt", column)
+    )
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return Completion(prompt, answer)
+    said = (ChatMessage("user", prompt),) if isinstance(prompt, str) else row.messages("prompt")
+    reply = (ChatMessage("assistant", answer),) if isinstance(answer, str) else row.messages(column)
+    if reply[: len(said)] == said:
+        reply = reply[len(said) :]
+    if not reply:
+        raise DataError(f"{row.place(column)} has no answer after the prompt; add it or remove the record.")
+    return _conversation([*said, *reply], row, len(said))
+
+
+def _read_implicit_preference(row: Columns) -> Sample:
+    """Reads `chosen` and `rejected` that both hold the prompt: what they begin with alike."""
+    chosen, rejected = row.values["chosen"], row.values["rejected"]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        prompt = _shared_words(row.text("chosen"), row.text("rejected"))
+        if not prompt:
+            raise _no_shared_prompt(row)
+        sides = [Completion(prompt, text[len(prompt) :]) for text in (chosen, rejected)]
+        return _preference(row, *sides)
+    lists = row.messages("chosen"), row.messages("rejected")
+    shared = _shared_length(*lists)
+    # two answers that are equal belong to the answers, not to the prompt
+    shared = min(shared, *(len(messages) - 1 for messages in lists))
+    if shared < 1:
+        raise _no_shared_prompt(row)
+    return _preference(row, *(_conversation(messages, row, shared) for messages in lists))
+
+
+def _shared_words(first: str, second: str) -> str:
+    """Returns what two texts begin with alike, up to the last white space there, so that no word is cut."""
+    shared = first[: _shared_length(first, second)]
+    end = next((place for place in range(len(shared) - 1, -1, -1) if shared[place].isspace()), 0)
+    return shared[:end]
+
+
+def _shared_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Returns how many items two sequences begin with alike."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def _no_shared_prompt(row: Columns) -> DataError:
+    """Returns the error that chosen and rejected have no common prompt."""
+    return DataError(
+        f"{row.where}: chosen and rejected do not begin with the same prompt; add a column 'prompt', or name it with "
+        "--columns prompt=NAME."
+    )
+
+
+def _preference(row: Columns, chosen: Completion | Conversation, rejected: Completion | Conversation) -> Preference:
+    """Returns a preference. Raises DataError if its sides are equal or of two kinds."""
+    if chosen == rejected:
+        raise DataError(f"{row.where}: chosen and rejected are equal, which says nothing; remove the record.")
+    if type(chosen) is not type(rejected):
+        raise DataError(f"{row.where}: of chosen and rejected one is text, one messages; write both alike.")
+    return Preference(chosen, rejected)
+
+
+FORMATS: Final = (
+    RecordFormat("preference", ("prompt", "chosen", "rejected"), _read_preference, ("dpo",), ("tools",)),
+    RecordFormat("implicit preference", ("chosen", "rejected"), _read_implicit_preference, ("dpo",), ("tools",)),
+    RecordFormat("chat", ("messages",), _read_chat, optional=("tools",)),
+    RecordFormat("ShareGPT", ("conversations",), _read_sharegpt, optional=("system", "tools")),
+    RecordFormat("prompt and completion", ("prompt", "completion"), _read_completion, optional=("tools",)),
+    RecordFormat("Alpaca", ("instruction", "output"), _read_alpaca, optional=("input", "system", "history")),
+    RecordFormat("text", ("text",), lambda row: PlainText(row.text("text")), ("lm", "sft")),
+)
+"""The formats, in the order in which they are tried: those with columns that few others have come first."""

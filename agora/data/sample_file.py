@@ -1,0 +1,60 @@
+"""Opens a data file: its format by its first record, and its samples one by one.
+
+Knows: which reader and which format belong together. Must not know: templates, tokens, what is done with the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from agora_protocol.errors import DataError
+
+from agora.data.conversations import Sample
+from agora.data.record_files import read_records
+from agora.data.record_formats import Objective, RecordReader, recognise
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSample:
+    """A sample, and the place of its record for errors."""
+
+    sample: Sample
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFile:
+    """A data file whose format is recognised. present: the columns of its first record."""
+
+    path: Path
+    reader: RecordReader
+    objective: Objective
+    present: tuple[str, ...]
+
+    @property
+    def used_columns(self) -> dict[str, str]:
+        """The file's column by the format's one, of those that the first record has."""
+        return {name: column for name, column in self.reader.columns.items() if column in self.present}
+
+    def samples(self) -> Iterator[PlacedSample]:
+        """Yields the samples in the file's order, with one record in memory at a time.
+
+        Raises DataError that names the line of the first record that is wrong, and what read_records raises.
+        """
+        for record in read_records(self.path, frozenset(self.reader.columns.values())):
+            yield PlacedSample(self.reader.read(record), record.where)
+
+
+def open_samples(path: Path, mapped: Mapping[str, str], objective: Objective | None = None) -> SampleFile:
+    """Recognises the format of a file or `datasets` folder by its first record.
+
+    mapped: the file's column by the format's one, where their names differ. objective: None for the format's usual one.
+    Raises DataError for an empty file, and what recognise and read_records raise.
+    """
+    first = next(read_records(path), None)
+    if first is None:
+        raise DataError(f"{path} holds no record; write one JSON object a line.")
+    reader = recognise(first, mapped, objective)
+    return SampleFile(path, reader, objective or reader.format.objectives[0], tuple(first.fields))

@@ -1,0 +1,82 @@
+"""Packs sequences of tokens into rows of the context's length, with segments and positions so that none sees another.
+
+Knows: lengths, rows. Must not know: text, models. Best-fit decreasing (Johnson et al., SIAM J. Computing 1974): the
+longest sequence first, each into the fullest row that still has room. Nothing is split, and the same lengths give the
+same rows on every machine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from agora.data.supervision import TokenSequence
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows of packed sequences, each array [rows, context].
+
+    tokens: int32 ids, 0 where a row is empty. supervised: which tokens are learnt, never the first of a segment.
+    segments: int32, 1 for a row's first sequence, 2 for its second, 0 where it is empty; a token attends to its own
+    segment. positions: int32, from 0 in each segment.
+    """
+
+    tokens: NDArray[np.int32]
+    supervised: NDArray[np.bool_]
+    segments: NDArray[np.int32]
+    positions: NDArray[np.int32]
+
+
+def assign_rows(lengths: ArrayLike, context: int) -> list[list[int]]:
+    """Returns for each row the numbers of the sequences in it, the longest first. lengths: 1 to `context` tokens, [n].
+
+    Raises ValueError for another length.
+    """
+    sizes = np.asarray(lengths, np.int64).reshape(-1)
+    if len(sizes) and not (sizes.min() >= 1 and sizes.max() <= context):
+        raise ValueError(f"a length is not in 1 to {context}")
+    rows: list[list[int]] = []
+    rows_by_room: defaultdict[int, list[int]] = defaultdict(list)
+    rooms: list[int] = []  # the rooms above 0 that some row has, sorted
+    for number in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[number])
+        place = bisect_left(rooms, size)
+        if place == len(rooms):
+            row, room = len(rows), context
+            rows.append([])
+        else:
+            room = rooms[place]
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                del rooms[place]
+        rows[row].append(number)
+        if left := room - size:
+            if not rows_by_room[left]:
+                insort(rooms, left)
+            rows_by_room[left].append(row)
+    return rows
+
+
+def fill_rows(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]], context: int) -> PackedRows:
+    """Returns the arrays of rows whose sequences `assign_rows` has chosen from `sequences`."""
+    shape = len(rows), context
+    packed = PackedRows(
+        np.zeros(shape, np.int32), np.zeros(shape, np.bool_), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    )
+    for row, members in enumerate(rows):
+        start = 0
+        for segment, number in enumerate(members, 1):
+            sequence = sequences[number]
+            part = slice(start, start + len(sequence.ids))
+            packed.tokens[row, part] = sequence.ids
+            packed.supervised[row, part] = sequence.supervised
+            packed.segments[row, part] = segment
+            packed.positions[row, part] = np.arange(len(sequence.ids))
+            start = part.stop
+    return packed

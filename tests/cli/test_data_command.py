@@ -1,0 +1,165 @@
+"""Claims about `swarm data`: what it prints, what it counts, and that nothing in a file reaches a terminal as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agora.cli import console, data_command
+from agora.cli.data_command import DataQuestion
+from agora.data.data_survey import DataSurvey
+from tests.data.chat_folders import CHATML, write_folder
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command on rows in a file, and returns its standard output."""
+
+    def command(rows: Sequence[Mapping[str, Any]], as_json: bool = False, **flags: Any) -> str:
+        (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        asked = {"base_model": None, "columns": None, "objective": None, "context": None} | flags
+        assert data_command.run(DataQuestion(tmp_path / "x.jsonl", **asked), as_json=as_json) == console.DONE
+        return capsys.readouterr().out
+
+    return command
+
+
+def test_it_prints_what_was_recognised_and_three_samples_with_the_supervised_part_in_brackets(run: Run) -> None:
+    lines = run([{"messages": CHAT, "id": 1}] * 5).splitlines()
+    assert lines[:5] == [
+        "format     chat, by the columns messages; not used: 'id'",
+        "objective  sft",
+        "tokenizer  bytes, conversations by the plain template",
+        "",
+        "sample 1: 26 tokens",
+    ]
+    assert lines[5:7] == ["User: 2 + 2?", "Assistant: [[4\\x00]]"]
+    assert "sample 3: 26 tokens" in lines and "sample 4: 26 tokens" not in lines
+    assert lines[-3].split()[:3] == ["17", "to", "32"] and lines[-3].endswith("  5")
+    assert [*lines[-7:-3], *lines[-2:]] == [
+        "supervised is what stands in [[ ]]",
+        "samples    5",
+        "tokens     130, 7.7 % of them supervised",
+        "lengths    26 to 26 tokens, median 26, 95 % at most 26",
+        "context    1,024 tokens; 0 samples truncated, losing 0 tokens",
+        "packing    1 sequence, 12.7 % full",
+    ]
+
+
+def test_a_terminal_gets_colour_instead_of_brackets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "CI", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = run([{"messages": CHAT}])
+    assert "[[" not in out and "\x1b[1;32m4\\x00\x1b[0m" in out and "supervised is what stands in this colour" in out
+
+
+def test_nothing_of_a_file_steers_the_terminal(run: Run) -> None:
+    evil = "\x1b]0;owned\x07 \x9b31m \u202e [bold]x[/bold] \r :smile:"
+    chat = [{"role": "user", "content": evil}, {"role": "assistant", "content": evil}]
+    out = run([{"messages": chat, f"id{evil}": 1}])
+    assert not {"\x1b", "\x07", "\x9b", "\u202e", "\r"} & set(out)
+    assert "\\x1b]0;owned\\x07 \\x9b31m \\u202e [bold]x[/bold] \\r :smile:" in out
+
+
+def test_a_preference_shows_both_sides_and_is_not_packed(run: Run) -> None:
+    row = {"prompt": CHAT[:1], "chosen": "four", "rejected": "I do not know"}
+    out = run([row])
+    assert "sample 1, chosen: 29 tokens" in out and "sample 1, rejected: 38 tokens" in out
+    assert "[[four\\x00]]" in out and "packing    none" in out
+    fields = json.loads(run([row], as_json=True))
+    assert (fields["objective"], fields["packing"], fields["lengths"]["most"]) == ("dpo", None, 38)
+    assert fields["tokens"] == {"kept": 67, "supervised": 19}
+
+
+def test_the_json_object_has_what_people_see(run: Run) -> None:
+    rows = [{"question": "a" * length, "answer": "b"} for length in (1, 2, 3, 6, 100)]
+    fields = json.loads(run(rows, as_json=True, columns="prompt=question,completion=answer", context=8))
+    assert fields["columns"] == {"prompt": "question", "completion": "answer"}
+    assert (fields["schema"], fields["format"], fields["objective"]) == (1, "prompt and completion", "sft")
+    assert (fields["samples"], fields["context"], fields["tokenizer"]) == (5, 8, "bytes")
+    assert fields["truncated"] == {"samples": 1, "tokens": 94} and fields["left_out"] == 1
+    assert fields["tokens"] == {"kept": 3 + 4 + 5 + 8, "supervised": 8}
+    assert fields["packing"] == {"sequences": 3, "efficiency": pytest.approx(20 / 24)}
+    assert fields["lengths"]["histogram"] == [
+        {"first": 3, "last": 4, "count": 2},
+        {"first": 5, "last": 8, "count": 2},
+        {"first": 9, "last": 16, "count": 0},
+        {"first": 17, "last": 32, "count": 0},
+        {"first": 33, "last": 64, "count": 0},
+        {"first": 65, "last": 128, "count": 1},
+    ]
+    assert fields["shown"][0] == [[{"text": "a", "supervised": False}, {"text": "b\0", "supervised": True}]]
+
+
+def test_truncated_and_unlearnable_samples_are_counted_for_people(run: Run) -> None:
+    out = run([{"prompt": "a" * 20, "completion": "b"}, {"prompt": "a", "completion": "b" * 20}], context=8)
+    assert "sample 1: 8 tokens, the last 14 of 22 truncated\naaaaaaaa\n" in out
+    assert "2 samples truncated, losing 28 tokens" in out
+    assert "left out   1 sample without a supervised token within the context" in out
+
+
+def test_documents_of_the_objective_lm_are_cut_and_never_truncated(run: Run) -> None:
+    out = run([{"text": "roses are red"}] * 4, context=8)
+    assert "documents are cut where a sequence is full, none is truncated" in out
+    assert "packing    7 sequences, 100.0 % full" in out
+    assert json.loads(run([{"text": "x" * 20}], as_json=True, context=8, objective="sft"))["truncated"]["samples"] == 1
+
+
+def test_long_texts_are_shortened_but_every_part_is_shown(run: Run) -> None:
+    chat = [{"role": "user", "content": "a" * 5000}, {"role": "assistant", "content": "the end"}]
+    out = run([{"messages": chat}], context=8192)
+    assert " characters ... a" in out and "[[the end\\x00]]" in out and len(out) < 3000
+    out = run([{"messages": CHAT * 30}], context=8192)
+    assert "... and 44 parts more" in out
+
+
+def test_a_base_model_brings_its_tokenizer_template_and_longest_context(run: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", CHATML)
+    (folder / "config.json").write_text('{"max_position_embeddings": 512}')
+    out = run([{"messages": CHAT}], base_model=folder)
+    assert "<|im_start|>assistant\n[[4<|im_end|>]]\n" in out and "context    512 tokens" in out
+    assert f"tokenizer  {folder}, conversations by the chat template of {folder}" in out
+    with pytest.raises(console.Failure, match="--context 513 is more than the 512 tokens"):
+        run([{"messages": CHAT}], base_model=folder, context=513)
+
+
+def test_what_is_wrong_is_one_sentence_with_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\nno\n')
+
+    def ends(*arguments: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "agora.cli.main_swarm", "data", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout, done.stderr.splitlines()[-1]
+
+    code, out, error = ends("x.jsonl", "--json")
+    assert (code, out) == (1, "") and error.startswith("error: x.jsonl:2 is not JSON")
+    assert ends("x.jsonl", "--objective", "rl") == (2, "", "error: --objective is lm, sft or dpo")
+    code, _, error = ends("x.jsonl", "--columns", "promt=a")
+    assert code == 2 and "did you mean 'prompt'" in error
+    assert ends("none.jsonl")[0] == 1
+
+
+def test_the_command_needs_no_torch() -> None:
+    code = "import sys, agora.cli.data_command; print(sorted({'torch', 'transformers', 'jinja2'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [1, 2, 3, 4, 5, 8, 9], [1024, 1025], [0, 7]])
+def test_each_length_is_in_the_bin_that_says_so(lengths: list[int]) -> None:
+    survey = DataSurvey("sft", 8, np.array(lengths), 0, 0, 0, 0, 0, None, None, ())
+    for each in survey.histogram():
+        assert each.count == sum(each.first <= length <= each.last for length in lengths)
+    assert sum(each.count for each in survey.histogram()) == len(lengths)
