@@ -1,4 +1,4 @@
-"""Finds out whether replicas that should be equal have taken different steps, and which of them are right. Pure.
+"""Finds out whether replicas that should be equal have diverged, and which of them are right. Pure.
 
 Knows: lineages by step (train.lineage), what others reported of theirs. Must not know: weights, calls, time.
 """
@@ -10,20 +10,19 @@ from collections.abc import Mapping
 
 from agora_protocol.ids import PeerId
 
-from agora.averaging.agreement import KnownReplicas
+from agora.averaging.replica_progress import KnownReplicas
 
 
 def replicas_to_fetch_from(lineages: Mapping[int, int], me: PeerId, live: KnownReplicas) -> tuple[PeerId, ...]:
-    """Returns the replicas that are right where this one is not; () when it is right, or nothing can be compared.
+    """Returns the replicas whose state is right where this one's is not; () when it is right or nothing is comparable.
 
-    lineages: this replica's, by step agreed on. Replicas with one lineage at one step are a group. The largest group is
-    right; of several, that with the least id. Replicas at a later step may be equal to this one, and count so until it
-    has come to that step.
+    lineages: this replica's, by agreed step. Replicas with one lineage at one step are a group. The largest group is
+    right; of groups of one size, that with the least id. A replica at a later step than this one counts as equal to it.
     """
     equal = [me]
     groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)
     for peer, last in live.items():
-        step, theirs = last.reported.agreed, last.reported.lineage
+        step, theirs = last.direct.agreed, last.direct.lineage
         if not theirs:
             continue
         if step > max(lineages, default=0):

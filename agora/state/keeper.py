@@ -218,7 +218,7 @@ class StateKeeper:
 
     # --- writing checkpoints
 
-    def note_step(self, stage: int, step: int) -> None:
+    def on_stepped(self, stage: int, step: int) -> None:
         """Called after each step of a stage: if a checkpoint is due at `step`, wakes `run`, which writes it."""
         if rules.checkpoint_due(step, self._manifest.checkpoint.every, self._checkpointed.get(stage, 0)):
             self._checkpointed[stage] = step
@@ -226,7 +226,7 @@ class StateKeeper:
             self._wake.set()
 
     async def run(self) -> None:
-        """Writes the checkpoints that `note_step` finds due, and drops idle snapshots, until cancelled."""
+        """Writes the checkpoints that `on_stepped` finds due, and drops idle snapshots, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()

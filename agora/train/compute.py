@@ -27,7 +27,7 @@ from agora.train.memory import keep_freed_memory
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import AveragedSlice, Blocks
 from agora.train.step_events import StepEvents
-from agora.train.trained_stage import MeanGradient, StageProgress
+from agora.train.trained_stage import GradientShare, StageProgress
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class Compute:
         return self.trainer.stage(stage).progress.step
 
     def step_events(self) -> AsyncIterator[StepEvent]:
-        """Yields every step and closed part of the span's stages, in order, to one reader; ends only when cancelled."""
+        """Yields every step and closed share of the span's stages, in order, to one reader, until cancelled."""
         return aiter(self._events)
 
     def busy_fraction(self) -> float:
@@ -218,17 +218,17 @@ class Compute:
         await self._run_and_step(self.trainer.stage(stage).step_anchor, step, blocks, snapshot, averaged)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Brings a stage to the `step` steps that its other replicas have taken: along its own sum, or only counted."""
+        """Brings a stage to the `step` steps that its other replicas have taken, see TrainedStage."""
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
-    async def take_mean_gradient(self, stage: int) -> MeanGradient:
-        """Takes the mean out of the stage's gradient sum; its next step is then taken by `step_with_gradient` only."""
-        return await self._run_and_step(self.trainer.stage(stage).take_mean_gradient)
+    async def take_gradient_share(self, stage: int) -> GradientShare:
+        """Returns this replica's share of the next step, closed; only `step_with_gradient` takes that step."""
+        return await self._run_and_step(self.trainer.stage(stage).take_gradient_share)
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
         """Takes step `number`, the next one, along the mean gradient [numel] over all replicas' `tokens`.
 
-        Ends this replica's share of it, if that was taken out. Raises LocalError when another step is the next; after a
+        Drops this replica's closed share of it. Raises LocalError when another step is the next; after a
         ProtocolError it is still to be taken.
         """
         await self._run_and_step(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)

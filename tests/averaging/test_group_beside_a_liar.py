@@ -47,7 +47,7 @@ class Liar:
         if isinstance(request, Recall):
             return SimpleNamespace(message=Recalled(0, 0, 0.0, "float32"), tensors=[])
         assert isinstance(request, Contribute)
-        answer = Averaged(members=2, present=2, weight=64.0, counted=True, wire="float32")
+        answer = Averaged(in_mean=2, contributors=2, weight=64.0, counted=True, wire="float32")
         return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
 
 
