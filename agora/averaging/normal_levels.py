@@ -4,7 +4,7 @@ Knows: numbers and their bytes. Must not know: rounds, what the values are of.
 
 A value x of a block of QUANTISER_BLOCK elements becomes the level nearest to x / scale, the scale being the block's
 root mean square. The levels have the least mean squared error for a normal distribution (Lloyd 1982; Max 1960). The
-error is not random: whoever quantises one gradient after another adds the last error to the next (error feedback).
+error is not random: whoever quantises one gradient after another uses error feedback (see contributions).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ POSITIVE_LEVELS: Final = {
 }
 """The upper half of the levels, by bits; the lower half is its mirror image."""
 MAX_EXPONENT: Final = 100
-"""Largest magnitude of a part's exponent; scales are at most 2^100."""
+"""Bound of a vector's exponent e, -100 to 100; scales are at most 2^100."""
 SCALES_PER_OCTAVE: Final = 8
-"""Scales of a block for each power of two."""
+"""A block's scale is 2^(e - c / 8) with a whole code c: eight scales for each power of two."""
 ZERO_SCALE: Final = 255
 """The scale code of a block whose values are all decoded as 0."""
 _SCALES: Final = torch.tensor(

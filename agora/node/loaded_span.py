@@ -91,7 +91,7 @@ class LoadedSpan:
             signed.run_id,
             startup.home.runs / signed.run_id / "collected",
             layouts=lambda: [stage_layout(manifest, stage) for stage in range(manifest.stage_count)],
-            held=compute,
+            stages=compute,
             serving=local_peer.steps_of,
             caller=local_peer.network,
             report_offence=local_peer.offences.report_offence,
