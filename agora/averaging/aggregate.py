@@ -50,8 +50,8 @@ def aggregate(
         return None
     values = [value for value, _ in weighted]
     tokens = [weight for _, weight in weighted]
-    used = capped(tokens) if cap else tokens
-    fractions = [weight / sum(used) for weight in used]
+    limited = capped(tokens) if cap else tokens
+    fractions = [weight / sum(limited) for weight in limited]
     mean = _mean(values, fractions) if aggregation == "mean" else _clip(values, fractions, center)
     if not all_finite(mean):
         return None

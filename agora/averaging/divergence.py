@@ -21,13 +21,13 @@ def replicas_to_fetch_from(lineages: Mapping[int, int], me: PeerId, live: KnownR
     """
     equal = [me]
     groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)
-    for peer, last in live.items():
-        step, theirs = last.direct.agreed, last.direct.lineage
-        if not theirs:
+    for peer, progress in live.items():
+        step, their_lineage = progress.direct.agreed, progress.direct.lineage
+        if not their_lineage:
             continue
         if step > max(lineages, default=0):
             equal.append(peer)
-        elif ours := lineages.get(step, 0):
-            (equal if theirs == ours else groups[step, theirs]).append(peer)
-    right = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))
-    return () if right is equal else tuple(sorted(right))
+        elif own_lineage := lineages.get(step, 0):
+            (equal if their_lineage == own_lineage else groups[step, their_lineage]).append(peer)
+    majority = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))
+    return () if majority is equal else tuple(sorted(majority))

@@ -73,8 +73,8 @@ class ExactSteps:
         result = await self._group.run_round(stage, "gradient", step, share.values, float(share.tokens))
         nonzero_fraction = 1.0
         if result.failed_parts and not self._synchronous:
-            first = Part(stage, "gradient", step, 0)
-            nonzero_fraction = await self._fill_failed_parts(first, share.values, share.tokens, result)
+            first_part = Part(stage, "gradient", step, 0)
+            nonzero_fraction = await self._fill_failed_parts(first_part, share.values, share.tokens, result)
         elif result.failed_parts and await self._fetch_until_taken(stage, step + 1):
             return
         tokens = round(nonzero_fraction * max(share.tokens, result.weight))
@@ -89,7 +89,7 @@ class ExactSteps:
             if not result.failed_parts:
                 self._group.record_exact_step(stage, result.weight)
 
-    async def _fill_failed_parts(self, first: Part, values: Tensor, tokens: int, result: RoundResult) -> float:
+    async def _fill_failed_parts(self, first_part: Part, values: Tensor, tokens: int, result: RoundResult) -> float:
         """Puts a mean into each failed part of `result`, and returns the fraction of all parts whose mean is not 0.
 
         The mean is that which another replica keeps; else 0, which is kept for others; without another replica, the own
@@ -97,12 +97,12 @@ class ExactSteps:
         another mean than 0, replicas find that out by their lineages.
         """
         failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
-        await recall_repeatedly(self._reducer, self._group, first, result)
-        if len(self._group.members(first.stage)) == 1:
+        await recall_repeatedly(self._reducer, self._group, first_part, result)
+        if len(self._group.members(first_part.stage)) == 1:
             return 1.0
         cuts, zeros = cut_into_parts(len(result.mean)), 0
         for index in failed:
-            part, cut = first._replace(part=index), cuts[index]
+            part, cut = first_part._replace(part=index), cuts[index]
             if not result.averaged[index]:
                 zero_mean = self._reducer.exchange.zero_mean(part, len(values[cut]))
                 self._reducer.keep_mean(part, zero_mean)

@@ -132,8 +132,8 @@ class ReplicaGroup:
             tasks = [watching, *(state.task for state in self._tasks.values() if state.task is not None)]
             for task in tasks:
                 task.cancel()
-            ends = [state.slice_rounds.stop() for state in self._tasks.values()]
-            await asyncio.gather(*tasks, *ends, return_exceptions=True)
+            stops = [state.slice_rounds.stop() for state in self._tasks.values()]
+            await asyncio.gather(*tasks, *stops, return_exceptions=True)
             await self.reducer.close()
 
     async def leave(self, within_s: float) -> None:
@@ -144,10 +144,10 @@ class ReplicaGroup:
         self._leaving = True
         running = [state.task for state in self._tasks.values() if state.task is not None]
         if running:
-            _, late = await asyncio.wait(running, timeout=within_s)
-            for task in late:
+            _, unfinished = await asyncio.wait(running, timeout=within_s)
+            for task in unfinished:
                 task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
 
     # --- what other replicas and other rooms ask
 

@@ -80,8 +80,8 @@ class StepSize:
 
     def after_step(self, tokens: float) -> StepSize:
         """Returns the size after a step that held `tokens`; the surplus stays within MAX_CORRECTION of the target."""
-        most = MAX_CORRECTION * self.target
-        return StepSize(self.target, min(max(self.surplus + tokens - self.target, -most), most))
+        bound = MAX_CORRECTION * self.target
+        return StepSize(self.target, min(max(self.surplus + tokens - self.target, -bound), bound))
 
 
 @dataclass(slots=True)

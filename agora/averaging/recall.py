@@ -24,28 +24,28 @@ MAX_RECALLS: Final = 8
 """Failed parts may be averaged later: they are asked for so many times, RECALL_PAUSE * round_s apart."""
 
 
-async def recall_repeatedly(reducer: PartReducer, group: RoundGroup, first: Part, result: RoundResult) -> None:
+async def recall_repeatedly(reducer: PartReducer, group: RoundGroup, first_part: Part, result: RoundResult) -> None:
     """Calls `recall_failed_parts` up to MAX_RECALLS times, until no part is missing or no other replica is left."""
     for attempt in range(MAX_RECALLS):
         if attempt:
-            await asyncio.sleep(RECALL_PAUSE * group.round_s(first.stage))
-        await recall_failed_parts(reducer, group, first, result)
-        if not result.failed_parts or len(group.members(first.stage)) == 1:
+            await asyncio.sleep(RECALL_PAUSE * group.round_s(first_part.stage))
+        await recall_failed_parts(reducer, group, first_part, result)
+        if not result.failed_parts or len(group.members(first_part.stage)) == 1:
             return
 
 
-async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first: Part, result: RoundResult) -> None:
+async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_part: Part, result: RoundResult) -> None:
     """Asks the others for the means of a round's failed parts, and puts the plausible ones into `result`.
 
-    first: part 0 of the round. result: is changed in place; its failed parts hold this replica's values.
+    first_part: part 0 of the round. result: is changed in place; its failed parts hold this replica's values.
     """
-    sources, cuts = sorted(group.live_others(first.stage)), cut_into_parts(len(result.mean))
-    deadline = loop_time() + group.round_s(first.stage)
+    sources, cuts = sorted(group.live_others(first_part.stage)), cut_into_parts(len(result.mean))
+    deadline = loop_time() + group.round_s(first_part.stage)
     free_calls = asyncio.Semaphore(MAX_OPEN_PARTS)
 
     async def recall(index: int) -> None:
         """Asks one source after another for a part; each part begins with another source."""
-        part, own = first._replace(part=index), result.mean[cuts[index]]
+        part, own = first_part._replace(part=index), result.mean[cuts[index]]
         async with free_calls:
             for attempt in range(len(sources)):
                 source = sources[(index + attempt) % len(sources)]

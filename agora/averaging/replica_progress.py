@@ -160,10 +160,12 @@ def merge_gossip(
         counts, heard_at = ReplicaCounts(*numbers), now if peer == sender else now - age_ms / 1000
         if peer == me or now - heard_at > SILENT_S:
             continue
-        last = merged.get(peer) or ReplicaProgress(counts, heard_at)
-        if peer == sender or counts >= last.counts or not last.is_live(now):
-            last = last.with_counts(counts, max(heard_at, last.heard_at))
-        merged[peer] = replace(last, direct=last.direct.followed_by(counts, now)) if peer == sender else last
+        progress = merged.get(peer) or ReplicaProgress(counts, heard_at)
+        if peer == sender or counts >= progress.counts or not progress.is_live(now):
+            progress = progress.with_counts(counts, max(heard_at, progress.heard_at))
+        if peer == sender:
+            progress = replace(progress, direct=progress.direct.followed_by(counts, now))
+        merged[peer] = progress
     return merged
 
 
@@ -171,16 +173,16 @@ def record_failure(
     known: KnownReplicas, peer: PeerId, now: float, *, broken: bool = False
 ) -> dict[PeerId, ReplicaProgress]:
     """Returns `known` after a call to `peer` failed; an unknown peer is added as heard `now`, at step 0."""
-    last = known.get(peer) or ReplicaProgress(ReplicaCounts(), now)
-    return dict(known) | {peer: last.with_failure(now, broken=broken)}
+    progress = known.get(peer) or ReplicaProgress(ReplicaCounts(), now)
+    return dict(known) | {peer: progress.with_failure(now, broken=broken)}
 
 
 def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
     """Returns `known` with the listed replicas marked as `listed`, without those that are neither listed nor live."""
     return {
-        peer: replace(last, listed=True) if peer in listed and not last.listed else last
-        for peer, last in known.items()
-        if peer in listed or last.is_live(now)
+        peer: replace(progress, listed=True) if peer in listed and not progress.listed else progress
+        for peer, progress in known.items()
+        if peer in listed or progress.is_live(now)
     }
 
 
@@ -218,7 +220,7 @@ def lagging_or_unheard_replicas(known: KnownReplicas, peers: Collection[PeerId],
 
 def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
     """Returns those entries of `known` whose replicas are both listed and live."""
-    return {peer: last for peer, last in known.items() if peer in listed and last.is_live(now)}
+    return {peer: progress for peer, progress in known.items() if peer in listed and progress.is_live(now)}
 
 
 def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
@@ -228,14 +230,15 @@ def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) 
     themselves but were never listed.
     """
     silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
-    unlisted = {p for p, last in known.items() if last.direct.step >= 0 and not last.listed and last.is_live(now)}
-    return (set(listed) | unlisted) - silent
+    heard = {peer for peer, progress in known.items() if progress.direct.step >= 0 and progress.is_live(now)}
+    return (set(listed) | {peer for peer in heard if not known[peer].listed}) - silent
 
 
 def count_tokens(others: KnownReplicas, step: int) -> int:
     """Returns the tokens that `others` counted for `step`: `tokens` of an open share, `closed_tokens` of a closed."""
-    counting = sum(last.counts.tokens for last in others.values() if last.counts.open_step == step)
-    return counting + sum(last.closed_tokens for last in others.values() if last.counts.open_step == step + 1)
+    open_tokens = sum(progress.counts.tokens for progress in others.values() if progress.counts.open_step == step)
+    closed = [progress for progress in others.values() if progress.counts.open_step == step + 1]
+    return open_tokens + sum(progress.closed_tokens for progress in closed)
 
 
 def first_closed_at(others: KnownReplicas, step: int) -> float | None:
@@ -244,7 +247,8 @@ def first_closed_at(others: KnownReplicas, step: int) -> float | None:
     A replica that leads by more than MAX_PLAUSIBLE_LEAD is ignored: nobody can while this one's share is open.
     """
     ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
-    return min((last.direct.open_since for last in others.values() if last.direct.open_step in ahead), default=None)
+    reports = [progress.direct for progress in others.values()]
+    return min((report.open_since for report in reports if report.open_step in ahead), default=None)
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
@@ -264,11 +268,11 @@ def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_to
     | a quarter of `reachable` is at step + 1; a quarter of `target` is known to be counted for `step` | step + 1 |
     | else | step |
     """
-    steps = sorted((last.direct.step for last in others.values()), reverse=True)
+    steps = sorted((progress.direct.step for progress in others.values()), reverse=True)
     half = math.ceil(reachable / 2)
     if 0 < half <= len(steps) and steps[half - 1] > step:
         return steps[half - 1]
-    ahead = sum(last.direct.step == step + 1 for last in others.values())
+    ahead = sum(progress.direct.step == step + 1 for progress in others.values())
     tokens = own_tokens + count_tokens(others, step)
     return step + 1 if ahead and ahead >= math.ceil(reachable / 4) and 4 * tokens >= target else step
 
@@ -284,7 +288,7 @@ def compose_gossip(
 ) -> tuple[GossipEntry, ...]:
     """Returns the entries to send: `own` counts, then live listed others, freshest first, MAX_GOSSIPED_REPLICAS."""
     others = sorted(live_replicas(known, listed, now).items(), key=lambda item: -item[1].heard_at)
-    entries = ((peer, *last.counts, round(1000 * (now - last.heard_at))) for peer, last in others)
+    entries = ((peer, *progress.counts, round(1000 * (now - progress.heard_at))) for peer, progress in others)
     return ((me, *own, 0), *entries)[:MAX_GOSSIPED_REPLICAS]
 
 

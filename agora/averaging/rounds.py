@@ -101,7 +101,7 @@ class Round:
 
         values: float32 [n], finite, on the CPU; must not be changed afterwards, because they may be kept for later.
         """
-        began = loop_time()
+        started_at = loop_time()
         parts = [values[cut] for cut in cut_into_parts(len(values))]
         answers = await asyncio.gather(*(self._average_part(*part) for part in enumerate(parts)))
         means = [own if answer is None else answer.mean.values for answer, own in zip(answers, parts, strict=True)]
@@ -118,7 +118,7 @@ class Round:
                 members=len(self.members),
                 weight=self.weight,
                 lost=result.lost,
-                seconds=loop_time() - began,
+                seconds=loop_time() - started_at,
                 bytes_out=self._bytes_out,
             )
         )

@@ -114,16 +114,16 @@ class SliceRounds:
         | RECALL_FIRST or more | replicas that keep them; those that nobody keeps from the round |
         | slices.count or more | replicas that keep them, asked once |
         """
-        first = Part(self._stage, "slice", number, 0)
+        first_part = Part(self._stage, "slice", number, 0)
         result = RoundResult(difference, [False for _ in cut_into_parts(len(difference))])
         is_superseded = rounds_late >= self._slices.count
         if rounds_late >= min(RECALL_FIRST, self._slices.count):
-            await recall_failed_parts(self._reducer, self._group, first, result)
+            await recall_failed_parts(self._reducer, self._group, first_part, result)
         if result.failed_parts and number > self._last_contributed and not is_superseded:
             weight = float(sum(self._step_tokens))
             result = await self._group.run_round(self._stage, "slice", number, difference, weight)
         if result.failed_parts and not is_superseded:
-            await recall_repeatedly(self._reducer, self._group, first, result)
+            await recall_repeatedly(self._reducer, self._group, first_part, result)
         for cut, is_averaged in zip(cut_into_parts(len(difference)), result.averaged, strict=True):
             if not is_averaged:
                 result.mean[cut] = 0.0

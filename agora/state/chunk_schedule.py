@@ -49,8 +49,8 @@ class ChunkSchedule:
             chunk = heapq.heappop(self._missing)
         else:
             open_calls = ((max(asked.values()), chunk) for chunk, asked in self._open.items() if peer not in asked)
-            began, chunk = min(open_calls, default=(now, -1))
-            if now - began <= max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * self.median_s()):
+            started_at, chunk = min(open_calls, default=(now, -1))
+            if now - started_at <= max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * self.median_s()):
                 return None
             self.duplicated += 1
         self._open.setdefault(chunk, {})[peer] = now
@@ -59,8 +59,8 @@ class ChunkSchedule:
     def record_arrival(self, chunk: int, peer: PeerId, now: float) -> list[PeerId]:
         """Records that `peer` gave the chunk. Returns the other peers asked for it: those calls can be cancelled."""
         asked = self._open.pop(chunk, {})
-        if (began := asked.pop(peer, None)) is not None:
-            self._durations.append(now - began)
+        if (started_at := asked.pop(peer, None)) is not None:
+            self._durations.append(now - started_at)
         self.arrived_chunks.add(chunk)
         return list(asked)
 

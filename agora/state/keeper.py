@@ -160,7 +160,7 @@ class StateKeeper:
 
         Raises Unavailable when all sources have failed for `patience_s`.
         """
-        began = loop_time()
+        started_at = loop_time()
         fetch = StateFetch(
             self._caller,
             stage,
@@ -173,7 +173,7 @@ class StateKeeper:
         await self._stages.load_state(state)
         self._filled_stages.add(stage)
         self._checkpoint_steps[stage] = state.step
-        seconds, size = loop_time() - began, state.layout.nbytes
+        seconds, size = loop_time() - started_at, state.layout.nbytes
         self._report(events.StateFetched(stage, state.step, size, seconds, fetch.schedule.refetched))
         return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s"
 
@@ -184,12 +184,12 @@ class StateKeeper:
 
         Raises Unavailable when a run fails later than `patience_s` after the first began.
         """
-        began = loop_time()
+        started_at = loop_time()
         while True:
             try:
-                return await fetch.run(sources, deadline=began + FETCH_S, at_least=at_least)
+                return await fetch.run(sources, deadline=started_at + FETCH_S, at_least=at_least)
             except Unavailable as error:
-                if loop_time() >= began + patience_s:
+                if loop_time() >= started_at + patience_s:
                     raise
                 self._report(events.TaskFailed("fetch state", f"{error}; it goes on when somebody has it"))
             await asyncio.sleep(RETRY_S)
@@ -241,7 +241,7 @@ class StateKeeper:
 
     async def _write(self, stage: int) -> None:
         """Writes a checkpoint of the stage as it is now, one write at a time; reports it, or the disk's error."""
-        keep, began = self._manifest.checkpoint.keep, loop_time()
+        keep, started_at = self._manifest.checkpoint.keep, loop_time()
         try:
             async with self._writing:
                 state = await self._stages.export_state(stage)
@@ -249,4 +249,4 @@ class StateKeeper:
         except DiskError as error:
             self._report(events.DiskTrouble(str(self._folder), str(error)))
             return
-        self._report(events.CheckpointWritten(stage, state.step, state.layout.nbytes, loop_time() - began))
+        self._report(events.CheckpointWritten(stage, state.step, state.layout.nbytes, loop_time() - started_at))

@@ -65,9 +65,9 @@ def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
     return math.inf if len(serving) < 3 else statistics.median_high(serving) + lag_limit
 
 
-def lowest_step_to_fetch(wanted: int, offers: Collection[int]) -> int:
-    """Returns the lowest step of a state to accept: max(wanted, lower median of `offers` - CLAIM_LAG)."""
-    return max(wanted, statistics.median_low(offers or [0]) - CLAIM_LAG)
+def lowest_step_to_fetch(at_least: int, offers: Collection[int]) -> int:
+    """Returns the lowest step of a state to accept: max(at_least, lower median of `offers` - CLAIM_LAG)."""
+    return max(at_least, statistics.median_low(offers or [0]) - CLAIM_LAG)
 
 
 def checkpoint_due(step: int, every: int, last: int) -> bool:

@@ -144,27 +144,27 @@ class StateFetch:
                 task.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
             self._remove_ended_calls()
-        used = self._chunk_snapshots.values()
-        step, updates = min(index.step for index in used), min(index.updates for index in used)
-        ((agreed, lineage, _),) = {mixing_key(index) for index in used}
+        indexes = self._chunk_snapshots.values()
+        step, updates = min(index.step for index in indexes), min(index.updates for index in indexes)
+        ((agreed, lineage, _),) = {mixing_key(index) for index in indexes}
         return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, agreed, lineage)
 
     async def _advance(self) -> None:
         """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable when late or without sources."""
         now = loop_time()
-        late = now >= self._deadline
-        if not late:
+        is_late = now >= self._deadline
+        if not is_late:
             self._choose_again_if_needed(now)
             self._ask_for_offers(now)
             if self._chosen is None:
                 self._choose_snapshots(now)
             self._ask_for_chunks(now)
         calls = [task for source in self._sources for task, _ in source.calls.values()]
-        if late or not (calls or any(not source.given_up for source in self._sources)):
-            came = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
-            ending = " before the deadline" if late else ", and no source is left"
+        if is_late or not (calls or any(not source.given_up for source in self._sources)):
+            arrived = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
+            ending = " before the deadline" if is_late else ", and no source is left"
             errors = [f"{source.peer}: {source.last_error}" for source in self._sources if source.last_error]
-            raise Unavailable(self._stage, [came + ending, *errors])
+            raise Unavailable(self._stage, [arrived + ending, *errors])
         wait_s = min(TICK_S, self._deadline - now)
         if calls:
             await asyncio.wait(calls, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -246,7 +246,7 @@ class StateFetch:
     def _is_slow(self, source: _Source, now: float) -> bool:
         """Returns whether the source's oldest open call lasts unusually long; an idle source is then asked as well."""
         patience_s = max(SLOW_S, 4 * self.schedule.median_s()) if source.offer else SLOW_S
-        return now - min((began for _, began in source.calls.values()), default=now) > patience_s
+        return now - min((started_at for _, started_at in source.calls.values()), default=now) > patience_s
 
     def _ask_for_chunks(self, now: float) -> None:
         """Fills the windows of the sources that are fetched from with calls."""
@@ -268,11 +268,11 @@ class StateFetch:
 
     async def _fetch_offer(self, source: _Source) -> None:
         """Asks the source for its newest snapshot; keeps the offer, or at an implausible step gives the source up."""
-        ends = min(self._deadline, loop_time() + OFFER_S)
+        call_deadline = min(self._deadline, loop_time() + OFFER_S)
         at_least = self._chosen.step if self._chosen else self._lowest_step
-        request = GetState(self._stage, at_least, milliseconds_until(ends))
+        request = GetState(self._stage, at_least, milliseconds_until(call_deadline))
         try:
-            offer = check_offer(await self._caller.call(source.peer, request, deadline=ends), self._layout)
+            offer = check_offer(await self._caller.call(source.peer, request, deadline=call_deadline), self._layout)
         except AgoraError as error:
             self._handle_failure(source, error, None)
             return
@@ -287,25 +287,25 @@ class StateFetch:
 
     async def _fetch_chunk(self, source: _Source, offer: Offer, chunk: int) -> None:
         """Asks the source for a chunk, checks it in a thread, stores it, and cancels other calls for the same chunk."""
-        began = loop_time()
-        ends = min(self._deadline, began + CHUNK_S)
-        request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(ends))
+        started_at = loop_time()
+        call_deadline = min(self._deadline, started_at + CHUNK_S)
+        request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(call_deadline))
         expected = offer.hashes[HASH_BYTES * chunk :][:HASH_BYTES]
         try:
-            reply = await self._caller.call(source.peer, request, deadline=ends)
+            reply = await self._caller.call(source.peer, request, deadline=call_deadline)
             values = await asyncio.to_thread(check_chunk, reply, expected, self._layout, chunk)
         except AgoraError as error:
             self._handle_failure(source, error, offer)
             return
-        source.failures, source.last_chunk_s = 0, loop_time() - began
+        source.failures, source.last_chunk_s = 0, loop_time() - started_at
         if not self._is_chosen(offer):
             return  # other snapshots have been chosen meanwhile
         self._chunk_snapshots[chunk], self._last_arrival = offer.index, loop_time()
         arrays = [self._weights, *self._moments.values()]
         for array, place, part in zip(arrays, self._layout.chunk_places(chunk), values, strict=True):
             array[place] = part
-        needless = self.schedule.record_arrival(chunk, source.peer, loop_time())
-        for other in [other for other in self._sources if other.peer in needless]:
+        peers_to_cancel = self.schedule.record_arrival(chunk, source.peer, loop_time())
+        for other in [other for other in self._sources if other.peer in peers_to_cancel]:
             other.calls[chunk][0].cancel()
 
     # --- failures

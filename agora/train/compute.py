@@ -137,11 +137,11 @@ class Compute:
             """On the device thread: decodes the tensors, runs the stages, and encodes the gradient."""
             if first not in self.span or not self._holds_last_stage:
                 raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             entry, ids = self._decode(microbatch, first, boundary, tokens)
             loss_sum, supervised, gradient = self.trainer.finish(microbatch, first, entry, ids, train)
             encoded = self._encode_gradient(microbatch, first, gradient, entry)
-            return SpanResult(encoded, time.perf_counter() - begun, loss_sum, supervised)
+            return SpanResult(encoded, time.perf_counter() - started_at, loss_sum, supervised)
 
         return await self._run_and_step(job, priority=Priority.FORWARD if train else Priority.EVALUATE)
 
@@ -154,13 +154,13 @@ class Compute:
 
         def job() -> SpanResult:
             """On the device thread: decodes and checks the gradient, runs the backward, encodes its result."""
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             key = gradient_dither_key(microbatch, self.span.last + 1)
             decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
             self._require_finite(decoded, microbatch, self.span.last, "gradient")
             result, forward = self.trainer.backward(microbatch, first, decoded)
             encoded = self._encode_gradient(microbatch, first, result, forward.entry)
-            return SpanResult(encoded, forward.device_s + time.perf_counter() - begun)
+            return SpanResult(encoded, forward.device_s + time.perf_counter() - started_at)
 
         return await self._run_and_step(job)
 
