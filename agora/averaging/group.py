@@ -151,12 +151,12 @@ class ReplicaGroup:
 
     # --- what other replicas and other rooms ask
 
-    async def contribute(
+    async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
         """Answers another replica's contribution; a ProtocolError is reported as that peer's offence, and raised."""
         try:
-            return await self.reducer.contribute(peer, message, tensors, deadline)
+            return await self.reducer.answer_contribution(peer, message, tensors, deadline)
         except ProtocolError as error:
             # Counted once for a round, however many parts are wrong: a peer that has restarted sends all of them again.
             occasion = f"stage {message.stage}, {message.what}, round {message.round}"

@@ -153,7 +153,7 @@ class PartReducer:
             task.cancel()
         await asyncio.gather(*recalls, return_exceptions=True)
 
-    async def contribute(
+    async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
         """Takes a member's values, waits until the part is averaged, and returns the encoded answer for that member.
@@ -164,7 +164,7 @@ class PartReducer:
         return mean.message, list(mean.encoded.tensors if mean.encoded else ())
 
     async def contribute_own(self, message: Contribute, tensors: Sequence[WireTensor], deadline: float) -> PartMean:
-        """Does as `contribute` for this peer's own values, and returns the mean itself."""
+        """Does as `answer_contribution` for this peer's own values, and returns the mean itself."""
         return await self._average_with(self.config.me, message, tensors, deadline)
 
     async def _average_with(
@@ -211,10 +211,10 @@ class PartReducer:
         total = 0
         numbers = sorted((name[2] for name in self._rounds if name[:2] == part[:2]), reverse=True)
         for number in numbers:
-            earlier = self._rounds[part.stage, part.what, number]
-            total += earlier.nbytes
+            kept_round = self._rounds[part.stage, part.what, number]
+            total += kept_round.nbytes
             if total > MAX_KEPT_BYTES and number <= numbers[0] - MIN_KEPT_ROUNDS:
-                earlier.drop_means()
+                kept_round.drop_means()
 
     def _kept_mean(self, part: Part) -> KeptPartMean | None:
         """Returns the mean of the part that is kept here; None without one."""

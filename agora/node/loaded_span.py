@@ -172,7 +172,7 @@ class LoadedSpan:
             case GossipSteps() as request:
                 return Reply(self.replicas.gossip.answer(call.peer, request))
             case Contribute() as request:
-                return Reply(*await self.replicas.contribute(call.peer, request, call.tensors, call.deadline))
+                return Reply(*await self.replicas.answer_contribution(call.peer, request, call.tensors, call.deadline))
             case Recall() as request:
                 return Reply(*self.replicas.reducer.answer_recall(request))
             case other:

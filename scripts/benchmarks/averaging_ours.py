@@ -96,7 +96,9 @@ class Member:
             message, tensors = self._reducer.answer_recall(call.message)
         elif isinstance(call.message, Contribute):
             try:
-                message, tensors = await self._reducer.contribute(call.peer, call.message, call.tensors, call.deadline)
+                message, tensors = await self._reducer.answer_contribution(
+                    call.peer, call.message, call.tensors, call.deadline
+                )
             except TimeoutError:
                 raise PeerFailed("the part was not averaged before its deadline") from None
         else:

@@ -240,7 +240,7 @@ class GroupPeer:
             case Recall() as request:
                 return Reply(*self.group.reducer.answer_recall(request))
             case Contribute() as request:
-                return Reply(*await self.group.contribute(call.peer, request, call.tensors, call.deadline))
+                return Reply(*await self.group.answer_contribution(call.peer, request, call.tensors, call.deadline))
         raise AssertionError(call.message)
 
 

@@ -436,7 +436,7 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
         liar, lies = members[2], 0
         for member in members:
             member.sees = {peer.peer: 1e15 if peer is liar else 1.0 for peer in members}
-        contribute = liar.reducer.contribute
+        contribute = liar.reducer.answer_contribution
 
         async def lying(peer: PeerId, message: Contribute, *rest: Any) -> tuple[Averaged, list[WireTensor]]:
             nonlocal lies
@@ -446,7 +446,7 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
             lies += 1
             return answer, PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
 
-        liar.reducer.contribute = lying  # type: ignore[method-assign]
+        liar.reducer.answer_contribution = lying  # type: ignore[method-assign]
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
         for number in range(6):
             results = await one_round(world, members, [1.0] * 3, number, values=chosen)

@@ -122,7 +122,7 @@ class Member:
             if isinstance(call.message, Recall):
                 return Reply(*self.reducer.answer_recall(call.message))
             assert isinstance(call.message, Contribute)
-            return Reply(*await self.reducer.contribute(call.peer, call.message, call.tensors, call.deadline))
+            return Reply(*await self.reducer.answer_contribution(call.peer, call.message, call.tensors, call.deadline))
         except ProtocolError as error:
             self.world.strikes.append((call.peer, error))
             raise
