@@ -2,7 +2,7 @@
 
 Knows: tokens, step numbers, encoded gradients. Must not know: torch, threads, replicas, how tokens are agreed on.
 The loop publishes a new StepPolicy whenever what it knows of the other replicas changes; the device thread reads the
-newest one. For every step, and every part of one, it puts an event on a queue (train.step_events).
+newest one. For every step and every closed share it puts an event on a queue (train.step_events).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ EVERY_STEP: Final = ALL_STEPS  # as `exact_steps`: all steps of the run are exac
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """When one stage ends what it counts for a step: by stepping along it, or by giving it to a mean of all replicas.
+    """When a stage steps along its gradient sum, or closes its share of a step for the mean of all replicas.
 
-    `own_tokens`, `alone` and `closes_part` hold while it counts for step number `step` (0 is the first); it may have
-    gone on since. Of any other step nothing is known, so the safe answer holds. "Steps so" is: along the mean.
+    `own_tokens`, `alone` and `closes_share` hold for step number `step` (0 is the first); the stage may have gone on
+    since. Of any other step nothing is known, so the safe answer holds.
 
-    | question                                | step `step`                          | any other step      |
-    |-----------------------------------------|--------------------------------------|---------------------|
-    | own tokens needed                       | own_tokens                           | target_tokens       |
-    | steps along the mean of all replicas    | step < exact_steps, unless `alone`   | step < exact_steps  |
-    | closes its part when it has the tokens  | closes_part, if it steps so          | no                  |
+    | question                                 | step `step`                             | any other step      |
+    |------------------------------------------|-----------------------------------------|---------------------|
+    | own tokens needed                        | own_tokens                              | target_tokens       |
+    | steps along the mean of all replicas     | step < exact_steps, unless `alone`      | step < exact_steps  |
+    | closes its share when it has the tokens  | closes_share, if it steps along a mean  | no                  |
     """
 
     target_tokens: int  # that all replicas together count for one step
@@ -35,7 +35,7 @@ class StepPolicy:
     step: int = -1
     own_tokens: int = 0  # that this replica has to count so that all reach `target_tokens`, its counted ones included
     alone: bool = False  # no other replica holds the stage
-    closes_part: bool = False
+    closes_share: bool = False
 
     def tokens_needed(self, step: int) -> int:
         """Returns the tokens this replica must count for step `step`: own_tokens at self.step, else target_tokens."""
@@ -46,8 +46,8 @@ class StepPolicy:
         return step < self.exact_steps and not (self.alone and step == self.step)
 
     def closes(self, step: int) -> bool:
-        """Returns whether a part of step `step` that has the tokens needed is closed at once, without being asked."""
-        return self.closes_part and step == self.step and self.waits_for_mean(step)
+        """Returns whether the share of step `step` is closed as soon as it has the tokens needed."""
+        return self.closes_share and step == self.step and self.waits_for_mean(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,15 @@ class StageStepped:
 
 
 @dataclass(frozen=True, slots=True)
-class PartClosed:
-    """Event: a stage has counted its `tokens` for step number `part`, and counts for the next one from now on."""
+class ShareClosed:
+    """Event: a stage has closed its share of step number `step`, of `tokens`, and opened that of the next."""
 
     stage: int
-    part: int
+    step: int
     tokens: int
 
 
-StepEvent = StageStepped | PartClosed
+StepEvent = StageStepped | ShareClosed
 
 
 @dataclass(frozen=True, slots=True)

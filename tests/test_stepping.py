@@ -38,9 +38,9 @@ def test_an_exact_step_waits_unless_this_replica_is_known_to_be_alone_at_it(
 
 
 def test_a_part_is_closed_at_once_only_of_the_step_that_the_policy_is_of_and_where_the_mean_is_awaited() -> None:
-    closing = replace(KNOWN, alone=False, closes_part=True)
+    closing = replace(KNOWN, alone=False, closes_share=True)
     assert [closing.closes(step) for step in (6, 7, 8)] == [False, True, False]
-    assert not replace(closing, closes_part=False).closes(7)
+    assert not replace(closing, closes_share=False).closes(7)
     assert not replace(closing, exact_steps=7).closes(7) and not replace(closing, alone=True).closes(7)
 
 

@@ -1,12 +1,13 @@
-"""What a member contributes to rounds: its values, what quantisation lost before, and of gradients what was late.
+"""Builds a member's contributions to rounds: its values, the residual of the last encoding, and late gradients.
 
 Knows: parts, values, their encoding. Must not know: owners, calls, time.
 
-    x = (T g + T' g') / (T + T') + e        e after it: x - decoded(encoded(x))
+    x = (T g + T' g') / (T + T') + e
+    e' = x - decode(encode(x))
 
-g: the mean gradient of this step over T tokens, or a slice's difference to the anchor. g', T': of gradients, those of
-the step before, if they came too late for their round; a difference that was late is in the slice's next one anyway.
-e: the error of the contribution before (error feedback: Seide et al. 2014; Karimireddy et al. 2019, EF-SGD).
+x: the contribution. g, T: the replica's share of a gradient and its tokens; of a slice, the difference to the anchor.
+g', T': the share of the step before if that came too late for its round; a late difference is in the slice's next one
+anyway. e, e': the residual before and after (error feedback: Seide et al. 2014; Karimireddy et al. 2019, EF-SGD).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from agora_protocol.codec_names import WireName
 from torch import Tensor
 
-from agora.averaging.wire import NORMAL_BITS, Encoded
+from agora.averaging.part_codec import NORMAL_BITS, EncodedPart
 
 if TYPE_CHECKING:
-    from agora.averaging.exchange import Part, Place, RoundConfig
+    from agora.averaging.exchange import Part, Region, RoundConfig
 
 
-class Weighted(NamedTuple):
+class WeightedValues(NamedTuple):
     """A replica's own values of one part, float32 [n], and the tokens behind them."""
 
     values: Tensor
@@ -32,59 +33,62 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a member sends to the owner of a part. values: float32 [n], encoded as `wire`. weight: tokens behind them.
+    """What a member sends to the owner of a part: `values`, float32 [n], as `encoded`. weight: tokens behind them.
 
-    own: the values alone, without what was added to them. late_tokens: tokens of the step before among `weight`.
+    own: the replica's values alone, without residual and late gradient. late_tokens: those of the latter in `weight`.
     """
 
     values: Tensor
     weight: float
-    wire: Encoded
-    own: Weighted
+    encoded: EncodedPart
+    own: WeightedValues
     late_tokens: float = 0.0
 
 
 class Contributions:
-    """Makes the contributions of one peer, and keeps what each leaves for the next of its place."""
+    """Builds the contributions of one peer, and keeps residuals and late gradients for the next of the same region."""
 
     def __init__(self, config: RoundConfig) -> None:
         self._config = config
-        self._errors: dict[Place, Tensor] = {}
-        self._late: dict[Place, Weighted] = {}
+        self._residuals: dict[Region, Tensor] = {}
+        self._late_gradients: dict[Region, WeightedValues] = {}
 
-    def make(self, part: Part, values: Tensor, weight: float, wire: WireName) -> Contribution:
-        """Returns the contribution of `values` behind `weight` tokens, as `wire`: with late ones and the last error."""
-        own, place = Weighted(values, weight), self._config.place(part)
-        late = self._late.get(place)
+    def build(self, part: Part, values: Tensor, weight: float, wire: WireName) -> Contribution:
+        """Returns the contribution of `values`, float32 [n], behind `weight` tokens, encoded as `wire`."""
+        own, region = WeightedValues(values, weight), self._config.region(part)
+        late = self._late_gradients.get(region)
         if late is not None and weight + late.tokens > 0:
             weight += late.tokens
             values = values.lerp(late.values, late.tokens / weight)
-        if (error := self._errors.get(place)) is not None and wire in NORMAL_BITS:
-            values = values + error
+        if (residual := self._residuals.get(region)) is not None and wire in NORMAL_BITS:
+            values = values + residual
         encoded = self._config.encode(part, values, wire)
         return Contribution(values, weight, encoded, own, late.tokens if late else 0.0)
 
-    def settle(self, part: Part, made: Contribution, counted: bool | None) -> float:
-        """Takes in whether the part's mean has the contribution, None when unknown; returns the tokens now lost.
+    def record_outcome(self, part: Part, sent: Contribution, counted: bool | None) -> float:
+        """Records whether the part's mean contains the contribution, None: unknown. Returns the tokens lost by that.
 
-        A gradient that is known to be missing is late: it is added to the part's next one. If that is late as well,
-        what was late before is lost.
+        | counted | the next contribution gets | lost |
+        |---|---|---|
+        | True | the residual | 0 |
+        | False, a gradient | the replica's own values, as late gradient | the tokens of the last late gradient |
+        | else | nothing new | 0 |
         """
-        place = self._config.place(part)
-        self._late.pop(place, None)
+        region = self._config.region(part)
+        self._late_gradients.pop(region, None)
         if counted is False and part.what == "gradient":
-            self._late[place] = made.own
-            return made.late_tokens
-        if counted and made.wire.name in NORMAL_BITS:
-            self._errors[place] = made.values - self._config.decode(part, made.wire, len(made.values))
+            self._late_gradients[region] = sent.own
+            return sent.late_tokens
+        if counted and sent.encoded.wire in NORMAL_BITS:
+            self._residuals[region] = sent.values - self._config.decode(part, sent.encoded, len(sent.values))
         return 0.0
 
     def carry_over(self, part: Part, values: Tensor, weight: float) -> None:
-        """Has the part's next contribution contain `values` behind `weight` tokens, of a round that brought no mean."""
-        self._late[self._config.place(part)] = Weighted(values, weight)
+        """Adds `values` behind `weight` tokens, of a part that got no mean, to the region's next contribution."""
+        self._late_gradients[self._config.region(part)] = WeightedValues(values, weight)
 
-    def forget(self, stage: int) -> None:
-        """Drops what is kept of a stage, whose state was replaced by another replica's."""
-        for kept in (self._errors, self._late):
-            for place in [place for place in kept if place.stage == stage]:
-                del kept[place]
+    def drop_stage(self, stage: int) -> None:
+        """Drops the residuals and late gradients of a stage whose state was replaced by another replica's."""
+        for kept in (self._residuals, self._late_gradients):
+            for region in [region for region in kept if region.stage == stage]:
+                del kept[region]

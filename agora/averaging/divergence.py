@@ -1,4 +1,4 @@
-"""Finds out whether replicas that should be equal have taken different steps, and which of them are right. Pure.
+"""Finds out whether replicas that should be equal have diverged, and which of them are right. Pure.
 
 Knows: lineages by step (train.lineage), what others reported of theirs. Must not know: weights, calls, time.
 """
@@ -10,25 +10,24 @@ from collections.abc import Mapping
 
 from agora_protocol.ids import PeerId
 
-from agora.averaging.agreement import KnownReplicas
+from agora.averaging.replica_progress import KnownReplicas
 
 
 def replicas_to_fetch_from(lineages: Mapping[int, int], me: PeerId, live: KnownReplicas) -> tuple[PeerId, ...]:
-    """Returns the replicas that are right where this one is not; () when it is right, or nothing can be compared.
+    """Returns the replicas whose state is right where this one's is not; () when it is right or nothing is comparable.
 
-    lineages: this replica's, by step agreed on. Replicas with one lineage at one step are a group. The largest group is
-    right; of several, that with the least id. Replicas at a later step may be equal to this one, and count so until it
-    has come to that step.
+    lineages: this replica's, by agreed step. Replicas with one lineage at one step are a group. The largest group is
+    right; of groups of one size, that with the least id. A replica at a later step than this one counts as equal to it.
     """
     equal = [me]
     groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)
-    for peer, last in live.items():
-        step, theirs = last.reported.agreed, last.reported.lineage
-        if not theirs:
+    for peer, progress in live.items():
+        step, their_lineage = progress.direct.agreed, progress.direct.lineage
+        if not their_lineage:
             continue
         if step > max(lineages, default=0):
             equal.append(peer)
-        elif ours := lineages.get(step, 0):
-            (equal if theirs == ours else groups[step, theirs]).append(peer)
-    right = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))
-    return () if right is equal else tuple(sorted(right))
+        elif own_lineage := lineages.get(step, 0):
+            (equal if their_lineage == own_lineage else groups[step, their_lineage]).append(peer)
+    majority = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))
+    return () if majority is equal else tuple(sorted(majority))

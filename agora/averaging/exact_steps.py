@@ -1,4 +1,4 @@
-"""Takes the steps along which all replicas of a stage stay equal: by a round, by a replay, or by fetching a state.
+"""Takes exact steps, along the mean gradient of all replicas: by a round, by a replay, or by fetching a state.
 
 Knows: rounds of gradients, who keeps the mean of a step. Must not know: when a step is due (next_action), the view.
 """
@@ -15,144 +15,144 @@ from agora_protocol.ids import PeerId
 from torch import Tensor
 
 from agora.averaging.exchange import Part
-from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
-from agora.averaging.recall import ReplicasAsked, recall_failed, recall_until_found
+from agora.averaging.recall import recall_failed_parts, recall_repeatedly
+from agora.averaging.reducer import PartReducer
 from agora.averaging.replicated_stages import ReplicatedStages
-from agora.averaging.rounds import RoundResult
+from agora.averaging.rounds import RoundGroup, RoundResult
 from agora.observe import events
 
 FETCH_AGAIN_S: Final = 1.0
 FETCH_TRIES: Final = 3
-"""After so many failed fetches of a step that nobody has, the least peer id takes it with the parts that it has."""
+"""After so many failed fetches of a step that nobody has taken, the peer with the least id takes it."""
 
 
-class StepTakers(ReplicasAsked, Protocol):
+class ExactStepGroup(RoundGroup, Protocol):
     """The replicas that take exact steps together, as this peer sees them; ReplicaGroup has the methods."""
 
-    async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
-        """Takes part in one round, with those who are members now."""
-
-    def note_exact_step(self, stage: int, tokens: float) -> None:
-        """Notes that a step was taken along the whole mean of all replicas, which had counted `tokens` for it."""
+    def record_exact_step(self, stage: int, tokens: float) -> None:
+        """Records that a step was taken along a mean gradient without failed parts, over `tokens` of all replicas."""
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
         """Replaces the stage's state by a source's of at least `at_least` steps. Raises Unavailable without one."""
 
 
 class ExactSteps:
-    """Takes exact steps of the stages of a span; every method ends when the step is taken or given up."""
+    """Takes exact steps of the stages of a span; every method returns when the step is taken or given up."""
 
     def __init__(
         self,
         me: PeerId,
         synchronous: bool,
         stages: ReplicatedStages,
-        owner: Owner,
-        takers: StepTakers,
+        reducer: PartReducer,
+        group: ExactStepGroup,
         report: events.Report,
     ) -> None:
         self._me = me
         self._synchronous = synchronous
-        self._held = stages
-        self._owner = owner
-        self._takers = takers
+        self._stages = stages
+        self._reducer = reducer
+        self._group = group
         self._report = report
 
     async def step_together(self, stage: int, step: int) -> None:
-        """Takes step `step` along the mean gradient of a round; closes this replica's part of it if it is open.
+        """Takes step `step` along the mean gradient of a round; closes this replica's share of it if that is open.
 
-        | a part failed | asynchronous run | synchronous run |
+        | a part failed here, and | asynchronous run | synchronous run |
         |---|---|---|
-        | others have its mean | step along it | fetch the state of one that has taken the step |
-        | nobody has, and nobody else is left | step along the own gradient | the same |
-        | nobody has | along 0, which others are given too; the gradient goes into the next step | see _fetch_step |
+        | another replica keeps its mean | step along it | fetch the state of one that has taken the step |
+        | there is no other replica | step along the own gradient | the same |
+        | no other replica keeps it | step along 0, see _fill_failed_parts | see _fetch_until_taken |
 
-        An asynchronous run only counts a step whose gradient is unusable, or 0 everywhere.
+        If the gradient cannot be stepped along, or is 0 everywhere, an asynchronous run counts the step only.
         """
-        share = await self._held.take_mean_gradient(stage)
+        share = await self._stages.take_gradient_share(stage)
         if share.step != step:
             return
-        result, has_mean = await self._takers.run_round(stage, "gradient", step, share.values, float(share.tokens)), 1.0
+        result = await self._group.run_round(stage, "gradient", step, share.values, float(share.tokens))
+        nonzero_fraction = 1.0
         if result.failed_parts and not self._synchronous:
-            first = Part(stage, "gradient", step, 0)
-            has_mean = await self._find_missing_parts(first, share.values, share.tokens, result)
-        elif result.failed_parts and await self._fetch_step(stage, step + 1):
+            first_part = Part(stage, "gradient", step, 0)
+            nonzero_fraction = await self._fill_failed_parts(first_part, share.values, share.tokens, result)
+        elif result.failed_parts and await self._fetch_until_taken(stage, step + 1):
             return
-        tokens = round(has_mean * max(share.tokens, result.weight))
+        tokens = round(nonzero_fraction * max(share.tokens, result.weight))
         try:
-            await self._held.step_with_gradient(stage, step, result.mean, tokens)
+            await self._stages.step_with_gradient(stage, step, result.mean, tokens)
         except ProtocolError:
             if self._synchronous:
                 raise
             # The step counts, but changes nothing.
-            await self._held.step_with_gradient(stage, step, share.values, tokens=0)
+            await self._stages.step_with_gradient(stage, step, share.values, tokens=0)
         else:
             if not result.failed_parts:
-                self._takers.note_exact_step(stage, result.weight)
+                self._group.record_exact_step(stage, result.weight)
 
-    async def _find_missing_parts(self, first: Part, values: Tensor, tokens: int, result: RoundResult) -> float:
-        """Asks the others for the means of parts that failed; of one that nobody has, the mean becomes 0.
+    async def _fill_failed_parts(self, first_part: Part, values: Tensor, tokens: int, result: RoundResult) -> float:
+        """Puts a mean into each failed part of `result`, and returns the fraction of all parts whose mean is not 0.
 
-        values, tokens: this replica's gradient; where the mean is 0 it goes into the part's next one. If others do have
-        a mean, the replicas are no longer equal, and find that out by their lineages. Where nobody else is left, this
-        replica's own values are the mean. Returns the share of the parts that have one.
+        The mean is that which another replica keeps; else 0, which is kept for others; without another replica, the own
+        `values`, over `tokens`. Where the mean is 0, the own values are carried over to the next step. If some have
+        another mean than 0, replicas find that out by their lineages.
         """
-        missing = [index for index, done in enumerate(result.done) if not done]
-        await recall_until_found(self._owner, self._takers, first, result)
-        if len(self._takers.members(first.stage)) == 1:
+        failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
+        await recall_repeatedly(self._reducer, self._group, first_part, result)
+        if len(self._group.members(first_part.stage)) == 1:
             return 1.0
-        cuts, empty = cut_into_parts(len(result.mean)), 0
-        for index in missing:
-            part, cut = first._replace(part=index), cuts[index]
-            if not result.done[index]:
-                nothing = self._owner.exchange.mean_of_nobody(part, len(values[cut]))
-                self._owner.keep(part, nothing)
-                result.mean[cut] = nothing.values
+        cuts, zeros = cut_into_parts(len(result.mean)), 0
+        for index in failed:
+            part, cut = first_part._replace(part=index), cuts[index]
+            if not result.averaged[index]:
+                zero_mean = self._reducer.exchange.zero_mean(part, len(values[cut]))
+                self._reducer.keep_mean(part, zero_mean)
+                result.mean[cut] = zero_mean.values
             if not result.mean[cut].any():
-                empty += 1
-                self._owner.exchange.carry_over(part, values[cut], float(tokens))
-        return 1 - empty / len(cuts)
+                zeros += 1
+                self._reducer.exchange.contributions.carry_over(part, values[cut], float(tokens))
+        return 1 - zeros / len(cuts)
 
     async def replay(self, stage: int, step: int) -> None:
         """Takes step `step` along the mean gradient that others keep of it; if nobody does, fetches their state.
 
-        What this replica has counted stays in its part, for the step that it comes to.
+        The tokens that this replica has counted stay in its open share, for a later step.
         """
-        nothing = torch.zeros(self._held.layout(stage).numel)
-        result = RoundResult(nothing, [False for _ in cut_into_parts(len(nothing))])
-        await recall_failed(self._owner, self._takers, Part(stage, "gradient", step, 0), result)
+        zeros = torch.zeros(self._stages.layout(stage).numel)
+        result = RoundResult(zeros, [False for _ in cut_into_parts(len(zeros))])
+        await recall_failed_parts(self._reducer, self._group, Part(stage, "gradient", step, 0), result)
         if result.failed_parts:
-            await self.recover(stage, step + 1, step + 1)
+            await self.fetch_or_catch_up(stage, step + 1, step + 1)
             return
         tokens = max(1, round(result.weight)) if result.mean.any() else 0
-        await self._held.step_with_gradient(stage, step, result.mean, tokens)
-        self._takers.note_exact_step(stage, result.weight)
+        await self._stages.step_with_gradient(stage, step, result.mean, tokens)
+        self._group.record_exact_step(stage, result.weight)
 
-    async def recover(self, stage: int, at_least: int, reached: int, sources: Collection[PeerId] = ()) -> None:
-        """Fetches a state of `at_least` steps from `sources`, by default from all others.
+    async def fetch_or_catch_up(
+        self, stage: int, at_least: int, reached: int, sources: Collection[PeerId] = ()
+    ) -> None:
+        """Fetches a state of at least `at_least` steps from `sources`, by default from all live others.
 
-        If nobody gives it, the stage waits a second; in an asynchronous run it then goes on at `reached` as it is.
+        If nobody gives it, waits FETCH_AGAIN_S, and in an asynchronous run takes over the step number `reached`.
         """
         try:
-            await self._takers.fetch(stage, sorted(sources or self._takers.others(stage)), at_least)
+            await self._group.fetch(stage, sorted(sources or self._group.live_others(stage)), at_least)
         except Unavailable as error:
             self._report(events.TaskFailed("fetch state", str(error)))
             await asyncio.sleep(FETCH_AGAIN_S)
             if not self._synchronous:
-                await self._held.catch_up(stage, reached)
+                await self._stages.catch_up(stage, reached)
 
-    async def _fetch_step(self, stage: int, at_least: int) -> bool:
+    async def _fetch_until_taken(self, stage: int, at_least: int) -> bool:
         """Fetches the state of a replica that has taken `at_least` steps, trying again; returns whether one gave it.
 
         False when all others are silent or have left, or when none has taken the step after FETCH_TRIES and this peer
-        has the least id: then it takes the step, and the others fetch it.
+        has the least id: then it takes the step, and the others fetch its state.
         """
         tries = 0
-        while others := sorted(self._takers.members(stage).keys() - {self._me}):
+        while others := sorted(self._group.members(stage).keys() - {self._me}):
             tries += 1
             try:
-                await self._takers.fetch(stage, others, at_least)
+                await self._group.fetch(stage, others, at_least)
                 return True
             except Unavailable as error:
                 self._report(events.TaskFailed("fetch state", str(error)))

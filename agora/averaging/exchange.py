@@ -1,9 +1,9 @@
-"""What members and owners make of a part's values: contributions, the mean, its bytes, and what is fed back.
+"""Turns a replica's values into contributions, contributions into means, and keeps what their encoding loses.
 
 Knows: the run's averaging configuration, parts and their values. Must not know: owners by id, calls, deadlines.
 
-An owner encodes a mean once, and everybody uses what these bytes decode to, the owner too: so all replicas take in the
-same bits, whoever gave them the mean, and whenever.
+An owner encodes a mean once, and everybody, the owner included, uses what these bytes decode to. So all replicas apply
+the same bits, whoever sent them the mean, and whenever.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from agora_protocol.messages import Averaged
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
-from agora.averaging.aggregate import Aggregation, Average, aggregate, magnitude
+from agora.averaging.aggregate import Aggregation, PartMean, aggregate, magnitude
 from agora.averaging.contributions import Contribution, Contributions
-from agora.averaging.partition import Members, choose_owners, ownership_turn, slice_count
-from agora.averaging.plausibility import UsualSize
-from agora.averaging.wire import NORMAL_BITS, Encoded, PartCodec
+from agora.averaging.part_codec import NORMAL_BITS, EncodedPart, PartCodec
+from agora.averaging.partition import Members, choose_owners, ownership_epoch, slice_count
+from agora.averaging.plausibility import MagnitudeBound
 
-MOST_ROUNDS_OF_WEIGHT: Final = 64
-"""A contribution that weighs more tokens than so many rounds have is refused."""
+MAX_WEIGHT_ROUNDS: Final = 64
+"""A contribution is refused that weighs more than the tokens of so many rounds."""
 INT8_ROUNDS: Final = 20
-"""The first so many gradients of a run travel as int8 where later ones take 2 to 4 bits: they change the most."""
+"""The first so many gradients of a run are sent as int8 where later ones take 2 to 4 bits: they change the most."""
 
 
 class Part(NamedTuple):
-    """Names a part of a round, as Contribute does. what: "gradient" or "slice". number: of the round. part: index."""
+    """Names a part of a round. what: "gradient" or "slice". number: of the round. part: index within the round."""
 
     stage: int
     what: str
@@ -48,21 +48,21 @@ class Part(NamedTuple):
         return self[:3]
 
 
-class Place(NamedTuple):
-    """The elements of a stage that a part averages. slice_: the number of its slice, 0 for gradients."""
+class Region(NamedTuple):
+    """The elements of a stage that a part averages, the same in many rounds. slice_number: 0 of gradients."""
 
     stage: int
     what: str
-    slice_: int
+    slice_number: int
     part: int
 
 
 @dataclass(frozen=True, slots=True)
 class RoundConfig:
-    """What all members of a run agree on about rounds, and this peer's id.
+    """What the manifest says about rounds, and this peer's id.
 
-    max_weight: tokens above which a contribution is refused. exact: whether mean gradients are exact weighted means.
-    slices: the number of slices of a stage.
+    max_weight: tokens above which a contribution is refused. synchronous: means are exact: weights are not capped,
+    nothing is clipped or judged. slices: the number of slices of a stage.
     """
 
     me: PeerId
@@ -70,128 +70,121 @@ class RoundConfig:
     aggregation: Aggregation
     round_s: float
     max_weight: float
-    exact: bool = False
+    synchronous: bool = False
     gradient_wire: WireName = "float32"
     slice_wire: WireName = "float32"
     slices: int = 1
 
     @classmethod
     def of(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
-        """Returns what the run's manifest says; in a synchronous run everything travels as float32."""
-        averaging, exact = signed.manifest.averaging, signed.manifest.schedule.kind == "synchronous"
+        """Returns the configuration of a run; in a synchronous one both formats are float32."""
+        averaging, synchronous = signed.manifest.averaging, signed.manifest.schedule.kind == "synchronous"
         slices = slice_count(averaging.fraction)
-        max_weight = MOST_ROUNDS_OF_WEIGHT * signed.manifest.optimizer.target_tokens * averaging.every * slices
+        max_weight = MAX_WEIGHT_ROUNDS * signed.manifest.optimizer.target_tokens * averaging.every * slices
         wires: tuple[WireName, WireName] = averaging.gradient_wire, averaging.slice_wire
-        if exact:
+        if synchronous:
             wires = "float32", "float32"
-        return cls(me, signed.run_id, averaging.aggregation, averaging.round_s, max_weight, exact, *wires, slices)
+        return cls(me, signed.run_id, averaging.aggregation, averaging.round_s, max_weight, synchronous, *wires, slices)
 
-    def place(self, part: Part) -> Place:
-        """Returns the elements that the part averages: those of an earlier round's part with the same place."""
-        return Place(part.stage, part.what, part.number % self.slices if part.what == "slice" else 0, part.part)
+    def region(self, part: Part) -> Region:
+        """Returns the elements that the part averages."""
+        return Region(part.stage, part.what, part.number % self.slices if part.what == "slice" else 0, part.part)
 
     def owners(self, part: Part, members: Members) -> tuple[PeerId, PeerId | None]:
         """Returns the part's first and second owner among the members, see choose_owners."""
-        turn = ownership_turn(part.what, part.number, self.slices)
-        return choose_owners(self.run, part.stage, part.what, turn, part.part, members)
+        epoch = ownership_epoch(part.what, part.number, self.slices)
+        return choose_owners(self.run, part.stage, part.what, epoch, part.part, members)
 
     def dither(self, part: Part) -> str:
-        """Returns the label of the dither that all members use for this part."""
+        """Returns the part's label for `dither_fractions`, the same at all members."""
         return f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}"
 
-    def encode(self, part: Part, values: Tensor, wire: WireName) -> Encoded:
+    def encode(self, part: Part, values: Tensor, wire: WireName) -> EncodedPart:
         """Encodes the values of a member or an owner, with the part's dither."""
-        return Encoded(wire, PartCodec(wire).encode(values, self.dither(part)))
+        return EncodedPart(wire, PartCodec(wire).encode(values, self.dither(part)))
 
-    def decode(self, part: Part, encoded: Encoded, numel: int) -> Tensor:
+    def decode(self, part: Part, encoded: EncodedPart, numel: int) -> Tensor:
         """Undoes `encode`: float32 [numel], the same bits at every receiver. Raises ProtocolError for another form."""
-        return PartCodec(encoded.name).decode(encoded.tensors, numel, self.dither(part))
+        return PartCodec(encoded.wire).decode(encoded.tensors, numel, self.dither(part))
 
 
 class Exchange:
-    """What one peer exchanges in the rounds of its stages, as a member and as an owner, and what it keeps for the next.
+    """Encodes what one peer sends in rounds, as member and as owner, decodes and judges what it gets.
 
-    In 2 to 4 bits members and owners feed back what their encoding loses, each into the next round of the same place.
+    In 2 to 4 bits members and owners use error feedback: each adds the residual of its last encoding of a region to the
+    next one.
     """
 
     def __init__(self, config: RoundConfig) -> None:
         self.gradient_wire = config.gradient_wire
-        """How this peer sends gradients now: as the manifest says, or in fewer bits, as its uplink allows."""
+        """The format in which this peer sends gradients: the manifest's, or fewer bits, as its uplink allows."""
+        self.contributions = Contributions(config)
         self._config = config
-        self._contributions = Contributions(config)
-        self._owner_errors: dict[Place, Tensor] = {}
-        self._sizes: defaultdict[Place, UsualSize] = defaultdict(UsualSize)
+        self._owner_residuals: dict[Region, Tensor] = {}
+        self._bounds: defaultdict[Region, MagnitudeBound] = defaultdict(MagnitudeBound)
 
     def contribution(self, part: Part, values: Tensor, weight: float) -> Contribution:
         """Returns what a member sends of `values`, float32 [n], behind `weight` tokens, see Contributions."""
-        return self._contributions.make(part, values, weight, self.wire_of(part))
+        return self.contributions.build(part, values, weight, self.wire_of(part))
 
     def wire_of(self, part: Part) -> WireName:
-        """Returns how this peer sends a part's values: int8 for the first INT8_ROUNDS of gradients, if coarse later."""
+        """Returns the format in which this peer sends a part's values."""
         if part.what == "slice":
             return self._config.slice_wire
-        begins = self.gradient_wire in NORMAL_BITS and part.number < INT8_ROUNDS
-        return "int8" if begins else self.gradient_wire
+        is_early = self.gradient_wire in NORMAL_BITS and part.number < INT8_ROUNDS
+        return "int8" if is_early else self.gradient_wire
 
-    def settle(self, part: Part, made: Contribution, counted: bool | None) -> float:
-        """Takes in whether the part's mean has a contribution, None when unknown; returns the tokens now lost."""
-        return self._contributions.settle(part, made, counted)
+    def drop_stage(self, stage: int) -> None:
+        """Drops residuals and late gradients of a stage whose state was replaced by another replica's."""
+        self.contributions.drop_stage(stage)
+        for region in [region for region in self._owner_residuals if region.stage == stage]:
+            del self._owner_residuals[region]
 
-    def carry_over(self, part: Part, values: Tensor, weight: float) -> None:
-        """Adds a gradient behind `weight` tokens, of a part that has no mean anywhere, to the part's next one."""
-        self._contributions.carry_over(part, values, weight)
-
-    def forget(self, stage: int) -> None:
-        """Drops what earlier rounds of a stage have left for later ones, as its state was fetched."""
-        self._contributions.forget(stage)
-        for place in [place for place in self._owner_errors if place.stage == stage]:
-            del self._owner_errors[place]
-
-    def combine(
+    def average(
         self, part: Part, values: Sequence[Tensor], weights: list[float], center: Tensor | None
-    ) -> Average | None:
-        """Returns the owner's mean: by the run's aggregation, weights capped; in a synchronous run the plain mean.
+    ) -> PartMean | None:
+        """Returns the owner's mean of contributions, encoded: by the run's aggregation, with capped weights.
 
-        In few bits y = mean + e is encoded, and e becomes y - decoded(encoded(y)). center: of a clip. None without any
-        weight, or when the mean is not finite.
+        In 2 to 4 bits y = mean + e is encoded, and the residual e becomes y - decode(encode(y)). center: where a clip
+        begins. Returns None without any weight, or when the mean is not finite.
         """
-        if self._config.exact:
-            average = aggregate(values, weights, "mean", center=None, cap=False)
+        if self._config.synchronous:
+            mean = aggregate(values, weights, "mean", center=None, cap=False)
         else:
-            average = aggregate(values, weights, self._config.aggregation, center=center, cap=True)
-        if average is None:
+            mean = aggregate(values, weights, self._config.aggregation, center=center, cap=True)
+        if mean is None:
             return None
-        wire, place = self.wire_of(part), self._config.place(part)
-        wanted, coarse = average.values, wire in NORMAL_BITS
-        if coarse and place in self._owner_errors:
-            wanted = wanted + self._owner_errors[place]
-        encoded = self._config.encode(part, wanted, wire)
-        decoded = self._config.decode(part, encoded, len(wanted))
-        if coarse and len(values) > 1:  # nobody uses the mean of one alone
-            self._owner_errors[place] = wanted - decoded
-        return Average(decoded, replace(average.message, wire=wire), encoded)
+        wire, region = self.wire_of(part), self._config.region(part)
+        compensated, feeds_back = mean.values, wire in NORMAL_BITS
+        if feeds_back and region in self._owner_residuals:
+            compensated = compensated + self._owner_residuals[region]
+        encoded = self._config.encode(part, compensated, wire)
+        decoded = self._config.decode(part, encoded, len(compensated))
+        if feeds_back and len(values) > 1:  # nobody uses the mean of one alone
+            self._owner_residuals[region] = compensated - decoded
+        return PartMean(decoded, replace(mean.message, wire=wire), encoded)
 
-    def mean_of_nobody(self, part: Part, numel: int) -> Average:
-        """Returns the mean, 0, of a part to which nobody has contributed, as this peer sends it."""
+    def zero_mean(self, part: Part, numel: int) -> PartMean:
+        """Returns a mean of 0 [numel], for a part whose mean no replica has."""
         wire = self.wire_of(part)
         encoded = self._config.encode(part, torch.zeros(numel), wire)
-        message = Averaged(members=0, present=0, weight=0.0, counted=False, wire=wire)
-        return Average(self._config.decode(part, encoded, numel), message, encoded)
+        message = Averaged(in_mean=0, contributors=0, weight=0.0, counted=False, wire=wire)
+        return PartMean(self._config.decode(part, encoded, numel), message, encoded)
 
-    def decode_mean(self, part: Part, tensors: Sequence[WireTensor], numel: int, message: Averaged) -> Average:
-        """Returns the mean of which these are the bytes. Raises ProtocolError for tensors of another form."""
-        encoded = Encoded(cast("WireName", message.wire), tensors)
-        return Average(self._config.decode(part, encoded, numel), message, encoded)
+    def decode_mean(self, part: Part, tensors: Sequence[WireTensor], numel: int, message: Averaged) -> PartMean:
+        """Returns the mean that an owner sent as `tensors`. Raises ProtocolError for tensors of another form."""
+        encoded = EncodedPart(cast("WireName", message.wire), tensors)
+        return PartMean(self._config.decode(part, encoded, numel), message, encoded)
 
-    def check_and_record(self, part: Part, own: Tensor, mean: Tensor) -> None:
-        """Raises PeerFailed for a mean too large beside this replica's `own` values; else it moves the usual size.
+    def check_magnitude(self, part: Part, own: Tensor, mean: Tensor) -> None:
+        """Raises PeerFailed for an implausibly large mean, else moves its region's bound; see MagnitudeBound.
 
-        The most is UsualSize.limit. A synchronous run judges none.
+        own: this replica's values of the part. In a synchronous run every mean is accepted.
         """
-        if self._config.exact:
+        if self._config.synchronous:
             return
-        size, own_size, place = magnitude(mean), magnitude(own), self._config.place(part)
-        usual = self._sizes[place]
-        if why := usual.why_implausible(size, own_size):
+        mean_size, own_size, region = magnitude(mean), magnitude(own), self._config.region(part)
+        bound = self._bounds[region]
+        if why := bound.why_implausible(mean_size, own_size):
             raise PeerFailed(why)
-        self._sizes[place] = usual.updated(size, own_size)
+        self._bounds[region] = bound.updated(mean_size, own_size)

@@ -15,14 +15,14 @@ from agora_protocol.errors import AgoraError, NotMyStage
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.messages import GossipedSteps, GossipSteps
 
-from agora.averaging import agreement
-from agora.averaging.agreement import Counts, GossipEntry, KnownReplicas
+from agora.averaging import replica_progress
+from agora.averaging.replica_progress import GossipEntry, KnownReplicas, ReplicaCounts
 from agora.calls import BROKEN, Caller
 from agora.clock import loop_time
 
 INTERVAL_S: Final = 0.25
 SYNCHRONOUS_INTERVAL_S: Final = 0.02
-"""Seconds between two looks for news in synchronous runs, where everybody waits for the step."""
+"""Seconds between two ticks in synchronous runs, where everybody waits for the step."""
 HEARTBEAT_S: Final = 1.5
 """Seconds after which a replica without news reports again, so that it does not count as silent."""
 CALL_S: Final = 3.0
@@ -30,17 +30,17 @@ CALL_S: Final = 3.0
 
 @dataclass(slots=True)
 class _StageGossip:
-    """What was heard of one stage's replicas, and the counts that this peer has last sent them, and when."""
+    """What is known of one stage's replicas; the counts that this peer has last sent them, and when."""
 
     known: KnownReplicas = field(default_factory=dict)
-    sent: Counts | None = None
+    sent: ReplicaCounts | None = None
     sent_at: float = -1e9
 
 
 class GossipListing(Protocol):
     """What this peer sees of others. listed: the replicas of a stage in its view, with or without itself.
 
-    is_connected: whether it has any connection; without one it is cut off itself, and nobody counts as gone.
+    is_connected: whether it has any connection; without one, broken connections say nothing about the others.
     """
 
     def listed(self, stage: int) -> Collection[PeerId]: ...
@@ -50,8 +50,8 @@ class GossipListing(Protocol):
 class StepGossip:
     """Exchanges progress with the other replicas of each stage of the span, and keeps what it hears as `known`.
 
-    `run` sends news and heartbeats until cancelled; `answer` serves the others' calls. A replica that a call does not
-    reach is recorded as unreachable.
+    `run` sends news and heartbeats until cancelled; `answer` serves the others' calls. A replica to which a call fails
+    is suspected, see replica_progress.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class StepGossip:
         span: Span,
         caller: Caller,
         listing: GossipListing,
-        counts: Callable[[], Mapping[int, Counts]],
-        changed: Callable[[int], None],
+        counts: Callable[[], Mapping[int, ReplicaCounts]],
+        on_change: Callable[[int], None],
         *,
         interval_s: float = INTERVAL_S,
         rng: random.Random | None = None,
     ) -> None:
         """counts: returns for each stage how far this peer is; never blocks.
-        changed: is called with a stage, on the loop, at every tick and whenever something was heard.
+        on_change: is called with a stage, on the loop, at every tick and whenever something was heard.
         """
         self._me = me
         self._span = span
         self._caller = caller
         self._listing = listing
         self._counts = counts
-        self._changed = changed
+        self._on_change = on_change
         self._interval_s = interval_s
         self._rng = rng or random.Random()
         self._stages = {stage: _StageGossip() for stage in span.stages}
@@ -91,7 +91,7 @@ class StepGossip:
                 task.cancel()
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
-    def others(self, stage: int) -> set[PeerId]:
+    def listed_others(self, stage: int) -> set[PeerId]:
         """Returns the other replicas of a stage that the view lists."""
         return set(self._listing.listed(stage)) - {self._me}
 
@@ -100,56 +100,56 @@ class StepGossip:
         return self._stages[stage].known
 
     def tick(self) -> None:
-        """Sends each stage's progress if it has changed or a heartbeat is due, and calls `changed` for every stage.
+        """Sends each stage's progress if it has changed or a heartbeat is due, and calls `on_change` for every stage.
 
-        A replica to which a call about the stage is still open is left out, and asked again at the next tick. One to
-        which a call has just failed is asked at every tick, until it answers or is silent.
+        A suspected replica is sent it at every tick, until it answers or is silent; one to which a call about the stage
+        is still open, at a later tick.
         """
         now, counts = loop_time(), self._counts()
         for stage, state in self._stages.items():
-            state.known = agreement.record_view(state.known, self.others(stage), now)
-            targets = agreement.doubtful_replicas(state.known, self.others(stage), now)
+            state.known = replica_progress.record_view(state.known, self.listed_others(stage), now)
+            targets = replica_progress.suspected_replicas(state.known, self.listed_others(stage), now)
             has_news = state.sent != counts[stage] or now - state.sent_at > HEARTBEAT_S
             if has_news:
-                targets.update(agreement.choose_targets(self.others(stage), self._me, self._rng))
+                targets.update(replica_progress.choose_targets(self.listed_others(stage), self._me, self._rng))
             free = [peer for peer in sorted(targets) if (stage, peer) not in self._calls]
             if free:
                 request = GossipSteps(stage, self._compose(stage, counts[stage]))
                 for peer in free:
-                    self._calls[stage, peer] = asyncio.create_task(self._exchange(stage, peer, request))
+                    self._calls[stage, peer] = asyncio.create_task(self._gossip_with(stage, peer, request))
             if has_news and free and len(free) == len(targets):
                 state.sent, state.sent_at = counts[stage], now
-            self._changed(stage)
+            self._on_change(stage)
 
     def answer(self, peer: PeerId, message: GossipSteps) -> GossipedSteps:
-        """Takes in another replica's gossip and returns this peer's. Raises NotMyStage for a stage outside the span."""
+        """Merges another replica's gossip and returns this peer's. Raises NotMyStage for a stage outside the span."""
         if message.stage not in self._span:
             raise NotMyStage(f"this peer holds stages {self._span}, not {message.stage}; read the directory again")
         own = self._counts()[message.stage]
-        self._take_in(message.stage, message.replicas, peer)
+        self._merge(message.stage, message.replicas, peer)
         return GossipedSteps(self._compose(message.stage, own))
 
-    def _compose(self, stage: int, own: Counts) -> tuple[GossipEntry, ...]:
-        """Returns the entries to send about a stage, `own` being how far this peer is."""
-        return agreement.compose_gossip(self.known(stage), self._me, own, self.others(stage), loop_time())
+    def _compose(self, stage: int, own: ReplicaCounts) -> tuple[GossipEntry, ...]:
+        """Returns the entries to send about a stage. own: this peer's counts."""
+        return replica_progress.compose_gossip(self.known(stage), self._me, own, self.listed_others(stage), loop_time())
 
-    async def _exchange(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
-        """Sends one request and takes in the answer; a call that fails is recorded: the peer is unreachable."""
+    async def _gossip_with(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
+        """Sends one request and merges the answer; a call that fails is recorded: the peer is suspected."""
         state = self._stages[stage]
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
             if isinstance(reply.message, GossipedSteps):
-                self._take_in(stage, reply.message.replicas, peer)
+                self._merge(stage, reply.message.replicas, peer)
         except AgoraError as error:
             broken = error.code == BROKEN and self._listing.is_connected()
-            state.known = agreement.record_failure(state.known, peer, loop_time(), broken=broken)
+            state.known = replica_progress.record_failure(state.known, peer, loop_time(), broken=broken)
         finally:
             del self._calls[stage, peer]
 
-    def _take_in(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> None:
-        """Merges what `sender` reported of itself and, if it is listed, of other listed replicas; calls `changed`."""
-        state, listed, now = self._stages[stage], self.others(stage), loop_time()
-        believed = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
-        known = agreement.merge_gossip(state.known, believed, sender, self._me, now)
-        state.known = agreement.record_view(known, listed, now)
-        self._changed(stage)
+    def _merge(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> None:
+        """Merges what `sender` reported of itself and, if it is listed, of other listed replicas; calls `on_change`."""
+        state, listed, now = self._stages[stage], self.listed_others(stage), loop_time()
+        accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
+        known = replica_progress.merge_gossip(state.known, accepted, sender, self._me, now)
+        state.known = replica_progress.record_view(known, listed, now)
+        self._on_change(stage)

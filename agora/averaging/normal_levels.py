@@ -4,7 +4,7 @@ Knows: numbers and their bytes. Must not know: rounds, what the values are of.
 
 A value x of a block of QUANTISER_BLOCK elements becomes the level nearest to x / scale, the scale being the block's
 root mean square. The levels have the least mean squared error for a normal distribution (Lloyd 1982; Max 1960). The
-error is not random: whoever quantises one gradient after another adds the last error to the next (error feedback).
+error is not random: whoever quantises one gradient after another uses error feedback (see contributions).
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ POSITIVE_LEVELS: Final = {
     4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326),
 }
 """The upper half of the levels, by bits; the lower half is its mirror image."""
-MOST_EXPONENT: Final = 100
-"""Largest magnitude of a part's exponent; scales are at most 2^100."""
-OCTAVE: Final = 8
-"""Scales of a block for each power of two."""
+MAX_EXPONENT: Final = 100
+"""Bound of a vector's exponent e, -100 to 100; scales are at most 2^100."""
+SCALES_PER_OCTAVE: Final = 8
+"""A block's scale is 2^(e - c / 8) with a whole code c: eight scales for each power of two."""
 ZERO_SCALE: Final = 255
 """The scale code of a block whose values are all decoded as 0."""
-_SCALES: Final = torch.tensor([2.0 ** (-code / OCTAVE) for code in range(ZERO_SCALE)] + [0.0], dtype=torch.float32)
+_SCALES: Final = torch.tensor(
+    [2.0 ** (-code / SCALES_PER_OCTAVE) for code in range(ZERO_SCALE)] + [0.0], dtype=torch.float32
+)
 
 
 def quantise(values: Tensor, bits: int) -> list[WireTensor]:
@@ -70,8 +72,8 @@ def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
         raise ProtocolError("bad-tensor", f"a part in {bits} bits is two uint8 tensors, {shapes[0]} and {shapes[1]}")
     header = np.frombuffer(tensors[0].data, np.uint8)
     exponent = int(header[:1].view(np.int8)[0])
-    if abs(exponent) > MOST_EXPONENT:
-        raise ProtocolError("bad-tensor", f"an exponent is not from {-MOST_EXPONENT} to {MOST_EXPONENT}")
+    if abs(exponent) > MAX_EXPONENT:
+        raise ProtocolError("bad-tensor", f"an exponent is not from {-MAX_EXPONENT} to {MAX_EXPONENT}")
     packed = torch.from_numpy(np.frombuffer(tensors[1].data, np.uint8).copy())
     levels = np.take(_levels(bits), unpack(packed, numel, bits).numpy())
     rows = pad(torch.from_numpy(levels), (0, blocks * QUANTISER_BLOCK - numel)).view(blocks, QUANTISER_BLOCK)
@@ -81,12 +83,14 @@ def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
 
 def _scale_codes(sizes: Tensor) -> tuple[int, Tensor]:
     """Returns the exponent of a part and its blocks' scale codes, uint8 [blocks], from their root mean squares."""
-    sizes = sizes.clamp(max=2.0**MOST_EXPONENT)
+    sizes = sizes.clamp(max=2.0**MAX_EXPONENT)
     largest = float(sizes.max()) if len(sizes) else 0.0
     if largest == 0.0:
-        return -MOST_EXPONENT, torch.full((len(sizes),), ZERO_SCALE, dtype=torch.uint8)
-    exponent = max(math.ceil(math.log2(largest)), -MOST_EXPONENT)
-    codes = (OCTAVE * (exponent - sizes.log2())).round_().clamp_(0, ZERO_SCALE)  # of 0, log2 is -inf: ZERO_SCALE
+        return -MAX_EXPONENT, torch.full((len(sizes),), ZERO_SCALE, dtype=torch.uint8)
+    exponent = max(math.ceil(math.log2(largest)), -MAX_EXPONENT)
+    codes = (
+        (SCALES_PER_OCTAVE * (exponent - sizes.log2())).round_().clamp_(0, ZERO_SCALE)
+    )  # of 0, log2 is -inf: ZERO_SCALE
     return exponent, codes.to(torch.uint8)
 
 

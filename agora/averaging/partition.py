@@ -1,7 +1,7 @@
-"""Computes which weights a round averages, in which parts, and which peer averages each part. Pure.
+"""Computes which weights a round averages, in which parts, and which peer owns each part. Pure.
 
-Knows: numbers of blocks, peers by id and bandwidth. Must not know: weights, calls, time. All peers compute the same,
-so that nothing of it is sent: SPEC.md, section 12.
+Knows: numbers of blocks, peers by id and bandwidth. Must not know: weights, calls, time. All peers compute the same, so
+none of it is sent: SPEC.md, section 12.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from numpy.typing import NDArray
 
-OWNED_ROUNDS: Final = 16
-"""Rounds of gradients, or of one slice, for which a part keeps its owner: it feeds back what its answers lose."""
-
-
-SLICES_AT_ONCE: Final = 4
+ROUNDS_PER_OWNER: Final = 16
+"""Rounds of gradients, or of one slice, for which a part keeps its owner, which keeps the residual of its means."""
+MAX_RUNNING_SLICE_ROUNDS: Final = 4
 """Rounds of slices that a replica may have begun and not ended."""
 
 
 class Slices:
-    """Says which blocks of SLICE_BLOCK elements, of a vector of `numel`, round `number` averages: slice number % count.
+    """Divides the SLICE_BLOCK-element blocks of a vector of `numel` into `count` slices; round r averages r mod count.
 
-    Block i is in slice ((a i + b) mod blocks) mod count. `count` rounds average each element once; slices beyond the
-    number of blocks are empty. a and b come from the run's seed, in whole numbers alone, so that every version of every
-    library computes the same.
+    Block i is in slice ((a i + b) mod blocks) mod count. Slices beyond the number of blocks are empty. a and b are
+    integers from a hash of the run's seed, so that every version of every library computes the same.
     """
 
     def __init__(self, numel: int, fraction: float, seed: int) -> None:
@@ -65,14 +62,19 @@ def cut_into_parts(numel: int) -> list[slice]:
     return [slice(start, min(start + PART_ELEMENTS, numel)) for start in range(0, numel, PART_ELEMENTS)]
 
 
-def ownership_turn(what: str, number: int, slices: int) -> str:
-    """Returns a text that names the turn of owners which round `number` belongs to, the same for OWNED_ROUNDS rounds.
+def ownership_epoch(what: str, number: int, slices: int) -> str:
+    """Returns the label of the epoch of round `number`: in each epoch of ROUNDS_PER_OWNER rounds a part has one owner.
 
-    Of gradients it is number // 16; of slices, each of which has its own owners, "slice.turn".
+    slices: the number of slices of a stage.
+
+    | what | label |
+    |---|---|
+    | gradient | number // ROUNDS_PER_OWNER |
+    | slice | (number % slices).(number // slices // ROUNDS_PER_OWNER) |
     """
     if what == "gradient":
-        return str(number // OWNED_ROUNDS)
-    return f"{number % slices}.{number // slices // OWNED_ROUNDS}"
+        return str(number // ROUNDS_PER_OWNER)
+    return f"{number % slices}.{number // slices // ROUNDS_PER_OWNER}"
 
 
 Members = Mapping[PeerId, float | None]
@@ -80,24 +82,24 @@ Members = Mapping[PeerId, float | None]
 
 
 def choose_owners(
-    run: RunId, stage: int, what: str, turn: str, part: int, members: Members
+    run: RunId, stage: int, what: str, epoch: str, part: int, members: Members
 ) -> tuple[PeerId, PeerId | None]:
-    """Returns the first and the second owner of a part in a turn (`ownership_turn`), by a rendezvous hash.
+    """Returns the first and the second owner of a part in an epoch (`ownership_epoch`), by a weighted rendezvous hash.
 
-    An unknown bandwidth counts as the median of the known ones. Where no member may own parts, all may. The member with
-    the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, turn, part, peer): a peer
-    wins parts in proportion to its bandwidth. The second owner is None where one member alone may own parts.
+    The member with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, epoch,
+    part, peer): a peer owns parts in proportion to its bandwidth. An unknown bandwidth counts as the median of the
+    known ones. Where no member may own parts, all may. The second owner is None where only one may.
     """
-    able = {peer: bandwidth for peer, bandwidth in members.items() if bandwidth is not None}
-    able = able or dict.fromkeys(members, 0.0)
-    known = [bandwidth for bandwidth in able.values() if bandwidth > 0]
-    usual = statistics.median(known) if known else 1.0
-    label = f"agora owner 1\0{run}\0{stage}\0{what}\0{turn}\0{part}\0"
+    eligible = {peer: bandwidth for peer, bandwidth in members.items() if bandwidth is not None}
+    eligible = eligible or dict.fromkeys(members, 0.0)
+    known = [bandwidth for bandwidth in eligible.values() if bandwidth > 0]
+    median = statistics.median(known) if known else 1.0
+    label = f"agora owner 1\0{run}\0{stage}\0{what}\0{epoch}\0{part}\0"
 
-    def place(peer: PeerId) -> tuple[float, PeerId]:
-        """Returns the key by which owners are sorted: -ln(u) / bandwidth, then the id."""
-        whole = int.from_bytes(hashlib.sha256((label + peer).encode()).digest()[:8], "big")
-        return -math.log((whole + 0.5) / 2.0**64) / (able[peer] or usual), peer
+    def rendezvous_key(peer: PeerId) -> tuple[float, PeerId]:
+        """Returns -ln(u) / bandwidth, and the id for ties."""
+        hashed = int.from_bytes(hashlib.sha256((label + peer).encode()).digest()[:8], "big")
+        return -math.log((hashed + 0.5) / 2.0**64) / (eligible[peer] or median), peer
 
-    order = sorted(able, key=place)
+    order = sorted(eligible, key=rendezvous_key)
     return order[0], order[1] if len(order) > 1 else None

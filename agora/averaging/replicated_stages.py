@@ -1,4 +1,4 @@
-"""What the replicas of a stage need of the stages held here, and of the room that fetches states, as protocols.
+"""Protocols of what this room calls in others: the stages of this peer, and the fetching of a state.
 
 Knows: flat weights by element, steps by number. Must not know: who implements it. The daemon passes in train.Compute
 and state.StateKeeper.
@@ -43,17 +43,17 @@ class ReplicatedStages(Protocol):
         snapshot: Tensor,
         averaged: tuple[Tensor, tuple[bool, ...]] | None,
     ) -> None:
-        """Moves anchor and weights in `blocks` by a round's mean difference, given with which of its parts have one.
+        """Moves anchor and weights in `blocks` by a round's mean difference; does nothing if it did before for `step`.
 
-        None: by nothing, the weights are the anchor. step: that whose slice it is; if it was taken in before, nothing
-        changes. snapshot: the weights that the round began with.
+        averaged: the mean difference, and for each of its parts whether it has one; None without another replica: the
+        weights become the anchor. snapshot: the weights that the round began with.
         """
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Follows the others to `step`, see train.TrainedStage; takes a due step."""
+        """Brings the stage to the `step` steps that the others have taken, see train.TrainedStage."""
 
-    async def take_mean_gradient(self, stage: int) -> Any:
-        """Returns this replica's share of the next step, a train.MeanGradient; only `step_with_gradient` takes it."""
+    async def take_gradient_share(self, stage: int) -> Any:
+        """Returns this replica's share of the next step, a train.GradientShare, for `step_with_gradient`."""
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
         """Takes the next step, `number`, along the mean over all replicas' `tokens`; with 0 tokens only counts it."""

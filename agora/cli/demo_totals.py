@@ -50,8 +50,8 @@ class DemoTotals:
     finished_rounds: set[tuple[int, int]] = field(default_factory=set)
     failed_parts: int = 0
     stage_steps: dict[int, StageSteps] = field(default_factory=dict)  # by stage
-    members: float = 0.0  # the sum of the members of all rounds; the next: of the replicas that could have been members
-    expected_members: int = 0
+    contributors: float = 0.0  # summed over all rounds: replicas that contributed in time, of `members`
+    members: int = 0
     _times_counted: dict[str, Counter[int]] = field(default_factory=dict)
     _loss_sum: float = 0.0  # of the completed microbatches that are in no entry of `losses` yet, as is the next
     _loss_tokens: int = 0
@@ -95,8 +95,8 @@ class DemoTotals:
             case events.RoundDone():
                 self.finished_rounds.add((event.stage, event.round))
                 self.failed_parts += event.failed_parts
+                self.contributors += event.contributors
                 self.members += event.members
-                self.expected_members += event.expected
             case events.StartStep(name, seconds, _):
                 peer.start_steps.append({"name": name, "seconds": round(seconds, 3)})
 
@@ -176,7 +176,7 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
         "microbatches": totals.microbatches(),
         "averaging": {
             "rounds": len(totals.finished_rounds),
-            "participation": _rounded(totals.members / totals.expected_members if totals.expected_members else None),
+            "participation": _rounded(totals.contributors / totals.members if totals.members else None),
             "failed_parts": totals.failed_parts,
         },
         "peers_killed": sum(peer.is_killed for _, peer in peers),

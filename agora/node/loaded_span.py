@@ -19,8 +19,8 @@ from agora_protocol.ids import Span
 from agora_protocol.messages import Contribute, GossipSteps, Process, Recall
 from agora_protocol.records import Progress
 
-from agora.averaging.agreement import live_replicas
 from agora.averaging.group import ReplicaGroup
+from agora.averaging.replica_progress import live_replicas
 from agora.calls import Reply
 from agora.clock import loop_time
 from agora.data.corpus import open_corpus
@@ -41,7 +41,7 @@ from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
 from agora.state.keeper import StageHolders, StateKeeper
-from agora.stepping import PartClosed
+from agora.stepping import ShareClosed
 from agora.swarm.placement import Placement
 from agora.threads import run_in_thread
 from agora.train.compute import Compute
@@ -91,7 +91,7 @@ class LoadedSpan:
             signed.run_id,
             startup.home.runs / signed.run_id / "collected",
             layouts=lambda: [stage_layout(manifest, stage) for stage in range(manifest.stage_count)],
-            held=compute,
+            stages=compute,
             serving=local_peer.steps_of,
             caller=local_peer.network,
             report_offence=local_peer.offences.report_offence,
@@ -161,8 +161,8 @@ class LoadedSpan:
     def _steps_behind(self, stage: int) -> int:
         """Returns how many steps the stage is behind the live replica that has reported most; 0 when it is not."""
         gossip, step = self.replicas.gossip, self.compute.step_of(stage)
-        live = live_replicas(gossip.known(stage), gossip.others(stage), loop_time())
-        return max([0, *(last.reported.step - step for last in live.values())])
+        live = live_replicas(gossip.known(stage), gossip.listed_others(stage), loop_time())
+        return max([0, *(last.direct.step - step for last in live.values())])
 
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers a request of WORK_REQUESTS: Process by the hop, the others (averaging) by the replicas."""
@@ -172,25 +172,25 @@ class LoadedSpan:
             case GossipSteps() as request:
                 return Reply(self.replicas.gossip.answer(call.peer, request))
             case Contribute() as request:
-                return Reply(*await self.replicas.contribute(call.peer, request, call.tensors, call.deadline))
+                return Reply(*await self.replicas.answer_contribution(call.peer, request, call.tensors, call.deadline))
             case Recall() as request:
-                return Reply(*self.replicas.owner.recall(request))
+                return Reply(*self.replicas.reducer.answer_recall(request))
             case other:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
 
     def _on_trained(self) -> None:
-        """Called when a training microbatch has left the hop: a part of a step may be complete by that."""
+        """Called when a training microbatch has left the hop: a share of a step may be complete by that."""
         for stage in self.span.stages:
-            self.replicas.microbatch_left(stage, self.hop.training)
+            self.replicas.on_microbatch_left(stage, self.hop.training)
 
     async def follow_steps(self) -> None:
         """Tells replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled."""
         async for event in self.compute.step_events():
-            if isinstance(event, PartClosed):
-                self.replicas.part_closed(event.stage)
+            if isinstance(event, ShareClosed):
+                self.replicas.on_share_closed(event.stage)
                 continue
-            self.replicas.stepped(event.stage, event.step, event.own_tokens)
-            self.keeper.note_step(event.stage, event.step)
+            self.replicas.on_stepped(event.stage, event.step, event.own_tokens)
+            self.keeper.on_stepped(event.stage, event.step)
             for waiting in (self._barrier, self.origin):
                 if waiting is not None:
                     waiting.stepped()

@@ -15,7 +15,7 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import MAX_TEXT_BYTES
 from agora_protocol.records import Progress
 
-from agora.averaging.uplink_share import GradientWire
+from agora.averaging.gradient_wire import GradientWire
 from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
 from agora.swarm.health import Health
@@ -130,7 +130,7 @@ def notes_of(report: NodeReport) -> list[str]:
     for stage, steps in span.behind.items():
         if steps >= LEAST_BEHIND:
             notes.append(f"stage {stage} is {steps} steps behind its replicas: {span.waits_for.get(stage, '')}")
-    if span.gradient_wire.is_short:
+    if span.gradient_wire.is_limited:
         notes.append(f"gradients are sent as {span.gradient_wire.reason}")
     if span.shortage and span.busy_fraction < IDLE_BELOW:
         notes.append(f"its device works {span.busy_fraction:.0%} of the time: {span.shortage}")

@@ -217,8 +217,8 @@ class RoundDone(Event):
     round: int
     parts: int
     failed_parts: int  # those that stayed as they were
-    members: float  # replicas that took part in time, of `expected`: the mean over the parts
-    expected: int
+    contributors: float  # replicas that contributed in time, of `members`: the mean over the parts
+    members: int
     weight: float
     lost: float  # tokens of this replica that came too late for this round and for the one before
     seconds: float

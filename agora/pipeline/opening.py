@@ -121,7 +121,7 @@ class Surroundings:
     """What an origin sees around it before it decides whether to open a microbatch.
 
     ready: enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s. most_in_flight: see
-    staleness_limit. before_mean: how many may be open until the mean of this peer's part of a step is in, lest more be
+    staleness_limit. before_mean: how many may be open until the mean of this peer's share of a step is in, lest more be
     computed on weights without it; None where means are not waited for, and `most_in_flight` bounds staleness.
     """
 
@@ -195,7 +195,7 @@ def next_opening(
     if seen.step is not None and not quota.left:
         return Opening("wait", f"this origin's quota of step {quota.step} is opened", quota)
     if seen.before_mean is not None and open_count >= seen.before_mean:
-        return Opening("wait", "its part of a step is opened, and the mean gradient awaited", quota)
+        return Opening("wait", "its share of a step is opened, and the mean gradient awaited", quota)
     if open_count >= credit.limit:
         return Opening("wait", f"{open_count} microbatches are open; credit {credit.reason}", quota)
     return Opening("open", credit.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))

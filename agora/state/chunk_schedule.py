@@ -12,9 +12,9 @@ from typing import Final
 
 from agora_protocol.ids import PeerId
 
-DUPLICATE_FACTOR: Final = 2.0  # a chunk that takes this many times the usual is asked of another source as well
+DUPLICATE_FACTOR: Final = 2.0  # a chunk that takes this many times the median is asked of another source as well
 DUPLICATE_AFTER_S: Final = 0.5  # but never sooner than this
-ASSUMED_CHUNK_S: Final = 2.5  # the usual time of a chunk before the first one has arrived
+ASSUMED_CHUNK_S: Final = 2.5  # the median time of a chunk before the first one has arrived
 REMEMBERED_CHUNKS: Final = 32
 
 
@@ -22,7 +22,7 @@ class ChunkSchedule:
     """Assigns the chunks 0 to count - 1 of one transfer to sources, until all of them have arrived.
 
     A free source gets the lowest missing chunk. When none is missing, it gets the one that was asked for first, if that
-    call lasts unusually long. So a slow or hung source delays the end by one chunk, not by its whole share.
+    call lasts unusually long. So a slow or hung source delays the end by one chunk, not by all of its chunks.
     """
 
     def __init__(self, count: int) -> None:
@@ -43,14 +43,14 @@ class ChunkSchedule:
         """Returns the chunk to ask `peer` for and records that the call begins `now`; None when there is none.
 
         It is the lowest missing chunk; without one, the chunk whose latest call to another peer began first, if that
-        call has lasted longer than max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * usual_s()).
+        call has lasted longer than max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * median_s()).
         """
         if self._missing:
             chunk = heapq.heappop(self._missing)
         else:
             open_calls = ((max(asked.values()), chunk) for chunk, asked in self._open.items() if peer not in asked)
-            began, chunk = min(open_calls, default=(now, -1))
-            if now - began <= max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * self.usual_s()):
+            started_at, chunk = min(open_calls, default=(now, -1))
+            if now - started_at <= max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * self.median_s()):
                 return None
             self.duplicated += 1
         self._open.setdefault(chunk, {})[peer] = now
@@ -59,8 +59,8 @@ class ChunkSchedule:
     def record_arrival(self, chunk: int, peer: PeerId, now: float) -> list[PeerId]:
         """Records that `peer` gave the chunk. Returns the other peers asked for it: those calls can be cancelled."""
         asked = self._open.pop(chunk, {})
-        if (began := asked.pop(peer, None)) is not None:
-            self._durations.append(now - began)
+        if (started_at := asked.pop(peer, None)) is not None:
+            self._durations.append(now - started_at)
         self.arrived_chunks.add(chunk)
         return list(asked)
 
@@ -77,6 +77,6 @@ class ChunkSchedule:
         self.arrived_chunks.remove(chunk)
         heapq.heappush(self._missing, chunk)
 
-    def usual_s(self) -> float:
+    def median_s(self) -> float:
         """Returns the median seconds that the last REMEMBERED_CHUNKS chunks took; ASSUMED_CHUNK_S before the first."""
         return statistics.median(self._durations) if self._durations else ASSUMED_CHUNK_S

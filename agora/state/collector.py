@@ -43,7 +43,7 @@ class StageCollector:
         run: RunId,
         folder: Path,
         layouts: Callable[[], Sequence[Layout]],
-        held: KeptStages,
+        stages: KeptStages,
         serving: ClaimedSteps,
         caller: Caller,
         report_offence: ReportOffence,
@@ -52,7 +52,7 @@ class StageCollector:
         self._run = run
         self._folder = folder
         self._layouts = layouts
-        self._held = held
+        self._stages = stages
         self._serving = serving
         self._caller = caller
         self._report_offence = report_offence
@@ -91,7 +91,7 @@ class StageCollector:
         deadline = loop_time() + COLLECT_S
         layouts = await run_in_thread(self._layouts)
         for stage in range(len(layouts)):
-            if stage not in self._held.span and not self._serving(stage):
+            if stage not in self._stages.span and not self._serving(stage):
                 raise _unavailable(stage, [])
         fresh = fresh_path(self._folder)
         need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts) + SPARE_BYTES
@@ -114,8 +114,8 @@ class StageCollector:
 
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, average: bool, deadline: float) -> StageFile:
         """Writes one stage's weights as a safetensors file, copied if the stage is held here, else fetched."""
-        if stage in self._held.span:
-            state = await self._held.export_state(stage)
+        if stage in self._stages.span:
+            state = await self._stages.export_state(stage)
         else:
             state = await self._fetch(stage, layout, deadline)
         metadata = {"run": self._run, "stage": str(stage), "step": str(state.step)}

@@ -125,8 +125,8 @@ def check_export_place(out: Path, *, replace: bool) -> Path:
         exported = None
     if names and exported is None:
         raise InputError(f"{place} is not empty and no earlier export; name a new folder.")
-    if exported is not None and (strange := [name for name in names if name not in exported]):
-        raise InputError(f"{place} is an earlier export with {strange[0]} added to it; name a new folder.")
+    if exported is not None and (unknown := [name for name in names if name not in exported]):
+        raise InputError(f"{place} is an earlier export with {unknown[0]} added to it; name a new folder.")
     if names and not replace:
         raise InputError(f"{place} is an earlier export; give --force to replace it, or name a new folder.")
     return place

@@ -89,10 +89,10 @@ class StateKeeper:
         self._caller = caller
         self._report = report
         self._report_offence = report_offence
-        self._found: dict[int, Checkpoint] = {}
-        self._filled: set[int] = set()
-        self._checkpointed: dict[int, int] = {}  # the step of each stage's last checkpoint
-        self._due: set[int] = set()
+        self._found_checkpoints: dict[int, Checkpoint] = {}
+        self._filled_stages: set[int] = set()
+        self._checkpoint_steps: dict[int, int] = {}  # the step of each stage's last checkpoint
+        self._due_stages: set[int] = set()
         self._wake = asyncio.Event()
         self._writing = asyncio.Lock()
         self._snapshots = Snapshots(self._export, lambda stage: stages.layout(stage).nbytes)
@@ -110,7 +110,7 @@ class StateKeeper:
 
         stages = self._stages.span.stages
         newest = await run_in_thread(lambda: [find_newest(stage) for stage in stages])
-        self._found = {checkpoint.stage: checkpoint for checkpoint in newest if checkpoint is not None}
+        self._found_checkpoints = {checkpoint.stage: checkpoint for checkpoint in newest if checkpoint is not None}
         return tuple(checkpoint.step if checkpoint is not None else 0 for checkpoint in newest)
 
     async def fill_stages(self) -> str:
@@ -119,12 +119,12 @@ class StateKeeper:
         Raises Unavailable when a stage without an own checkpoint must be fetched and no peer gives it.
         """
         sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self._stages.span.stages]
-        self._found.clear()
+        self._found_checkpoints.clear()
         return "; ".join(sources)
 
     async def _fill_stage(self, stage: int) -> str:
         """Fills one stage as `choose_start` decides; loads the own checkpoint if fetching fails. Returns the reason."""
-        own = self._found.get(stage)
+        own = self._found_checkpoints.get(stage)
         decision = rules.choose_start(own.step if own else None, self._offers(stage), rules.LAG_LIMIT)
         if decision.action == "fetch":
             patience_s = PATIENCE_S if own is None else 0.0
@@ -138,8 +138,8 @@ class StateKeeper:
         if own is not None and decision.action == "load":
             layout = self._stages.layout(stage)
             await self._stages.load_state(await run_in_thread(lambda: read_checkpoint(own, layout)))
-            self._checkpointed[stage] = own.step
-        self._filled.add(stage)
+            self._checkpoint_steps[stage] = own.step
+        self._filled_stages.add(stage)
         return decision.reason
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
@@ -158,9 +158,9 @@ class StateKeeper:
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
         """Fetches a stage's state from replicas of one lineage, and loads it. Returns a sentence about the transfer.
 
-        Raises Unavailable when for `patience_s` nobody could go on with it.
+        Raises Unavailable when all sources have failed for `patience_s`.
         """
-        began = loop_time()
+        started_at = loop_time()
         fetch = StateFetch(
             self._caller,
             stage,
@@ -171,25 +171,25 @@ class StateKeeper:
         at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values())
         state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
         await self._stages.load_state(state)
-        self._filled.add(stage)
-        self._checkpointed[stage] = state.step
-        seconds, size = loop_time() - began, state.layout.nbytes
+        self._filled_stages.add(stage)
+        self._checkpoint_steps[stage] = state.step
+        seconds, size = loop_time() - started_at, state.layout.nbytes
         self._report(events.StateFetched(stage, state.step, size, seconds, fetch.schedule.refetched))
         return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s"
 
     async def _run_fetch(
         self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float
     ) -> StageState:
-        """Runs `fetch`. When all sources fail, waits RETRY_S and goes on with the peers that offer the state by then.
+        """Runs `fetch`. When all sources fail, waits RETRY_S and runs it with the peers that offer the state then.
 
-        Raises Unavailable when a try fails later than `patience_s` after the first began.
+        Raises Unavailable when a run fails later than `patience_s` after the first began.
         """
-        began = loop_time()
+        started_at = loop_time()
         while True:
             try:
-                return await fetch.run(sources, deadline=began + FETCH_S, at_least=at_least)
+                return await fetch.run(sources, deadline=started_at + FETCH_S, at_least=at_least)
             except Unavailable as error:
-                if loop_time() >= began + patience_s:
+                if loop_time() >= started_at + patience_s:
                     raise
                 self._report(events.TaskFailed("fetch state", f"{error}; it goes on when somebody has it"))
             await asyncio.sleep(RETRY_S)
@@ -208,9 +208,9 @@ class StateKeeper:
 
     async def _export(self, stage: int) -> StageState | None:
         """Returns the state to give to others: a copy of the stage, or its checkpoint until it is filled; else None."""
-        if stage in self._filled:
+        if stage in self._filled_stages:
             return await self._stages.export_state(stage)
-        own = self._found.get(stage)
+        own = self._found_checkpoints.get(stage)
         if own is None:
             return None
         layout = self._stages.layout(stage)
@@ -218,30 +218,30 @@ class StateKeeper:
 
     # --- writing checkpoints
 
-    def note_step(self, stage: int, step: int) -> None:
+    def on_stepped(self, stage: int, step: int) -> None:
         """Called after each step of a stage: if a checkpoint is due at `step`, wakes `run`, which writes it."""
-        if rules.checkpoint_due(step, self._manifest.checkpoint.every, self._checkpointed.get(stage, 0)):
-            self._checkpointed[stage] = step
-            self._due.add(stage)
+        if rules.checkpoint_due(step, self._manifest.checkpoint.every, self._checkpoint_steps.get(stage, 0)):
+            self._checkpoint_steps[stage] = step
+            self._due_stages.add(stage)
             self._wake.set()
 
     async def run(self) -> None:
-        """Writes the checkpoints that `note_step` finds due, and drops idle snapshots, until cancelled."""
+        """Writes the checkpoints that `on_stepped` finds due, and drops idle snapshots, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             self._snapshots.drop_idle()
-            while self._due:
-                await self._write(self._due.pop())
+            while self._due_stages:
+                await self._write(self._due_stages.pop())
 
     async def write_checkpoints(self) -> None:
         """Writes a checkpoint of every filled stage now, due or not; called when this peer leaves."""
-        for stage in self._filled:
+        for stage in self._filled_stages:
             await self._write(stage)
 
     async def _write(self, stage: int) -> None:
         """Writes a checkpoint of the stage as it is now, one write at a time; reports it, or the disk's error."""
-        keep, began = self._manifest.checkpoint.keep, loop_time()
+        keep, started_at = self._manifest.checkpoint.keep, loop_time()
         try:
             async with self._writing:
                 state = await self._stages.export_state(stage)
@@ -249,4 +249,4 @@ class StateKeeper:
         except DiskError as error:
             self._report(events.DiskTrouble(str(self._folder), str(error)))
             return
-        self._report(events.CheckpointWritten(stage, state.step, state.layout.nbytes, loop_time() - began))
+        self._report(events.CheckpointWritten(stage, state.step, state.layout.nbytes, loop_time() - started_at))

@@ -142,17 +142,17 @@ class Layout:
     def ranges(self, chosen: Callable[[Slot], bool]) -> list[slice]:
         """Returns the element ranges of the chosen tensors, each with the padding behind it; adjacent ones joined."""
         ranges: list[slice] = []
-        for slot, following in pairwise([*self.slots, Slot("", self.numel, ())]):
+        for slot, next_slot in pairwise([*self.slots, Slot("", self.numel, ())]):
             if chosen(slot):
                 adjacent = bool(ranges) and ranges[-1].stop == slot.offset
                 start = ranges.pop().start if adjacent else slot.offset
-                ranges.append(slice(start, following.offset))
+                ranges.append(slice(start, next_slot.offset))
         return ranges
 
     def clear_padding(self, flat: Any) -> None:
         """Sets the elements of `flat` [numel], an array or a tensor, that belong to no tensor to zero."""
-        for slot, following in pairwise([*self.slots, Slot("", self.numel, ())]):
-            flat[slot.elements.stop : following.offset] = 0.0
+        for slot, next_slot in pairwise([*self.slots, Slot("", self.numel, ())]):
+            flat[slot.elements.stop : next_slot.offset] = 0.0
 
     def named(self, flat: Flat) -> dict[str, NDArray[np.float32]]:
         """Returns the tensors inside `flat` [numel] by name, as views."""

@@ -15,8 +15,8 @@ from agora_protocol.ids import PeerId
 
 LAG_LIMIT: Final = 100
 """A state so many steps behind the newest is not fetched; a claim so far above the replicas' median is implausible."""
-CLAIMS_LATE: Final = 20
-"""Steps by which replicas may differ, and their claims of a step be older than their states."""
+CLAIM_LAG: Final = 20
+"""Steps by which a fetched state may be behind the lower median of the claims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
     return math.inf if len(serving) < 3 else statistics.median_high(serving) + lag_limit
 
 
-def lowest_step_to_fetch(wanted: int, offers: Collection[int]) -> int:
-    """Returns the lowest step of a state to accept: max(wanted, lower median of `offers` - CLAIMS_LATE)."""
-    return max(wanted, statistics.median_low(offers or [0]) - CLAIMS_LATE)
+def lowest_step_to_fetch(at_least: int, offers: Collection[int]) -> int:
+    """Returns the lowest step of a state to accept: max(at_least, lower median of `offers` - CLAIM_LAG)."""
+    return max(at_least, statistics.median_low(offers or [0]) - CLAIM_LAG)
 
 
 def checkpoint_due(step: int, every: int, last: int) -> bool:

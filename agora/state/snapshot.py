@@ -37,7 +37,7 @@ class _Snapshot:
     name: bytes
     state: StageState
     hashes: bytes
-    made: float = 0.0
+    made_at: float = 0.0
     copying_s: float = 0.0
     last_used: float = 0.0
 
@@ -91,11 +91,11 @@ class Snapshots:
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
         """Returns the stage's newest snapshot if fresh or if no other fits, else a new one; None: nothing to give."""
         self.drop_idle()
-        began = loop_time()
-        newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made, default=None)
+        started_at = loop_time()
+        newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made_at, default=None)
         if newest:
             factor = FRESH_FACTOR if newest.state.step >= at_least else REMAKE_FACTOR
-            if began - newest.made < min(factor * newest.copying_s, FRESH_S):
+            if started_at - newest.made_at < min(factor * newest.copying_s, FRESH_S):
                 return newest
         if not self._make_room(self._nbytes_of(stage)):
             if newest is None:
@@ -106,8 +106,8 @@ class Snapshots:
         hashes = await asyncio.to_thread(chunk_hashes, state)
         name = hashlib.sha256(hashes).digest()
         snapshot = self._kept[name] = _Snapshot(name, state, hashes)  # one of the same bytes may be of an earlier step
-        snapshot.made = loop_time()
-        snapshot.copying_s = max(snapshot.made - began, SHORTEST_COPY_S)
+        snapshot.made_at = loop_time()
+        snapshot.copying_s = max(snapshot.made_at - started_at, SHORTEST_COPY_S)
         return snapshot
 
     def _make_room(self, nbytes: int) -> bool:

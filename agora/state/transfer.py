@@ -1,4 +1,4 @@
-"""Fetches a stage's state from several replicas at once, chunk by chunk, and survives sources that die, hang or lie.
+"""Fetches a stage's state from several replicas at once, chunk by chunk; sources may die, hang or send false data.
 
 Knows: what to ask which peer for. Must not know: how calls travel, who the replicas are, what becomes of the state.
 """
@@ -33,7 +33,7 @@ CHUNK_S: Final = 120.0  # for one chunk; a source that needs more counts as fail
 FAILURES: Final = 4  # of one source in a row, before it is given up
 PAUSE_S: Final = 0.5  # after a source's first failure, which doubles with each; and before an older offer is renewed
 MAX_PAUSE_S: Final = 10.0  # for which a busy source is left alone
-SLOW_S: Final = 5.0  # without an answer for this long, and for four usual chunk times: a waiting source joins in
+SLOW_S: Final = 5.0  # without an answer for this long, and for four median chunk times: an idle source is asked too
 STALL_S: Final = 60.0  # without a chunk from all sources that are fetched from, before other snapshots are chosen
 TICK_S: Final = 0.05  # how often slow sources are looked for while nothing arrives
 # With these numbers one source fills a link of 200 Mbit/s and 50 ms, and all chunks under way hold 48 MiB.
@@ -43,15 +43,14 @@ class FalseStateError(ProtocolError):
     """Error: a source's answer cannot be the state asked for, which no network fault causes: it is an offence."""
 
 
-Agreement = tuple[int, int, int]
-"""Agreed step, lineage, and step (0 where the lineage is known): snapshots that have the same make one state."""
+MixingKey = tuple[int, int, int]
+"""(agreed step, lineage, step or 0): chunks of snapshots with equal keys may be mixed in one state."""
 
 
-def agreement_of(index: StateIndex) -> Agreement:
-    """Returns what a snapshot must have in common with others whose chunks it is put together with.
+def mixing_key(index: StateIndex) -> MixingKey:
+    """Returns the mixing key of a snapshot: with `step` if its lineage is unknown, else with 0.
 
-    Replicas of one lineage have applied the same means up to the step `agreed`; since then each may have taken steps of
-    its own. Where the lineage is not known, the same step is all that there is to compare.
+    Replicas of one lineage have applied the same means up to the step `agreed`; each may have taken local steps since.
     """
     return index.agreed, index.lineage, 0 if index.lineage else index.step
 
@@ -64,16 +63,16 @@ class Offer:
     hashes: bytes
 
     @property
-    def agreement(self) -> Agreement:
-        """What its chunks must have in common with others."""
-        return agreement_of(self.index)
+    def mixing_key(self) -> MixingKey:
+        """See the function of this name."""
+        return mixing_key(self.index)
 
 
 @dataclass(slots=True)
 class _Source:
     """A peer that the state is fetched from. given_up: it is not asked any more; last_error says why.
 
-    calls: the open ones by the chunk that each is for, None: for the offer; and when each began, in loop time.
+    calls: the open ones with their start in loop time, by chunk; None: the call for the offer.
     """
 
     peer: PeerId
@@ -89,12 +88,12 @@ class _Source:
 class StateFetch:
     """Fetches one stage's state from several replicas at once, in chunks, each checked against its source's offer.
 
-    | a source's offer                      | what follows                                                         |
-    |---------------------------------------|----------------------------------------------------------------------|
-    | agrees with chunks that have arrived  | it is fetched                                                        |
-    | none does, and it agrees with newest  | it is fetched; chunks of other snapshots are dropped, never mixed in |
-    | is older than what is fetched         | the source is asked once more: it may have caught up by then         |
-    | is newer, or of another lineage       | it waits; when no source is left to fetch from, all are asked anew   |
+    | a source's offer has the mixing key of  | what follows                                                         |
+    |-----------------------------------------|----------------------------------------------------------------------|
+    | chunks that have arrived                | it is fetched                                                        |
+    | the newest offer, as none has the above | it is fetched; chunks of other snapshots are dropped, never mixed in |
+    | else, and is older                      | the source is asked once more: it may have caught up by then         |
+    | else                                    | it waits; when no source is left to fetch from, all are asked anew   |
 
     A source that fails is asked again or given up. When `run` fails, the chunks that arrived stay for the next `run`.
     """
@@ -117,12 +116,12 @@ class StateFetch:
         self._plausible_step = plausible_step
         self._weights = np.empty(layout.numel, np.float32)
         self._moments = {moment.name: np.empty(moment.numel, np.float32) for moment in layout.moments}
-        self._versions: dict[int, StateIndex] = {}  # the snapshot of each chunk that has arrived
+        self._chunk_snapshots: dict[int, StateIndex] = {}  # the snapshot of each chunk that has arrived
         self._sources: list[_Source] = []
         self._deadline = 0.0
         self._lowest_step = 0  # that is used
         self._first_offer_at: float | None = None
-        self._wanted: StateIndex | None = None  # chunks of snapshots that agree with this one are asked for
+        self._chosen: StateIndex | None = None  # chunks of snapshots with its mixing key are asked for
         self._last_arrival = 0.0
 
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
@@ -134,7 +133,7 @@ class StateFetch:
         """
         self._sources = [_Source(peer) for peer in dict.fromkeys(sources)]
         self._deadline, self._lowest_step = deadline, at_least
-        self._first_offer_at = self._wanted = None
+        self._first_offer_at = self._chosen = None
         self._keep_chunks(lambda index: index.step >= at_least)
         try:
             while not self.schedule.complete:
@@ -145,27 +144,27 @@ class StateFetch:
                 task.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
             self._remove_ended_calls()
-        used = self._versions.values()
-        step, updates = min(index.step for index in used), min(index.updates for index in used)
-        ((agreed, lineage, _),) = {agreement_of(index) for index in used}
+        indexes = self._chunk_snapshots.values()
+        step, updates = min(index.step for index in indexes), min(index.updates for index in indexes)
+        ((agreed, lineage, _),) = {mixing_key(index) for index in indexes}
         return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, agreed, lineage)
 
     async def _advance(self) -> None:
         """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable when late or without sources."""
         now = loop_time()
-        late = now >= self._deadline
-        if not late:
+        is_late = now >= self._deadline
+        if not is_late:
             self._choose_again_if_needed(now)
             self._ask_for_offers(now)
-            if self._wanted is None:
+            if self._chosen is None:
                 self._choose_snapshots(now)
             self._ask_for_chunks(now)
         calls = [task for source in self._sources for task, _ in source.calls.values()]
-        if late or not (calls or any(not source.given_up for source in self._sources)):
-            came = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
-            ending = " before the deadline" if late else ", and no source is left"
+        if is_late or not (calls or any(not source.given_up for source in self._sources)):
+            arrived = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
+            ending = " before the deadline" if is_late else ", and no source is left"
             errors = [f"{source.peer}: {source.last_error}" for source in self._sources if source.last_error]
-            raise Unavailable(self._stage, [came + ending, *errors])
+            raise Unavailable(self._stage, [arrived + ending, *errors])
         wait_s = min(TICK_S, self._deadline - now)
         if calls:
             await asyncio.wait(calls, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -186,72 +185,72 @@ class StateFetch:
     # --- choosing snapshots
 
     def _choose_snapshots(self, now: float) -> None:
-        """Once the first offers are in, chooses which snapshots are fetched, and drops chunks that do not agree.
+        """Once the first offers are in, chooses the mixing key to fetch, and drops the chunks with another.
 
-        They are those that agree with the chunks that have arrived, or else with the newest offer.
+        It is that of the chunks that have arrived, if an offer has it, else that of the newest offer.
         """
         offers = [source.offer for source in self._sources if source.offer]
         others_pending = any(None in source.calls for source in self._sources)
         if not offers or (others_pending and now < (self._first_offer_at or now) + GATHER_S):
             return
-        begun = {agreement_of(index) for index in self._versions.values()}
-        chosen = max(offers, key=lambda offer: (offer.agreement in begun, offer.index.agreed, offer.index.step))
-        self._wanted, self._last_arrival = chosen.index, now
-        self._keep_chunks(lambda index: agreement_of(index) == chosen.agreement)
+        arrived = {mixing_key(index) for index in self._chunk_snapshots.values()}
+        chosen = max(offers, key=lambda offer: (offer.mixing_key in arrived, offer.index.agreed, offer.index.step))
+        self._chosen, self._last_arrival = chosen.index, now
+        self._keep_chunks(lambda index: mixing_key(index) == chosen.mixing_key)
         chosen_steps = chosen.index.agreed, chosen.index.step
         for source in self._sources:
-            if source.offer and not self._is_wanted(source.offer):
+            if source.offer and not self._is_chosen(source.offer):
                 index = source.offer.index
                 if (index.agreed, index.step) < chosen_steps:
                     source.offer, source.not_before = None, now + PAUSE_S
 
     def _choose_again_if_needed(self, now: float) -> None:
-        """Drops all offers when no source is left that is fetched from, and others are: these are asked anew.
+        """Drops the offers of the other sources, so that they are asked anew, when none is left to fetch from.
 
-        Sources from which no chunk has come for STALL_S are given up if there are others.
+        Before that, sources are given up if no chunk has come for STALL_S and there are others.
         """
-        if self._wanted is None:
+        if self._chosen is None:
             return
-        fetched_from = [source for source in self._sources if self._is_wanted(source.offer)]
+        fetched_from = [source for source in self._sources if self._is_chosen(source.offer)]
         others = [source for source in self._sources if source not in fetched_from and not source.given_up]
         if others and now > self._last_arrival + STALL_S:
             for source in fetched_from:
                 self._give_up(source, f"no chunk came within {STALL_S:.0f} s")
             fetched_from = []
         if others and not fetched_from:
-            self._wanted = self._first_offer_at = None
+            self._chosen = self._first_offer_at = None
             for source in others:
                 source.offer = None
 
-    def _is_wanted(self, offer: Offer | None) -> bool:
+    def _is_chosen(self, offer: Offer | None) -> bool:
         """Returns whether chunks of the offered snapshot go into the state."""
-        return offer is not None and self._wanted is not None and offer.agreement == agreement_of(self._wanted)
+        return offer is not None and self._chosen is not None and offer.mixing_key == mixing_key(self._chosen)
 
     def _keep_chunks(self, fits: Callable[[StateIndex], bool]) -> None:
         """Drops the chunks that have arrived from snapshots that do not fit; they are missing again."""
-        for chunk in [chunk for chunk, index in self._versions.items() if not fits(index)]:
+        for chunk in [chunk for chunk, index in self._chunk_snapshots.items() if not fits(index)]:
             self.schedule.discard(chunk)
-            del self._versions[chunk]
+            del self._chunk_snapshots[chunk]
 
     # --- starting calls
 
     def _ask_for_offers(self, now: float) -> None:
         """Asks idle sources for an offer until SOURCES of them, without slow ones, have made one or are asked."""
         usable = [source for source in self._sources if not source.given_up]
-        answering = [s for s in usable if None in s.calls or (s.offer and not s.failures)]
-        at_work = sum(1 for s in answering if not self._is_slow(s, now))
-        waiting = [s for s in usable if not (s.offer or None in s.calls) and now >= s.not_before]
-        for source in waiting[: max(SOURCES - at_work, 0)]:
+        engaged = [s for s in usable if None in s.calls or (s.offer and not s.failures)]
+        not_slow = sum(1 for s in engaged if not self._is_slow(s, now))
+        idle = [s for s in usable if not (s.offer or None in s.calls) and now >= s.not_before]
+        for source in idle[: max(SOURCES - not_slow, 0)]:
             source.calls[None] = (asyncio.create_task(self._fetch_offer(source)), now)
 
     def _is_slow(self, source: _Source, now: float) -> bool:
-        """Returns whether the source's oldest open call lasts unusually long; another source then joins in."""
-        patience_s = max(SLOW_S, 4 * self.schedule.usual_s()) if source.offer else SLOW_S
-        return now - min((began for _, began in source.calls.values()), default=now) > patience_s
+        """Returns whether the source's oldest open call lasts unusually long; an idle source is then asked as well."""
+        patience_s = max(SLOW_S, 4 * self.schedule.median_s()) if source.offer else SLOW_S
+        return now - min((started_at for _, started_at in source.calls.values()), default=now) > patience_s
 
     def _ask_for_chunks(self, now: float) -> None:
         """Fills the windows of the sources that are fetched from with calls."""
-        free = [source for source in self._sources if self._is_wanted(source.offer) and now >= source.not_before]
+        free = [source for source in self._sources if self._is_chosen(source.offer) and now >= source.not_before]
         while free:  # one chunk each in turn, so that all of them have work
             free = [source for source in free if self._start_chunk(source, now)]
 
@@ -269,11 +268,11 @@ class StateFetch:
 
     async def _fetch_offer(self, source: _Source) -> None:
         """Asks the source for its newest snapshot; keeps the offer, or at an implausible step gives the source up."""
-        ends = min(self._deadline, loop_time() + OFFER_S)
-        at_least = self._wanted.step if self._wanted else self._lowest_step
-        request = GetState(self._stage, at_least, milliseconds_until(ends))
+        call_deadline = min(self._deadline, loop_time() + OFFER_S)
+        at_least = self._chosen.step if self._chosen else self._lowest_step
+        request = GetState(self._stage, at_least, milliseconds_until(call_deadline))
         try:
-            offer = check_offer(await self._caller.call(source.peer, request, deadline=ends), self._layout)
+            offer = check_offer(await self._caller.call(source.peer, request, deadline=call_deadline), self._layout)
         except AgoraError as error:
             self._handle_failure(source, error, None)
             return
@@ -288,25 +287,25 @@ class StateFetch:
 
     async def _fetch_chunk(self, source: _Source, offer: Offer, chunk: int) -> None:
         """Asks the source for a chunk, checks it in a thread, stores it, and cancels other calls for the same chunk."""
-        began = loop_time()
-        ends = min(self._deadline, began + CHUNK_S)
-        request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(ends))
+        started_at = loop_time()
+        call_deadline = min(self._deadline, started_at + CHUNK_S)
+        request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(call_deadline))
         expected = offer.hashes[HASH_BYTES * chunk :][:HASH_BYTES]
         try:
-            reply = await self._caller.call(source.peer, request, deadline=ends)
+            reply = await self._caller.call(source.peer, request, deadline=call_deadline)
             values = await asyncio.to_thread(check_chunk, reply, expected, self._layout, chunk)
         except AgoraError as error:
             self._handle_failure(source, error, offer)
             return
-        source.failures, source.last_chunk_s = 0, loop_time() - began
-        if not self._is_wanted(offer):
+        source.failures, source.last_chunk_s = 0, loop_time() - started_at
+        if not self._is_chosen(offer):
             return  # other snapshots have been chosen meanwhile
-        self._versions[chunk], self._last_arrival = offer.index, loop_time()
+        self._chunk_snapshots[chunk], self._last_arrival = offer.index, loop_time()
         arrays = [self._weights, *self._moments.values()]
         for array, place, part in zip(arrays, self._layout.chunk_places(chunk), values, strict=True):
             array[place] = part
-        needless = self.schedule.record_arrival(chunk, source.peer, loop_time())
-        for other in [other for other in self._sources if other.peer in needless]:
+        peers_to_cancel = self.schedule.record_arrival(chunk, source.peer, loop_time())
+        for other in [other for other in self._sources if other.peer in peers_to_cancel]:
             other.calls[chunk][0].cancel()
 
     # --- failures

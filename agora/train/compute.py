@@ -28,7 +28,7 @@ from agora.train.memory import keep_freed_memory
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import AveragedSlice, Blocks
 from agora.train.step_events import StepEvents
-from agora.train.trained_stage import MeanGradient, StageProgress
+from agora.train.trained_stage import GradientShare, StageProgress
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward
 
 T = TypeVar("T")
@@ -145,11 +145,11 @@ class Compute:
             """On the device thread: decodes the tensors, runs the stages, and encodes the gradient."""
             if first not in self.span or not self._holds_last_stage:
                 raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             entry, ids = self._decode(microbatch, first, boundary, tokens)
             loss_sum, supervised, gradient = self.trainer.finish(microbatch, first, entry, ids, train)
             encoded = self._encode_gradient(microbatch, first, gradient, entry)
-            return SpanResult(encoded, time.perf_counter() - begun, loss_sum, supervised)
+            return SpanResult(encoded, time.perf_counter() - started_at, loss_sum, supervised)
 
         return await self._run_and_step(job, priority=Priority.FORWARD if train else Priority.EVALUATE)
 
@@ -162,13 +162,13 @@ class Compute:
 
         def job() -> SpanResult:
             """On the device thread: decodes and checks the gradient, runs the backward, encodes its result."""
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             key = gradient_dither_key(microbatch, self.span.last + 1)
             decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
             self._require_finite(decoded, microbatch, self.span.last, "gradient")
             result, forward = self.trainer.backward(microbatch, first, decoded)
             encoded = self._encode_gradient(microbatch, first, result, forward.entry)
-            return SpanResult(encoded, forward.device_s + time.perf_counter() - begun)
+            return SpanResult(encoded, forward.device_s + time.perf_counter() - started_at)
 
         return await self._run_and_step(job)
 
@@ -187,7 +187,7 @@ class Compute:
         return self.trainer.stage(stage).progress.step
 
     def step_events(self) -> AsyncIterator[StepEvent]:
-        """Yields every step and closed part of the span's stages, in order, to one reader; ends only when cancelled."""
+        """Yields every step and closed share of the span's stages, in order, to one reader, until cancelled."""
         return aiter(self._events)
 
     def busy_fraction(self) -> float:
@@ -226,17 +226,17 @@ class Compute:
         await self._run_and_step(self.trainer.stage(stage).step_anchor, step, blocks, snapshot, averaged)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Brings a stage to the `step` steps that its other replicas have taken: along its own sum, or only counted."""
+        """Brings a stage to the `step` steps that its other replicas have taken, see TrainedStage."""
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
-    async def take_mean_gradient(self, stage: int) -> MeanGradient:
-        """Takes the mean out of the stage's gradient sum; its next step is then taken by `step_with_gradient` only."""
-        return await self._run_and_step(self.trainer.stage(stage).take_mean_gradient)
+    async def take_gradient_share(self, stage: int) -> GradientShare:
+        """Returns this replica's share of the next step, closed; only `step_with_gradient` takes that step."""
+        return await self._run_and_step(self.trainer.stage(stage).take_gradient_share)
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
         """Takes step `number`, the next one, along the mean gradient [numel] over all replicas' `tokens`.
 
-        Ends this replica's share of it, if that was taken out. Raises LocalError when another step is the next; after a
+        Drops this replica's closed share of it. Raises LocalError when another step is the next; after a
         ProtocolError it is still to be taken.
         """
         await self._run_and_step(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)

@@ -2,8 +2,8 @@
 
 Knows: flat weights, which blocks a slice has. Must not know: rounds, replicas, how a mean difference comes about.
 
-A round's mean difference a to the anchor, the same bytes at every replica, moves the slice's anchor and velocity by
-Nesterov momentum, and each replica's weights w, of which it had taken the snapshot s, by as much as it is apart:
+A round over a slice brings the mean a of anchor - s over the replicas, the same bytes at all of them, s being a
+replica's snapshot of its weights w when the round began. With velocity v (Nesterov momentum):
 
     v = momentum * v + a
     new = anchor - rate * (a + momentum * v)
@@ -49,7 +49,7 @@ class OuterOptimizer:
         }
 
     def restart(self, weights: Tensor) -> None:
-        """Begins anew from `weights` [numel], which all replicas have: they are the anchor."""
+        """Makes `weights` [numel], which all replicas have, the anchor, and the velocity 0."""
         self.moments[ANCHOR].copy_(weights)
         self.moments[VELOCITY].zero_()
 
@@ -57,31 +57,30 @@ class OuterOptimizer:
         """Returns anchor - snapshot in `blocks`, float32 [blocks * SLICE_BLOCK]."""
         return self._rows(ANCHOR)[blocks].flatten() - snapshot
 
-    def step(self, blocks: Tensor, snapshot: Tensor, mean: Tensor, done: tuple[bool, ...]) -> Tensor:
-        """Moves anchor and velocity in `blocks` by a round's mean; returns how far the weights move, [n].
+    def step(self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...]) -> Tensor:
+        """Moves anchor and velocity in `blocks` by a round's mean; returns the change of the weights, new - s [n].
 
-        snapshot, mean: float32 [n]. done: for each part of PART_ELEMENTS whether it has a mean; the others stay. Raises
-        ProtocolError, and changes nothing, when something would not be finite.
+        snapshot, mean: float32 [n]. has_mean: for each part of PART_ELEMENTS; where False, nothing changes. Raises
+        ProtocolError, and changes nothing, when the anchor would not be finite.
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no slice of {len(blocks)} blocks")
-        is_done = torch.tensor(done, dtype=torch.bool).repeat_interleave(PART_ELEMENTS // SLICE_BLOCK)[
-            : len(blocks), None
-        ]
+        block_has_mean = torch.tensor(has_mean, dtype=torch.bool).repeat_interleave(PART_ELEMENTS // SLICE_BLOCK)
+        moves = block_has_mean[: len(blocks), None]
         anchor, velocity, mean = self._rows(ANCHOR)[blocks], self._rows(VELOCITY)[blocks], mean.view(-1, SLICE_BLOCK)
-        faster = self._momentum * velocity + mean
-        moved = anchor - self._rate * (mean + self._momentum * faster)
-        away = torch.where(is_done, moved - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
-        if not bool(away.isfinite().all()):
+        new_velocity = self._momentum * velocity + mean
+        new_anchor = anchor - self._rate * (mean + self._momentum * new_velocity)
+        change = torch.where(moves, new_anchor - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
+        if not bool(change.isfinite().all()):
             raise ProtocolError("bad-tensor", "an anchor would not be finite")
-        self._rows(ANCHOR)[blocks] = torch.where(is_done, moved, anchor)
-        self._rows(VELOCITY)[blocks] = torch.where(is_done, faster, velocity)
+        self._rows(ANCHOR)[blocks] = torch.where(moves, new_anchor, anchor)
+        self._rows(VELOCITY)[blocks] = torch.where(moves, new_velocity, velocity)
         for values in self.moments.values():  # few bits have no level for the 0 of padding
             self._layout.clear_padding(values)
-        return away
+        return change
 
-    def follow(self, blocks: Tensor, snapshot: Tensor) -> None:
-        """Makes the snapshot of the only replica's weights the anchor in `blocks`, at rest."""
+    def set_anchor(self, blocks: Tensor, snapshot: Tensor) -> None:
+        """Makes the only replica's weights in `blocks`, `snapshot` [n], the anchor, and the velocity there 0."""
         self._rows(ANCHOR)[blocks] = snapshot.view(-1, SLICE_BLOCK)
         self._rows(VELOCITY)[blocks] = 0.0
 

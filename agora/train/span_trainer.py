@@ -107,11 +107,11 @@ class SpanTrainer:
             with torch.no_grad():
                 return self._run(first, entry, inputs, train), None
         self.stashed.require_room(microbatch, first)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         output, versions = self._run_for_training(first, entry, inputs)
         boundary = output.detach()
         self._require_finite(float(torch.linalg.vector_norm(boundary)), first, microbatch, "the boundary it computed")
-        seconds, steps = time.perf_counter() - begun, self._steps_from(first)
+        seconds, steps = time.perf_counter() - started_at, self._steps_from(first)
         graph = output if versions else None
         forward = StashedForward(first, entry, inputs, _supervised(tokens), steps, seconds, graph, versions)
         self.stashed.add(microbatch, forward)

@@ -1,4 +1,4 @@
-"""What a stage gives to its replicas on other peers and takes from them: slices of its weights, and its whole state.
+"""A trained stage's exchange with its replicas on other peers: differences to the anchor, and its whole state.
 
 Knows: flat weights and moments, the anchor. Must not know: peers, rounds, how a mean comes about, files.
 """
@@ -27,39 +27,40 @@ AveragedSlice = tuple[Tensor, tuple[bool, ...]]
 class StageReplica(TrainedStage):
     """A trained stage that exchanges weights with its replicas. Used on the device thread, between two microbatches.
 
-    Every change spares live graphs, and raises ProtocolError ("bad-tensor") for values that are not allowed.
+    Weights that live graphs need are copied before a change. Values that are not allowed raise ProtocolError
+    ("bad-tensor").
     """
 
     def difference_to_anchor(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Returns anchor - weights in `blocks`, and a copy of these weights, float32 [blocks * SLICE_BLOCK], CPU."""
         rows = self.weights.current.flat.view(-1, SLICE_BLOCK)
         snapshot = rows.index_select(0, self._block_numbers(blocks)).flatten().cpu()
-        return self._outer.difference(torch.from_numpy(blocks), snapshot), snapshot
+        return self._required_outer.difference(torch.from_numpy(blocks), snapshot), snapshot
 
     def step_anchor(self, step: int, blocks: Blocks, snapshot: Tensor, averaged: AveragedSlice | None) -> None:
-        """Takes in what a round over `blocks` brought, and so agrees up to `step`; changes nothing if it did before.
+        """Applies the mean of step `step`'s round over `blocks` to anchor and weights; does nothing if it did before.
 
         snapshot: the weights that the round began with. averaged: the mean difference [blocks * SLICE_BLOCK], and for
-        each of its parts whether it has one; None when there is no other replica: the snapshot is the anchor then.
+        each of its parts whether it has one; None when there is no other replica: the snapshot becomes the anchor.
         """
         if step <= self.progress.agreed:
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
-            self._outer.follow(rows, snapshot)
+            self._required_outer.set_anchor(rows, snapshot)
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
-            mean, done = averaged
-            moved = self._outer.step(rows, snapshot, mean, done).to(self.sum.flat.device)
+            mean, has_mean = averaged
+            change = self._required_outer.step(rows, snapshot, mean, has_mean).to(self.sum.flat.device)
             numbers = self._block_numbers(blocks)
             flat = self.writable_weights()
-            flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, moved.view(-1, SLICE_BLOCK))
+            flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
             self.layout.clear_padding(flat)
-            checksum = zlib.crc32(bytes(done), zlib.crc32(mean.contiguous().numpy().data))
-        self.agree(step, checksum)
+            checksum = zlib.crc32(bytes(has_mean), zlib.crc32(mean.contiguous().numpy().data))
+        self.record_agreed(step, checksum)
 
     @property
-    def _outer(self) -> OuterOptimizer:
+    def _required_outer(self) -> OuterOptimizer:
         """The outer optimizer. Raises LocalError in a run without local steps."""
         if self.outer is None:
             raise LocalError(f"stage {self.number} has no anchor: all steps of the run are exact")

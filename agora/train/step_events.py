@@ -13,7 +13,7 @@ from typing import Final
 
 from agora.stepping import StepEvent
 
-MOST_EVENTS: Final = 4096  # step events that wait for their reader at most; the oldest are dropped beyond that
+MAX_EVENTS: Final = 4096  # step events that wait for their reader at most; the oldest are dropped beyond that
 
 
 class StepEvents:
@@ -21,7 +21,7 @@ class StepEvents:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: deque[StepEvent] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[StepEvent] = deque(maxlen=MAX_EVENTS)
         self._arrived = asyncio.Event()
 
     def put(self, event: StepEvent) -> None:

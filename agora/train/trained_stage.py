@@ -22,33 +22,33 @@ from torch import Tensor
 from agora.model import Stage, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
 from agora.state.layout import AVERAGE, Layout, lay_out
-from agora.stepping import PartClosed, StageStepped, StepEvent, StepPolicy
-from agora.train.lineage import SEEDED, after_step
+from agora.stepping import ShareClosed, StageStepped, StepEvent, StepPolicy
+from agora.train.lineage import INITIAL_LINEAGE, with_step
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
 from agora.train.outer_step import OuterOptimizer, with_outer_moments
 from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion, tensor_in
 
-MOST_CLOSED = 2
-"""Closed parts that may wait for their means at once, each a gradient in memory; then the open part grows instead."""
+MAX_CLOSED_SHARES = 2
+"""Closed shares that may wait for their means at once, each a gradient in memory; then the open share grows instead."""
 STALENESS_BINS = 33
 """Staleness 0, 1, ... 31, and one bin for everything older."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """How far a stage of this peer is. staleness[i]: microbatches whose gradient was i steps old, see count_microbatch.
+    """How far a stage of this peer is. step: optimizer steps taken.
 
-    part: number of the step that is counted for now, `step` + the number of closed parts that await their means. Tokens
-    are those counted for that part; here since the start; and of all steps and parts, those before a loaded state too.
-    account: what became of the tokens counted here. lineages: of the steps last agreed on with the replicas, by their
-    numbers, see train.lineage.
+    open_step: number of the step whose share is open: `step` + closed shares that await their means. tokens_in_share:
+    those counted for it. tokens_counted: those since the start. tokens_total: those of all steps and shares, those
+    before a loaded state included. staleness[i]: microbatches whose gradient was i steps old. account: what became of
+    the tokens counted here. lineages: of the last agreed steps, by number, see train.lineage.
     """
 
     stage: int
     step: int
-    part: int
-    tokens_in_part: int
+    open_step: int
+    tokens_in_share: int
     tokens_counted: int
     tokens_total: int
     staleness: tuple[int, ...]
@@ -58,7 +58,7 @@ class StageProgress:
 
     @property
     def agreed(self) -> int:
-        """The last step whose mean this replica has taken in: with exact steps `step`, with local ones its slice's."""
+        """The last step whose mean this replica has applied: an exact step's gradient, or a local step's slice."""
         return max(self.lineages)
 
     @property
@@ -68,8 +68,8 @@ class StageProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class MeanGradient:
-    """A replica's share of step number `step` (0 the first): the mean of its gradients, over its own `tokens`.
+class GradientShare:
+    """A replica's share of step number `step` (0 the first): the mean of its own gradients, over its own `tokens`.
 
     values: float32 [numel] on the CPU, finite, not to be changed; zeros when `tokens` is 0.
     """
@@ -96,10 +96,10 @@ class SumContents:
         return step - self.forward_steps / self.microbatches if self.microbatches else 0.0
 
 
-class ClosedPart(NamedTuple):
-    """A part of a step that waits for the mean of all replicas: this replica's share, and what it was made of."""
+class ClosedShare(NamedTuple):
+    """This replica's share of a step that waits for the mean of all replicas, and what its gradient sum was made of."""
 
-    share: MeanGradient
+    gradient: GradientShare
     contents: SumContents
 
 
@@ -129,9 +129,9 @@ def stage_layout(manifest: Manifest, stage: int) -> Layout:
 class TrainedStage:
     """Sums one stage's gradients and takes its optimizer steps: alone, or along the mean gradient of all replicas.
 
-    step: the steps that the stage has taken in all its replicas. While the replicas average their gradients, this one's
-    share of the step has been taken out, and `sum` is already that of the step after. Used on the device thread only;
-    but any thread may read `progress`, and replace `policy`, which decides when the stage takes a step by itself.
+    step: the steps that the stage has taken in all its replicas. `sum` is that of the open share; closed shares wait
+    for the mean of the replicas. Used on the device thread only; but any thread may read `progress`, and replace
+    `policy`, which decides when the stage steps or closes a share by itself.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class TrainedStage:
         report: Report,
         on_step: Callable[[StepEvent], None],
     ) -> None:
-        """on_step: is called after each step and each closed part, on the device thread."""
+        """on_step: is called after each step and each closed share, on the device thread."""
         self.number = number
         self.weights = StageWeights(module, device, module.hidden_matrices())
         self.optimizer = StageOptimizer(
@@ -160,7 +160,7 @@ class TrainedStage:
         self.sum = GradientSum(self.weights.layout, device)
         self.policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
-        self._lineages = {0: SEEDED}
+        self._lineages = {0: INITIAL_LINEAGE}
         self.tokens_stepped = 0
         """Supervised tokens of the steps taken so far, those that came with a loaded state included."""
         self._stashed = stashed
@@ -168,7 +168,7 @@ class TrainedStage:
         self._on_step = on_step
         self._knows_loss = number == manifest.stage_count - 1
         self._synchronous = manifest.schedule.kind == "synchronous"
-        self._shares: deque[ClosedPart] = deque()
+        self._closed_shares: deque[ClosedShare] = deque()
         self._accounts = TokenAccounts()
         self._refused = 0
         self._staleness = [0] * STALENESS_BINS
@@ -177,13 +177,13 @@ class TrainedStage:
 
     def _update_progress(self) -> None:
         """Replaces `progress` by the present counts."""
-        summed, part = self.sum.contents.tokens, self.step + len(self._shares)
-        waiting = sum(share.contents.tokens for share in self._shares) + summed
+        summed = self.sum.contents.tokens
+        waiting = sum(share.contents.tokens for share in self._closed_shares) + summed
         self.progress = StageProgress(
             stage=self.number,
             step=self.step,
-            part=part,
-            tokens_in_part=summed,
+            open_step=self._open_step,
+            tokens_in_share=summed,
             tokens_counted=self._accounts.computed,
             tokens_total=self.tokens_stepped + waiting,
             staleness=tuple(self._staleness),
@@ -195,20 +195,18 @@ class TrainedStage:
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
         """Counts a microbatch whose gradient was added to the sum; reports GradientLate when it missed its step.
 
-        The gradient is as old as the steps that were or will be taken between its forward and the step it counts for:
-        those whose parts are closed and still wait for their means are among them.
+        Its staleness is max(0, open step - step_at_forward): steps whose shares are closed count as taken.
         """
-        part = self.step + len(self._shares)
-        staleness = max(part - step_at_forward, 0)
+        staleness = max(self._open_step - step_at_forward, 0)
         contents = self.sum.contents
         contents.tokens += tokens
         contents.loss += loss
         contents.microbatches += 1
-        contents.forward_steps += part - staleness
+        contents.forward_steps += self._open_step - staleness
         self._accounts.computed += tokens
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self._update_progress()
-        if self._shares and self._synchronous:
+        if self._closed_shares and self._synchronous:
             self._report(GradientLate(self.number, self.step, name, tokens))
 
     def count_refused(self, microbatch: str, reason: str) -> None:
@@ -216,6 +214,11 @@ class TrainedStage:
         self._refused += 1
         self._update_progress()
         self._report(GradientRefused(self.number, microbatch, reason))
+
+    @property
+    def _open_step(self) -> int:
+        """The number of the step whose share is open: `step` + the number of closed shares."""
+        return self.step + len(self._closed_shares)
 
     @property
     def moments(self) -> Mapping[str, Tensor]:
@@ -237,28 +240,28 @@ class TrainedStage:
     # --- steps
 
     def step_if_due(self) -> None:
-        """Takes the next step along the sum, or closes this replica's part of it, once it has the tokens needed.
+        """Steps along the sum, or closes the open share, as the policy says, once it has the tokens needed.
 
-        It closes no more while MOST_CLOSED parts wait for their means, or when the policy wants to be asked.
+        At most MAX_CLOSED_SHARES are closed at once.
         """
-        tokens, part = self.sum.contents.tokens, self.step + len(self._shares)
-        if not 0 < tokens >= self.policy.tokens_needed(part):
+        tokens, open_step = self.sum.contents.tokens, self._open_step
+        if not 0 < tokens >= self.policy.tokens_needed(open_step):
             return
-        if not self._shares and not self.policy.waits_for_mean(part):
+        if not self._closed_shares and not self.policy.waits_for_mean(open_step):
             self._step_along_sum()
-        elif len(self._shares) < MOST_CLOSED and self.policy.closes(part):
-            self._close_part()
+        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self.policy.closes(open_step):
+            self._close_share()
 
     def catch_up(self, step: int) -> None:
-        """Follows the stage's other replicas, which have taken `step` steps.
+        """Brings the stage to the `step` steps that its other replicas have taken; does nothing if a share is closed.
 
-        One step behind, or with local steps, it takes a step along its sum; else it drops that (its weights were too
-        old). The rest it only counts. While its share of the next step is taken out, it does nothing.
+        One step behind, or with local steps, it takes a step along its sum; else it drops the sum, whose weights were
+        too old. The remaining steps are counted only.
         """
-        if step <= self.step or self._shares:
+        if step <= self.step or self._closed_shares:
             return
-        is_of_use = step == self.step + 1 or self.step >= self._exact_steps
-        if is_of_use and self.sum.contents.tokens > 0:
+        uses_sum = step == self.step + 1 or self.step >= self._exact_steps
+        if uses_sum and self.sum.contents.tokens > 0:
             self._step_along_sum()
         skipped = step - self.step
         if skipped > 0:
@@ -268,34 +271,34 @@ class TrainedStage:
                 self._report(StepsSkipped(self.number, step, skipped, dropped))
             self._count_step(SumContents(), None)
 
-    def take_mean_gradient(self) -> MeanGradient:
-        """Returns this replica's share of the next step, the same until the step is taken; closes the part if open.
+    def take_gradient_share(self) -> GradientShare:
+        """Returns this replica's share of the next step, the same until the step is taken; closes it if it is open.
 
         A share that is not finite is refused: it becomes zeros over 0 tokens.
         """
-        if not self._shares:
-            self._close_part()
-        return self._shares[0].share
+        if not self._closed_shares:
+            self._close_share()
+        return self._closed_shares[0].gradient
 
-    def _close_part(self) -> None:
-        """Takes the mean out of the sum, which from now on counts for the step after; see take_mean_gradient."""
-        number = self.step + len(self._shares)
+    def _close_share(self) -> None:
+        """Moves the mean of the sum into a closed share; the cleared sum is that of the step after."""
+        number = self._open_step
         mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
         contents = self.sum.clear()
         if not bool(mean.isfinite().all()):
             self.count_refused("", f"the sum over {contents.tokens} tokens is not finite")
             mean.zero_()
             contents = SumContents()
-        self._shares.append(ClosedPart(MeanGradient(number, contents.tokens, mean), contents))
+        self._closed_shares.append(ClosedShare(GradientShare(number, contents.tokens, mean), contents))
         self._update_progress()
-        self._on_step(PartClosed(self.number, number, contents.tokens))
+        self._on_step(ShareClosed(self.number, number, contents.tokens))
 
     def step_with_gradient(self, number: int, mean: Tensor, tokens: int) -> None:
-        """Takes step `number`, the next one, along the `mean` gradient [numel] over all replicas' tokens.
+        """Takes step `number`, the next one, along the `mean` gradient [numel] over all replicas' `tokens`.
 
-        Ends this replica's share of the step if it was taken out; else the sum stays, for the step after. With `tokens`
-        0 the stage only counts the step. Raises LocalError when another step is the next; ProtocolError for another
-        shape or a norm that is not finite, and the step can then be taken along another.
+        Drops this replica's closed share of the step; an open one stays, for the step after. With 0 tokens the step is
+        counted only. Raises LocalError when another step is the next; ProtocolError for another shape or a norm that is
+        not finite, and the step can then be taken along another gradient.
         """
         if mean.shape != self.sum.flat.shape or mean.dtype != self.sum.flat.dtype:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no gradient here")
@@ -309,24 +312,24 @@ class TrainedStage:
             result = self.optimizer.step(self.writable_weights(), gradient, number)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
-        contents = self._shares.popleft().contents if self._shares else SumContents()
+        contents = self._closed_shares.popleft().contents if self._closed_shares else SumContents()
         self._count_step(contents, result, tokens or None, checksum)
 
-    def agree(self, step: int, checksum: int) -> None:
-        """Notes that this replica has taken in what the mean of local step `step`'s slice brought."""
-        self._lineages = after_step(self._lineages, step, checksum, last=self.progress.agreed)
+    def record_agreed(self, step: int, checksum: int) -> None:
+        """Records that this replica has applied the mean, of this checksum, of local step `step`'s slice."""
+        self._lineages = with_step(self._lineages, step, checksum, last=self.progress.agreed)
         self._update_progress()
 
     def restart_at(self, step: int, tokens: int, agreed: int, lineage: int) -> None:
-        """Drops the sum and closed parts, sets steps, tokens and the lineage; reports StepsSkipped if tokens are lost.
+        """Drops the sum and closed shares, sets steps, tokens and lineage; reports StepsSkipped if tokens are lost.
 
         lineage: of step `agreed`. The caller has replaced weights and moments before.
         """
         self._lineages = {agreed: lineage}
-        lost = self.sum.clear().tokens + sum(share.contents.tokens for share in self._shares)
+        lost = self.sum.clear().tokens + sum(share.contents.tokens for share in self._closed_shares)
         if lost:
             self._report(StepsSkipped(self.number, step, max(step - self.step, 0), lost))
-        self._shares.clear()
+        self._closed_shares.clear()
         self._accounts.forget_recent()
         self.step, self.tokens_stepped = step, tokens
         self._stepped_at = time.monotonic()
@@ -354,7 +357,7 @@ class TrainedStage:
         now, staleness = time.monotonic(), contents.staleness(self.step)
         self.step += 1
         if self.step <= self._exact_steps:
-            self._lineages = after_step(self._lineages, self.step, checksum)
+            self._lineages = with_step(self._lineages, self.step, checksum)
             if self.outer and self.step == self._exact_steps:
                 self.outer.restart(self.weights.current.flat)
         self.tokens_stepped += contents.tokens

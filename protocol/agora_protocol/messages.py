@@ -240,7 +240,7 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
     round: int = int_field(0, MAX_UINT, doc="number of the round")
     part: int = int_field(0, MAX_UINT, doc="number of the part within the round")
     weight: float = float_field(
-        0, 1e18, doc="supervised tokens behind these values; with 0 they do not count in the average"
+        0, 1e18, doc="supervised tokens behind these values; with 0 they do not count in the mean"
     )
     first_owner_failed: bool = bool_field(
         doc="whether the part's first owner has failed the sender: the receiver is the second owner"
@@ -250,19 +250,20 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
 
 
 class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
-    """Answers Contribute. Tensors: the average, as `wire` says; the same bytes for every member."""
+    """Answers Contribute. Tensors: the mean, as `wire` says; the same bytes for every member."""
 
-    members: int = int_field(0, MAX_UINT, doc="contributions that count in the average; 0: the average is 0")
-    present: int = int_field(0, MAX_UINT, doc="contributions that came in time, those of weight 0 included")
-    weight: float = float_field(0, 1e21, doc="the sum of the weights in the average")
-    counted: bool = bool_field(doc="whether the sender's values are in the average: false when they came too late")
+    in_mean: int = int_field(0, MAX_UINT, doc="contributions that count in the mean; 0: the mean is 0")
+    contributors: int = int_field(0, MAX_UINT, doc="members that contributed in time, those of weight 0 included")
+    weight: float = float_field(0, 1e21, doc="the sum of the weights in the mean")
+    counted: bool = bool_field(doc="whether the sender's values are in the mean: false when they came too late")
     wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the owner chooses")
 
 
 class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
-    """Asks a member of a round for the average of a part, which it has from the part's owner.
+    """Asks a member of a round for the mean of a part, which it has from the part's owner.
 
-    Sent by the second owner after the first has failed, and by replicas that follow steps. Answered by Recalled.
+    Sent by the second owner after the first has failed, and by replicas that miss a mean or replay a step. Answered by
+    Recalled.
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="as in Contribute")
@@ -276,8 +277,8 @@ class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 2)):
     """Answers Recall. Tensors: those with which the part's owner has answered Contribute; none when the answering peer
     does not have them."""
 
-    members: int = int_field(0, MAX_UINT, doc="as in Averaged; 0 without an average")
-    present: int = int_field(0, MAX_UINT, doc="as in Averaged")
+    in_mean: int = int_field(0, MAX_UINT, doc="as in Averaged; 0 without a mean")
+    contributors: int = int_field(0, MAX_UINT, doc="as in Averaged")
     weight: float = float_field(0, 1e21, doc="as in Averaged")
     wire: str = choice_field(*WIRE_NAMES, doc="as in Averaged")
 

@@ -254,7 +254,7 @@ def _bad_frames() -> list[tuple[str, str, bytes]]:
     """Returns frames that must be refused: what is wrong, the code, the bytes."""
     ping, tensor, twice = {"deadline_ms": 1}, ["int8", [4]], b"deadline_ms\x01\xabdeadline_ms\x01\x90"
     no_loss = {"loss_sum": 0.0, "tokens": 1, "busy_ms": 0.0, "path_ms": 0.0}
-    unknown = {"members": 1, "present": 1, "weight": 1.0, "counted": True, "wire": "normal5"}
+    unknown = {"in_mean": 1, "contributors": 1, "weight": 1.0, "counted": True, "wire": "normal5"}
     goodbye = [6, {"code": "Busy", "text": "", "retry_after_ms": 0, "stage": 0}, []]
     return [
         ("another magic", "bad-frame", _frame(2, 1, [2, ping, []], magic=0xA7)),

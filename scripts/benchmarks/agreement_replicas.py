@@ -22,7 +22,7 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 
 from agora.averaging.exchange import Exchange, Part, RoundConfig
-from agora.averaging.partition import OWNED_ROUNDS, Slices, cut_into_parts
+from agora.averaging.partition import ROUNDS_PER_OWNER, Slices, cut_into_parts
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
@@ -78,7 +78,7 @@ class Replica:
         if not len(tokens):
             return
         if self._together:
-            self.stage.policy = StepPolicy(self.tokens, EVERY_STEP, step, self.tokens, closes_part=True)
+            self.stage.policy = StepPolicy(self.tokens, EVERY_STEP, step, self.tokens, closes_share=True)
         self.trainer.finish(_microbatch(step), 0, _inputs(tokens), tokens, train=True)
         self.trainer.take_due_steps()
 
@@ -133,7 +133,7 @@ class Exact:
 
     def after(self, step: int) -> None:
         """See Agreement."""
-        shares = [replica.stage.take_mean_gradient() for replica in self._replicas]
+        shares = [replica.stage.take_gradient_share() for replica in self._replicas]
         counted = [self._rng.random() >= self._missing for _ in shares]
         values, weights = [share.values for share in shares], [float(share.tokens) for share in shares]
         found, sent = exchange(values, weights, self._members, shares[0].step, "gradient", counted)
@@ -169,13 +169,13 @@ def exchange(
 ) -> tuple[list[Tensor], int]:
     """A round: what each member is answered, float32 [n], and the bytes that each sends.
 
-    One member owns all parts, for OWNED_ROUNDS rounds of the same elements; then it is the next one's turn.
+    One member owns all parts, for ROUNDS_PER_OWNER rounds of the same elements; then it is the next one's turn.
 
     counted: for each member, whether its values come in time; by default all do.
     """
     answers = [torch.empty_like(value) for value in values]
     terms, sent = members[0].config, 0
-    turn = number // (1 if what == "gradient" else terms.slices) // OWNED_ROUNDS
+    turn = number // (1 if what == "gradient" else terms.slices) // ROUNDS_PER_OWNER
     owner = members[turn % len(members)].exchange
     in_time = list(counted) if any(counted) else [True] * len(values)
     for index, cut in enumerate(cut_into_parts(len(values[0]))):
@@ -184,14 +184,14 @@ def exchange(
             member.exchange.contribution(part, value[cut], weight)
             for member, value, weight in zip(members, values, weights, strict=True)
         ]
-        came = [terms.decode(part, contribution.wire, len(contribution.values)) for contribution in made]
+        came = [terms.decode(part, contribution.encoded, len(contribution.values)) for contribution in made]
         present = [place for place, is_in_time in enumerate(in_time) if is_in_time]
-        found = owner.combine(part, [came[place] for place in present], [made[place].weight for place in present], None)
+        found = owner.average(part, [came[place] for place in present], [made[place].weight for place in present], None)
         assert found is not None
         for place, member in enumerate(members):
             answers[place][cut] = found.values
-            member.exchange.settle(part, made[place], in_time[place])
-        sent += made[0].wire.nbytes
+            member.exchange.contributions.record_outcome(part, made[place], in_time[place])
+        sent += made[0].encoded.nbytes
     return answers, sent
 
 

@@ -1,4 +1,4 @@
-"""A member of the swarm's rounds, as a child process: its own libp2p host, its own owner, rounds over real streams.
+"""A member of the swarm's rounds, as a child process: its own libp2p host, its own reducer, rounds over real streams.
 
 Knows: the network and the averaging rooms, wired as a daemon wires them. Must not know: other contenders.
 """
@@ -19,8 +19,8 @@ from agora_protocol.manifest import AveragingSection
 from agora_protocol.messages import Contribute, Message, Recall
 
 from agora.averaging.exchange import INT8_ROUNDS, Part, RoundConfig
-from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
+from agora.averaging.reducer import PartReducer
 from agora.averaging.rounds import Round
 from agora.calls import Reply
 from agora.net.incoming import IncomingCall
@@ -46,13 +46,13 @@ class Member:
         self._values = torch.empty(int(spec["numel"]))
         self._holding.put(self._values)
         self._members: dict[PeerId, float] = {}
-        self._owner: Owner | None = None
+        self._reducer: PartReducer | None = None
 
     async def serve(self, channel: Channel) -> None:
         """{"meet": [[peer, addresses], ...]} connects the members, {"round": r} takes part in round r."""
         key = Path(self._spec["folder"]) / f"member-{self._spec['name']}.key"
         host, network = await join(key, self._answer)
-        self._owner = self._make_owner(host.peer, network)
+        self._reducer = self._make_reducer(host.peer, network)
         channel.say({"peer": host.peer, "addresses": list(await host.addresses())})
         orders = channel.orders()
         while (order := await asyncio.to_thread(next, orders, None)) is not None:
@@ -60,43 +60,45 @@ class Member:
                 await self._meet(host.peer, network, order["meet"])
                 channel.say({"met": len(self._members)})
             else:
-                channel.say(await self._round(self._owner, int(order["round"])))
+                channel.say(await self._round(self._reducer, int(order["round"])))
         await network.close()
         await host.close()
 
-    def _make_owner(self, me: PeerId, network: Network) -> Owner:
+    def _make_reducer(self, me: PeerId, network: Network) -> PartReducer:
         defaults = AveragingSection()
         wire = self._spec["wire"] or defaults.gradient_wire
         config = RoundConfig(me, RUN, defaults.aggregation, defaults.round_s, WEIGHT, gradient_wire=wire)
         self._round_s = defaults.round_s
-        return Owner(config, network, self)
+        return PartReducer(config, network, self)
 
     def members(self, stage: int) -> dict[PeerId, float]:
-        """See RoundView."""
+        """See ReducerView."""
         return self._members
 
     def round_s(self, stage: int) -> float:
-        """See RoundView."""
+        """See ReducerView."""
         return self._round_s
 
-    def absent(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
-        """See RoundView: nobody is."""
+    def not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
+        """See ReducerView: nobody is."""
         return set()
 
     def numel_of(self, part: Part) -> int:
-        """See RoundView."""
+        """See ReducerView."""
         if part.part >= len(self._sizes):
             raise ProtocolError("bad-message", "no such part")
         return self._sizes[part.part]
 
     async def _answer(self, call: IncomingCall) -> Reply:
-        assert self._owner is not None
+        assert self._reducer is not None
         message: Message
         if isinstance(call.message, Recall):
-            message, tensors = self._owner.recall(call.message)
+            message, tensors = self._reducer.answer_recall(call.message)
         elif isinstance(call.message, Contribute):
             try:
-                message, tensors = await self._owner.contribute(call.peer, call.message, call.tensors, call.deadline)
+                message, tensors = await self._reducer.answer_contribution(
+                    call.peer, call.message, call.tensors, call.deadline
+                )
             except TimeoutError:
                 raise PeerFailed("the part was not averaged before its deadline") from None
         else:
@@ -114,12 +116,12 @@ class Member:
                 nothing = Recall(stage=0, what="gradient", round=0, part=0)
                 await network.call(peer, nothing, deadline=deadline)
 
-    async def _round(self, owner: Owner, number: int) -> dict[str, Any]:
+    async def _round(self, reducer: PartReducer, number: int) -> dict[str, Any]:
         """One round: when it began and ended here, on the machine's monotonic clock, and what it left."""
         begin = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._round_s
         number += INT8_ROUNDS  # a run's first rounds travel in more bits
-        round_ = Round(owner, lambda event: None, 0, "gradient", number, WEIGHT, self._members, deadline)
+        round_ = Round(reducer, lambda event: None, 0, "gradient", number, WEIGHT, self._members, deadline)
         held = (await round_.run(self._values)).mean
         end = time.monotonic()
         found = self._holding.found(held)

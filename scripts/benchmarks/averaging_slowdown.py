@@ -46,7 +46,7 @@ class AveragingSwarm(SwarmContender):
     def measure(self, seconds: float) -> Window:
         """See Contender."""
         window = super().measure(seconds)
-        self.done += [float(done["members"]) / float(done["expected"]) for done in self.rounds]
+        self.done += [float(done["contributors"]) / float(done["members"]) for done in self.rounds]
         return window
 
 

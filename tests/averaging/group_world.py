@@ -24,7 +24,7 @@ from agora.observe.events import Event
 from agora.state.layout import lay_out
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence
-from agora.train.lineage import SEEDED, after_step
+from agora.train.lineage import INITIAL_LINEAGE, with_step
 from agora.train.outer_step import OuterOptimizer
 from tests.averaging.world import identities
 from tests.memory_network import Faults, MemoryCall, MemoryNetwork
@@ -37,7 +37,7 @@ TICK_S = 0.05
 
 @dataclass(frozen=True)
 class Share:
-    """As train.MeanGradient."""
+    """As train.GradientShare."""
 
     step: int
     tokens: int
@@ -56,7 +56,7 @@ class FakeStage:
         self.outer = OuterOptimizer(manifest.averaging, LAYOUT, torch.zeros(NUMEL))
         self.weights = torch.zeros(NUMEL)
         self.step = self.tokens = self.counted = 0
-        self.lineages = {0: SEEDED}
+        self.lineages = {0: INITIAL_LINEAGE}
         self.share: Share | None = None
         self.policy = StepPolicy(10**9)
         self.alone_at: list[int] = []
@@ -68,10 +68,10 @@ class FakeStage:
         return SimpleNamespace(numel=NUMEL)
 
     def progress(self) -> list[Any]:
-        part = self.step + (self.share is not None)
-        counts = {"tokens_in_part": self.tokens, "tokens_counted": self.counted}
+        open_step = self.step + (self.share is not None)
+        counts = {"tokens_in_share": self.tokens, "tokens_counted": self.counted}
         counts |= {"lineages": self.lineages, "agreed": self.agreed, "lineage": self.lineages[self.agreed]}
-        return [SimpleNamespace(stage=0, step=self.step, part=part, **counts)]
+        return [SimpleNamespace(stage=0, step=self.step, open_step=open_step, **counts)]
 
     @property
     def agreed(self) -> int:
@@ -90,7 +90,7 @@ class FakeStage:
             self.counted += int(self.rate * TICK_S)
             self._take_due_step()
             if self.group is not None:
-                self.group.microbatch_left(0, in_hand=0)
+                self.group.on_microbatch_left(0, in_hand=0)
 
     def _take_due_step(self) -> None:
         """As train.TrainedStage.step_if_due."""
@@ -112,19 +112,19 @@ class FakeStage:
         self.closed.append(self.tokens)
         self.tokens = 0
         assert self.group is not None
-        asyncio.get_running_loop().call_soon(self.group.part_closed, 0)
+        asyncio.get_running_loop().call_soon(self.group.on_share_closed, 0)
 
     def _step(self, gradient: torch.Tensor, own_tokens: int) -> None:
         self.weights = self.weights - 0.01 * gradient
         self.step, self.share = self.step + 1, None
         if self.step <= self.exact_steps:
-            self.lineages = after_step(self.lineages, self.step, zlib.crc32(gradient.numpy().data))
+            self.lineages = with_step(self.lineages, self.step, zlib.crc32(gradient.numpy().data))
             self.outer.restart(self.weights)
         self._tell(own_tokens)
 
     def _tell(self, own: int) -> None:
         assert self.group is not None
-        asyncio.get_running_loop().call_soon(self.group.stepped, 0, self.step, own)
+        asyncio.get_running_loop().call_soon(self.group.on_stepped, 0, self.step, own)
 
     async def difference_to_anchor(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor]:
         snapshot = self.weights.view(-1, SLICE_BLOCK)[blocks].flatten()
@@ -135,14 +135,14 @@ class FakeStage:
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
-            self.outer.follow(rows, snapshot)
+            self.outer.set_anchor(rows, snapshot)
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
             moved = self.outer.step(rows, snapshot, *averaged)
             self.weights = self.weights.clone()
             self.weights.view(-1, SLICE_BLOCK)[rows] += moved.view(-1, SLICE_BLOCK)
             checksum = zlib.crc32(bytes(averaged[1]), zlib.crc32(averaged[0].numpy().data))
-        self.lineages = after_step(self.lineages, step, checksum, last=self.agreed)
+        self.lineages = with_step(self.lineages, step, checksum, last=self.agreed)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """As train.TrainedStage."""
@@ -151,12 +151,12 @@ class FakeStage:
                 self._step_alone()
             if step > self.step:
                 if step <= self.exact_steps:
-                    self.lineages = after_step({step - 1: self.lineages[self.agreed]}, step, 0)
+                    self.lineages = with_step({step - 1: self.lineages[self.agreed]}, step, 0)
                 self.step, self.tokens = step, 0
                 self._tell(0)
         self._take_due_step()
 
-    async def take_mean_gradient(self, stage: int) -> Share:
+    async def take_gradient_share(self, stage: int) -> Share:
         if self.share is None:
             self._close()
         assert self.share is not None
@@ -238,9 +238,9 @@ class GroupPeer:
             case GossipSteps() as request:
                 return Reply(self.group.gossip.answer(call.peer, request), [])
             case Recall() as request:
-                return Reply(*self.group.owner.recall(request))
+                return Reply(*self.group.reducer.answer_recall(request))
             case Contribute() as request:
-                return Reply(*await self.group.contribute(call.peer, request, call.tensors, call.deadline))
+                return Reply(*await self.group.answer_contribution(call.peer, request, call.tensors, call.deadline))
         raise AssertionError(call.message)
 
 

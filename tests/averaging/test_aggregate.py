@@ -10,7 +10,7 @@ import torch
 from agora_protocol.messages import Averaged
 
 from agora.averaging.aggregate import Aggregation, aggregate, capped, magnitude
-from agora.averaging.plausibility import MOST_TIMES_USUAL, UsualSize
+from agora.averaging.plausibility import MAX_RATIO, MagnitudeBound
 
 SIZE = 512
 
@@ -86,7 +86,7 @@ def test_who_weighs_nothing_is_present_but_not_in_the_average_nor_in_its_count(r
     with_it = averaged(values, [2.0, 1.0, 0.0], rule)
     without = averaged(values[:2], [2.0, 1.0], rule)
     assert torch.equal(with_it.values, without.values)
-    assert (with_it.message.members, with_it.message.present, with_it.message.weight) == (2, 3, 3.0)
+    assert (with_it.message.in_mean, with_it.message.contributors, with_it.message.weight) == (2, 3, 3.0)
 
 
 def test_nobody_with_a_weight_makes_no_average() -> None:
@@ -114,7 +114,7 @@ def test_what_is_said_of_an_absurd_average_can_be_said(size: float, rule: Aggreg
         values = [honest(1), honest(2)] + [torch.full((SIZE,), size)] * attackers
         found = averaged(values, rule=rule, center=values[0])
         assert bool(found.values.isfinite().all())
-        Averaged(found.message.members, found.message.present, found.message.weight, True, "float32")
+        Averaged(found.message.in_mean, found.message.contributors, found.message.weight, True, "float32")
 
 
 def test_values_whose_average_no_float_can_hold_make_none() -> None:
@@ -186,37 +186,37 @@ def test_one_attacker_moves_a_clip_by_its_share_of_the_radius_in_each_round() ->
 
 
 def test_a_mean_may_be_eight_times_as_large_as_the_usual_or_as_the_own() -> None:
-    usual = UsualSize().updated(0.01, 0.02)
-    assert not usual.why_implausible(0.99 * MOST_TIMES_USUAL * 0.01, 0.0)
-    assert "the mean is 0.0808 large" in usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 0.0)
-    assert not usual.why_implausible(1.01 * MOST_TIMES_USUAL * 0.01, 0.02)
+    bound = MagnitudeBound().updated(0.01, 0.02)
+    assert not bound.why_implausible(0.99 * MAX_RATIO * 0.01, 0.0)
+    assert "the mean is 0.0808 large" in bound.why_implausible(1.01 * MAX_RATIO * 0.01, 0.0)
+    assert not bound.why_implausible(1.01 * MAX_RATIO * 0.01, 0.02)
 
 
 def test_what_is_not_a_number_is_rejected() -> None:
-    for size in (UsualSize(), UsualSize().updated(0.01, 0.02)):
-        assert size.why_implausible(math.nan, 1.0) and size.why_implausible(math.inf, 1.0)
-        assert size.why_implausible(math.inf, 0.0), "even with nothing to judge it by"
+    for bound in (MagnitudeBound(), MagnitudeBound().updated(0.01, 0.02)):
+        assert bound.why_implausible(math.nan, 1.0) and bound.why_implausible(math.inf, 1.0)
+        assert bound.why_implausible(math.inf, 0.0), "even with nothing to judge it by"
 
 
 def test_the_usual_size_follows_slowly() -> None:
-    size = UsualSize().updated(0.01, 0.02)
+    bound = MagnitudeBound().updated(0.01, 0.02)
     for _ in range(3):
-        assert size.usual is not None
-        before = size.usual
-        size = size.updated(MOST_TIMES_USUAL * before, 0.0)
-        assert size.usual is not None and size.usual < 3.2 * before, "even at the edge of what is accepted"
+        assert bound.average is not None
+        before = bound.average
+        bound = bound.updated(MAX_RATIO * before, 0.0)
+        assert bound.average is not None and bound.average < 3.2 * before, "even at the edge of what is accepted"
     for _ in range(30):
-        size = size.updated(0.02, 0.0)
-    assert size.usual == pytest.approx(0.02, rel=0.01)
+        bound = bound.updated(0.02, 0.0)
+    assert bound.average == pytest.approx(0.02, rel=0.01)
 
 
 def test_a_replica_whose_own_values_grow_accepts_means_as_much_larger() -> None:
     """Differences to the anchor grow with each round that fails."""
-    usual = UsualSize().updated(0.01, 0.01)
-    assert usual.why_implausible(1.0, 0.1) and not usual.why_implausible(1.0, 0.2)
+    bound = MagnitudeBound().updated(0.01, 0.01)
+    assert bound.why_implausible(1.0, 0.1) and not bound.why_implausible(1.0, 0.2)
 
 
 def test_a_mean_with_nothing_to_judge_it_by_is_used_and_not_remembered() -> None:
-    assert not UsualSize().why_implausible(1e38, 0.0) and UsualSize().updated(1e38, 0.0) == UsualSize()
-    assert UsualSize().why_implausible(0.81, 0.1) and not UsualSize().why_implausible(0.79, 0.1)
-    assert UsualSize().updated(0.79, 0.1).usual == 0.1, "a first is judged by the own, and so remembered"
+    assert not MagnitudeBound().why_implausible(1e38, 0.0) and MagnitudeBound().updated(1e38, 0.0) == MagnitudeBound()
+    assert MagnitudeBound().why_implausible(0.81, 0.1) and not MagnitudeBound().why_implausible(0.79, 0.1)
+    assert MagnitudeBound().updated(0.79, 0.1).average == 0.1, "a first is judged by the own, and so remembered"

@@ -13,7 +13,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.averaging.contributions import Contributions
 from agora.averaging.exchange import INT8_ROUNDS, Exchange, Part, RoundConfig
-from agora.averaging.wire import NORMAL_BITS, Encoded, PartCodec
+from agora.averaging.part_codec import NORMAL_BITS, EncodedPart, PartCodec
 from agora.observe.events import RoundDone
 from tests.averaging.world import RUN, Member, World, identities
 from tests.pipeline.virtual_time import run
@@ -104,21 +104,21 @@ def test_what_quantisation_loses_is_added_to_the_next_gradient(name: str) -> Non
     contributions = Contributions(terms)
     sent, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
-        made = contributions.make(part(number), gradient(number), 100.0, name)  # type: ignore[arg-type]
-        sent += terms.decode(part(number), made.wire, SIZE)
+        made = contributions.build(part(number), gradient(number), 100.0, name)  # type: ignore[arg-type]
+        sent += terms.decode(part(number), made.encoded, SIZE)
         wanted += gradient(number)
-        assert contributions.settle(part(number), made, counted=True) == 0.0
+        assert contributions.record_outcome(part(number), made, counted=True) == 0.0
     assert float((sent - wanted).norm()) < 1.5 * float(gradient(0).norm()), "which does not grow with the rounds"
-    contributions.forget(0)
-    assert torch.equal(contributions.make(part(FIRST), gradient(1), 1.0, "normal2").values, gradient(1))
+    contributions.drop_stage(0)
+    assert torch.equal(contributions.build(part(FIRST), gradient(1), 1.0, "normal2").values, gradient(1))
 
 
 def test_the_first_gradients_travel_as_int8_and_leave_nothing() -> None:
     exchange = Exchange(config())
     assert [exchange.wire_of(part(number)) for number in (0, FIRST - 1, FIRST)] == ["int8", "int8", "normal2"]
     made = exchange.contribution(part(FIRST - 1), gradient(1), 100.0)
-    assert made.wire.name == "int8"
-    exchange.settle(part(FIRST - 1), made, counted=True)
+    assert made.encoded.wire == "int8"
+    exchange.contributions.record_outcome(part(FIRST - 1), made, counted=True)
     assert torch.equal(exchange.contribution(part(FIRST), gradient(2), 100.0).values, gradient(2))
 
 
@@ -129,21 +129,23 @@ def test_slices_travel_in_few_bits_from_the_first_one_on() -> None:
 def test_a_gradient_that_came_too_late_is_in_the_next_contribution_with_its_tokens() -> None:
     exchange = Exchange(config("float32"))
     late = exchange.contribution(part(5), gradient(1), 300.0)
-    assert exchange.settle(part(5), late, counted=False) == 0.0
+    assert exchange.contributions.record_outcome(part(5), late, counted=False) == 0.0
     both = exchange.contribution(part(6), gradient(2), 100.0)
     torch.testing.assert_close(both.values, (300 * gradient(1) + 100 * gradient(2)) / 400)
     assert (both.weight, both.late_tokens) == (400.0, 300.0)
-    assert exchange.settle(part(6), both, counted=False) == 300.0, "late twice: the first of the two is lost"
+    assert exchange.contributions.record_outcome(part(6), both, counted=False) == 300.0, (
+        "late twice: the first of the two is lost"
+    )
     again = exchange.contribution(part(7), gradient(3), 0.0)
     torch.testing.assert_close(again.values, gradient(2))
     assert again.weight == 100.0
-    exchange.settle(part(7), again, counted=None)
+    exchange.contributions.record_outcome(part(7), again, counted=None)
     assert exchange.contribution(part(8), gradient(3), 50.0).weight == 50.0, "what may have counted is not sent again"
 
 
 def test_the_parts_and_stages_of_a_round_leave_their_own() -> None:
     exchange = Exchange(config("float32"))
-    exchange.settle(part(5), exchange.contribution(part(5), gradient(1), 300.0), counted=False)
+    exchange.contributions.record_outcome(part(5), exchange.contribution(part(5), gradient(1), 300.0), counted=False)
     assert exchange.contribution(part(6, stage=1), gradient(2), 1.0).weight == 1.0
     assert exchange.contribution(Part(0, "gradient", 6, 1), gradient(2), 1.0).weight == 1.0
     assert exchange.contribution(part(6), gradient(2), 1.0).weight == 301.0
@@ -153,8 +155,8 @@ def test_two_slices_do_not_mix_what_they_have_lost() -> None:
     """Of three slices round 9 is of round 6's: its difference has what that one has lost, and no other slice's."""
     exchange = Exchange(config(slices=3))
     made = exchange.contribution(slice_part(6), gradient(1), 100.0)
-    exchange.settle(slice_part(6), made, counted=True)
-    lost = gradient(1) - decoded(made.wire)
+    exchange.contributions.record_outcome(slice_part(6), made, counted=True)
+    lost = gradient(1) - decoded(made.encoded)
     assert bool(lost.any())
     for number in (7, 8):
         assert torch.equal(exchange.contribution(slice_part(number), gradient(2), 100.0).values, gradient(2))
@@ -167,7 +169,7 @@ def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_a
     exchange = Exchange(config(slices=3))
     for counted in (False, None):
         made = exchange.contribution(slice_part(6), gradient(1), 300.0)
-        assert exchange.settle(slice_part(6), made, counted) == 0.0
+        assert exchange.contributions.record_outcome(slice_part(6), made, counted) == 0.0
         again = exchange.contribution(slice_part(9), gradient(2), 100.0)
         assert torch.equal(again.values, gradient(2)) and (again.weight, again.late_tokens) == (100.0, 0.0)
 
@@ -175,17 +177,17 @@ def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_a
 def test_what_was_lost_waits_for_a_contribution_that_counts() -> None:
     exchange = Exchange(config(slices=3))
     made = exchange.contribution(slice_part(0), gradient(1), 1.0)
-    exchange.settle(slice_part(0), made, counted=True)
-    lost = gradient(1) - decoded(made.wire)
+    exchange.contributions.record_outcome(slice_part(0), made, counted=True)
+    lost = gradient(1) - decoded(made.encoded)
     for number, counted in ((3, False), (6, None)):
         made = exchange.contribution(slice_part(number), gradient(2), 1.0)
         assert torch.equal(made.values, gradient(2) + lost)
-        exchange.settle(slice_part(number), made, counted)
+        exchange.contributions.record_outcome(slice_part(number), made, counted)
     assert torch.equal(exchange.contribution(slice_part(9), gradient(3), 1.0).values, gradient(3) + lost)
 
 
-def decoded(sent: Encoded) -> torch.Tensor:
-    return PartCodec(sent.name).decode(sent.tensors, SIZE)
+def decoded(sent: EncodedPart) -> torch.Tensor:
+    return PartCodec(sent.wire).decode(sent.tensors, SIZE)
 
 
 # --- an owner
@@ -196,18 +198,18 @@ def test_an_owner_feeds_back_what_its_answer_loses() -> None:
     answered, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
         values = [gradient(number), gradient(-number)]
-        found = owner.combine(part(number), values, [1.0, 3.0], None)
+        found = owner.average(part(number), values, [1.0, 3.0], None)
         assert found is not None
         answered += found.values
         wanted += (values[0] + 3 * values[1]) / 4
-        assert found.wire is not None and found.message.wire == found.wire.name == "normal2"
-        assert torch.equal(decoded(found.wire), found.values), "it takes in itself what it sends"
+        assert found.encoded is not None and found.message.wire == found.encoded.wire == "normal2"
+        assert torch.equal(decoded(found.encoded), found.values), "it takes in itself what it sends"
     assert float((answered - wanted).norm()) < 1.5 * float(gradient(0).norm())
 
 
 def test_a_mean_of_one_contribution_changes_nothing_for_the_next() -> None:
     owner, other = Exchange(config()), Exchange(config())
-    owner.combine(part(FIRST), [gradient(1)], [1.0], None)
+    owner.average(part(FIRST), [gradient(1)], [1.0], None)
     assert torch.equal(mean(owner, part(FIRST + 1), 2), mean(other, part(FIRST + 1), 2))
 
 
@@ -217,13 +219,13 @@ def test_an_owner_of_two_slices_does_not_mix_what_its_answers_lost() -> None:
     assert torch.equal(mean(owner, slice_part(7), 3), mean(other, slice_part(7), 3))
     assert not torch.equal(mean(owner, slice_part(9), 3), mean(last, slice_part(9), 3)), "its own next one has it"
     for exchange in (owner, last):
-        exchange.forget(0)
+        exchange.drop_stage(0)
     assert torch.equal(mean(owner, slice_part(12), 5), mean(last, slice_part(12), 5))
 
 
 def mean(exchange: Exchange, of: Part, seed: int) -> torch.Tensor:
     """An owner's mean of two contributions."""
-    found = exchange.combine(of, [gradient(seed), gradient(seed + 1)], [1.0, 1.0], None)
+    found = exchange.average(of, [gradient(seed), gradient(seed + 1)], [1.0, 1.0], None)
     assert found is not None
     return found.values
 
@@ -265,8 +267,8 @@ def test_members_that_send_in_different_formats_get_the_same_bits_and_lose_nothi
             answers = await average(world, members, number, values, what)
             assert all(torch.equal(answer, answers[0]) for answer in answers)
             total, wanted = total + answers[0], wanted + sum(values) / 3
-        owner, _ = members[0].owner.config.owners(Part(0, what, number, 0), members[0].view)
-        kept = {member.owner.recall(Recall(0, what, number, 0))[0].wire for member in members}
+        owner, _ = members[0].reducer.config.owners(Part(0, what, number, 0), members[0].view)
+        kept = {member.reducer.answer_recall(Recall(0, what, number, 0))[0].wire for member in members}
         assert kept == {sends[owner]}
         assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from agora_protocol.ids import PeerId
 
-from agora.averaging.agreement import Counts, OwnReport, ReplicaProgress
 from agora.averaging.divergence import replicas_to_fetch_from
+from agora.averaging.replica_progress import DirectReport, ReplicaCounts, ReplicaProgress
 from agora.observe.events import StageDiverged
-from agora.train.lineage import KEPT, SEEDED, after_step
+from agora.train.lineage import INITIAL_LINEAGE, KEPT_STEPS, with_step
 from tests.averaging.group_world import GroupPeer, GroupWorld
 from tests.averaging.test_group import EXACT, assert_equal_bits, at_one_step
 from tests.pipeline.virtual_time import run
@@ -21,15 +21,17 @@ ME, A, B, C = (PeerId(name) for name in ("me", "a", "b", "z"))
 def lineages(checksums: dict[int, int], first: dict[int, int]) -> dict[int, int]:
     made = first
     for step, checksum in checksums.items():
-        made = after_step(made, step, checksum)
+        made = with_step(made, step, checksum)
     return made
 
 
 def reported(step: int, lineage: int) -> ReplicaProgress:
-    return ReplicaProgress(Counts(step, step), 0.0, reported=OwnReport(step, step, agreed=step, lineage=lineage))
+    return ReplicaProgress(
+        ReplicaCounts(step, step), 0.0, direct=DirectReport(step, step, agreed=step, lineage=lineage)
+    )
 
 
-BEGUN = lineages(dict.fromkeys(range(1, 6), 5), {0: SEEDED})
+BEGUN = lineages(dict.fromkeys(range(1, 6), 5), {0: INITIAL_LINEAGE})
 EQUAL = lineages(dict.fromkeys(range(6, 11), 5), BEGUN)
 OTHER = lineages(dict.fromkeys(range(6, 11), 6), BEGUN)
 
@@ -37,7 +39,7 @@ OTHER = lineages(dict.fromkeys(range(6, 11), 6), BEGUN)
 def test_a_lineage_tells_of_any_earlier_step() -> None:
     assert EQUAL[5] == OTHER[5] != 0 and EQUAL[6] != OTHER[6]
     later = [lineages(dict.fromkeys(range(11, 200), 7), first) for first in (EQUAL, OTHER)]
-    assert later[0][199] != later[1][199] and len(later[0]) == KEPT
+    assert later[0][199] != later[1][199] and len(later[0]) == KEPT_STEPS
 
 
 def test_a_lineage_is_unknown_after_one_that_is() -> None:

@@ -14,17 +14,17 @@ from agora_protocol.fields import MAX_UINT
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.messages import GossipedSteps, GossipSteps, Pong
 
-from agora.averaging.agreement import (
+from agora.averaging.gossip import CALL_S, HEARTBEAT_S, INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
+from agora.averaging.next_action import Action, ActionConfig, OtherReplicas, OwnStage, next_action
+from agora.averaging.replica_progress import (
     GOSSIP_FANOUT,
-    MOST_DIRECT_TARGETS,
+    MAX_DIRECT_TARGETS,
     SILENT_S,
-    Counts,
+    ReplicaCounts,
     live_replicas,
     tokens_to_go,
     unreachable_replicas,
 )
-from agora.averaging.gossip import CALL_S, HEARTBEAT_S, INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
-from agora.averaging.next_action import Action, ActionConfig, OtherReplicas, OwnStage, next_action
 from agora.calls import Reply
 from tests.averaging.world import identities
 from tests.memory_network import Faults, MemoryCall, MemoryNetwork
@@ -74,12 +74,12 @@ class Replica:
             await asyncio.wait(self.tasks)
 
     @property
-    def counts(self) -> Counts:
-        return Counts(self.step, self.step, self.tokens, self.counted + self.tokens)
+    def counts(self) -> ReplicaCounts:
+        return ReplicaCounts(self.step, self.step, self.tokens, self.counted + self.tokens)
 
     @property
     def others(self) -> OtherReplicas:
-        return OtherReplicas(self.gossip.known(STAGE), self.gossip.others(STAGE))
+        return OtherReplicas(self.gossip.known(STAGE), self.gossip.listed_others(STAGE))
 
     @property
     def heard(self) -> set[PeerId]:
@@ -95,7 +95,7 @@ class Replica:
         return tokens_to_go(live, self.step, self.world.target)
 
     def decide(self, stage: int) -> None:
-        config = ActionConfig(self.world.target, False, 0, most_behind=10**30)
+        config = ActionConfig(self.world.target, False, 0, max_steps_behind=10**30)
         action, _ = next_action(now(), OwnStage(self.counts), self.others, config)
         self.actions.append(action)
         if self.tasks:
@@ -103,7 +103,7 @@ class Replica:
 
     def carry_out(self, action: Action) -> None:
         match action:
-            case Action("follow", step):
+            case Action("catch up", step):
                 self.take(step)
             case Action("step"):
                 self.take(self.step + 1)
@@ -232,7 +232,7 @@ def test_a_replica_that_falls_silent_is_not_counted_on_and_blocks_nobody(how: st
             assert silent.peer not in replica.heard
             assert silent.peer not in replica.present
             assert replica.present == {it.peer for it in world.all[:2]}
-            assert replica.gossip.others(STAGE) == {it.peer for it in world.all} - {replica.peer}, (
+            assert replica.gossip.listed_others(STAGE) == {it.peer for it in world.all} - {replica.peer}, (
                 "in the view it still is"
             )
         before, world.spent = world.all[0].step, Counter()
@@ -294,7 +294,7 @@ def test_each_report_and_each_tick_is_decided_on() -> None:
         first.gossip.answer(second.peer, told(1, 0, by=second.peer))
         assert first.actions[-1] == Action("wait"), "it counts on for its own part"
         first.gossip.answer(second.peer, told(9, 0, by=second.peer))
-        assert first.actions[-1] == Action("follow", 9)
+        assert first.actions[-1] == Action("catch up", 9)
 
     in_world([0.0] * 2, work)
 
@@ -303,13 +303,13 @@ def test_one_that_is_alone_calls_nobody_and_steps_by_its_own_tokens() -> None:
     async def work(world: World) -> None:
         only = world.all[0]
         only.start()
-        assert not only.gossip.others(STAGE)
+        assert not only.gossip.listed_others(STAGE)
         await asyncio.sleep(10.2)
         assert only.step == 4 and not world.calls
         only.sees = []
-        assert not only.gossip.others(STAGE), "also before the view has itself in it"
+        assert not only.gossip.listed_others(STAGE), "also before the view has itself in it"
         only.sees = [only.peer, identities(2)[1]]
-        assert only.gossip.others(STAGE)
+        assert only.gossip.listed_others(STAGE)
         only.sees = None
 
     in_world([400.0], work)
@@ -345,10 +345,10 @@ def test_a_stage_that_is_not_held_is_refused() -> None:
 # --- how much is told
 
 
-@pytest.mark.parametrize("replicas", [2, MOST_DIRECT_TARGETS + 1, MOST_DIRECT_TARGETS + 2, 40])
+@pytest.mark.parametrize("replicas", [2, MAX_DIRECT_TARGETS + 1, MAX_DIRECT_TARGETS + 2, 40])
 def test_few_are_called_at_once_and_nobody_twice_at_the_same_time(replicas: int) -> None:
     async def work(world: World) -> None:
-        most = replicas - 1 if replicas <= MOST_DIRECT_TARGETS + 1 else GOSSIP_FANOUT
+        most = replicas - 1 if replicas <= MAX_DIRECT_TARGETS + 1 else GOSSIP_FANOUT
         first = world.all[0]
         for _ in range(20):
             before = len(world.calls)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from agora_protocol.messages import Contribute
 
-from agora.averaging import owner
-from agora.averaging.agreement import GONE_S, SILENT_S
+from agora.averaging import reducer
 from agora.averaging.exact_steps import FETCH_TRIES
-from agora.averaging.group import LOOK_S
-from agora.averaging.next_action import RESUME_S
+from agora.averaging.group import LEADING_STEP_INTERVAL_S
+from agora.averaging.next_action import RESUME_AFTER_S
+from agora.averaging.replica_progress import GONE_S, SILENT_S
 from agora.observe.events import GradientWireChosen, PartFailed, RoundDone
 from tests.averaging.group_world import GroupPeer, GroupWorld
 from tests.pipeline.virtual_time import run
@@ -48,7 +48,9 @@ def test_replicas_step_along_the_same_bits(sections: dict) -> None:
             await at_one_step(*world.all)
             assert world.all[0].stage.step >= 8
             assert_equal_bits(*world.all)
-            assert all(done.members == 3 and not done.failed_parts for p in world.all for done in gradient_rounds(p))
+            assert all(
+                done.contributors == 3 and not done.failed_parts for p in world.all for done in gradient_rounds(p)
+            )
 
     run(main())
 
@@ -68,7 +70,9 @@ def test_asynchronous_exact_steps_hold_their_target_and_no_token_is_lost(rates: 
             held = [sum(parts) for parts in zip(*(peer.stage.closed for peer in world.all), strict=True)]
             assert sum(held[5:]) / len(held[5:]) == pytest.approx(target, rel=0.02)
             assert_equal_bits(*world.all)
-            assert all(done.members >= 1 and not done.failed_parts for p in world.all for done in gradient_rounds(p))
+            assert all(
+                done.contributors >= 1 and not done.failed_parts for p in world.all for done in gradient_rounds(p)
+            )
 
     run(main())
 
@@ -104,7 +108,7 @@ def test_a_replica_that_comes_too_late_for_the_kept_means_fetches_the_state_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        monkeypatch.setattr(owner, "KEPT_BYTES", 0)
+        monkeypatch.setattr(reducer, "MAX_KEPT_BYTES", 0)
         world = GroupWorld([4000.0, 4000.0, 4000.0], target=4096, **EXACT)
         async with world:
             late = world.all[2]
@@ -156,7 +160,7 @@ def test_a_replica_that_the_view_does_not_list_yet_is_not_stepped_without(sectio
             assert first.stage.step >= 4 and not first.stage.alone_at and not second.stage.alone_at
             assert_equal_bits(first, second)
             for done in gradient_rounds(first) + gradient_rounds(second):
-                assert done.members >= 2 and not done.failed_parts
+                assert done.contributors >= 2 and not done.failed_parts
             first.sees = None
             await asyncio.sleep(5.0)
             await at_one_step(first, second)
@@ -219,7 +223,9 @@ def test_calls_that_fail_for_a_while_make_nobody_step_alone(sections: dict) -> N
             await at_one_step(first, second)
             assert first.stage.step >= 10 and not first.stage.alone_at and not second.stage.alone_at
             assert_equal_bits(first, second)
-            assert all(done.members == 2 and not done.failed_parts for p in world.all for done in gradient_rounds(p))
+            assert all(
+                done.contributors == 2 and not done.failed_parts for p in world.all for done in gradient_rounds(p)
+            )
 
     run(main())
 
@@ -281,9 +287,9 @@ def test_a_synchronous_stage_that_stays_behind_the_other_stages_takes_their_step
         world = GroupWorld([0.0, 0.0], **SYNCHRONOUS)
         world.run_steps = [[0, 0], [40, 40, 10**9]]
         async with world:
-            await asyncio.sleep(RESUME_S)
+            await asyncio.sleep(RESUME_AFTER_S)
             assert [peer.stage.step for peer in world.all] == [0, 0]
-            await asyncio.sleep(2 * LOOK_S)
+            await asyncio.sleep(2 * LEADING_STEP_INTERVAL_S)
             assert [peer.stage.step for peer in world.all] == [40, 40]
 
     run(main())
@@ -331,7 +337,7 @@ def test_a_replica_with_a_slow_uplink_sends_fewer_bits_and_all_step_along_the_sa
             slow.uplink_rate = 5_000.0
             await asyncio.sleep(20.0)
             chosen = [[event.wire for event in peer.of(GradientWireChosen)] for peer in world.all]
-            assert chosen == [[], ["normal2"], []] and slow.group.gradient_wire.is_short
+            assert chosen == [[], ["normal2"], []] and slow.group.gradient_wire.is_limited
             sent = [gradient_rounds(peer)[-1].bytes_out for peer in world.all]
             assert sent[1] <= max(sent) / 1.8 or not sent[1], "unless it owns the part"
             slow.uplink_rate = 10**9

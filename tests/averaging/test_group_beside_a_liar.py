@@ -47,7 +47,7 @@ class Liar:
         if isinstance(request, Recall):
             return SimpleNamespace(message=Recalled(0, 0, 0.0, "float32"), tensors=[])
         assert isinstance(request, Contribute)
-        answer = Averaged(members=2, present=2, weight=64.0, counted=True, wire="float32")
+        answer = Averaged(in_mean=2, contributors=2, weight=64.0, counted=True, wire="float32")
         return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
 
 
@@ -182,7 +182,7 @@ def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
                 message = Contribute(0, "slice", round_, 0, weight, False, "float32", 1000)
-                await group.contribute(OTHER, message, [wire(values)], asyncio.get_running_loop().time() + 1)
+                await group.answer_contribution(OTHER, message, [wire(values)], asyncio.get_running_loop().time() + 1)
 
             good, bad = np.zeros(size, np.float32), np.full(size, np.nan, np.float32)
             for round_, values, weight in ((1, bad, 1.0), (1, bad, 1.0), (1, good[:-1], 1.0), (3, good, 1e12)):

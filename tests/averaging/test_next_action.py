@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from agora.averaging.agreement import SILENT_S, Counts, OwnReport, ReplicaProgress, merge_gossip, record_failure
 from agora.averaging.next_action import (
-    CLOSE_AFTER,
-    MOST_CLOSE_AFTER_S,
-    RESUME_S,
+    CLOSE_AFTER_FRACTION,
+    MAX_CLOSE_AFTER_S,
+    RESUME_AFTER_S,
     Action,
     ActionConfig,
     OtherReplicas,
@@ -18,19 +17,27 @@ from agora.averaging.next_action import (
     next_action,
     step_policy,
 )
+from agora.averaging.replica_progress import (
+    SILENT_S,
+    DirectReport,
+    ReplicaCounts,
+    ReplicaProgress,
+    merge_gossip,
+    record_failure,
+)
 from agora.stepping import StepPolicy
 from tests.averaging.world import identities
 
 ME, A, B, C = identities(4)
 NOW = 100.0
-EXACT = ActionConfig(target_tokens=1000, synchronous=False, exact_steps=10**9, most_behind=20)
+EXACT = ActionConfig(target_tokens=1000, synchronous=False, exact_steps=10**9, max_steps_behind=20)
 FREE = replace(EXACT, exact_steps=0)
-SYNCHRONOUS = replace(EXACT, synchronous=True, most_behind=1)
+SYNCHRONOUS = replace(EXACT, synchronous=True, max_steps_behind=1)
 CONFIGS = pytest.mark.parametrize("config", [EXACT, FREE, SYNCHRONOUS], ids=["exact", "free", "synchronous"])
 
 
-def at(step: int, tokens: int, part: int | None = None) -> Counts:
-    return Counts(step, step if part is None else part, tokens, tokens)
+def at(step: int, tokens: int, part: int | None = None) -> ReplicaCounts:
+    return ReplicaCounts(step, step if part is None else part, tokens, tokens)
 
 
 def others(
@@ -39,9 +46,9 @@ def others(
     """Replicas as each reported itself: its id, step and tokens."""
     known = {
         peer: ReplicaProgress(
-            Counts(step, step, tokens, tokens),
+            ReplicaCounts(step, step, tokens, tokens),
             heard_at,
-            reported=OwnReport(step, step, tokens, heard_at, heard_at),
+            direct=DirectReport(step, step, tokens, heard_at, heard_at),
             listed=listed is None or peer in listed,
         )
         for peer, step, tokens in progress
@@ -64,7 +71,7 @@ def test_a_slice_round_that_is_due_begins_unless_the_stage_is_busy_or_not_what_t
         assert next_action(NOW, own, heard, config) == (Action("slice round", 1), "slice round 1 is due")
     assert next_action(NOW, replace(own, busy=True), others((A, 5, 0)), config)[0] == Action("wait")
     diverged = replace(own, diverged_from=(A,))
-    assert next_action(NOW, diverged, others((A, 5, 0)), config)[0] == Action("recover", 5, 5, (A,))
+    assert next_action(NOW, diverged, others((A, 5, 0)), config)[0] == Action("fetch", 5, 5, (A,))
 
 
 @CONFIGS
@@ -74,13 +81,13 @@ def test_a_busy_stage_waits(config: ActionConfig) -> None:
 
 def test_a_stage_too_far_behind_fetches_a_state() -> None:
     action, reason = next_action(NOW, OwnStage(at(5, 10)), others((A, 26, 0)), FREE)
-    assert action == Action("recover", 26, at_least=6) and reason == "21 steps behind the others"
-    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 7, 0)), SYNCHRONOUS)[0] == Action("recover", 7, at_least=7)
+    assert action == Action("fetch", 26, at_least=6) and reason == "21 steps behind the others"
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 7, 0)), SYNCHRONOUS)[0] == Action("fetch", 7, at_least=7)
 
 
 def test_a_stage_that_is_behind_follows() -> None:
-    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 14, 0)), FREE)[0] == Action("follow", 14)
-    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 25, 0)), FREE)[0] == Action("follow", 25)
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 14, 0)), FREE)[0] == Action("catch up", 14)
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 25, 0)), FREE)[0] == Action("catch up", 25)
     one = others((A, 6, 0))
     assert next_action(NOW, OwnStage(at(5, 10), quota=400, step_s=4.0), one, FREE)[0] == Action("wait"), "it counts on"
 
@@ -103,9 +110,11 @@ def test_a_stage_one_synchronous_step_behind_comes_to_that_step(tokens: int) -> 
 
 def test_a_synchronous_stage_that_waits_behind_another_stage_takes_its_step_number_in_the_end() -> None:
     far = replace(others((A, 5, 0)), leading_step=40)
-    own = OwnStage(at(5, 0), behind_since=NOW - RESUME_S)
-    assert next_action(NOW, own, far, SYNCHRONOUS)[0] == Action("follow", 40)
-    assert next_action(NOW, replace(own, behind_since=NOW - RESUME_S + 0.1), far, SYNCHRONOUS)[0] == Action("wait")
+    own = OwnStage(at(5, 0), behind_since=NOW - RESUME_AFTER_S)
+    assert next_action(NOW, own, far, SYNCHRONOUS)[0] == Action("catch up", 40)
+    assert next_action(NOW, replace(own, behind_since=NOW - RESUME_AFTER_S + 0.1), far, SYNCHRONOUS)[0] == Action(
+        "wait"
+    )
     assert next_action(NOW, replace(own, behind_since=None), far, SYNCHRONOUS)[0] == Action("wait")
 
 
@@ -117,7 +126,7 @@ def test_an_incomplete_synchronous_step_waits_for_tokens() -> None:
 def test_a_part_of_an_exact_step_is_complete_at_its_quota_and_the_step_goes_on_without_what_is_missing() -> None:
     own = OwnStage(at(5, 300), quota=400)
     action, reason = next_action(NOW, own, others((A, 5, 300)), EXACT)
-    assert action == Action("wait") and reason == "300 of the 400 tokens of its part are counted"
+    assert action == Action("wait") and reason == "300 of the 400 tokens of its share are counted"
     full = OwnStage(at(5, 400), quota=400)
     assert next_action(NOW, full, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
     assert next_action(NOW, full, others((A, 5, 300)), SYNCHRONOUS)[0] == Action("wait"), "all must have come"
@@ -130,7 +139,7 @@ def test_where_origins_wait_for_means_a_part_is_complete_when_nothing_of_it_is_i
     assert next_action(NOW, own, others((A, 5, 300)), EXACT)[0] == Action("wait")
     assert next_action(NOW, replace(own, in_hand=0), others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
     assert next_action(NOW, own, others((A, 5, 600)), EXACT)[0] == Action("step together", 5), "all tokens are counted"
-    assert not step_policy(5, {A}, others((A, 5, 300)).known, 400, EXACT, by_device=False).closes_part
+    assert not step_policy(5, {A}, others((A, 5, 300)).known, 400, EXACT, by_device=False).closes_share
 
 
 def test_a_replica_closes_its_part_a_while_after_another_one_has() -> None:
@@ -138,14 +147,16 @@ def test_a_replica_closes_its_part_a_while_after_another_one_has() -> None:
     closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 5, 0, 0)], A, ME, NOW)
     heard = OtherReplicas(closed, (A,))
     own = OwnStage(at(5, 300), quota=400, step_s=4.0)
-    assert next_action(NOW + 4.0 * CLOSE_AFTER - 0.01, own, heard, EXACT)[0] == Action("wait")
-    assert next_action(NOW + 4.0 * CLOSE_AFTER, own, heard, EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, heard, EXACT)[0] == Action("wait")
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, heard, EXACT)[0] == Action("step together", 5)
     stepped = OtherReplicas(merge_gossip(heard.known, [(A, 6, 6, 10, 410, 5, 0, 0)], A, ME, NOW), (A,))
-    assert next_action(NOW + 4.0 * CLOSE_AFTER - 0.01, own, stepped, FREE)[0] == Action("wait")
-    assert next_action(NOW + 4.0 * CLOSE_AFTER, own, stepped, FREE)[0] == Action("step"), "along its own gradient"
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, stepped, FREE)[0] == Action("wait")
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, stepped, FREE)[0] == Action("step"), (
+        "along its own gradient"
+    )
     slow = replace(own, step_s=1000.0)
-    assert next_action(NOW + MOST_CLOSE_AFTER_S, slow, heard, EXACT)[0] == Action("step together", 5)
-    assert next_action(NOW + MOST_CLOSE_AFTER_S, slow, heard, SYNCHRONOUS)[0] == Action("wait")
+    assert next_action(NOW + MAX_CLOSE_AFTER_S, slow, heard, EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW + MAX_CLOSE_AFTER_S, slow, heard, SYNCHRONOUS)[0] == Action("wait")
 
 
 @CONFIGS
@@ -161,8 +172,8 @@ def test_a_part_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_rea
 
 def test_the_device_closes_a_part_only_where_its_quota_is_known() -> None:
     heard = others((A, 5, 300))
-    assert step_policy(5, {A}, heard.known, 400, EXACT) == StepPolicy(1000, 10**9, 5, 400, closes_part=True)
-    assert not step_policy(5, {A}, heard.known, 0, EXACT).closes_part
+    assert step_policy(5, {A}, heard.known, 400, EXACT) == StepPolicy(1000, 10**9, 5, 400, closes_share=True)
+    assert not step_policy(5, {A}, heard.known, 0, EXACT).closes_share
     assert step_policy(5, {A}, heard.known, 400, SYNCHRONOUS) == StepPolicy(1000, 10**9, 5, 700)
     assert step_policy(5, {A}, heard.known, 400, FREE) == StepPolicy(1000, 0, 5, 400), "a local step"
     assert step_policy(5, {A}, heard.known, 0, FREE) == StepPolicy(1000, 0, 5, 1000)

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from agora.averaging.quota import (
-    MOST_CORRECTION,
-    RATE_MEMORY_S,
-    TRIED_AGAIN,
-    StepPace,
+    MAX_CORRECTION,
+    PROBE_EVERY,
+    RATE_DECAY_S,
+    StepMeter,
     StepSize,
     TokenRate,
     own_quota,
@@ -59,7 +59,7 @@ def test_a_rate_follows_what_is_counted_and_is_unknown_at_first() -> None:
     for _ in range(100):
         rate = rate.after(25, 0.25)
     assert rate.value == pytest.approx(100.0)
-    for _ in range(int(RATE_MEMORY_S / 0.25)):
+    for _ in range(int(RATE_DECAY_S / 0.25)):
         rate = rate.after(50, 0.25)
     assert rate.value == pytest.approx(200.0 - 100.0 / 2.718, rel=0.03), "1/e of what was is left after the memory"
 
@@ -70,36 +70,36 @@ def test_what_a_step_held_too_much_the_next_one_holds_less() -> None:
     for tokens in held:
         size = size.after_step(tokens)
     assert size.next_target == 1000 - (sum(held) - 4000)
-    assert StepSize(1000).after_step(9000).next_target == 1000 * (1 - MOST_CORRECTION), "never a step of nothing"
-    assert StepSize(1000).after_step(0).next_target == 1000 * (1 + MOST_CORRECTION)
+    assert StepSize(1000).after_step(9000).next_target == 1000 * (1 - MAX_CORRECTION), "never a step of nothing"
+    assert StepSize(1000).after_step(0).next_target == 1000 * (1 + MAX_CORRECTION)
 
 
-def paced(mean_s: float) -> StepPace:
+def paced(mean_s: float) -> StepMeter:
     """Of a stage whose steps last 4 s, and whose means so far came after `mean_s`."""
-    pace = StepPace(64, StepSize(4000))
-    pace.rate = TokenRate(1000.0, 1.0)
-    pace.quota(ME, {})
+    meter = StepMeter(64, StepSize(4000))
+    meter.rate = TokenRate(1000.0, 1.0)
+    meter.quota(ME, {})
     for number in range(5):
-        pace.part_closed(10.0 * number)
-        pace.stepped(10.0 * number + mean_s)
-    return pace
+        meter.on_share_closed(10.0 * number)
+        meter.on_stepped(10.0 * number + mean_s)
+    return meter
 
 
 def test_origins_wait_for_a_mean_that_usually_comes_within_half_a_step_and_for_half_a_step_at_most() -> None:
-    pace = paced(mean_s=1.9)
-    assert pace.waits_for_mean(100.0)
-    pace.part_closed(100.0)
-    pace.part_closed(101.0)
-    assert pace.waits_for_mean(101.9) and not pace.waits_for_mean(102.0)
-    pace.stepped(101.9)
-    assert pace.waits_for_mean(102.6), "the next one"
+    meter = paced(mean_s=1.9)
+    assert meter.waits_for_mean(100.0)
+    meter.on_share_closed(100.0)
+    meter.on_share_closed(101.0)
+    assert meter.waits_for_mean(101.9) and not meter.waits_for_mean(102.0)
+    meter.on_stepped(101.9)
+    assert meter.waits_for_mean(102.6), "the next one"
 
 
 def test_a_mean_that_takes_longer_is_not_waited_for_but_looked_at_now_and_then() -> None:
-    pace = paced(mean_s=2.5)
+    meter = paced(mean_s=2.5)
     waited = []
-    for number in range(5, 3 * TRIED_AGAIN):
-        pace.part_closed(10.0 * number)
-        waited.append(pace.waits_for_mean(10.0 * number + 0.1))
-        pace.stepped(10.0 * number + (2.5 if number < TRIED_AGAIN else 1.0))
-    assert sum(waited) == 2 * TRIED_AGAIN and waited.index(True) == TRIED_AGAIN - 5, "from the first look on"
+    for number in range(5, 3 * PROBE_EVERY):
+        meter.on_share_closed(10.0 * number)
+        waited.append(meter.waits_for_mean(10.0 * number + 0.1))
+        meter.on_stepped(10.0 * number + (2.5 if number < PROBE_EVERY else 1.0))
+    assert sum(waited) == 2 * PROBE_EVERY and waited.index(True) == PROBE_EVERY - 5, "from the first look on"

@@ -14,13 +14,13 @@ from agora_protocol.limits import PART_ELEMENTS
 from agora_protocol.messages import Averaged, Contribute, Recall
 from agora_protocol.tensors import WireTensor
 
-from agora.averaging import owner as owner_module
-from agora.averaging.aggregate import Average
+from agora.averaging import reducer as reducer_module
+from agora.averaging.aggregate import PartMean
 from agora.averaging.exchange import Part
-from agora.averaging.owner import KEPT_NUMBERS
-from agora.averaging.partition import OWNED_ROUNDS, SLICES_AT_ONCE
+from agora.averaging.part_codec import EncodedPart, PartCodec
+from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, ROUNDS_PER_OWNER
+from agora.averaging.reducer import MIN_KEPT_ROUNDS
 from agora.averaging.rounds import RoundResult
-from agora.averaging.wire import Encoded, PartCodec
 from agora.observe.events import PartFailed, RoundDone
 from tests.averaging.world import Member, World, identities
 from tests.pipeline.virtual_time import run
@@ -57,7 +57,7 @@ def mean_of(indices: list[int], weights: list[float]) -> torch.Tensor:
 
 
 def owners_of(world: World, part: int, number: int = 0, what: str = "slice") -> tuple[PeerId, PeerId]:
-    config = next(iter(world.members.values())).owner.config
+    config = next(iter(world.members.values())).reducer.config
     first, second = config.owners(Part(0, what, number, part), dict.fromkeys(world.members, 0.0))
     assert second is not None
     return first, second
@@ -78,7 +78,7 @@ def test_everyone_gets_the_same_bits_near_the_weighted_mean(wire: str, tolerance
         results = await one_round(world, members, weights, what=what)
         true = mean_of([0, 1, 2, 3], weights)
         for result in results:
-            assert result.failed_parts == 0 and result.members == 4 and result.weight == 400.0
+            assert result.failed_parts == 0 and result.contributors == 4 and result.weight == 400.0
             assert torch.equal(result.mean, results[0].mean), "also of the parts that it owns itself"
         wrong = results[0].mean - true
         assert float(wrong.abs().max()) < tolerance, "two steps of the lattice at values near 1"
@@ -94,7 +94,7 @@ def test_int8_rounds_once_where_members_agree() -> None:
         world = World(PART_ELEMENTS, "int8")
         members = world.add(*identities(3))
         same, part = values_of(1)[:PART_ELEMENTS], Part(0, "slice", 0, 0)
-        config = members[0].owner.config
+        config = members[0].reducer.config
         sent = config.decode(part, config.encode(part, same, "int8"), PART_ELEMENTS)
         for result in await one_round(world, members, [1.0] * 3, values=[same] * 3):
             moved = float((result.mean != sent).double().mean())
@@ -113,7 +113,7 @@ def test_no_weight_counts_for_more_than_two_nths_and_who_weighs_nothing_takes_wi
         capped = [4.0, 1.0, 1.0]
         true = mean_of([0, 1, 2], capped)
         assert torch.allclose(results[3].mean, true, atol=1e-6)
-        assert results[3].members == 3
+        assert results[3].contributors == 4
         await world.close()
 
     run(main())
@@ -153,7 +153,7 @@ def test_an_owner_keeps_its_part_for_sixteen_rounds_of_a_place_and_then_it_is_an
         world.add(*identities(4))
         every, firsts = 5 if what == "slice" else 1, set()
         for turn in range(20):
-            numbers = range(turn * OWNED_ROUNDS, (turn + 1) * OWNED_ROUNDS)
+            numbers = range(turn * ROUNDS_PER_OWNER, (turn + 1) * ROUNDS_PER_OWNER)
             ((first, _),) = {owners_of(world, 2, every * number, what) for number in numbers}
             firsts.add(first)
         assert firsts == set(world.members), "everybody in its turn"
@@ -215,7 +215,7 @@ def test_a_hanging_owner_and_a_hanging_member_hold_nobody_beyond_the_deadline() 
         results = await asyncio.gather(*works)
         assert asyncio.get_running_loop().time() <= deadline
         for index, result in zip(living, results, strict=True):
-            assert result.failed_parts == 0 and result.members == 3
+            assert result.failed_parts == 0 and result.contributors == 3
             assert torch.allclose(result.mean, mean_of(living, [1.0] * 4), atol=1e-6)
         await world.close()
 
@@ -259,7 +259,7 @@ def test_one_that_is_gone_is_waited_for_once_and_not_at_every_part(hangs: bool) 
         took = asyncio.get_running_loop().time() - began
         assert took < (0.95 if hangs else 0.5) * world.round_s
         for result in results:
-            assert result.failed_parts == 0 and result.members == 3
+            assert result.failed_parts == 0 and result.contributors == 3
             torch.testing.assert_close(result.mean, torch.full((world.size,), 6.0))
 
     run(main())
@@ -295,8 +295,8 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
         first, _ = owner_of(world, 0)
         liar = next(m for m in members if m is not first)
         false = torch.full((PART_ELEMENTS,), 3.0)
-        encoded = Encoded("float32", PartCodec("float32").encode(false))
-        liar.owner.keep(Part(0, "slice", 0, 0), Average(false, Averaged(4, 4, 4.0, True, "float32"), encoded))
+        encoded = EncodedPart("float32", PartCodec("float32").encode(false))
+        liar.reducer.keep_mean(Part(0, "slice", 0, 0), PartMean(false, Averaged(4, 4, 4.0, True, "float32"), encoded))
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
         honest = [i for i, m in enumerate(members) if m is not liar]
         deadline = asyncio.get_running_loop().time() + world.round_s
@@ -312,7 +312,7 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
 
         results, _ = await asyncio.gather(others(), lies())
         for index, result in zip(honest, results, strict=True):
-            assert result.failed_parts == 0 and result.members == 4
+            assert result.failed_parts == 0 and result.contributors == 4
             assert torch.allclose(result.mean, sum(chosen) / 4, atol=1e-6)
         await world.close()
 
@@ -328,13 +328,13 @@ def test_a_member_that_comes_long_before_the_others_leaves_them_their_average() 
         sent = PartCodec("float32").encode(values_of(9)[:PART_ELEMENTS])
         loop = asyncio.get_running_loop()
         reply = await early.port.call(first.peer, asking(0), sent, deadline=loop.time() + 15.0)
-        assert isinstance(reply.message, Averaged) and reply.message.present == 1
+        assert isinstance(reply.message, Averaged) and reply.message.contributors == 1
         on_time = [m for m in members if m is not early]
         began, chosen = loop.time(), [values_of(i)[:PART_ELEMENTS] for i in range(3)]
         results = await one_round(world, on_time, [1.0] * 3, values=chosen)
         assert loop.time() < began + 1.0, "nobody waits for it"
         for result in results:
-            assert result.failed_parts == 0 and result.members == 3
+            assert result.failed_parts == 0 and result.contributors == 3
             assert torch.allclose(result.mean, sum(chosen) / 3, atol=1e-6)
         await world.close()
 
@@ -348,14 +348,14 @@ def test_a_peer_that_is_no_member_may_have_an_average_and_is_in_none() -> None:
         inside, stranger = members[:3], members[3]
         for member in inside:
             member.sees = dict.fromkeys((m.peer for m in inside), 0.0)
-        first, _ = stranger.owner.config.owners(Part(0, "slice", 0, 0), inside[0].view)
+        first, _ = stranger.reducer.config.owners(Part(0, "slice", 0, 0), inside[0].view)
         sent = PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
         asked = asyncio.create_task(stranger.port.call(first, asking(0), sent, deadline=deadline))
         results = await one_round(world, inside, [1.0] * 3, values=chosen)
         for result in results:
-            assert result.failed_parts == 0 and result.members == 3
+            assert result.failed_parts == 0 and result.contributors == 3
             assert torch.allclose(result.mean, sum(chosen) / 3, atol=1e-6)
         reply = await asked
         told = PartCodec("float32").decode(reply.tensors, PART_ELEMENTS)
@@ -436,7 +436,7 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
         liar, lies = members[2], 0
         for member in members:
             member.sees = {peer.peer: 1e15 if peer is liar else 1.0 for peer in members}
-        contribute = liar.owner.contribute
+        contribute = liar.reducer.answer_contribution
 
         async def lying(peer: PeerId, message: Contribute, *rest: Any) -> tuple[Averaged, list[WireTensor]]:
             nonlocal lies
@@ -446,7 +446,7 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
             lies += 1
             return answer, PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
 
-        liar.owner.contribute = lying  # type: ignore[method-assign]
+        liar.reducer.answer_contribution = lying  # type: ignore[method-assign]
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
         for number in range(6):
             results = await one_round(world, members, [1.0] * 3, number, values=chosen)
@@ -459,19 +459,19 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
 
 
 def kept_rounds(member: Member, what: str) -> list[int]:
-    return [number for number in range(12) if member.owner.recall(Recall(0, what, number, 0))[1]]
+    return [number for number in range(12) if member.reducer.answer_recall(Recall(0, what, number, 0))[1]]
 
 
 @pytest.mark.parametrize("what", ["slice", "gradient"])
 @pytest.mark.parametrize("rounds_kept", [1, 6, 12])
 def test_means_are_kept_up_to_a_limit_of_bytes(rounds_kept: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(owner_module, "KEPT_BYTES", 4 * SIZE * rounds_kept)
+        monkeypatch.setattr(reducer_module, "MAX_KEPT_BYTES", 4 * SIZE * rounds_kept)
         world = World(SIZE)
         members = world.add(*identities(2))
         for number in range(12):
             await one_round(world, members, [1.0, 1.0], number, what)
-        expected = list(range(12 - max(rounds_kept, KEPT_NUMBERS), 12))
+        expected = list(range(12 - max(rounds_kept, MIN_KEPT_ROUNDS), 12))
         assert all(kept_rounds(member, what) == expected for member in members)
         await world.close()
 
@@ -508,7 +508,7 @@ def test_an_owner_waits_for_unreachable_members_when_they_are_all_the_others(ali
         taking_part = members if alive else [owner_of(world, 0)[0]]
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(len(taking_part))]
         for result in await one_round(world, taking_part, [1.0] * len(taking_part), values=chosen):
-            assert (result.failed_parts, result.members) == ((0, 2.0) if alive else (1, 0.0))
+            assert (result.failed_parts, result.contributors) == ((0, 2.0) if alive else (1, 0.0))
         await world.close()
 
     run(main())
@@ -525,7 +525,7 @@ def test_an_owner_does_not_wait_for_an_unreachable_member_beside_others() -> Non
         began = asyncio.get_running_loop().time()
         results = await one_round(world, living, [1.0] * 2, values=[values_of(i)[:PART_ELEMENTS] for i in range(2)])
         assert asyncio.get_running_loop().time() < began + 1.0
-        assert all(result.failed_parts == 0 and result.members == 2 for result in results)
+        assert all(result.failed_parts == 0 and result.contributors == 2 for result in results)
         await world.close()
 
     run(main())
@@ -533,12 +533,12 @@ def test_an_owner_does_not_wait_for_an_unreachable_member_beside_others() -> Non
 
 @pytest.mark.parametrize(
     ("what", "further", "is_awaited"),
-    [("gradient", 1, False), ("slice", SLICES_AT_ONCE - 1, True), ("slice", SLICES_AT_ONCE, False)],
+    [("gradient", 1, False), ("slice", MAX_RUNNING_SLICE_ROUNDS - 1, True), ("slice", MAX_RUNNING_SLICE_ROUNDS, False)],
 )
 def test_an_owner_waits_no_more_for_a_member_whose_rounds_are_further(
     what: str, further: int, is_awaited: bool
 ) -> None:
-    """A replica may have begun SLICES_AT_ONCE rounds of slices and not ended them; of gradients it has one."""
+    """A replica may have begun MAX_RUNNING_SLICE_ROUNDS rounds of slices and not ended them; of gradients, one."""
 
     async def main() -> None:
         world = World(PART_ELEMENTS, slices=9)
@@ -551,8 +551,8 @@ def test_an_owner_waits_no_more_for_a_member_whose_rounds_are_further(
         asked = asyncio.create_task(ahead.port.call(first, request, sent, deadline=began + 15.0))
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
         results = await one_round(world, on_time, [1.0] * 2, 0, what, chosen)
-        assert all(result.failed_parts == 0 and result.members == 2 for result in results)
-        assert (loop.time() - began > owner_module.FIRST_WINDOW * world.round_s) == is_awaited
+        assert all(result.failed_parts == 0 and result.contributors == 2 for result in results)
+        assert (loop.time() - began > reducer_module.FIRST_OWNER_WINDOW * world.round_s) == is_awaited
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await world.close()

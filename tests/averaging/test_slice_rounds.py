@@ -11,8 +11,8 @@ import torch
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
 
-from agora.averaging.agreement import SILENT_S
-from agora.averaging.partition import SLICES_AT_ONCE, Slices
+from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Slices
+from agora.averaging.replica_progress import SILENT_S
 from agora.averaging.rounds import RoundResult
 from agora.averaging.slice_rounds import SliceRounds
 from agora.observe.events import PartFailed, RoundDone, StageDiverged, StageFellBehind, StepsSkipped
@@ -66,7 +66,7 @@ def test_after_the_exact_steps_replicas_step_alone_around_one_anchor(exact_steps
                 assert sorted(numbers) == list(range(exact_steps // every + 1, max(numbers) + 1)), (
                     "each slice has its turn"
                 )
-                assert all(event.members == 3 and not event.failed_parts for event in done)
+                assert all(event.contributors == 3 and not event.failed_parts for event in done)
                 assert not peer.of(StageDiverged)
                 apart = peer.stage.weights - peer.stage.outer.moments[ANCHOR]
                 assert float(apart.square().mean().sqrt()) < 0.01 * 3 * 4 * (every + 2), "as since its slices' turns"
@@ -112,7 +112,7 @@ def test_a_replica_that_comes_late_fetches_anchor_and_velocity_and_is_in_the_nex
             assert len(late.of(StageFellBehind)) == 1 == len(late.fetches)
             await at_one_slice(*world.all)
             assert_one_anchor(*world.all)
-            assert slice_rounds(late)[-1].members == 3
+            assert slice_rounds(late)[-1].contributors == 3
 
     run(main())
 
@@ -192,7 +192,7 @@ class Stages:
     """Notes which rounds' means are taken in, and when."""
 
     def __init__(self) -> None:
-        self.taken_in: list[tuple[int, Any]] = []
+        self.applied: list[tuple[int, Any]] = []
         self.refused: set[int] = set()
 
     async def difference_to_anchor(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,7 +201,7 @@ class Stages:
     async def step_anchor(self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any) -> None:
         if step in self.refused:
             raise ProtocolError("bad-tensor", "as the test wants it")
-        self.taken_in.append((step, averaged))
+        self.applied.append((step, averaged))
 
 
 class SlowRounds:
@@ -214,7 +214,7 @@ class SlowRounds:
     def members(self, stage: int) -> dict[str, float]:
         return {"me": 0.0, "other": 0.0}
 
-    def others(self, stage: int) -> list[str]:
+    def live_others(self, stage: int) -> list[str]:
         return []
 
     def round_s(self, stage: int) -> float:
@@ -228,94 +228,94 @@ class SlowRounds:
 
 
 def slow_world(seconds: dict[int, float], every: int = 1) -> tuple[SliceRounds, Stages, SlowRounds]:
-    stages, takers = Stages(), SlowRounds(seconds)
-    rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), every, stages, None, takers, lambda event: None)  # type: ignore[arg-type]
-    return rounds, stages, takers
+    stages, group = Stages(), SlowRounds(seconds)
+    rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), every, stages, None, group, lambda event: None)  # type: ignore[arg-type]
+    return rounds, stages, group
 
 
 def test_rounds_that_last_longer_than_steps_run_side_by_side_and_are_taken_in_by_their_numbers() -> None:
     async def main() -> None:
         rounds, stages, _ = slow_world({1: 3.0, 2: 1.0})
-        for step in range(1, SLICES_AT_ONCE + 1):
-            assert rounds.due(step, agreed=0) == step
+        for step in range(1, MAX_RUNNING_SLICE_ROUNDS + 1):
+            assert rounds.next_due(step, agreed=0) == step
             rounds.begin(step, step)
-            assert rounds.due(step, agreed=0) is None, "once"
-        assert rounds.due(99, agreed=0) is None, "as many as may run"
+            assert rounds.next_due(step, agreed=0) is None, "once"
+        assert rounds.next_due(99, agreed=0) is None, "as many as may run"
         await asyncio.sleep(2.9)
-        assert not stages.taken_in
+        assert not stages.applied
         await asyncio.sleep(0.2)
-        assert [step for step, _ in stages.taken_in] == [1, 2, 3, 4]
-        assert rounds.due(99, agreed=4) == 5, "later ones wait for their turn, none is left out"
+        assert [step for step, _ in stages.applied] == [1, 2, 3, 4]
+        assert rounds.next_due(99, agreed=4) == 5, "later ones wait for their turn, none is left out"
 
     run(main())
 
 
 def test_rounds_whose_slice_is_due_again_are_only_asked_for_so_that_a_backlog_ends() -> None:
     async def main() -> None:
-        rounds, stages, takers = slow_world({})
+        rounds, stages, group = slow_world({})
         began = asyncio.get_running_loop().time()
-        while (number := rounds.due(200, agreed=stages.taken_in[-1][0] if stages.taken_in else 0)) is not None:
+        while (number := rounds.next_due(200, agreed=stages.applied[-1][0] if stages.applied else 0)) is not None:
             rounds.begin(number, 200)
             await asyncio.sleep(0.01)
         assert asyncio.get_running_loop().time() < began + 3.0
-        assert sorted(takers.weights) == [197, 198, 199, 200]
-        assert [step for step, _ in stages.taken_in] == list(range(1, 201))
+        assert sorted(group.weights) == [197, 198, 199, 200]
+        assert [step for step, _ in stages.applied] == list(range(1, 201))
 
     run(main())
 
 
 def test_no_two_rounds_of_one_slice_run_at_once() -> None:
     async def main() -> None:
-        stages, takers = Stages(), SlowRounds({1: 3.0})
-        rounds = SliceRounds(0, Slices(NUMEL, 0.5, 0), 1, stages, None, takers, lambda event: None)  # type: ignore[arg-type]
+        stages, group = Stages(), SlowRounds({1: 3.0})
+        rounds = SliceRounds(0, Slices(NUMEL, 0.5, 0), 1, stages, None, group, lambda event: None)  # type: ignore[arg-type]
         rounds.begin(1, 1)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)
-        assert rounds.due(9, agreed=0) is None
+        assert rounds.next_due(9, agreed=0) is None
 
     run(main())
 
 
 def test_a_round_that_cannot_be_taken_in_is_told_and_those_after_it_go_on() -> None:
     async def main() -> None:
-        stages, takers, told = Stages(), SlowRounds({}), []
+        stages, group, told = Stages(), SlowRounds({}), []
         stages.refused.add(1)
-        rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), 1, stages, None, takers, told.append)  # type: ignore[arg-type]
+        rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), 1, stages, None, group, told.append)  # type: ignore[arg-type]
         rounds.begin(1, 2)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)
-        assert [step for step, _ in stages.taken_in] == [2] and "slice round 1: " in str(told[0])
+        assert [step for step, _ in stages.applied] == [2] and "slice round 1: " in str(told[0])
 
     run(main())
 
 
 def test_a_slice_weighs_the_tokens_since_its_last_round() -> None:
     async def main() -> None:
-        rounds, _, takers = slow_world({}, every=2)
+        rounds, _, group = slow_world({}, every=2)
         for step in range(1, 21):
-            rounds.note_step(step)
-            if (number := rounds.due(step, agreed=step - 2)) is not None:
+            rounds.record_local_step(step)
+            if (number := rounds.next_due(step, agreed=step - 2)) is not None:
                 rounds.begin(number, step)
                 await asyncio.sleep(0.1)
-        assert takers.weights[10] == sum(range(13, 21)), "four slices, a round every two steps"
+        assert group.weights[10] == sum(range(13, 21)), "four slices, a round every two steps"
 
     run(main())
 
 
 def test_rounds_that_are_stopped_change_nothing_and_begin_again_from_what_the_state_holds() -> None:
     async def main() -> None:
-        rounds, stages, takers = slow_world({3: 5.0, 4: 5.0})
+        rounds, stages, group = slow_world({3: 5.0, 4: 5.0})
         rounds.begin(3, 3)
         rounds.begin(4, 4)
         await asyncio.sleep(1.0)
         await rounds.stop()
         await asyncio.sleep(10.0)
-        assert not stages.taken_in and rounds.due(6, agreed=2) == 3
-        taken_part = dict(takers.weights)
+        assert not stages.applied and rounds.next_due(6, agreed=2) == 3
+        taken_part = dict(group.weights)
         for number in (3, 4, 5):
             rounds.begin(number, 5)
         await asyncio.sleep(30.0)
-        assert takers.weights.keys() - taken_part.keys() == {5}, "what it has contributed to it only asks for"
-        assert [step for step, _ in stages.taken_in] == [3, 4, 5]
+        assert group.weights.keys() - taken_part.keys() == {5}, "what it has contributed to it only asks for"
+        assert [step for step, _ in stages.applied] == [3, 4, 5]
 
     run(main())

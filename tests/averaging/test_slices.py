@@ -9,11 +9,11 @@ import pytest
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 
 from agora.averaging.partition import (
-    OWNED_ROUNDS,
+    ROUNDS_PER_OWNER,
     Slices,
     choose_owners,
     cut_into_parts,
-    ownership_turn,
+    ownership_epoch,
     slice_count,
 )
 from tests.averaging.world import RUN, identities
@@ -81,21 +81,21 @@ def test_a_peer_that_goes_leaves_the_parts_of_others_alone() -> None:
 
 
 def test_a_gradient_has_its_owners_for_sixteen_rounds() -> None:
-    turns = [ownership_turn("gradient", number, slices=7) for number in range(3 * OWNED_ROUNDS)]
+    turns = [ownership_epoch("gradient", number, slices=7) for number in range(3 * ROUNDS_PER_OWNER)]
     assert turns == ["0"] * 16 + ["1"] * 16 + ["2"] * 16
 
 
 @pytest.mark.parametrize("slices", [1, 4, 20])
 def test_a_slice_has_its_owners_for_sixteen_of_its_own_rounds_and_no_other_slice_has_them(slices: int) -> None:
-    turns = [ownership_turn("slice", number, slices) for number in range(2 * OWNED_ROUNDS * slices)]
+    turns = [ownership_epoch("slice", number, slices) for number in range(2 * ROUNDS_PER_OWNER * slices)]
     for number in range(slices):
-        assert turns[number::slices] == [f"{number}.0"] * OWNED_ROUNDS + [f"{number}.1"] * OWNED_ROUNDS
+        assert turns[number::slices] == [f"{number}.0"] * ROUNDS_PER_OWNER + [f"{number}.1"] * ROUNDS_PER_OWNER
     assert len(set(turns)) == 2 * slices
 
 
 def test_over_turns_and_slices_everybody_owns_as_much() -> None:
     members = dict.fromkeys(identities(4), 0.0)
-    turns = {ownership_turn("slice", number, 20) for number in range(50 * 20 * OWNED_ROUNDS)}
+    turns = {ownership_epoch("slice", number, 20) for number in range(50 * 20 * ROUNDS_PER_OWNER)}
     wins = Counter(choose_owners(RUN, 0, "slice", turn, 0, members)[0] for turn in turns)
     assert len(turns) == 1000 and sorted(wins) == sorted(members)
     assert all(count == pytest.approx(250, rel=0.2) for count in wins.values())

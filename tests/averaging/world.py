@@ -13,8 +13,8 @@ from agora_protocol.messages import Contribute, Recall
 from torch import Tensor
 
 from agora.averaging.exchange import Part, RoundConfig
-from agora.averaging.owner import Owner
 from agora.averaging.partition import cut_into_parts
+from agora.averaging.reducer import PartReducer
 from agora.averaging.rounds import Round, RoundResult
 from agora.calls import Reply
 from agora.observe.events import Event
@@ -53,7 +53,7 @@ class World:
 
     async def close(self) -> None:
         for member in self.members.values():
-            await member.owner.close()
+            await member.reducer.close()
 
 
 class Member:
@@ -69,14 +69,14 @@ class Member:
         settings: dict[str, Any] = {
             "aggregation": world.rule,
             "round_s": world.round_s,
-            "exact": world.exact,
+            "synchronous": world.exact,
             "slices": world.slices,
             "slice_wire": world.slice_wire,
             "gradient_wire": world.gradient_wire,
         }
         config = RoundConfig(peer, RUN, max_weight=1e9, **(settings | wires))
         self.port = world.network.join(peer, self._answer)
-        self.owner = Owner(config, self.port, self, self._fault)
+        self.reducer = PartReducer(config, self.port, self, self._fault)
 
     async def take_part(
         self,
@@ -88,7 +88,7 @@ class Member:
         members: dict[PeerId, float],
         deadline: float,
     ) -> RoundResult:
-        round_ = Round(self.owner, self.events.append, stage, what, number, weight, members, deadline)
+        round_ = Round(self.reducer, self.events.append, stage, what, number, weight, members, deadline)
         return await round_.run(values)
 
     @property
@@ -101,7 +101,7 @@ class Member:
     def round_s(self, stage: int) -> float:
         return self.world.round_s
 
-    def absent(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
+    def not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         return self.suspects & set(peers)
 
     def numel_of(self, part: Part) -> int:
@@ -120,9 +120,9 @@ class Member:
     async def _answer(self, call: MemoryCall) -> Reply:
         try:
             if isinstance(call.message, Recall):
-                return Reply(*self.owner.recall(call.message))
+                return Reply(*self.reducer.answer_recall(call.message))
             assert isinstance(call.message, Contribute)
-            return Reply(*await self.owner.contribute(call.peer, call.message, call.tensors, call.deadline))
+            return Reply(*await self.reducer.answer_contribution(call.peer, call.message, call.tensors, call.deadline))
         except ProtocolError as error:
             self.world.strikes.append((call.peer, error))
             raise

@@ -30,8 +30,8 @@ from benchmarks.children import Nursery, deal
 from benchmarks.report import columns
 from benchmarks.task import prepare_corpus, spec
 
+from agora.averaging.part_codec import PartCodec
 from agora.averaging.partition import Slices
-from agora.averaging.wire import PartCodec
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer, Ids

@@ -9,7 +9,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import Span
 from agora_protocol.records import Claim, StageAccount
 
-from agora.averaging.uplink_share import GradientWire
+from agora.averaging.gradient_wire import GradientWire
 from agora.node.node_report import (
     NodeReport,
     SpanReport,

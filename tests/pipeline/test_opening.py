@@ -50,7 +50,7 @@ def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks() -> None:
     for before, open_count, action in (None, 3, "open"), (2, 1, "open"), (2, 2, "wait"), (-1, 0, "wait"):
         opening = decide(seen=Surroundings(before_mean=before), open_count=open_count)
         assert opening.action == action
-    assert opening.reason == "its part of a step is opened, and the mean gradient awaited"
+    assert opening.reason == "its share of a step is opened, and the mean gradient awaited"
 
 
 def test_a_synchronous_step_is_opened_up_to_the_quota_then_waited_for() -> None:

@@ -251,7 +251,7 @@ def averaging(stages: int, tokens: int = 4096) -> Manifest:
 
 def participation(daemons: list[Daemon]) -> float:
     rounds = [event for daemon in daemons for event in rounds_of(daemon)]
-    return sum(e["members"] for e in rounds) / sum(e["expected"] for e in rounds)
+    return sum(e["contributors"] for e in rounds) / sum(e["members"] for e in rounds)
 
 
 def test_replicas_with_local_steps_step_together_and_agree_on_slices(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def rounds_after(daemons: list[Daemon], counts: list[int], what: str) -> list[li
 
 
 def whole(event: dict[str, Any]) -> bool:
-    return bool(event["failed_parts"] == 0 and event["members"] >= 2)
+    return bool(event["failed_parts"] == 0 and event["contributors"] >= 2)
 
 
 FAULTS = (
@@ -336,7 +336,7 @@ def test_members_that_die_or_hang_in_a_round_stall_nobody(
         for event in [event for daemon in living for event in rounds_of(daemon, what)]:
             assert event["seconds"] <= 3.0 + 2.0, "every round ends by its deadline"
             done = 1 - event["failed_parts"] / event["parts"]
-            assert event["members"] >= 2 * done, "over at least those who live, or left alone"
+            assert event["contributors"] >= 2 * done, "over at least those who live, or left alone"
         drained(made, *living)
         made.kill_all()
         nothing_lost(made, *living)

@@ -59,7 +59,7 @@ def test_a_chunk_is_asked_twice_only_when_it_takes_unusually_long_and_none_is_mi
     schedule = ChunkSchedule(4)
     assert [schedule.take(A, 0.0), schedule.take(B, 0.0), schedule.take(A, 0.0)] == [0, 1, 2]
     schedule.record_arrival(1, B, 1.0)
-    assert schedule.usual_s() == 1.0
+    assert schedule.median_s() == 1.0
     assert schedule.take(B, 1.0) == 3, "what is missing comes first, however late another is"
     schedule.record_arrival(3, B, 2.0)
     assert schedule.take(B, 2.0) is None and schedule.take(B, 2.01) == 0 and schedule.duplicated == 1

@@ -61,8 +61,8 @@ def test_checkpoints_are_written_when_due_and_found_by_the_next_start(tmp_path: 
             assert "no peer offers any" in await keeper.fill_stages()
             await compute.load_state(replace(await compute.export_state(0), step=12, agreed=12))
             running = asyncio.create_task(keeper.run())
-            keeper.note_step(0, 9)
-            keeper.note_step(0, 12)
+            keeper.on_stepped(0, 9)
+            keeper.on_stepped(0, 12)
             while newest_checkpoint(tmp_path, MANIFEST.run_id, 0) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             running.cancel()

@@ -8,7 +8,7 @@ import pytest
 from agora_protocol.ids import PeerId
 
 from agora.state.rules import (
-    CLAIMS_LATE,
+    CLAIM_LAG,
     checkpoint_due,
     choose_start,
     lowest_step_to_fetch,
@@ -69,8 +69,8 @@ def test_a_single_replica_far_ahead_of_three_is_implausible() -> None:
 
 def test_the_lowest_step_to_fetch_is_the_wanted_one_or_as_far_behind_the_others_as_claims_are_late() -> None:
     assert lowest_step_to_fetch(7, []) == 7 and lowest_step_to_fetch(7, [10, 20]) == 7
-    assert lowest_step_to_fetch(7, [100, 200, 300]) == 200 - CLAIMS_LATE
-    assert lowest_step_to_fetch(7, [100, 200]) == 100 - CLAIMS_LATE
+    assert lowest_step_to_fetch(7, [100, 200, 300]) == 200 - CLAIM_LAG
+    assert lowest_step_to_fetch(7, [100, 200]) == 100 - CLAIM_LAG
 
 
 def test_a_checkpoint_is_due_once_for_each_multiple_even_when_a_step_jumps_over_it() -> None:

@@ -163,7 +163,7 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
         await compute.finish(microbatch_id(1), 1, a_boundary(), a_batch(), True)
         assert all((untouched[name] == value).all() for name, value in (await compute.copy_weights(1)).items())
         (progress,) = compute.progress()
-        assert (progress.step, progress.tokens_in_part, progress.tokens_total, progress.refused_nonfinite) == (
+        assert (progress.step, progress.tokens_in_share, progress.tokens_total, progress.refused_nonfinite) == (
             0,
             0,
             0,
@@ -189,7 +189,7 @@ def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
             await compute.finish(microbatch_id(number), 1, a_boundary(), a_batch(), True)
         await compute.copy_weights(1)
         (progress,) = compute.progress()
-        assert (progress.step, progress.tokens_in_part, progress.tokens_total) == (3, 0, 96)
+        assert (progress.step, progress.tokens_in_share, progress.tokens_total) == (3, 0, 96)
 
     events = with_compute("1", test)
     assert [step.loss is not None for step in events.of(StepTaken)] == [True] * 3
@@ -201,7 +201,7 @@ def test_targets_that_are_not_supervised_are_not_counted() -> None:
         ids[0, -5:] = -1
         done = await compute.finish(M, 1, a_boundary(), encode_tokens(ids), True)
         assert done.tokens == 27
-        assert compute.progress()[0].tokens_in_part == 27
+        assert compute.progress()[0].tokens_in_share == 27
 
     with_compute("1", test)
 
@@ -220,7 +220,7 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
             mine = (await span.backward(M, 1, a_boundary())).gradient
             theirs = (await one.backward(M, 1, (await two.backward(M, 2, a_boundary())).gradient)).gradient
             np.testing.assert_array_equal(values_of(mine), values_of(theirs))
-            assert [p.tokens_in_part for p in span.progress()] == [0, 32, 32]
+            assert [p.tokens_in_share for p in span.progress()] == [0, 32, 32]
             assert not span.trainer.stage(0).sum.flat.any()
             np.testing.assert_array_equal(span.trainer.stage(2).sum.flat, two.trainer.stage(2).sum.flat)
 
@@ -232,7 +232,7 @@ def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
         never_step(compute)
         done = await compute.finish(M, 2, a_boundary(), a_batch(), True)
         assert done.gradient is not None and done.gradient.shape == small_manifest().boundary_shape()
-        assert [p.tokens_in_part for p in compute.progress()] == [0, 32, 32]
+        assert [p.tokens_in_share for p in compute.progress()] == [0, 32, 32]
 
     events = with_compute("1-3", test, stages=4)
     assert [(e.stages, e.tokens) for e in events.of(MicrobatchCounted)] == [((2, 3), 32)]

@@ -63,7 +63,7 @@ def test_the_weights_of_the_only_replica_become_the_anchor_at_rest() -> None:
     outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
     blocks = torch.tensor([2])
     outer.step(blocks, rows(weights_of(1), blocks), rows(weights_of(2), blocks), (True,))
-    outer.follow(blocks, rows(weights_of(3), blocks))
+    outer.set_anchor(blocks, rows(weights_of(3), blocks))
     assert torch.equal(rows(outer.moments[ANCHOR], blocks), rows(weights_of(3), blocks))
     assert not outer.moments[VELOCITY].any()
 

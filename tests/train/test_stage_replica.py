@@ -16,7 +16,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.observe.events import GradientLate, GradientRefused, StepsSkipped, StepTaken
 from agora.state.layout import StageState
-from agora.stepping import EVERY_STEP, PartClosed, StageStepped, StepPolicy
+from agora.stepping import EVERY_STEP, ShareClosed, StageStepped, StepPolicy
 from agora.train.compute import Compute
 from agora.train.optimizer import momentum_product
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
@@ -52,7 +52,7 @@ def uneven_batches(manifest: Manifest) -> list[list[np.ndarray]]:
 
 async def exchange(stage: Sequence[Compute], number: int) -> None:
     """One step of a stage's replicas along the exact mean of their gradients."""
-    shares = [await compute.take_mean_gradient(number) for compute in stage]
+    shares = [await compute.take_gradient_share(number) for compute in stage]
     tokens = sum(share.tokens for share in shares)
     mean = sum((share.values.double() * share.tokens for share in shares), torch.zeros(1)) / tokens
     for compute, share in zip(stage, shares, strict=True):
@@ -101,7 +101,7 @@ def test_replicas_without_a_single_microbatch_take_part_with_nothing_and_take_th
     async def whole() -> None:
         async with pipeline_of(small_manifest(), ["0", "0"]) as (worker, idle):
             await one_microbatch(worker, 0)
-            mine, nothing = await worker.take_mean_gradient(0), await idle.take_mean_gradient(0)
+            mine, nothing = await worker.take_gradient_share(0), await idle.take_gradient_share(0)
             assert (mine.tokens, nothing.tokens) == (32, 0)
             assert not nothing.values.any()
             for compute in (worker, idle):
@@ -137,16 +137,16 @@ def with_stage_0(test: Any, **overrides: Any) -> Events:
 def test_a_gradient_that_comes_after_the_share_was_given_goes_into_the_next_step(kind: str) -> None:
     async def test(compute: Compute) -> None:
         await one_microbatch(compute, 0)
-        share = await compute.take_mean_gradient(0)
+        share = await compute.take_gradient_share(0)
         await one_microbatch(compute, 1)
         (progress,) = compute.progress()
-        assert (progress.step, progress.tokens_in_part, progress.tokens_total) == (0, 32, 64)
-        again = await compute.take_mean_gradient(0)
+        assert (progress.step, progress.tokens_in_share, progress.tokens_total) == (0, 32, 64)
+        again = await compute.take_gradient_share(0)
         assert torch.equal(again.values, share.values) and again.tokens == 32
         await compute.step_with_gradient(0, 0, share.values, 32)
         (progress,) = compute.progress()
-        assert (progress.step, progress.tokens_in_part, progress.tokens_total) == (1, 32, 64)
-        late = await compute.take_mean_gradient(0)
+        assert (progress.step, progress.tokens_in_share, progress.tokens_total) == (1, 32, 64)
+        late = await compute.take_gradient_share(0)
         assert (late.step, late.tokens, bool(late.values.any())) == (1, 32, True)
 
     told = [
@@ -163,7 +163,7 @@ def test_a_step_with_a_mean_takes_only_the_next_step() -> None:
             await compute.step_with_gradient(0, 1, torch.zeros(numel), 1)
         await one_microbatch(compute, 0)
         await compute.catch_up(0, 1)
-        share = await compute.take_mean_gradient(0)
+        share = await compute.take_gradient_share(0)
         with pytest.raises(LocalError, match="takes step 1 next"):
             await compute.step_with_gradient(0, 0, share.values, 32)
         for bad in (torch.full((numel,), float("nan")), torch.zeros(numel - 1), torch.zeros(numel).double()):
@@ -182,7 +182,7 @@ def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
     async def test(compute: Compute) -> None:
         await one_microbatch(compute, 0)
         compute.trainer.stage(0).sum.flat[7] = float("inf")
-        share = await compute.take_mean_gradient(0)
+        share = await compute.take_gradient_share(0)
         assert (share.tokens, bool(share.values.any())) == (0, False)
 
     assert len(with_stage_0(test).of(GradientRefused)) == 1
@@ -190,21 +190,21 @@ def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
 
 def test_a_part_is_closed_on_the_device_at_its_quota_and_what_comes_after_counts_for_the_next_step() -> None:
     async def test(compute: Compute) -> None:
-        compute.publish_policy(0, StepPolicy(1 << 20, exact_steps=9, step=0, own_tokens=64, closes_part=True))
+        compute.publish_policy(0, StepPolicy(1 << 20, exact_steps=9, step=0, own_tokens=64, closes_share=True))
         for number in range(3):
             await one_microbatch(compute, number)
         (progress,) = compute.progress()
-        assert (progress.step, progress.part, progress.tokens_in_part, progress.tokens_counted) == (0, 1, 32, 96)
+        assert (progress.step, progress.open_step, progress.tokens_in_share, progress.tokens_counted) == (0, 1, 32, 96)
         assert progress.staleness[:2] == (2, 1), "the third gradient goes into a step after one that is still to come"
         events = compute.step_events()
-        assert await anext(events) == PartClosed(0, 0, 64)
-        share = await compute.take_mean_gradient(0)
+        assert await anext(events) == ShareClosed(0, 0, 64)
+        share = await compute.take_gradient_share(0)
         assert (share.step, share.tokens) == (0, 64)
         await compute.step_with_gradient(0, 0, share.values, 64)
         assert await anext(events) == StageStepped(0, 1, 64)
         (progress,) = compute.progress()
-        assert (progress.step, progress.part, progress.tokens_in_part, progress.tokens_counted) == (1, 1, 32, 96)
-        share = await compute.take_mean_gradient(0)
+        assert (progress.step, progress.open_step, progress.tokens_in_share, progress.tokens_counted) == (1, 1, 32, 96)
+        share = await compute.take_gradient_share(0)
         await compute.step_with_gradient(0, 1, share.values, 4096)
 
     taken = with_stage_0(test).of(StepTaken)
@@ -217,9 +217,9 @@ def test_a_replayed_step_leaves_what_was_counted_for_the_step_after() -> None:
         before = await compute.export_state(0)
         await compute.step_with_gradient(0, 0, torch.ones(compute.layout(0).numel), 4096)
         (progress,) = compute.progress()
-        assert (progress.step, progress.part, progress.tokens_in_part) == (1, 1, 32)
+        assert (progress.step, progress.open_step, progress.tokens_in_share) == (1, 1, 32)
         assert not np.array_equal((await compute.export_state(0)).weights, before.weights)
-        share = await compute.take_mean_gradient(0)
+        share = await compute.take_gradient_share(0)
         assert (share.step, share.tokens, bool(share.values.any())) == (1, 32, True)
 
     with_stage_0(test)
@@ -230,7 +230,7 @@ def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken(
         compute.publish_policy(0, StepPolicy(32, exact_steps=1))
         await one_microbatch(compute, 0)
         await one_microbatch(compute, 1)
-        share = await compute.take_mean_gradient(0)
+        share = await compute.take_gradient_share(0)
         assert share.tokens == 64
         await one_microbatch(compute, 2)
         assert compute.step_of(0) == 0
@@ -295,7 +295,7 @@ def test_one_behind_with_a_sum_that_is_not_finite_the_step_is_taken_without_it()
 def test_a_stage_whose_share_is_given_does_not_catch_up_before_it() -> None:
     async def test(compute: Compute) -> None:
         await one_microbatch(compute, 0)
-        share = await compute.take_mean_gradient(0)
+        share = await compute.take_gradient_share(0)
         await compute.catch_up(0, 3)
         assert compute.progress()[0].step == 0
         await compute.step_with_gradient(0, 0, share.values, 32)
@@ -383,7 +383,7 @@ def test_a_loaded_state_drops_what_was_summed_and_spares_live_graphs() -> None:
     bench.forward(2)
     bench.backward(2)
     bench.stage.load_state(state)
-    assert bench.progress()[0].tokens_in_part == 0
+    assert bench.progress()[0].tokens_in_share == 0
     account = bench.progress()[0].account
     assert account.waiting == 0 and account.computed > account.counted, "what was dropped is lost, and is told"
     assert all(not total.any() for total in bench.sums().values())
@@ -440,7 +440,7 @@ def test_nadams_product_is_recomputed_to_the_last_bit(beta1: float) -> None:
 def test_a_stage_that_is_not_held_is_refused() -> None:
     async def test(compute: Compute) -> None:
         for refused in (
-            compute.take_mean_gradient(1),
+            compute.take_gradient_share(1),
             compute.catch_up(1, 3),
             compute.difference_to_anchor(1, np.arange(2)),
         ):

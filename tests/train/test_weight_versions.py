@@ -197,7 +197,7 @@ def test_any_order_of_forwards_backwards_and_steps_adds_gradients_of_whole_weigh
             assert activations != "keep" or on_old or steps - at > 1
             assert activations != "recompute" or on_new
         elif action == "step":
-            steps += bool(bench.progress()[0].tokens_in_part)
+            steps += bool(bench.progress()[0].tokens_in_share)
             bench.step()
         elif action == "forget" and seen and choices.random() < 0.3:
             number = choices.choice(list(seen))

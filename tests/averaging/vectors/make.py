@@ -20,8 +20,8 @@ from agora_protocol.ids import RunId
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 
 from agora.averaging.exchange import Part, RoundConfig
+from agora.averaging.part_codec import PartCodec
 from agora.averaging.partition import Slices, cut_into_parts
-from agora.averaging.wire import PartCodec
 
 HERE: Final = Path(__file__).parent
 RUN: Final = RunId(hashlib.sha256(b"agora vector").hexdigest())

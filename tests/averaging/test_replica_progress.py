@@ -6,18 +6,17 @@ import random
 
 import pytest
 
-from agora.averaging.agreement import (
+from agora.averaging.replica_progress import (
     GONE_S,
     GOSSIP_FANOUT,
     SILENT_S,
-    Counts,
-    OwnReport,
+    DirectReport,
+    ReplicaCounts,
     ReplicaProgress,
     choose_targets,
-    closed_since,
     compose_gossip,
     count_tokens,
-    doubtful_replicas,
+    first_closed_at,
     lagging_replicas,
     leading_step,
     live_replicas,
@@ -26,7 +25,8 @@ from agora.averaging.agreement import (
     record_failure,
     record_view,
     round_members,
-    step_to_follow,
+    step_to_catch_up_to,
+    suspected_replicas,
     tokens_to_go,
     unreachable_replicas,
 )
@@ -39,7 +39,7 @@ def known(*numbers: tuple[str, int, int, int], at: float = 0.0) -> dict:
     """As each said itself: its id, step, tokens, and the tokens of its part before."""
     return {
         peer: ReplicaProgress(
-            Counts(step, step, tokens, tokens), at, before, reported=OwnReport(step, step, tokens, at)
+            ReplicaCounts(step, step, tokens, tokens), at, before, direct=DirectReport(step, step, tokens, at)
         )
         for peer, step, tokens, before in numbers
     }
@@ -68,21 +68,21 @@ def test_a_replica_that_has_stepped_took_its_tokens_with_it() -> None:
 def test_a_replica_that_has_closed_its_part_counts_with_what_it_held() -> None:
     table = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, part=6)], A, ME, 1.0)
     assert count_tokens(table, 5) == 340 and count_tokens(table, 6) == 40
-    assert closed_since(table, 5) == 1.0 == closed_since(table, 4) and closed_since(table, 6) is None
+    assert first_closed_at(table, 5) == 1.0 == first_closed_at(table, 4) and first_closed_at(table, 6) is None
     later = merge_gossip(table, [entry(A, 5, 90, 0, counted=430, part=6)], A, ME, 2.0)
-    assert closed_since(later, 5) == 1.0, "since it was first said"
+    assert first_closed_at(later, 5) == 1.0, "since it was first said"
     told = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, part=6)], B, ME, 1.0)
-    assert closed_since(told, 5) is None, "others' word is not enough"
+    assert first_closed_at(told, 5) is None, "others' word is not enough"
 
 
 def test_the_rate_of_a_replica_is_measured_by_what_it_reports_itself() -> None:
     table = known((A, 5, 0, 0))
     for tick in range(1, 41):
         table = merge_gossip(table, [entry(A, 5, 50 * tick, 0)], A, ME, 0.5 * tick)
-    assert table[A].reported.rate.value == pytest.approx(100.0)
+    assert table[A].direct.rate.value == pytest.approx(100.0)
     lied = merge_gossip(table, [entry(A, 5, 10**9, 0)], B, ME, 20.0)
-    assert lied[A].reported.rate.value == pytest.approx(100.0)
-    assert merge_gossip(table, [entry(A, 0, 10, 0)], A, ME, 21.0)[A].reported.rate.value is None, "it has restarted"
+    assert lied[A].direct.rate.value == pytest.approx(100.0)
+    assert merge_gossip(table, [entry(A, 0, 10, 0)], A, ME, 21.0)[A].direct.rate.value is None, "it has restarted"
 
 
 def test_old_gossip_keeps_nobody_alive_and_changes_nothing() -> None:
@@ -100,7 +100,7 @@ def test_two_that_tell_each_other_of_a_dead_one_forget_it_in_time() -> None:
     for tick in range(40):
         now = 0.25 * tick
         for one, other in ((ME, B), (B, ME)):
-            news = compose_gossip(tables[one], one, Counts(5, 5, tick, tick), [ME, A, B], now)
+            news = compose_gossip(tables[one], one, ReplicaCounts(5, 5, tick, tick), [ME, A, B], now)
             tables[other] = merge_gossip(tables[other], news, one, other, now)
     for peer, table in tables.items():
         assert A not in live_replicas(table, [ME, A, B], 0.25 * 39), peer
@@ -147,8 +147,8 @@ def test_a_replica_that_does_not_answer_in_time_is_not_gone() -> None:
     table = known((A, 5, 300, 0), at=10.0)
     for seconds in range(1, 6):
         table = record_failure(table, A, 10.0 + seconds)
-        assert round_members(table, {A}, 10.0 + seconds) == doubtful_replicas(table, {A}, 10.0 + seconds) == {A}
-    assert not round_members(table, {A}, 16.1) and not doubtful_replicas(table, {A}, 16.1)
+        assert round_members(table, {A}, 10.0 + seconds) == suspected_replicas(table, {A}, 10.0 + seconds) == {A}
+    assert not round_members(table, {A}, 16.1) and not suspected_replicas(table, {A}, 16.1)
 
 
 def test_a_replica_that_started_again_says_so_itself() -> None:
@@ -163,31 +163,31 @@ def test_a_replica_that_started_again_says_so_itself() -> None:
 )
 def test_whom_a_replica_follows(steps: list[int], expected: int) -> None:
     others = known(*((peer, step, 400, 400) for peer, step in zip((A, B, C), steps, strict=False)))
-    assert step_to_follow(others, len(steps), 5, 100, 1000) == expected
+    assert step_to_catch_up_to(others, len(steps), 5, 100, 1000) == expected
 
 
 def test_one_that_steps_without_tokens_carries_nobody() -> None:
     others = known((A, 6, 0, 0), (B, 5, 10, 0), (C, 5, 10, 0))
-    assert step_to_follow(others, 3, 5, 10, 1000) == 5
+    assert step_to_catch_up_to(others, 3, 5, 10, 1000) == 5
 
 
 def test_one_that_is_heard_first_is_no_majority() -> None:
     for step in (6, 7, 10**9):
-        assert step_to_follow(known((A, step, 400, 400)), 5, 5, 100, 1000) == 5
-    assert step_to_follow(known((A, 9, 4, 4), (B, 8, 4, 4)), 4, 5, 100, 1000) == 8
+        assert step_to_catch_up_to(known((A, step, 400, 400)), 5, 5, 100, 1000) == 5
+    assert step_to_catch_up_to(known((A, 9, 4, 4), (B, 8, 4, 4)), 4, 5, 100, 1000) == 8
 
 
 def test_gossip_about_others_is_no_majority() -> None:
     table = known((A, 5, 100, 0), (B, 5, 100, 0), (C, 5, 100, 0))
     lies = merge_gossip(table, [entry(C, 155, 1, 0), entry(A, 155, 1, 0), entry(B, 155, 1, 0)], C, ME, 1.0)
     assert lies[A].counts.step == 155, "believed until it speaks itself"
-    assert step_to_follow(live_replicas(lies, [A, B, C], 1.0), 3, 5, 100, 1000) == 5
+    assert step_to_catch_up_to(live_replicas(lies, [A, B, C], 1.0), 3, 5, 100, 1000) == 5
     near = merge_gossip(table, [entry(C, 6, 1, 0), entry(A, 6, 1, 0), entry(B, 6, 1, 0)], C, ME, 1.0)
-    assert step_to_follow(live_replicas(near, [A, B, C], 1.0), 3, 5, 10, 2000) == 5, (
+    assert step_to_catch_up_to(live_replicas(near, [A, B, C], 1.0), 3, 5, 10, 2000) == 5, (
         "nor one step ahead, without its tokens"
     )
     said = merge_gossip(near, [entry(A, 6, 1, 0)], A, ME, 1.0)
-    assert step_to_follow(live_replicas(said, [A, B, C], 1.0), 3, 5, 10, 2000) == 6
+    assert step_to_catch_up_to(live_replicas(said, [A, B, C], 1.0), 3, 5, 10, 2000) == 6
 
 
 def test_a_replica_whose_call_failed_belongs_to_an_exact_step_until_it_is_silent() -> None:
@@ -220,7 +220,7 @@ def test_few_replicas_are_all_gossiped_to_and_of_many_a_few() -> None:
     assert set(choose_targets([ME, A, B, C], ME, rng)) == {A, B, C}
     many = identities(40)
     assert len(set(choose_targets(many, many[0], rng))) == GOSSIP_FANOUT
-    assert compose_gossip(known((A, 5, 1, 0)), ME, Counts(5, 5, 2, 9), [A], 0.0) == (
+    assert compose_gossip(known((A, 5, 1, 0)), ME, ReplicaCounts(5, 5, 2, 9), [A], 0.0) == (
         (ME, 5, 5, 2, 9, 0, 0, 0, 0),
         entry(A, 5, 1, 0),
     )
@@ -241,12 +241,12 @@ def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: in
         for peer in peers:
             for other in choose_targets(peers, peer, rng):
                 if rng.random() > 0.2:
-                    own = Counts(step[peer], step[peer], tokens[peer], counted[peer] + tokens[peer])
+                    own = ReplicaCounts(step[peer], step[peer], tokens[peer], counted[peer] + tokens[peer])
                     news = compose_gossip(tables[peer], peer, own, peers, now)
                     tables[other] = merge_gossip(tables[other], news, peer, other, now)
         for peer in peers:
             others = live_replicas(tables[peer], peers, now)
-            reached = step_to_follow(others, replicas - 1, step[peer], tokens[peer], target)
+            reached = step_to_catch_up_to(others, replicas - 1, step[peer], tokens[peer], target)
             if tokens[peer] >= tokens_to_go(others, step[peer], target):
                 reached = max(reached, step[peer] + 1)
             if reached > step[peer]:

@@ -15,7 +15,7 @@ from agora_protocol.messages import KINDS, Averaged, Contribute, Message, Recall
 from agora_protocol.tensors import WireTensor
 
 from agora.averaging.exchange import Exchange, Part, RoundConfig
-from agora.averaging.wire import LEAST_EXPONENT, MOST_EXPONENT, PartCodec, dither_fractions
+from agora.averaging.part_codec import MAX_EXPONENT, MIN_EXPONENT, PartCodec, dither_fractions
 
 NAMES = ("int8", "bf16", "float32")
 EDGES = [*range(1, 71), 127, 128, 129, 1023, 1024, 1025, PART_ELEMENTS - 1, PART_ELEMENTS]
@@ -36,7 +36,7 @@ def bound(values: torch.Tensor, name: str) -> torch.Tensor:
     if name == "bf16":
         return values.double().abs() * 2.0**-8 + 2.0**-134
     peaks = [float(block.abs().max()) for block in values.double().split(QUANTISER_BLOCK)]
-    least = [max(LEAST_EXPONENT, math.floor(math.log2(peak / 126)) + 1 if peak else LEAST_EXPONENT) for peak in peaks]
+    least = [max(MIN_EXPONENT, math.floor(math.log2(peak / 126)) + 1 if peak else MIN_EXPONENT) for peak in peaks]
     steps = torch.tensor(least, dtype=torch.float64).exp2().repeat_interleave(QUANTISER_BLOCK)[: len(values)]
     return steps * (0.5 + 2.0**-16)
 
@@ -85,7 +85,7 @@ def test_the_largest_values_stay_finite_and_keep_their_sign(value: float, name: 
         back = there_and_back(values, name, dither)
         assert bool(back.isfinite().all()) and bool((back.sign() == values.sign()).all())
         if name == "int8":
-            assert float(back.abs().min()) > 126 * 2.0**MOST_EXPONENT, "saturated, no more"
+            assert float(back.abs().min()) > 126 * 2.0**MAX_EXPONENT, "saturated, no more"
         else:
             assert_near(values, name)
 
@@ -165,8 +165,8 @@ F32, BF16 = (PartCodec(name).encode(torch.ones(70)) for name in ("float32", "bf1
         ("int8", [levels(), exponents(0)]),
         ("int8", [levels(), exponents(0, 0, 0)]),
         ("int8", [levels(), wire("int8", np.zeros((2, 1), np.int8))]),
-        ("int8", [levels(), exponents(0, MOST_EXPONENT + 1)]),
-        ("int8", [levels(), exponents(LEAST_EXPONENT - 1, 0)]),
+        ("int8", [levels(), exponents(0, MAX_EXPONENT + 1)]),
+        ("int8", [levels(), exponents(MIN_EXPONENT - 1, 0)]),
         ("int8", [levels(), exponents(127, -128)]),
         ("float32", []),
         ("float32", F32 + F32),
@@ -220,7 +220,7 @@ def test_mutated_bytes_are_refused_or_decode_to_finite_values(name: str) -> None
 
 def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_their_ends() -> None:
     for level in (-128, 127):
-        for exponent in (LEAST_EXPONENT, MOST_EXPONENT):
+        for exponent in (MIN_EXPONENT, MAX_EXPONENT):
             sent = [wire("int8", np.full(64, level, np.int8)), exponents(exponent)]
             assert bool(PartCodec("int8").decode(sent, 64, DITHER).isfinite().all())
 
@@ -235,12 +235,12 @@ def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(na
     owner, member = (Exchange(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
     part = Part(0, what, 30, 0)
     first, second = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
-    average = owner.combine(part, [first, second], [1.0, 3.0], None)
-    assert average is not None and average.wire is not None and average.message.wire == name
-    told = member.decode_mean(part, average.wire.tensors, 1000, average.message)
+    average = owner.average(part, [first, second], [1.0, 3.0], None)
+    assert average is not None and average.encoded is not None and average.message.wire == name
+    told = member.decode_mean(part, average.encoded.tensors, 1000, average.message)
     assert torch.equal(told.values, average.values), "the owner too uses what the bytes decode to"
-    assert told.wire is not None
-    passed_on = owner.decode_mean(part, told.wire.tensors, 1000, told.message)
+    assert told.encoded is not None
+    passed_on = owner.decode_mean(part, told.encoded.tensors, 1000, told.message)
     assert torch.equal(passed_on.values, average.values)
 
 

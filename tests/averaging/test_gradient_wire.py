@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from agora.averaging.uplink_share import BYTES, choose_gradient_wire
+from agora.averaging.gradient_wire import BYTES, choose_gradient_wire
 
 MBIT = 1e6 / 8
 NUMEL = 10_000_000
 
 
 @pytest.mark.parametrize(
-    ("mbits", "name", "is_short"),
+    ("mbits", "name", "is_limited"),
     [(100.0, "normal4", False), (17.0, "normal4", False), (15.0, "normal3", True), (10.0, "normal2", True)],
 )
-def test_fewer_bits_are_sent_where_the_uplink_carries_no_more(mbits: float, name: str, is_short: bool) -> None:
+def test_fewer_bits_are_sent_where_the_uplink_carries_no_more(mbits: float, name: str, is_limited: bool) -> None:
     """Two replicas, ten seconds, half of the uplink: 4 bits of 10 M values, once up and once as answers, are 5.2 MB."""
     found = choose_gradient_wire("normal4", NUMEL, 2, mbits * MBIT, 5.0, 0.5)
-    assert (found.name, found.is_short) == (name, is_short)
+    assert (found.name, found.is_limited) == (name, is_limited)
     assert f"{mbits:g} Mbit/s" in found.reason and "MB in a step of 5 s" in found.reason
 
 
 def test_an_uplink_that_carries_no_gradients_is_told_so_and_carries_the_fewest_bits() -> None:
     found = choose_gradient_wire("normal4", NUMEL, 2, 1.0 * MBIT, 5.0, 0.5)
-    assert found.name == "normal2" and found.is_short
+    assert found.name == "normal2" and found.is_limited
     assert "too little: local steps with slices" in found.reason
 
 
@@ -38,5 +38,5 @@ def test_more_replicas_answer_more_and_larger_steps_leave_more_time() -> None:
 def test_nothing_is_chosen_before_something_is_known_nor_beyond_what_the_manifest_says(most: str) -> None:
     for uplink, step_s, replicas in ((None, 5.0, 4), (1.0, None, 4), (1.0, 5.0, 1), (1e12, 5.0, 4)):
         found = choose_gradient_wire(most, NUMEL, replicas, uplink, step_s, 0.5)  # type: ignore[arg-type]
-        assert found.name == most and not found.is_short
+        assert found.name == most and not found.is_limited
     assert [*BYTES.values()] == sorted(BYTES.values())

@@ -2,8 +2,8 @@
 
 Knows: rates, sizes, durations. Must not know: how they were measured, what is sent.
 
-Of n replicas each sends (n - 1) / n of its gradient to owners, and as owner of 1 / n of the elements n - 1 answers: in
-all 2 (n - 1) / n values for each element. Every sender chooses for itself, since a message names its format.
+Each of n replicas sends (n - 1) / n of its gradient to owners, and its 1 / n of the mean to n - 1 members: in all
+2 (n - 1) / n values for each element. Every sender chooses for itself, since a message names its format.
 """
 
 from __future__ import annotations
@@ -26,32 +26,31 @@ BYTES: Final[dict[WireName, float]] = {
 
 
 class GradientWire(NamedTuple):
-    """The format in which a replica sends gradients, and why in words. is_short: whether the uplink made it so."""
+    """The format in which a replica sends gradients, and why. is_limited: the uplink is too slow for the manifest's."""
 
     name: WireName
     reason: str
-    is_short: bool = False
+    is_limited: bool = False
 
 
 def choose_gradient_wire(
-    most: WireName, numel: int, replicas: int, uplink: float | None, step_s: float | None, share: float
+    manifest_wire: WireName, numel: int, replicas: int, uplink: float | None, step_s: float | None, fraction: float
 ) -> GradientWire:
-    """Returns the format in which this replica sends gradients, `most` or fewer bits, and why.
+    """Returns the format with the most bits, at most those of `manifest_wire`, that fits into a step; else the fewest.
 
-    numel: elements of the stages held. uplink: measured bytes per second, None while nothing waits for it. step_s: the
-    usual duration of a step. share: of the uplink, that a replica gives to gradients. The fewest bits are sent even
-    where they take longer: then steps last longer.
+    It fits if its bytes <= fraction * uplink * step_s. numel: elements of the stages held. uplink: measured bytes per
+    second, None while nothing waits for it. step_s: the average duration of a step.
     """
     if uplink is None or step_s is None or replicas < 2:
-        return GradientWire(most, f"{most}: nothing waits for its uplink")
+        return GradientWire(manifest_wire, f"{manifest_wire}: nothing waits for its uplink")
     values = 2 * (replicas - 1) / replicas * numel
-    budget = share * uplink * step_s
-    allowed = [name for name in WIRE_NAMES if BYTES[name] <= BYTES[most]]
+    budget = fraction * uplink * step_s
+    allowed = [name for name in WIRE_NAMES if BYTES[name] <= BYTES[manifest_wire]]
     fitting = [name for name in allowed if values * BYTES[name] <= budget]
     chosen = fitting[-1] if fitting else allowed[0]
     needed = values * BYTES[chosen]
-    reason = f"{chosen}: {needed / 1e6:.3g} MB in a step of {step_s:.2g} s; {share:.0%} of its uplink of "
+    reason = f"{chosen}: {needed / 1e6:.3g} MB in a step of {step_s:.2g} s; {fraction:.0%} of its uplink of "
     reason += f"{uplink * 8e-6:.3g} Mbit/s carries {budget / 1e6:.3g} MB"
     if needed > budget:
         reason += ", which is too little: local steps with slices (averaging.exact_steps = 0) need a twentieth"
-    return GradientWire(chosen, reason, chosen != most or needed > budget)
+    return GradientWire(chosen, reason, chosen != manifest_wire or needed > budget)

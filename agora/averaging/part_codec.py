@@ -2,10 +2,10 @@
 
 Knows: numbers and their bytes. Must not know: rounds, owners, peers. normal2 to normal4 are in normal_levels.py.
 
-int8 is made for values that replicas nearly agree on. A block's step is a power of two, so that nearly equal blocks
-are rounded to the same lattice; and before rounding, the same pseudo-random fraction is added to an element at every
-member, and subtracted again when decoded (subtractive dither, L. Roberts 1962). So the difference of two members'
-decoded values is right in the mean, and exactly 0 where they agree: quantisation adds no noise to a consensus.
+int8 is made for values on which replicas nearly agree. A block's scale is a power of two, so that nearly equal blocks
+are rounded to the same lattice. Before rounding, every member adds the same pseudo-random fraction to an element, and
+decoding subtracts it again (subtractive dither, L. Roberts 1962). So the difference of two members' decoded values is
+unbiased, and exactly 0 where they agree.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from agora.codec import all_finite, decode_uncompressed, encode_uncompressed
 NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
 """Bits of each element in the formats whose error is fed back, by name."""
 LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
-LEAST_EXPONENT, MOST_EXPONENT = -120, 100
-FRACTIONS_KEPT: Final = 32
+MIN_EXPONENT, MAX_EXPONENT = -120, 100
+CACHED_PARTS: Final = 32
 """Parts whose dither is cached, half a MiB each: about as many as are on their way at once."""
 
 
-@functools.lru_cache(maxsize=FRACTIONS_KEPT)
+@functools.lru_cache(maxsize=CACHED_PARTS)
 def dither_fractions(label: str, numel: int) -> Tensor:
-    """Returns what all members add to the elements of the part that `label` names: float32 [numel] in (-0.5, 0.5).
+    """Returns the dither of the part that `label` names, the same at all members: float32 [numel] in (-0.5, 0.5).
 
     It is (byte + 0.5) / 256 for the signed bytes of a keyed Philox4x64-10. The tensor is cached; do not change it.
     """
@@ -48,10 +48,10 @@ def dither_fractions(label: str, numel: int) -> Tensor:
     return signed.to(torch.float32).add_(0.5).mul_(1.0 / 256.0)
 
 
-class Encoded(NamedTuple):
-    """Encoded values of a part: the name of their format, and the tensors."""
+class EncodedPart(NamedTuple):
+    """Encoded values of a part: the name of their number format, and the tensors."""
 
-    name: WireName
+    wire: WireName
     tensors: Sequence[WireTensor]
 
     @property
@@ -61,7 +61,7 @@ class Encoded(NamedTuple):
 
 
 class PartCodec:
-    """Turns float32 vectors into wire tensors and back, in the format `name`.
+    """Turns float32 vectors into wire tensors and back, in the number format `name`.
 
     dither: the label of `dither_fractions`; None for none. Only int8 uses it.
     """
@@ -78,9 +78,9 @@ class PartCodec:
             return quantise(values, NORMAL_BITS[self.name])
         if self.name != "int8":
             return [encode_uncompressed(values, self.name)]
-        rows = _rows_of_blocks(values)
+        rows = _block_rows(values)
         buffer = rows.abs()
-        peaks = buffer.amax(dim=1).div_(LEVELS).clamp_(2.0 ** (LEAST_EXPONENT - 1), 2.0 ** (MOST_EXPONENT - 1))
+        peaks = buffer.amax(dim=1).div_(LEVELS).clamp_(2.0 ** (MIN_EXPONENT - 1), 2.0 ** (MAX_EXPONENT - 1))
         exponents = (peaks.numpy().view(np.int32) >> 23) - 126  # of the power of two next above
         scaled = torch.mul(rows, _powers_of_two(-exponents), out=buffer).view(-1)[: len(values)]
         if dither is not None:
@@ -109,12 +109,12 @@ class PartCodec:
         if dither is not None:
             levels.sub_(dither_fractions(dither, numel))
         exponents = _from_int8(tensors[1], -(-numel // QUANTISER_BLOCK))
-        if exponents.min(initial=0) < LEAST_EXPONENT or exponents.max(initial=0) > MOST_EXPONENT:
-            raise ProtocolError("bad-tensor", f"an exponent is not from {LEAST_EXPONENT} to {MOST_EXPONENT}")
-        return _rows_of_blocks(levels).mul_(_powers_of_two(exponents.astype(np.int32))).view(-1)[:numel]
+        if exponents.min(initial=0) < MIN_EXPONENT or exponents.max(initial=0) > MAX_EXPONENT:
+            raise ProtocolError("bad-tensor", f"an exponent is not from {MIN_EXPONENT} to {MAX_EXPONENT}")
+        return _block_rows(levels).mul_(_powers_of_two(exponents.astype(np.int32))).view(-1)[:numel]
 
 
-def _rows_of_blocks(values: Tensor) -> Tensor:
+def _block_rows(values: Tensor) -> Tensor:
     """Returns `values` as [blocks, QUANTISER_BLOCK], the last block filled up with zeros."""
     missing = -len(values) % QUANTISER_BLOCK
     return (pad(values, (0, missing)) if missing else values).view(-1, QUANTISER_BLOCK)

@@ -1,0 +1,297 @@
+"""Keeps what a replica knows of the progress of its stage's other replicas, and says who is alive and who steps. Pure.
+
+Knows: what each replica last reported. Must not know: calls, threads, weights, any clock or source of randomness.
+
+| a replica is | when | what follows |
+|---|---|---|
+| listed | the directory's view names it as a replica of the stage | it is gossiped to |
+| silent | its last report is older than SILENT_S, or connections broke for GONE_S since | it is in no step or round |
+| suspected | it is not silent, and a call to it failed after its last report | its tokens do not count |
+| unreachable | it is silent or suspected | no part of a round waits for it |
+| live | it is not unreachable | its tokens count, and others catch up with it |
+
+A new report ends each of these states.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
+
+from agora.averaging.quota import TokenRate
+
+SILENT_S: Final = 6.0
+"""Seconds without a report after which a replica is silent."""
+GONE_S: Final = 1.0
+"""Seconds from the first to the latest broken connection, with no report between, after which a replica is silent.
+
+Its process has ended, so that nothing accepts connections. A process that hangs is noticed by SILENT_S only."""
+MAX_DIRECT_TARGETS: Final = 8
+"""Up to so many other replicas are all gossiped to; of more, GOSSIP_FANOUT chosen at random."""
+MAX_PLAUSIBLE_LEAD: Final = 10
+"""Steps by which another replica's open step may lead this one's; a larger lead is not believed."""
+GOSSIP_FANOUT: Final = 4
+NEWCOMER_STEPS: Final = 3
+"""For so many steps a new replica owns no part, so that all agree on who does, though they hear of it one by one."""
+
+
+class ReplicaCounts(NamedTuple):
+    """How far a replica is with a stage, as it gossips it.
+
+    step: optimizer steps taken. open_step: number of the step whose share it counts tokens for: `step` + its closed
+    shares whose mean gradients are not known yet (0 to 2). tokens: those counted for `open_step`. tokens_counted: all
+    since the replica started. agreed: the last step whose mean, of gradients or of a slice, it has applied. lineage: a
+    digest of all means up to `agreed`, 0 when unknown. start_step: steps of the state that it started with.
+    """
+
+    step: int = 0
+    open_step: int = 0
+    tokens: int = 0
+    tokens_counted: int = 0
+    agreed: int = 0
+    lineage: int = 0
+    start_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DirectReport:
+    """What a replica last reported of itself, not through others, at time `at`; -1 before its first report.
+
+    open_since: when it first reported `open_step`. rate: tokens per second. The others: see ReplicaCounts.
+    """
+
+    step: int = -1
+    open_step: int = -1
+    tokens_counted: int = 0
+    at: float = -math.inf
+    open_since: float = -math.inf
+    rate: TokenRate = field(default_factory=TokenRate)
+    agreed: int = 0
+    lineage: int = 0
+    start_step: int = 0
+
+    def followed_by(self, counts: ReplicaCounts, now: float) -> DirectReport:
+        """Returns the report of `counts` made after this one; its rate is unknown if the replica has restarted."""
+        open_since = self.open_since if counts.open_step == self.open_step else now
+        rate = TokenRate()
+        if self.tokens_counted <= counts.tokens_counted and self.at > -math.inf:
+            rate = self.rate.after(counts.tokens_counted - self.tokens_counted, now - self.at)
+        agreement = counts.agreed, counts.lineage, counts.start_step
+        return DirectReport(counts.step, counts.open_step, counts.tokens_counted, now, open_since, rate, *agreement)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaProgress:
+    """What is known of one other replica of a stage, from itself or through others. Times in seconds.
+
+    closed_tokens: those of its share of step `counts.open_step` - 1, 0 when unknown. heard_at: when it last reported to
+    anybody. failed_at: when a call to it last failed. broken_since, broken_at: the first and the last time since
+    `heard_at` that a connection to it broke. listed: whether the view has named it since it was first heard of.
+    """
+
+    counts: ReplicaCounts
+    heard_at: float
+    closed_tokens: int = 0
+    failed_at: float = -math.inf
+    broken_since: float = math.inf
+    broken_at: float = -math.inf
+    direct: DirectReport = field(default_factory=DirectReport)
+    listed: bool = False
+
+    def is_silent(self, now: float) -> bool:
+        """Returns whether its last report is older than SILENT_S, or connections to it have been broken for GONE_S."""
+        return now - self.heard_at > SILENT_S or self.broken_at - self.broken_since >= GONE_S
+
+    def is_live(self, now: float) -> bool:
+        """Returns whether it has reported lately, and no call to it has failed since."""
+        return not self.is_silent(now) and self.heard_at > self.failed_at
+
+    def with_counts(self, counts: ReplicaCounts, heard_at: float) -> ReplicaProgress:
+        """Returns a copy with newer counts, reported at `heard_at`.
+
+        | open_step has grown by | closed_tokens becomes |
+        |---|---|
+        | 0 | the same; 0 if `tokens` fell, as after a restart |
+        | 1 | the tokens of the share that was open before |
+        | else | 0, unknown |
+        """
+        old = self.counts
+        if counts.open_step == old.open_step:
+            closed = self.closed_tokens if counts.tokens >= old.tokens else 0
+        else:
+            before_share, after_share = old.tokens_counted - old.tokens, counts.tokens_counted - counts.tokens
+            closed = max(0, after_share - before_share) if counts.open_step == old.open_step + 1 else 0
+        newer = replace(self, counts=counts, closed_tokens=closed, heard_at=heard_at)
+        return newer if heard_at <= self.broken_at else replace(newer, broken_since=math.inf, broken_at=-math.inf)
+
+    def with_failure(self, now: float, *, broken: bool) -> ReplicaProgress:
+        """Returns a copy after a call to the replica failed. broken: a connection broke or could not be opened."""
+        if not broken:
+            return replace(self, failed_at=now)
+        return replace(self, failed_at=now, broken_since=min(now, self.broken_since), broken_at=now)
+
+
+KnownReplicas = Mapping[PeerId, ReplicaProgress]
+"""What is known of the other replicas of one stage."""
+GossipEntry = tuple[PeerId, int, int, int, int, int, int, int, int]
+"""A replica's id, its ReplicaCounts, and the age of that report in milliseconds."""
+
+
+def merge_gossip(
+    known: KnownReplicas, entries: Iterable[GossipEntry], sender: PeerId, me: PeerId, now: float
+) -> dict[PeerId, ReplicaProgress]:
+    """Returns what is known after `sender` reported `entries` about itself and about others.
+
+    | an entry is about | it is used when |
+    |---|---|
+    | the sender | always: a replica that has restarted reports lower numbers |
+    | another replica | it is not older than SILENT_S, and it is further, or nothing live is known of that replica |
+    | this peer | never |
+    """
+    merged = dict(known)
+    for peer, *numbers, age_ms in entries:
+        counts, heard_at = ReplicaCounts(*numbers), now if peer == sender else now - age_ms / 1000
+        if peer == me or now - heard_at > SILENT_S:
+            continue
+        progress = merged.get(peer) or ReplicaProgress(counts, heard_at)
+        if peer == sender or counts >= progress.counts or not progress.is_live(now):
+            progress = progress.with_counts(counts, max(heard_at, progress.heard_at))
+        if peer == sender:
+            progress = replace(progress, direct=progress.direct.followed_by(counts, now))
+        merged[peer] = progress
+    return merged
+
+
+def record_failure(
+    known: KnownReplicas, peer: PeerId, now: float, *, broken: bool = False
+) -> dict[PeerId, ReplicaProgress]:
+    """Returns `known` after a call to `peer` failed; an unknown peer is added as heard `now`, at step 0."""
+    progress = known.get(peer) or ReplicaProgress(ReplicaCounts(), now)
+    return dict(known) | {peer: progress.with_failure(now, broken=broken)}
+
+
+def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
+    """Returns `known` with the listed replicas marked as `listed`, without those that are neither listed nor live."""
+    return {
+        peer: replace(progress, listed=True) if peer in listed and not progress.listed else progress
+        for peer, progress in known.items()
+        if peer in listed or progress.is_live(now)
+    }
+
+
+def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: float) -> set[PeerId]:
+    """Returns the unreachable ones of `peers`: silent or suspected. A peer never heard of is not among them."""
+    return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
+
+
+def lagging_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
+    """Returns those of `peers` that reported an open step before `step` - 1: they fetch a state or replay steps."""
+    return {peer for peer in peers if peer in known and 0 <= known[peer].direct.open_step < step - 1}
+
+
+def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
+    """Returns those of `peers` that own no part of step `step`, because other replicas may not know of them yet.
+
+    Their start step is later than `step` - NEWCOMER_STEPS, or unknown. Empty in the first NEWCOMER_STEPS steps.
+    """
+    latest_start = step - NEWCOMER_STEPS
+    if latest_start < 0:
+        return set()
+    reports = {peer: known[peer].direct for peer in peers if peer in known}
+    return {p for p in peers if p not in reports or reports[p].step < 0 or reports[p].start_step > latest_start}
+
+
+def suspected_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
+    """Returns the suspected ones of the listed replicas: a call to them failed, and they are not silent yet."""
+    return {peer for peer in unreachable_replicas(known, listed, now) if not known[peer].is_silent(now)}
+
+
+def lagging_or_unheard_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
+    """Returns the lagging ones of `peers`, see lagging_replicas, and those that have not reported at all."""
+    return {peer for peer in peers if peer not in known or known[peer].direct.open_step < step - 1}
+
+
+def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
+    """Returns those entries of `known` whose replicas are both listed and live."""
+    return {peer: progress for peer, progress in known.items() if peer in listed and progress.is_live(now)}
+
+
+def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
+    """Returns the other replicas that belong to a step and its rounds: all that may be alive, see docs/averaging.md.
+
+    Those are the listed ones that are not silent, also suspected or never heard ones; and live ones that have reported
+    themselves but were never listed.
+    """
+    silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
+    heard = {peer for peer, progress in known.items() if progress.direct.step >= 0 and progress.is_live(now)}
+    return (set(listed) | {peer for peer in heard if not known[peer].listed}) - silent
+
+
+def count_tokens(others: KnownReplicas, step: int) -> int:
+    """Returns the tokens that `others` counted for `step`: `tokens` of an open share, `closed_tokens` of a closed."""
+    open_tokens = sum(progress.counts.tokens for progress in others.values() if progress.counts.open_step == step)
+    closed = [progress for progress in others.values() if progress.counts.open_step == step + 1]
+    return open_tokens + sum(progress.closed_tokens for progress in closed)
+
+
+def first_closed_at(others: KnownReplicas, step: int) -> float | None:
+    """Returns when another replica first reported itself that its share of step `step` is closed; None before.
+
+    A replica that leads by more than MAX_PLAUSIBLE_LEAD is ignored: nobody can while this one's share is open.
+    """
+    ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
+    reports = [progress.direct for progress in others.values()]
+    return min((report.open_since for report in reports if report.open_step in ahead), default=None)
+
+
+def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
+    """Returns the tokens that this replica must count for step `step`: max(1, target - those of the others)."""
+    return max(1, target - count_tokens(others, step))
+
+
+def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_tokens: int, target: int) -> int:
+    """Returns the step that the others have reached; this replica's own, `step`, when it is not behind.
+
+    others: the live ones. reachable: number of members of the step that are not unreachable, also those never heard.
+    Only what a replica reported of itself counts.
+
+    | reported | result |
+    |---|---|
+    | half of `reachable` are beyond `step` | the step that half of them have reached |
+    | a quarter of `reachable` is at step + 1; a quarter of `target` is known to be counted for `step` | step + 1 |
+    | else | step |
+    """
+    steps = sorted((progress.direct.step for progress in others.values()), reverse=True)
+    half = math.ceil(reachable / 2)
+    if 0 < half <= len(steps) and steps[half - 1] > step:
+        return steps[half - 1]
+    ahead = sum(progress.direct.step == step + 1 for progress in others.values())
+    tokens = own_tokens + count_tokens(others, step)
+    return step + 1 if ahead and ahead >= math.ceil(reachable / 4) and 4 * tokens >= target else step
+
+
+def choose_targets(listed: Collection[PeerId], me: PeerId, rng: random.Random) -> list[PeerId]:
+    """Returns whom to gossip to: all other replicas, or GOSSIP_FANOUT at random of more than MAX_DIRECT_TARGETS."""
+    others = sorted(set(listed) - {me})
+    return others if len(others) <= MAX_DIRECT_TARGETS else rng.sample(others, GOSSIP_FANOUT)
+
+
+def compose_gossip(
+    known: KnownReplicas, me: PeerId, own: ReplicaCounts, listed: Collection[PeerId], now: float
+) -> tuple[GossipEntry, ...]:
+    """Returns the entries to send: `own` counts, then live listed others, freshest first, MAX_GOSSIPED_REPLICAS."""
+    others = sorted(live_replicas(known, listed, now).items(), key=lambda item: -item[1].heard_at)
+    entries = ((peer, *progress.counts, round(1000 * (now - progress.heard_at))) for peer, progress in others)
+    return ((me, *own, 0), *entries)[:MAX_GOSSIPED_REPLICAS]
+
+
+def leading_step(steps: Collection[Collection[int]]) -> int:
+    """Returns the step of the run's furthest stage: the largest of the stages' lower medians of `steps`; 0 without."""
+    return max((statistics.median_low(replica_steps) for replica_steps in steps if replica_steps), default=0)
