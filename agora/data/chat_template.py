@@ -62,18 +62,14 @@ class MarkedText:
 class ChatTemplate:
     """A chat template and the special tokens that it may write.
 
-    name: what errors call it. special_tokens: their text by the variable's name, such as eos_token. end_tokens: the
-    texts of all tokens that may end a turn. now: the time that a template writes which asks for it; peers that train
-    together must give the same.
+    name: what errors call it. special_tokens: their text by the variable's name, such as eos_token. now: the time that
+    a template writes which asks for it; peers that train together must give the same.
     """
 
-    def __init__(
-        self, source: str, name: str, special_tokens: Mapping[str, str], end_tokens: Sequence[str], now: datetime
-    ) -> None:
+    def __init__(self, source: str, name: str, special_tokens: Mapping[str, str], now: datetime) -> None:
         self._source = source
         self._name = name
         self._special_tokens = special_tokens
-        self._end_tokens = tuple(end_tokens)
         self._now = now
         self.has_spans = GENERATION.search(source) is not None
 
@@ -115,18 +111,17 @@ class ChatTemplate:
         """Returns the span of answer `index`: what follows the text that asks for it, until its turn ends."""
         before = self._render(conversation, index, where)
         through = self._render(conversation, index + 1, where)
-        if not (text.startswith(through) and through.startswith(before)):
-            raise DataError(
-                f"{where}: {self._name} cannot be masked, because it writes earlier messages in another way when later "
-                f"ones follow (answer in message {index + 1}); put {{% generation %}} blocks around the template's "
-                "answers, or write a record for each answer, with lists of messages as prompt and completion."
-            )
-        return len(before), len(before) + self._end_of_turn(through[len(before) :])
-
-    def _end_of_turn(self, answer: str) -> int:
-        """Returns the length of an answer without white space after its last special token: no model writes that."""
-        ended = answer.rstrip()
-        return len(ended) if ended.endswith(self._end_tokens) else len(answer)
+        if not through.startswith(before):
+            reason, other_remedy = "it asks for an answer in another way than it writes one", ""
+        elif not text.startswith(through):
+            reason = "it writes earlier messages in another way when later ones follow"
+            other_remedy = ", or write a record for each answer, with lists of messages as prompt and completion"
+        else:
+            return len(before), len(through)
+        raise DataError(
+            f"{where}, message {index + 1}: {self._name} cannot be masked, because {reason}; put {{% generation %}} "
+            f"blocks around the template's answers{other_remedy}."
+        )
 
     def _render(self, conversation: Conversation, count: int, where: str, mark: str = "") -> str:
         """Returns the first `count` messages as text; before an answer, with the prompt that asks for it."""

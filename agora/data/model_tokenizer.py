@@ -69,9 +69,8 @@ def _with_template(
     tokenizer: Tokenizer, source: str | None, special: Mapping[str, str], name: str, longest: int | None, now: datetime
 ) -> ModelTokenizer:
     """Returns a tokenizer with the chat template of this source, None: the plain one."""
-    ends = {*special.values(), *(tokenizer.special_tokens() if isinstance(tokenizer, JsonTokenizer) else ())}
     kind = "the plain template" if source is None else f"the chat template of {name}"
-    template = ChatTemplate(PLAIN_TEMPLATE if source is None else source, kind, special, sorted(ends - {NO_END}), now)
+    template = ChatTemplate(PLAIN_TEMPLATE if source is None else source, kind, special, now)
     return ModelTokenizer(tokenizer, template, name, kind, special["eos_token"], longest)
 
 

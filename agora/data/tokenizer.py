@@ -95,11 +95,6 @@ class JsonTokenizer:
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
-    def special_tokens(self) -> list[str]:
-        """Returns the texts of the special tokens: those that stand for no text of their own, such as <|im_end|>."""
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        return sorted(token.content for token in added if token.special)
-
     def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
         """Returns the tokens of each text. add_special: with those that the file puts around a text, such as <s>."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special)

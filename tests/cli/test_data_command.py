@@ -129,7 +129,7 @@ def test_a_base_model_brings_its_tokenizer_template_and_longest_context(run: Run
     folder = write_folder(tmp_path / "model", CHATML)
     (folder / "config.json").write_text('{"max_position_embeddings": 512}')
     out = run([{"messages": CHAT}], base_model=folder)
-    assert "<|im_start|>assistant\n[[4<|im_end|>]]\n" in out and "context    512 tokens" in out
+    assert "<|im_start|>assistant\n[[4<|im_end|>\n]]" in out and "context    512 tokens" in out
     assert f"tokenizer  {folder}, conversations by the chat template of {folder}" in out
     with pytest.raises(console.Failure, match="--context 513 is more than the 512 tokens"):
         run([{"messages": CHAT}], base_model=folder, context=513)
