@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from agora.stepping import EVERY_STEP, StageStepped, StepPolicy
-from agora.train.step_events import MOST_EVENTS, StepEvents
+from agora.train.step_events import MAX_EVENTS, StepEvents
 
 KNOWN = StepPolicy(target_tokens=1000, exact_steps=10, step=7, own_tokens=400, alone=True)
 
@@ -73,7 +73,7 @@ def test_step_events_of_another_thread_reach_their_one_reader_in_order() -> None
 def test_step_events_that_nobody_reads_are_bounded_and_the_newest_are_kept() -> None:
     async def whole() -> StageStepped:
         events = StepEvents()
-        for step in range(MOST_EVENTS + 10):
+        for step in range(MAX_EVENTS + 10):
             events.put(StageStepped(0, step, 0))
         return await anext(aiter(events))
 
