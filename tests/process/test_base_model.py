@@ -48,5 +48,5 @@ def test_a_base_models_weights_go_through_a_swarm_and_back_into_a_folder(tmp_pat
 def test_a_daemon_without_the_folder_says_what_to_do(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path / "base")
     with swarm(tmp_path, manifest_of(folder, stages=1, **SECTIONS)) as made:
-        with pytest.raises(AssertionError, match="ended by itself with exit code 1: .*--base-model DIR"):
+        with pytest.raises(AssertionError, match="(?s)ended by itself with exit code 1: .*--base-model DIR"):
             made.start("alone", "0")
