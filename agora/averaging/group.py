@@ -238,7 +238,7 @@ class ReplicaGroup:
         return await Round(self.reducer, self._report, stage, what, number, weight, members, deadline).run(values)
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
-        """Updates the size of the next step after an exact one of `tokens`."""
+        """Corrects the size of the stage's next step, after one that all replicas took along one mean of `tokens`."""
         meter = self._tasks[stage].meter
         meter.size = meter.size.after_step(tokens)
 

@@ -184,7 +184,11 @@ class Demo:
         self._display = ProgressDisplay(what, plan.steps)
 
     def train(self) -> Measured:
-        """Starts daemons, trains to the last step, drains and evaluates; returns the figures. May raise Failure."""
+        """Starts daemons, trains to the last step, drains and evaluates; returns what was measured.
+
+        Its seconds end with the last step. Peers still joining are waited for at the end. Raises Failure when training
+        stalls, SwarmFailed when a daemon has died.
+        """
         began, began_unix = time.monotonic(), time.time()
         with self._display:
             self._start_one()

@@ -162,7 +162,10 @@ def _ask_and_print(
 
 
 def _the_daemon(run: str | None, directory: Path | None) -> paths.Entry:
-    """Returns the one daemon that RUN and --dir mean. Raises Failure when there is none or more than one."""
+    """Returns this user's one running daemon on this machine, narrowed by `run` and `directory` where given.
+
+    Raises Failure when there is none or more than one.
+    """
     entries = paths.daemons()
     if directory is not None:
         root = str(paths.home_at(directory).root.resolve())

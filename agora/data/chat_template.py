@@ -89,7 +89,11 @@ class ChatTemplate:
         return MarkedText(text, tuple(self._added_by(conversation, index, text, where) for index in learnt), True)
 
     def _mark_by_blocks(self, conversation: Conversation, where: str) -> MarkedText:
-        """Marks the {% generation %} blocks of the answers that are learnt."""
+        """Returns the rendered conversation with the {% generation %} blocks of the learnt answers marked.
+
+        Raises DataError when the template refuses it, or when some answers are excluded from training and the template
+        does not write one block for each answer.
+        """
         variables = [*map(_for_template, conversation.messages), *conversation.tools]
         said = json.dumps(variables, ensure_ascii=False, default=str)
         mark = next(mark for number in itertools.count() if (mark := f"\ufdd0{number}\ufdd1") not in said)

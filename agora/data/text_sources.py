@@ -50,7 +50,11 @@ class SourceFile:
     read: Reader
 
     def pieces(self) -> Iterator[Piece]:
-        """Reads the file piece by piece. Raises DiskError, ManifestError or LocalError with the file's name."""
+        """Reads the file piece by piece, in its order.
+
+        Raises DiskError, which names the file, when the operating system cannot read it; what the reader raises:
+        ManifestError for malformed content, LocalError without the package that the format needs.
+        """
         try:
             yield from self.read(self.path)
         except OSError as error:

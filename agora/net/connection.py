@@ -317,7 +317,11 @@ class Connection:
         self.end(problem, str(problem))
 
     def _on_goodbye(self, refusal: Refusal | None) -> None:
-        """Fails all calls if the GOODBYE has a refusal; else has the connection end once no call is open any more."""
+        """Ends the connection as the peer's GOODBYE asks.
+
+        Without a refusal it ends once no call is open. With one, all calls fail: with the refusal itself if the peer
+        does not want this one or its version, else with ConnectionBroken. The stream is aborted GOODBYE_S later.
+        """
         if refusal is None:
             self._peer_leaves = True
             self._end_when_idle()

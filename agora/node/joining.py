@@ -113,7 +113,10 @@ def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
 
 
 async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
-    """Starts the network process p2pd; returns the host, for the caller to close, and where others can dial it."""
+    """Starts the network process p2pd; returns the host, for the caller to close, and where others can dial it.
+
+    These are at most MAX_ADDRESSES multiaddrs, those of loopback last.
+    """
     settings = startup.settings
     with startup.steps.step("host") as note:
         host = await Host.create(

@@ -124,7 +124,14 @@ class RequestHandler:
             raise
 
     def _check_caller(self, call: IncomingCall) -> None:
-        """Raises WrongRun for another run's caller, NotAdmitted for observers and unlisted peers that ask for work."""
+        """Raises an error when the caller may not make its request.
+
+        | caller                       | may not ask for                        | error       |
+        |------------------------------|----------------------------------------|-------------|
+        | of another run               | anything but Ping                      | WrongRun    |
+        | without a run: an observer   | WORK_REQUESTS and STATE_REQUESTS       | NotAdmitted |
+        | that the manifest bars       | WORK_REQUESTS                          | NotAdmitted |
+        """
         request = call.message
         if call.run and call.run.hex() != self._run and not isinstance(request, messages.Ping):
             raise WrongRun(f"this peer takes part in run {self._run}; use an invite of that run")

@@ -52,9 +52,10 @@ class RunReference:
 
 
 def resolve(text: str, home: paths.Home) -> RunReference:
-    """Returns the run that `text` names: an invite, a manifest file, or the name or id of a run joined here.
+    """Returns what is known of the run that `text` names: an invite, a manifest file, or a joined run's name or id.
 
-    Raises InputError for an unknown one, ManifestError for a bad manifest.
+    The addresses of an invite are followed by those that `home` remembers of its run. Raises InputError for an unknown
+    run or a malformed invite, ManifestError for a bad manifest, DiskError for one that cannot be read.
     """
     if text.startswith(SCHEME):
         invite = Invite.parse(text)

@@ -113,7 +113,11 @@ class StageCollector:
         return [replace(file, path=self._folder / file.path.name) for file in files]
 
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, average: bool, deadline: float) -> StageFile:
-        """Writes one stage's weights as a safetensors file, copied if the stage is held here, else fetched."""
+        """Writes one stage's weights as a safetensors file in `folder`; returns that file, with the weights' step.
+
+        The state is copied if the stage is held here, else fetched until the loop time `deadline`; then Unavailable is
+        raised. average: writes the moving average in place of the weights, if the run keeps one.
+        """
         if stage in self._stages.span:
             state = await self._stages.export_state(stage)
         else:

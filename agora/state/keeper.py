@@ -144,12 +144,15 @@ class StateKeeper:
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
         """Returns the plausible step of each other peer that serves the stage or is joining with a checkpoint of it."""
-        bound = self._plausible_step(stage)
+        bound = self._highest_plausible_step(stage)
         claimed = self._holders.claimants(stage)
         return {peer: step for peer, step in claimed.items() if peer != self._holders.me and step <= bound}
 
-    def _plausible_step(self, stage: int) -> float:
-        """Returns the plausibility bound of the steps that the other peers which serve the stage claim to be at."""
+    def _highest_plausible_step(self, stage: int) -> float:
+        """Returns the highest step that another replica can plausibly claim, by the claims of those serving the stage.
+
+        Infinite while fewer than three others serve it, see plausibility_bound.
+        """
         serving = [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
         return rules.plausibility_bound(serving, rules.LAG_LIMIT)
 
@@ -166,7 +169,7 @@ class StateKeeper:
             stage,
             self._stages.layout(stage),
             self._report_offence,
-            plausible_step=lambda: self._plausible_step(stage),
+            highest_plausible_step=lambda: self._highest_plausible_step(stage),
         )
         at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values())
         state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)

@@ -226,7 +226,10 @@ class Compute:
         await self._run_and_step(self.trainer.stage(stage).step_anchor, step, blocks, snapshot, averaged)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Brings a stage to the `step` steps that its other replicas have taken, see TrainedStage."""
+        """Sets a stage's step count to `step`, that of its other replicas, and uses or drops its sum, see TrainedStage.
+
+        A step that is due after that is taken too.
+        """
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
     async def take_gradient_share(self, stage: int) -> GradientShare:
