@@ -243,7 +243,7 @@ class ReplicaGroup:
         meter.size = meter.size.after_step(tokens)
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Does as StateFetcher.fetch; stops running slice rounds before, and drops the stage's residuals afterwards."""
+        """Fetches and raises as StateFetcher does; stops slice rounds before, and drops the stage's residuals after."""
         await self._tasks[stage].slice_rounds.stop()
         fetched = await self._state.fetch(stage, sources, at_least)
         self.reducer.exchange.drop_stage(stage)

@@ -158,7 +158,8 @@ class PartReducer:
     ) -> tuple[Averaged, list[WireTensor]]:
         """Takes a member's values, waits until the part is averaged, and returns the encoded answer for that member.
 
-        Raises Refused, Busy or ProtocolError, and TimeoutError at the deadline.
+        Raises Refused when there is nothing to average, Busy when too many parts are gathered here, ProtocolError as
+        `_average_with` does, and TimeoutError without a mean by the loop time `deadline`.
         """
         mean = await self._average_with(peer, message, tensors, deadline)
         return mean.message, list(mean.encoded.tensors if mean.encoded else ())

@@ -129,7 +129,10 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _workspace(chosen: Path | None) -> Iterator[Path]:
-    """Yields the directory of --dir, which must be empty and stays, or a temporary one. Raises Failure."""
+    """Yields the directory of --dir, which must be empty and stays, or a temporary one, which is removed.
+
+    chosen: what --dir says, None without it. Raises Failure when that is not empty or cannot be made.
+    """
     if chosen is None:
         with tempfile.TemporaryDirectory(prefix="agora-demo-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)

@@ -148,7 +148,11 @@ def move(
 def _ask_and_print(
     question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_SECONDS, **arguments: Any
 ) -> paths.Entry:
-    """Asks the daemon that RUN and --dir mean, prints its answer, returns its entry. Raises Failure with what to do."""
+    """Asks the daemon that RUN and --dir mean, prints its answer and returns its entry.
+
+    Raises Failure, which says what to do, when there is not exactly one such daemon, when it refuses, or when it does
+    not answer within `timeout_s`.
+    """
     entry = _the_daemon(run, directory)
     try:
         answer = control_client.ask(Path(entry.socket), question, timeout_s=timeout_s, **arguments)

@@ -87,7 +87,11 @@ class Connection:
     # --- from HELLO to GOODBYE
 
     async def start(self) -> None:
-        """Exchanges HELLOs within `hello_s`. Raises WrongRun, NotAdmitted, ProtocolError, or ConnectionBroken."""
+        """Exchanges HELLOs. Raises WrongRun for a peer of another run, ProtocolError for one of another version.
+
+        Raises the peer's refusal if it says GOODBYE with one, such as NotAdmitted, and ConnectionBroken when the stream
+        ends or no HELLO comes within `hello_s`.
+        """
         self.stream.attach(self)
         self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._owner.hello()))
         try:

@@ -102,7 +102,10 @@ async def _refuse_while_joining(_: IncomingCall) -> Reply:
 
 
 def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
-    """Stores the manifest and registers this daemon, for commands to find. Raises NotAdmitted where it may not join."""
+    """Stores the manifest and registers this daemon, for commands to find.
+
+    Raises NotAdmitted when the manifest does not admit this peer, DiskError when it cannot be stored.
+    """
     home = startup.home
     if not signed.manifest.admits(startup.me):
         raise NotAdmitted(f"the run admits only listed peers; ask its founder to list {startup.me}")

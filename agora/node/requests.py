@@ -90,7 +90,10 @@ class RequestHandler:
                 del self._answerers[kind]
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers one request (the network's handler). An AgoraError becomes a typed refusal."""
+        """Answers one request (the network's handler). An AgoraError that it raises becomes a typed refusal.
+
+        Raises as `_check_caller` and `_answer_by_span` do, and Unsupported for a request of another kind.
+        """
         self._check_caller(call)
         match call.message:
             case messages.GetStatus():

@@ -161,6 +161,7 @@ class StateKeeper:
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
         """Fetches a stage's state from replicas of one lineage, and loads it. Returns a sentence about the transfer.
 
+        at_least: the lowest step to accept; raised when most peers offer much later ones, see lowest_step_to_fetch.
         Raises Unavailable when all sources have failed for `patience_s`.
         """
         started_at = loop_time()
@@ -201,7 +202,11 @@ class StateKeeper:
     # --- giving copies to other peers
 
     async def answer(self, request: GetState | GetChunk) -> Reply:
-        """Returns the answer to a joining peer's request. Raises NotMyStage, Busy, Refused, or ProtocolError."""
+        """Returns the answer to a joining peer's request.
+
+        Raises NotMyStage for a stage that is not held here, Busy when snapshots in use take all room, Refused for a
+        chunk of a dropped snapshot, ProtocolError for a chunk that the snapshot does not have.
+        """
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
         if request.stage not in self._stages.span:

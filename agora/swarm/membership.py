@@ -237,7 +237,10 @@ class Membership:
 
 
 def read_interval_s(is_calm: bool, took_s: float) -> float:
-    """Returns how long to rest after a read that took `took_s`: 3 times that, at least 1 s (calm: 4 s), at most 8 s."""
+    """Returns how long to rest after a read that took `took_s`: 3 times that, at least 1 s (calm: 4 s), at most 8 s.
+
+    is_calm: every stage has a replica, and the view has not changed for CALM_AFTER_S.
+    """
     return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
 
 

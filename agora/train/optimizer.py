@@ -159,7 +159,10 @@ def elementwise_ranges(section: OptimizerSection, layout: Layout) -> list[tuple[
 
 
 def momentum_product(beta1: float, updates: int) -> float:
-    """Returns the product of NAdam's momenta over `updates` steps, rounded to float32 after each, as torch does."""
+    """Returns the product of NAdam's momenta over `updates` steps, rounded to float32 after each, as torch does.
+
+    The momentum of step t (1 is the first) is beta1 * (1 - 0.5 * 0.96^(t * MOMENTUM_DECAY)).
+    """
     product = np.float32(1.0)
     for update in range(1, updates + 1):
         product *= np.float32(beta1 * (1.0 - 0.5 * 0.96 ** (update * MOMENTUM_DECAY)))
