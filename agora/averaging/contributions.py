@@ -62,7 +62,7 @@ class Contributions:
             values = values.lerp(late.values, late.tokens / weight)
         if (residual := self._residuals.get(region)) is not None and wire in NORMAL_BITS:
             values = values + residual
-        encoded = self._config.encode(part, values, wire)
+        encoded = self._config.encode_part(part, values, wire)
         return Contribution(values, weight, encoded, own, late.tokens if late else 0.0)
 
     def record_outcome(self, part: Part, sent: Contribution, counted: bool | None) -> float:
@@ -80,7 +80,7 @@ class Contributions:
             self._late_gradients[region] = sent.own
             return sent.late_tokens
         if counted and sent.encoded.wire in NORMAL_BITS:
-            self._residuals[region] = sent.values - self._config.decode(part, sent.encoded, len(sent.values))
+            self._residuals[region] = sent.values - self._config.decode_part(part, sent.encoded, len(sent.values))
         return 0.0
 
     def carry_over(self, part: Part, values: Tensor, weight: float) -> None:

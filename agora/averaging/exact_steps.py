@@ -31,7 +31,10 @@ class ExactStepGroup(RoundGroup, Protocol):
     """The replicas that take exact steps together, as this peer sees them; ReplicaGroup has the methods."""
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
-        """Records that a step was taken along a mean gradient without failed parts, over `tokens` of all replicas."""
+        """Records an exact step of the stage: one that all replicas take along the same mean gradient, no part failed.
+
+        tokens: over which the mean was taken, those of all replicas.
+        """
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
         """Replaces the stage's state by a source's of at least `at_least` steps. Raises Unavailable without one."""

@@ -35,7 +35,11 @@ INT8_ROUNDS: Final = 20
 
 
 class Part(NamedTuple):
-    """Names a part of a round. what: "gradient" or "slice". number: of the round. part: index within the round."""
+    """Names a part of a round.
+
+    stage: whose replicas hold the round. what: "gradient" or "slice". number: of the round, among those of the stage
+    and `what`. part: index within the round.
+    """
 
     stage: int
     what: str
@@ -99,12 +103,15 @@ class RoundConfig:
         """Returns the part's label for `dither_fractions`, the same at all members."""
         return f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}"
 
-    def encode(self, part: Part, values: Tensor, wire: WireName) -> EncodedPart:
-        """Encodes the values of a member or an owner, with the part's dither."""
+    def encode_part(self, part: Part, values: Tensor, wire: WireName) -> EncodedPart:
+        """Encodes `values` of `part` with the codec `wire` and the part's dither, the same for members and owners."""
         return EncodedPart(wire, PartCodec(wire).encode(values, self.dither(part)))
 
-    def decode(self, part: Part, encoded: EncodedPart, numel: int) -> Tensor:
-        """Undoes `encode`: float32 [numel], the same bits at every receiver. Raises ProtocolError for another form."""
+    def decode_part(self, part: Part, encoded: EncodedPart, numel: int) -> Tensor:
+        """Decodes what `encode_part` returned for `part`: float32 [numel], the same bits at every receiver.
+
+        Raises ProtocolError when the tensors are not those of `numel` values in the codec that `encoded` names.
+        """
         return PartCodec(encoded.wire).decode(encoded.tensors, numel, self.dither(part))
 
 
@@ -158,8 +165,8 @@ class Exchange:
         compensated, feeds_back = mean.values, wire in NORMAL_BITS
         if feeds_back and region in self._owner_residuals:
             compensated = compensated + self._owner_residuals[region]
-        encoded = self._config.encode(part, compensated, wire)
-        decoded = self._config.decode(part, encoded, len(compensated))
+        encoded = self._config.encode_part(part, compensated, wire)
+        decoded = self._config.decode_part(part, encoded, len(compensated))
         if feeds_back and len(values) > 1:  # nobody uses the mean of one alone
             self._owner_residuals[region] = compensated - decoded
         return PartMean(decoded, replace(mean.message, wire=wire), encoded)
@@ -167,14 +174,14 @@ class Exchange:
     def zero_mean(self, part: Part, numel: int) -> PartMean:
         """Returns a mean of 0 [numel], for a part whose mean no replica has."""
         wire = self.wire_of(part)
-        encoded = self._config.encode(part, torch.zeros(numel), wire)
+        encoded = self._config.encode_part(part, torch.zeros(numel), wire)
         message = Averaged(in_mean=0, contributors=0, weight=0.0, counted=False, wire=wire)
-        return PartMean(self._config.decode(part, encoded, numel), message, encoded)
+        return PartMean(self._config.decode_part(part, encoded, numel), message, encoded)
 
     def decode_mean(self, part: Part, tensors: Sequence[WireTensor], numel: int, message: Averaged) -> PartMean:
         """Returns the mean that an owner sent as `tensors`. Raises ProtocolError for tensors of another form."""
         encoded = EncodedPart(cast("WireName", message.wire), tensors)
-        return PartMean(self._config.decode(part, encoded, numel), message, encoded)
+        return PartMean(self._config.decode_part(part, encoded, numel), message, encoded)
 
     def check_magnitude(self, part: Part, own: Tensor, mean: Tensor) -> None:
         """Raises PeerFailed for an implausibly large mean, else moves its region's bound; see MagnitudeBound.

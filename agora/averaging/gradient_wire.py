@@ -38,8 +38,10 @@ def choose_gradient_wire(
 ) -> GradientWire:
     """Returns the format with the most bits, at most those of `manifest_wire`, that fits into a step; else the fewest.
 
-    It fits if its bytes <= fraction * uplink * step_s. numel: elements of the stages held. uplink: measured bytes per
-    second, None while nothing waits for it. step_s: the average duration of a step.
+    It fits if its bytes <= fraction * uplink * step_s; with n `replicas`, 2 * (n - 1) / n * numel values are sent in a
+    step. numel: elements of the stages held. uplink: measured bytes per second, None while nothing waits for it.
+    step_s: the average duration of a step, None before the first. fraction: how much of the uplink gradients may use.
+    Without uplink or step_s, or for one replica, the manifest's format is returned.
     """
     if uplink is None or step_s is None or replicas < 2:
         return GradientWire(manifest_wire, f"{manifest_wire}: nothing waits for its uplink")

@@ -238,12 +238,12 @@ class ReplicaGroup:
         return await Round(self.reducer, self._report, stage, what, number, weight, members, deadline).run(values)
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
-        """Updates the size of the next step after an exact one of `tokens`."""
+        """Corrects the size of the stage's next step, after one that all replicas took along one mean of `tokens`."""
         meter = self._tasks[stage].meter
         meter.size = meter.size.after_step(tokens)
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Does as StateFetcher.fetch; stops running slice rounds before, and drops the stage's residuals afterwards."""
+        """Fetches and raises as StateFetcher does; stops slice rounds before, and drops the stage's residuals after."""
         await self._tasks[stage].slice_rounds.stop()
         fetched = await self._state.fetch(stage, sources, at_least)
         self.reducer.exchange.drop_stage(stage)

@@ -72,7 +72,9 @@ class PartCodec:
     def encode(self, values: Tensor, dither: str | None = None) -> list[WireTensor]:
         """Returns `values`, float32 [n] on the CPU, finite, as wire tensors; int8 saturates near 2^107.
 
-        float32 tensors share the memory of `values`, which must not change until they are sent.
+        dither: the label of the fractions that int8 adds before it rounds, the same for `decode`; None adds none, and
+        the other formats ignore it. float32 tensors share the memory of `values`, which must not change until they are
+        sent.
         """
         if self.name in NORMAL_BITS:
             return quantise(values, NORMAL_BITS[self.name])

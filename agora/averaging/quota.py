@@ -53,7 +53,8 @@ def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, mic
     """Returns the tokens of a step that replica `me`, which is in `rates`, counts before it closes its share.
 
     rates: tokens per second of the replicas that take part; an unknown one counts as the median of the known. When all
-    are 0, the quotas are equal. target: tokens of the step.
+    are 0, the quotas are equal. target: tokens of the step. microbatch_tokens: tokens of one microbatch. A quota is a
+    number of whole microbatches, possibly 0; all together make the target rounded to microbatches, at least one.
     """
     known = [rate for rate in rates.values() if rate is not None]
     median = statistics.median(known) if known else 1.0

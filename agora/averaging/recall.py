@@ -44,7 +44,10 @@ async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_par
     free_calls = asyncio.Semaphore(MAX_OPEN_PARTS)
 
     async def recall(index: int) -> None:
-        """Asks one source after another for a part; each part begins with another source."""
+        """Asks one source after another for part `index`, until a plausible mean comes, which goes into `result`.
+
+        Each part begins with another source.
+        """
         part, own = first_part._replace(part=index), result.mean[cuts[index]]
         async with free_calls:
             for attempt in range(len(sources)):

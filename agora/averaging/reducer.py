@@ -158,7 +158,8 @@ class PartReducer:
     ) -> tuple[Averaged, list[WireTensor]]:
         """Takes a member's values, waits until the part is averaged, and returns the encoded answer for that member.
 
-        Raises Refused, Busy or ProtocolError, and TimeoutError at the deadline.
+        Raises Refused when there is nothing to average, Busy when too many parts are gathered here, ProtocolError as
+        `_average_with` does, and TimeoutError without a mean by the loop time `deadline`.
         """
         mean = await self._average_with(peer, message, tensors, deadline)
         return mean.message, list(mean.encoded.tensors if mean.encoded else ())
@@ -179,7 +180,7 @@ class PartReducer:
         numel = self._view.numel_of(part)
         if message.weight > self.config.max_weight:
             raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
-        values = self.config.decode(part, EncodedPart(cast("WireName", message.wire), tensors), numel)
+        values = self.config.decode_part(part, EncodedPart(cast("WireName", message.wire), tensors), numel)
         self._record_contribution(peer, part)
         await self.reach_fault("averaging.received")
         kept = self._kept_mean(part)
@@ -251,7 +252,10 @@ class PartReducer:
                 self._stop_expecting(gathered, gathering, peer)
 
     def _stop_expecting(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
-        """Stops waiting for a member; averages now if it was the last one missing and no recall is running."""
+        """Stops waiting for a member whose values have not come.
+
+        Averages now if it was the last one missing and no recall is running.
+        """
         if peer in gathering.expected - gathering.values.keys():
             gathering.expected -= {peer}
             if gathering.is_complete and gathering.recall is None:
@@ -347,9 +351,10 @@ class PartReducer:
     # --- as second owner
 
     async def _recall_mean(self, part: Part, gathering: _Gathering) -> None:
-        """Asks the other members for the mean that the first owner may have given them before it failed.
+        """Asks the gathering's other members for the mean that the first owner may have given them before it failed.
 
-        The first mean closes the gathering; without any, the part is averaged here as soon as all have contributed.
+        They have RECALL_FRACTION of a round to answer. The first mean closes the gathering; without any, the part is
+        averaged here as soon as all have contributed.
         """
         deadline = loop_time() + RECALL_FRACTION * self._view.round_s(part.stage)
         others = gathering.expected - {self.config.me}

@@ -172,7 +172,10 @@ def merge_gossip(
 def record_failure(
     known: KnownReplicas, peer: PeerId, now: float, *, broken: bool = False
 ) -> dict[PeerId, ReplicaProgress]:
-    """Returns `known` after a call to `peer` failed; an unknown peer is added as heard `now`, at step 0."""
+    """Returns `known` after a call to `peer` failed; an unknown peer is added as heard `now`, at step 0.
+
+    broken: a connection broke or could not be opened, so that the peer may be gone.
+    """
     progress = known.get(peer) or ReplicaProgress(ReplicaCounts(), now)
     return dict(known) | {peer: progress.with_failure(now, broken=broken)}
 
@@ -260,7 +263,7 @@ def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_to
     """Returns the step that the others have reached; this replica's own, `step`, when it is not behind.
 
     others: the live ones. reachable: number of members of the step that are not unreachable, also those never heard.
-    Only what a replica reported of itself counts.
+    own_tokens: counted here for `step`. target: tokens of a step. Only what a replica reported of itself counts.
 
     | reported | result |
     |---|---|

@@ -162,9 +162,11 @@ class Round:
         return None
 
     async def _send_to_owner(self, part: Part, owner: PeerId, is_second: bool, contribution: Contribution) -> PartMean:
-        """Sends a contribution to an owner, which may be this peer; returns the mean. Raises AgoraError, TimeoutError.
+        """Sends a contribution to an owner, which may be this peer; returns the mean that it answers.
 
-        The first owner has FIRST_OWNER_FRACTION of the time left to answer, the second all.
+        The first owner has FIRST_OWNER_FRACTION of the time left to answer, the second (`is_second`) all. Raises
+        PeerFailed when the round's time is over or the owner answers with another message, TimeoutError when this peer
+        as owner has no mean in time, and the AgoraError of a call or of a malformed mean.
         """
         now = loop_time()
         left_s = self.deadline - now

@@ -81,7 +81,10 @@ def run(question: DataQuestion, *, as_json: bool) -> int:
 
 
 def _context(asked: int | None, tokenizer: ModelTokenizer) -> int:
-    """Returns the context in tokens: `asked`, else the usual one or less. Raises Failure if the model has less."""
+    """Returns the context in tokens: `asked`, else USUAL_CONTEXT or the tokenizer's longest_context if that is less.
+
+    Raises Failure when `asked` is more than the longest_context.
+    """
     longest = tokenizer.longest_context
     if asked is None:
         return min(USUAL_CONTEXT, longest or USUAL_CONTEXT)

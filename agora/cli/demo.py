@@ -129,7 +129,10 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _workspace(chosen: Path | None) -> Iterator[Path]:
-    """Yields the directory of --dir, which must be empty and stays, or a temporary one. Raises Failure."""
+    """Yields the directory of --dir, which must be empty and stays, or a temporary one, which is removed.
+
+    chosen: what --dir says, None without it. Raises Failure when that is not empty or cannot be made.
+    """
     if chosen is None:
         with tempfile.TemporaryDirectory(prefix="agora-demo-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
@@ -184,7 +187,11 @@ class Demo:
         self._display = ProgressDisplay(what, plan.steps)
 
     def train(self) -> Measured:
-        """Starts daemons, trains to the last step, drains and evaluates; returns the figures. May raise Failure."""
+        """Starts daemons, trains to the last step, drains and evaluates; returns what was measured.
+
+        Its seconds end with the last step. Peers still joining are waited for at the end. Raises Failure when training
+        stalls, SwarmFailed when a daemon has died.
+        """
         began, began_unix = time.monotonic(), time.time()
         with self._display:
             self._start_one()

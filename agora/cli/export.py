@@ -187,7 +187,7 @@ def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_dae
     reference = _resolve(run, homes)
     daemons = [entry for entry in paths.daemons() if ask_daemons and reference.is_of(entry)]
     homes = list(dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)]))
-    signed = _manifest(reference, homes, daemons)
+    signed = _find_signed_manifest(reference, homes, daemons)
     average = average and signed.manifest.optimizer.average_decay > 0
     reasons = []
     for entry in daemons:
@@ -224,8 +224,14 @@ def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
     return runs.resolve(run, homes[-1])
 
 
-def _manifest(reference: RunReference, homes: Sequence[paths.Home], daemons: Sequence[paths.Entry]) -> SignedManifest:
-    """Returns the signed manifest of the run. Raises Failure if it is not signed or not on this machine."""
+def _find_signed_manifest(
+    reference: RunReference, homes: Sequence[paths.Home], daemons: Sequence[paths.Entry]
+) -> SignedManifest:
+    """Returns the run's signed manifest: that of `reference`, else the one stored in a data directory of `homes`.
+
+    A draft is the run of the first of `daemons`. Raises Failure for a draft without a daemon and for a manifest that is
+    in no data directory, ManifestError or DiskError for a stored one that is malformed or cannot be read.
+    """
     if reference.signed is not None:
         return reference.signed
     run = reference.run or next((entry.run for entry in daemons), "")

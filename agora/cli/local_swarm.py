@@ -74,7 +74,10 @@ class LocalDaemon:
         return str(self.events("PeerStarted")[0]["peer"])
 
     def ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
-        """Returns the answer on its control socket. Raises DaemonUnreachable or DaemonRefused."""
+        """Returns the answer on its control socket to `question` with these arguments.
+
+        Raises DaemonUnreachable when none comes within `timeout_s`, DaemonRefused for an error as answer.
+        """
         return control_client.ask(self._socket, question, timeout_s=timeout_s, **arguments)
 
     def try_ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any] | None:
@@ -161,7 +164,10 @@ class LocalSwarm:
         return daemon
 
     def take_invite(self, daemon: LocalDaemon) -> str:
-        """Waits for a daemon's invite, returns it, and lets all later daemons join by it. Raises SwarmFailed."""
+        """Waits for a daemon's invite, returns it, and lets all later daemons join by it.
+
+        Raises SwarmFailed when none comes within START_SECONDS, or a daemon ends by itself meanwhile.
+        """
         answer = self.until(lambda: daemon.try_ask("invite"), f"{daemon.name} to give its invite", START_SECONDS)
         self.invite = str(answer["invite"])
         return self.invite

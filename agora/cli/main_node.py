@@ -148,7 +148,11 @@ def move(
 def _ask_and_print(
     question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_SECONDS, **arguments: Any
 ) -> paths.Entry:
-    """Asks the daemon that RUN and --dir mean, prints its answer, returns its entry. Raises Failure with what to do."""
+    """Asks the daemon that RUN and --dir mean, prints its answer and returns its entry.
+
+    Raises Failure, which says what to do, when there is not exactly one such daemon, when it refuses, or when it does
+    not answer within `timeout_s`.
+    """
     entry = _the_daemon(run, directory)
     try:
         answer = control_client.ask(Path(entry.socket), question, timeout_s=timeout_s, **arguments)
@@ -162,7 +166,10 @@ def _ask_and_print(
 
 
 def _the_daemon(run: str | None, directory: Path | None) -> paths.Entry:
-    """Returns the one daemon that RUN and --dir mean. Raises Failure when there is none or more than one."""
+    """Returns this user's one running daemon on this machine, narrowed by `run` and `directory` where given.
+
+    Raises Failure when there is none or more than one.
+    """
     entries = paths.daemons()
     if directory is not None:
         root = str(paths.home_at(directory).root.resolve())

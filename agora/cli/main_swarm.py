@@ -94,7 +94,7 @@ def demo(
     ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Train a whole swarm on this machine: real daemons, one process each, until the loss has fallen.
+    """Train a whole swarm on this machine: real daemons, one process each, for --steps steps.
 
     Every daemon has its own libp2p host and DHT node and they find each other as they would over the internet. With
     --kill-every a random peer is killed at that interval and a fresh one takes its place; no microbatch is lost.

@@ -27,7 +27,11 @@ TOKENIZER: Final = "tokenizer.json"
 
 
 def run(path: Path, preset: str | None, base_model: Path | None, name: str | None) -> None:
-    """Writes the file `path`, which must be new, and prints how to go on. The arguments are flags of `swarm new`."""
+    """Writes the file `path`, which must be new, and prints how to go on. The arguments are flags of `swarm new`.
+
+    name: None for one made of the file's. Raises Failure when the file exists or cannot be written, for a preset
+    beside a base model and for a manifest that is not valid.
+    """
     if base_model is not None and preset is not None:
         raise Failure("--preset and --base-model are two beginnings; give one of them", USAGE)
     if path.exists():
@@ -52,7 +56,8 @@ def run(path: Path, preset: str | None, base_model: Path | None, name: str | Non
 def manifest_of_base_model(folder: Path, name: str) -> Manifest:
     """Returns a manifest that continues to train, in all its parameters, the Hugging Face model in `folder`.
 
-    Reads the weights files once, for their hashes. Raises ManifestError, Failure, BaseModelError, TuningMissing.
+    Reads the weights files once, for their hashes. Raises Failure without a tokenizer in the folder, BaseModelError for
+    missing or unreadable files, ManifestError for a config that cannot be trained, TuningMissing without transformers.
     """
     from agora.model.base_model import file_hash, read_config, weight_files
     from agora.model.hf_family import HfFamily

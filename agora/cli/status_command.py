@@ -27,7 +27,10 @@ Status = Mapping[str, Any]
 
 
 def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int:
-    """Prints the status once, or every 2 s until Ctrl-C, and returns the exit code of the last one."""
+    """Prints the status once, or with `watch` every 2 s until Ctrl-C, and returns the exit code of the last one.
+
+    Raises Failure for `watch` beside `as_json`, and what `fetch` raises.
+    """
     if watch and as_json:
         raise console.Failure(
             "--json prints one object and --watch shows many; leave one out, or call with --json again and again",
@@ -54,7 +57,10 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
 
 
 def fetch(run: str, home: paths.Home) -> Status:
-    """Returns a run's status from a daemon of this machine, else from a peer over the network, else UNREACHABLE."""
+    """Returns a run's status from a daemon of this machine, else from a peer over the network, else UNREACHABLE.
+
+    run: what `runs.resolve` takes; raises what that raises.
+    """
     reference = runs.resolve(run, home)
     for entry in paths.daemons():
         if reference.is_of(entry):

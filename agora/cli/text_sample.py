@@ -56,7 +56,10 @@ class WholeModel(NamedTuple):
 
 
 def load_model(sources: Sources) -> WholeModel:
-    """Loads the weights of all stages. Raises ExportError for damaged ones, and what open_tokenizer raises."""
+    """Returns the run's model as one stage over all layers, with its tokenizer; sets torch to one thread.
+
+    Raises ExportError for damaged weights, and what open_tokenizer raises.
+    """
     import torch
 
     from agora.model import family_of

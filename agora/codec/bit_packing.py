@@ -70,5 +70,5 @@ def _pad_columns(rows: Tensor, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _part_shifts(width: int, device: torch.device) -> Tensor:
-    """Returns by how many bits each of the parts in a byte is shifted: 0, width, 2 width, ..., [8 / width, 1]."""
+    """Returns by how many bits each of the parts in a byte is shifted: 0, width, 2 width, ..., int64 [8 / width, 1]."""
     return torch.arange(0, 8, width, device=device).unsqueeze(1)

@@ -102,7 +102,10 @@ class BoundaryCodec:
     def _decode_values(
         self, codec: DirectionCodec, wire: WireTensor, shape: Shape, key: str | None, device: torch.device | str
     ) -> Tensor:
-        """Decodes what _encode_values has made of a tensor of this shape. Raises ProtocolError for a false scale."""
+        """Decodes what _encode_values has made of a tensor [b, s, k] = `shape`, with its dither `key`, on `device`.
+
+        Raises ProtocolError for a false scale.
+        """
         if not codec.bits:
             return decode_uncompressed(wire, codec.name, device, shape=shape)
         b, s, k = shape
@@ -131,7 +134,10 @@ def strongest_columns(tensor: Tensor, count: int) -> Tensor:
 
 
 def unpack_columns(data: memoryview, count: int, k: int) -> tuple[Tensor, memoryview]:
-    """Splits wire data into column numbers, int64 [count], which must ascend below `k` (ProtocolError), and values."""
+    """Returns the column numbers, int64 [count], that wire data begins with, and the rest of it, the values.
+
+    Raises ProtocolError "bad-tensor" when the numbers do not ascend or reach the boundary's width `k`.
+    """
     split = COLUMN_BYTES * count
     columns = np.frombuffer(data[:split], COLUMN_DTYPE).astype(np.int64)
     if columns[-1] >= k or (np.diff(columns) <= 0).any():

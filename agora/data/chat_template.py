@@ -89,7 +89,11 @@ class ChatTemplate:
         return MarkedText(text, tuple(self._added_by(conversation, index, text, where) for index in learnt), True)
 
     def _mark_by_blocks(self, conversation: Conversation, where: str) -> MarkedText:
-        """Marks the {% generation %} blocks of the answers that are learnt."""
+        """Returns the rendered conversation with the {% generation %} blocks of the learnt answers marked.
+
+        Raises DataError when the template refuses it, or when some answers are excluded from training and the template
+        does not write one block for each answer.
+        """
         variables = [*map(_for_template, conversation.messages), *conversation.tools]
         said = json.dumps(variables, ensure_ascii=False, default=str)
         mark = next(mark for number in itertools.count() if (mark := f"\ufdd0{number}\ufdd1") not in said)
@@ -108,7 +112,11 @@ class ChatTemplate:
         return MarkedText("".join(parts), tuple(blocks), True)
 
     def _added_by(self, conversation: Conversation, index: int, text: str, where: str) -> Span:
-        """Returns the span of answer `index`: what follows the text that asks for it, until its turn ends."""
+        """Returns the span of answer `index` in `text`: what follows the text that asks for it, until its turn ends.
+
+        Raises DataError when the template refuses the conversation, or writes earlier messages in another way when the
+        answer or later messages follow.
+        """
         before = self._render(conversation, index, where)
         through = self._render(conversation, index + 1, where)
         if not through.startswith(before):
@@ -124,7 +132,11 @@ class ChatTemplate:
         )
 
     def _render(self, conversation: Conversation, count: int, where: str, mark: str = "") -> str:
-        """Returns the first `count` messages as text; before an answer, with the prompt that asks for it."""
+        """Returns the first `count` messages as text; before an answer, with the prompt that asks for it.
+
+        mark: written before and after the content of each generation block. Raises DataError about `where` if the
+        template refuses the messages.
+        """
         template = self._compiled
         from agora.data import chat_sandbox
 

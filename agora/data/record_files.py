@@ -41,8 +41,9 @@ class RawRecord:
 def read_records(path: Path, columns: Collection[str] | None = None) -> Iterator[RawRecord]:
     """Yields the records of a file or `datasets` folder, in its order.
 
-    columns: the columns that a table's records need to have; None for all. Raises DiskError when the file cannot be
-    read, DataError that names the line for what is malformed, LocalError without the package that a format needs.
+    columns: selects the columns to read of a table (parquet, `datasets`), None for all; a table need not have them, and
+    other formats ignore them. Raises DiskError when the file cannot be read, DataError for an unknown suffix, for a
+    malformed table or record (of JSON and text with the line), LocalError without the package that a format needs.
     """
     if path.is_dir():
         read: Reader = _read_datasets_folder
@@ -76,7 +77,7 @@ def _read_lines(path: Path, columns: Collection[str] | None) -> Iterator[RawReco
                 except (ValueError, RecursionError) as error:
                     problem = f"{where} is not JSON ({_reason(error)}); {ONE_A_LINE}, or remove the line."
                     raise DataError(problem) from error
-                yield _record(value, where)
+                yield _checked_record(value, where)
 
 
 def _reason(error: Exception) -> str:
@@ -84,8 +85,8 @@ def _reason(error: Exception) -> str:
     return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else repr(str(error)[:200])
 
 
-def _record(value: object, where: str) -> RawRecord:
-    """Returns a record of a JSON value. Raises DataError if it is no object."""
+def _checked_record(value: object, where: str) -> RawRecord:
+    """Returns a JSON object read at `where` as a record that knows its place. Raises DataError if it is none."""
     if not isinstance(value, dict):
         raise DataError(f"{where} is not a JSON object; {ONE_A_LINE}.")
     return RawRecord(value, where)
@@ -114,7 +115,7 @@ def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
         where = f"{scanner.path}:{scanner.line}"
         if scanner.next_character() != "{":
             raise DataError(f"{where} has something else than an object in the list; {ONE_A_LINE}.")
-        yield _record(scanner.take_value(), where)
+        yield _checked_record(scanner.take_value(), where)
         if scanner.next_character() != "]":
             scanner.skip(",")
     scanner.skip("]")

@@ -50,7 +50,11 @@ class SourceFile:
     read: Reader
 
     def pieces(self) -> Iterator[Piece]:
-        """Reads the file piece by piece. Raises DiskError, ManifestError or LocalError with the file's name."""
+        """Reads the file piece by piece, in its order.
+
+        Raises DiskError, which names the file, when the operating system cannot read it; what the reader raises:
+        ManifestError for malformed content, LocalError without the package that the format needs.
+        """
         try:
             yield from self.read(self.path)
         except OSError as error:
@@ -131,7 +135,10 @@ def _read_source(path: Path) -> Iterator[Piece]:
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
-    """Yields a text file as one document, in pieces that end at the end of a line if there is one in PIECE_BYTES."""
+    """Yields a text file as one document, in pieces that end at the end of a line if there is one in PIECE_BYTES.
+
+    Raises ManifestError, with the position, for a file that is not UTF-8.
+    """
     rest = ""
     with path.open("rb") as file:
         try:
@@ -152,7 +159,10 @@ def _read_text(path: Path) -> Iterator[Piece]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Piece]:
-    """Yields one document per line: the "text" of a JSON object. Empty lines and empty texts are skipped."""
+    """Yields one document per line: the "text" of a JSON object. Empty lines and empty texts are skipped.
+
+    Raises ManifestError, with the line, for one that is too long, is no JSON object or has no "text".
+    """
     with path.open("rb") as file:
         for number in itertools.count(1):
             line, where = file.readline(LINE_BYTES + 1), f"Line {number} of {path}"
@@ -194,7 +204,10 @@ def _no_text(where: str, kind: str, present: Sequence[str]) -> ManifestError:
 
 
 def _read_parquet(path: Path) -> Iterator[Piece]:
-    """Yields one document per row: its column "text". Nulls and empty texts are skipped."""
+    """Yields one document per row: its column "text". Nulls and empty texts are skipped.
+
+    Raises LocalError without pyarrow, ManifestError for an unreadable file or one without a column "text" of strings.
+    """
     try:
         import pyarrow
         import pyarrow.parquet

@@ -61,7 +61,7 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> str:
-    """Returns the text of the folder's config.json. Raises BaseModelError."""
+    """Returns the text of the folder's config.json. Raises BaseModelError without a readable one of sensible size."""
     return _read_text(require_folder(folder) / CONFIG, 4 * MAX_CONFIG_BYTES)
 
 
@@ -88,7 +88,10 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _read_text(path: Path, most: int) -> str:
-    """Returns the text of a file of at most `most` bytes. Raises BaseModelError."""
+    """Returns the text of a file of at most `most` bytes.
+
+    Raises BaseModelError when it is longer, cannot be read, or is not UTF-8.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(most + 1)
@@ -148,9 +151,10 @@ def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, Want
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Returns the tensors that a safetensors file says it has; its values are not read. Raises BaseModelError.
+    """Returns the tensors that a safetensors file says it has; its values are not read.
 
-    The library bounds the header, and refuses one whose tensors overlap, leave gaps or end beyond the file.
+    Raises BaseModelError when the file cannot be read or the library refuses its header: one that is too long, or whose
+    tensors overlap, leave gaps or end beyond the file.
     """
     try:
         with safe_open(path, framework="pt") as reader:
@@ -161,8 +165,9 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def file_hash(path: Path) -> str:
-    """Returns the SHA-256 of a file in hex. A file that this process has hashed and nobody has changed is not read
-    again. Raises BaseModelError.
+    """Returns the SHA-256 of a file in hex. Raises BaseModelError when it cannot be read.
+
+    A file that this process has hashed and nobody has changed is not read again.
     """
     try:
         state = path.stat()

@@ -87,7 +87,10 @@ class HfArchitecture:
     dropout: dict[str, float] = field(default_factory=lambda: NO_DROPOUT)
 
     def load_class(self, name: str) -> Any:
-        """Returns a class of the architecture's modeling module, such as "DecoderLayer". Raises TuningMissing."""
+        """Returns a class of the architecture's modeling module, such as "DecoderLayer".
+
+        Raises TuningMissing as import_transformers does.
+        """
         return getattr(import_transformers(f"{self.module}.modeling_{self.module}"), f"{self.prefix}{name}")
 
     def make_config(self, model: HfSection) -> Any:

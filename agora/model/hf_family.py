@@ -41,7 +41,10 @@ class HfFamily(Family):
         self.parameter_shapes(range(1))
 
     def make_stage(self, layers: range) -> Stage:
-        """Returns an HfStage of `layers`, on the meta device. Raises TuningMissing, ManifestError."""
+        """Returns an HfStage of `layers`, on the meta device, without values.
+
+        Raises TuningMissing without transformers, ManifestError for a config that it refuses.
+        """
         return HfStage(self._model, layers)
 
     def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:

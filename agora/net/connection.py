@@ -87,7 +87,11 @@ class Connection:
     # --- from HELLO to GOODBYE
 
     async def start(self) -> None:
-        """Exchanges HELLOs within `hello_s`. Raises WrongRun, NotAdmitted, ProtocolError, or ConnectionBroken."""
+        """Exchanges HELLOs. Raises WrongRun for a peer of another run, ProtocolError for one of another version.
+
+        Raises the peer's refusal if it says GOODBYE with one, such as NotAdmitted, and ConnectionBroken when the stream
+        ends or no HELLO comes within `hello_s`.
+        """
         self.stream.attach(self)
         self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._owner.hello()))
         try:
@@ -317,7 +321,11 @@ class Connection:
         self.end(problem, str(problem))
 
     def _on_goodbye(self, refusal: Refusal | None) -> None:
-        """Fails all calls if the GOODBYE has a refusal; else has the connection end once no call is open any more."""
+        """Ends the connection as the peer's GOODBYE asks.
+
+        Without a refusal it ends once no call is open. With one, all calls fail: with the refusal itself if the peer
+        does not want this one or its version, else with ConnectionBroken. The stream is aborted GOODBYE_S later.
+        """
         if refusal is None:
             self._peer_leaves = True
             self._end_when_idle()

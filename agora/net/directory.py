@@ -94,7 +94,11 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     """hivemind's storage, with at most MAX_PEERS_OF_STAGE peers a key; no record replaces a later-expiring one."""
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
-        """Stores one peer's record, or a dictionary of them by peer. Returns False for any other value."""
+        """Stores one peer's record, or a dictionary of them by peer, and returns whether it did.
+
+        subkey: the peer whose record `value` is; None for a dictionary. False for any other value, and for one that
+        `store_subkey` or the DHT's storage does not take.
+        """
         if subkey is not None:
             return self.store_subkey(key, subkey, value, expiration_time)
         if not isinstance(value, DictionaryDHTValue):
@@ -153,7 +157,10 @@ class Directory:
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def bootstrap(self, addresses: Sequence[str], timeout_s: float = 10.0) -> None:
-        """Joins the DHT through those peers at `addresses` that answer, if any. Raises InputError."""
+        """Joins the DHT through those peers at `addresses` that answer, if any. Raises InputError for a malformed one.
+
+        timeout_s: for connecting, and again for looking up this peer's neighbours.
+        """
         try:
             await self._host.connect(addresses, timeout_s)
         except ConnectionBroken:

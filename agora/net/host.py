@@ -144,7 +144,10 @@ class Host:
         return host
 
     async def addresses(self) -> tuple[str, ...]:
-        """Returns the multiaddrs at which others can dial this host, each with /p2p/PEER. Raises ConnectionBroken."""
+        """Returns the multiaddrs at which others can dial this host, each with /p2p/PEER.
+
+        Raises ConnectionBroken when p2pd is gone or does not answer.
+        """
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)
         found = [f"{address}/p2p/{self.peer}" for raw in response.identify.addrs if (address := _parse_multiaddr(raw))]
         return tuple(address for address in found if address_problem(address) is None)
@@ -175,7 +178,11 @@ class Host:
         return reached
 
     async def reach(self, peer: PeerId, addresses: Iterable[str], timeout_s: float) -> None:
-        """Has p2pd dial `peer` at `addresses`, unless it is connected. Raises ConnectionBroken or DialsCrossed."""
+        """Has p2pd dial `peer` at `addresses`, unless it is connected.
+
+        Raises ConnectionBroken when that fails or takes longer than `timeout_s`, DialsCrossed when both dialled at
+        once.
+        """
         parsed = [_parse_multiaddr(address.removesuffix(f"/p2p/{peer}")) for address in addresses]
         raw = [address.to_bytes() for address in parsed if address is not None]
         request = p2pd_pb2.ConnectRequest(
@@ -196,7 +203,10 @@ class Host:
         return self._shape(stream), _path(response.streamInfo.addr)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
-        """From now on, hands each stream that a peer opens for `protocol` to `on_stream`. Raises ConnectionBroken."""
+        """From now on, hands each stream that a peer opens for `protocol` to `on_stream`.
+
+        limits: of the streams' frames. Raises ConnectionBroken when p2pd is gone or refuses.
+        """
 
         def accept_stream() -> FrameStream:
             """Called for each connection that p2pd makes here: makes a stream that is introduced after its preamble."""

@@ -46,7 +46,11 @@ def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOU
 
 
 async def _ask_all(by_peer: dict[PeerId, list[str]], run: RunId, timeout_s: float) -> dict[str, Any]:
-    """Asks peer after peer, the next after STAGGER_S or a failure. Returns and raises as `fetch_status` does."""
+    """Asks peer after peer, the next after STAGGER_S or a failure, and returns the first status that comes.
+
+    Raises WrongRun when each peer that refused or answered wrongly trains another run, even if others were silent; else
+    Unreachable, with every peer's reason.
+    """
     answers: list[dict[str, Any]] = []
     errors: list[AgoraError] = []
     reasons: dict[PeerId, str] = dict.fromkeys(by_peer, "no answer in time")

@@ -196,7 +196,10 @@ class Network:
             dial.exception()  # callers that still wait get it; perhaps none does
 
     async def _open(self, peer: PeerId) -> Connection:
-        """Opens a connection to `peer`, or returns one that it opened meanwhile. Raises as `Connection.start` does."""
+        """Opens a connection to `peer`, or returns one that it opened meanwhile.
+
+        Raises ConnectionBroken when the peer is not reached within `dial_s`, and what `Connection.start` raises.
+        """
         try:
             async with asyncio.timeout(self.limits.dial_s):
                 opened = await self._open_stream_or_meet(peer)
@@ -233,7 +236,10 @@ class Network:
                 return met
 
     async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:
-        """Opens a stream to `peer`, dialling its known addresses first. Returns it and its path."""
+        """Opens a stream to `peer`, dialling its known addresses first. Returns it and its path, see Host.
+
+        Raises ConnectionBroken, with the reasons, when the peer cannot be reached.
+        """
         # p2pd cannot find by itself a peer that it never met ("routing: not found"): known addresses first.
         addresses = self._book.addresses(peer)
         tried = ""

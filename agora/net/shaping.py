@@ -50,10 +50,11 @@ class _Chunk:
 
 
 class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
-    """Delays the bytes between a stream, whose transport it is, and the real transport, whose protocol it becomes.
+    """Imitates an access link: limits the rate both ways, and delays what is sent.
 
-    A chunk that the stream sends waits for the link's rate, then for its delay, and is then really written. A chunk
-    that has come faster than the rate is held, and nothing is read meanwhile. No byte is copied.
+    It stands between a stream, whose transport it is, and the real transport, whose protocol it becomes. A chunk that
+    the stream sends waits for the link's rate, then for its delay, and is then really written. A chunk that has come
+    faster than the rate is held, and nothing is read meanwhile. No byte is copied.
     """
 
     def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
@@ -106,8 +107,9 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._set_timer()
 
     def _send(self, now: float) -> None:
-        """Puts due chunks onto the link, and writes what has arrived to the real transport.
+        """Called by `_step`: moves chunks from the queue onto the link, and from there to the real transport.
 
+        A chunk goes onto the link when the rate allows it by `now`, and leaves it when its delay has passed.
         Each real write costs time, so parts of a message are written together: once it has arrived, or after HOLD_S.
         """
         while self._queue and self._ready <= now:

@@ -102,7 +102,10 @@ async def _refuse_while_joining(_: IncomingCall) -> Reply:
 
 
 def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
-    """Stores the manifest and registers this daemon, for commands to find. Raises NotAdmitted where it may not join."""
+    """Stores the manifest and registers this daemon, for commands to find.
+
+    Raises NotAdmitted when the manifest does not admit this peer, DiskError when it cannot be stored.
+    """
     home = startup.home
     if not signed.manifest.admits(startup.me):
         raise NotAdmitted(f"the run admits only listed peers; ask its founder to list {startup.me}")
@@ -113,7 +116,10 @@ def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
 
 
 async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
-    """Starts the network process p2pd; returns the host, for the caller to close, and where others can dial it."""
+    """Starts the network process p2pd; returns the host, for the caller to close, and where others can dial it.
+
+    These are at most MAX_ADDRESSES multiaddrs, those of loopback last.
+    """
     settings = startup.settings
     with startup.steps.step("host") as note:
         host = await Host.create(

@@ -138,7 +138,7 @@ class LoadedSpan:
     @property
     def in_hand(self) -> int:
         """How many microbatches this peer has accepted or originated and not finished."""
-        return self._local_peer.ledger.taken + (self.origin.open_microbatches if self.origin else 0)
+        return self._local_peer.ledger.taken + (self.origin.open_count if self.origin else 0)
 
     def take_span_report(self) -> SpanReport:
         """Returns a snapshot of the span: steps, what each stage waits for, load, queue, and the origin's loss."""
@@ -295,12 +295,12 @@ async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
     with local_peer.startup.steps.step("placement") as note:
         await run_in_thread(lambda: family_of(manifest.model).check_machine(folder))
         placement = await local_peer.membership.claim_span(1, wanted)
-        note.text = _describe_placement(local_peer, placement)
+        note.text = _check_placement_memory(local_peer, placement)
     return placement.span
 
 
-def _describe_placement(local_peer: LocalPeer, placement: Placement) -> str:
-    """Returns why the span was chosen and what memory it needs. Raises MemoryError_ when that is not there."""
+def _check_placement_memory(local_peer: LocalPeer, placement: Placement) -> str:
+    """Raises MemoryError_ without the memory that the span needs; else returns why it was chosen and what it needs."""
     free, limit_gib = available_bytes(torch.device("cpu")), local_peer.startup.settings.memory_gib
     need = doctor.check_memory(local_peer.manifest, placement.span, free, limit_gib)
     return f"stages {placement.span}: {placement.reason}; {need}"
@@ -313,7 +313,7 @@ async def _confirm(local_peer: LocalPeer) -> Span | None:
         if placement is None:
             note.text = "the span stands"
             return None
-        note.text = f"others took it meanwhile; {_describe_placement(local_peer, placement)}"
+        note.text = f"others took it meanwhile; {_check_placement_memory(local_peer, placement)}"
         return placement.span
 
 

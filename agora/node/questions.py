@@ -112,9 +112,9 @@ class ControlAnswers:
         if origin is None:
             return {"in_flight": 0}
         origin.pause()
-        while origin.open_microbatches and loop_time() < deadline:  # noqa: ASYNC110
+        while origin.open_count and loop_time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        return {"in_flight": origin.open_microbatches}
+        return {"in_flight": origin.open_count}
 
     async def evaluate(self, batches: int = EVALUATE_BATCHES) -> Answer:
         """Sends held-out batches from this peer through the swarm; returns their loss. LocalError without stage 0."""

@@ -90,7 +90,10 @@ class RequestHandler:
                 del self._answerers[kind]
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers one request (the network's handler). An AgoraError becomes a typed refusal."""
+        """Answers one request (the network's handler). An AgoraError that it raises becomes a typed refusal.
+
+        Raises as `_check_caller` and `_answer_by_span` do, and Unsupported for a request of another kind.
+        """
         self._check_caller(call)
         match call.message:
             case messages.GetStatus():
@@ -124,7 +127,14 @@ class RequestHandler:
             raise
 
     def _check_caller(self, call: IncomingCall) -> None:
-        """Raises WrongRun for another run's caller, NotAdmitted for observers and unlisted peers that ask for work."""
+        """Raises an error when the caller may not make its request.
+
+        | caller                       | may not ask for                        | error       |
+        |------------------------------|----------------------------------------|-------------|
+        | of another run               | anything but Ping                      | WrongRun    |
+        | without a run: an observer   | WORK_REQUESTS and STATE_REQUESTS       | NotAdmitted |
+        | that the manifest bars       | WORK_REQUESTS                          | NotAdmitted |
+        """
         request = call.message
         if call.run and call.run.hex() != self._run and not isinstance(request, messages.Ping):
             raise WrongRun(f"this peer takes part in run {self._run}; use an invite of that run")

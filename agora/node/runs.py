@@ -52,9 +52,10 @@ class RunReference:
 
 
 def resolve(text: str, home: paths.Home) -> RunReference:
-    """Returns the run that `text` names: an invite, a manifest file, or the name or id of a run joined here.
+    """Returns what is known of the run that `text` names: an invite, a manifest file, or a joined run's name or id.
 
-    Raises InputError for an unknown one, ManifestError for a bad manifest.
+    The addresses of an invite are followed by those that `home` remembers of its run. Raises InputError for an unknown
+    run or a malformed invite, ManifestError for a bad manifest, DiskError for one that cannot be read.
     """
     if text.startswith(SCHEME):
         invite = Invite.parse(text)
@@ -71,7 +72,11 @@ def resolve(text: str, home: paths.Home) -> RunReference:
 
 
 def from_file(path: Path, home: paths.Home) -> RunReference:
-    """Returns what a manifest file says of its run; an unsigned one is a draft. Raises ManifestError or DiskError."""
+    """Returns what a manifest file says of its run; an unsigned one is a draft.
+
+    With a signed one go the addresses that `home` remembers of its run.
+    Raises ManifestError for a file that is no text, malformed or wrongly signed, DiskError for one that cannot be read.
+    """
     from agora_protocol.manifest import Manifest, SignedManifest, is_signed
 
     try:
@@ -141,7 +146,10 @@ def _with_signature(text: str, signed: SignedManifest, source: str) -> str:
 
 
 def remember(home: paths.Home, signed: SignedManifest) -> None:
-    """Writes the signed manifest to the data directory, so that its name is enough next time. Raises DiskError."""
+    """Writes the signed manifest to the data directory, so that its name is enough next time.
+
+    Raises DiskError when it cannot be written.
+    """
     path = home.manifest(signed.run_id)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

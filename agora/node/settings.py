@@ -92,7 +92,8 @@ def _as_multiaddr(address: str) -> str:
 def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
     """Returns the settings in force: `flags` win over AGORA_* variables, these over `file`, this over defaults.
 
-    flags: those of the command line, None for one not given. Raises SettingsError.
+    flags: those of the command line, None for one not given. Raises SettingsError, which names the source, for an
+    unknown setting, a value that is not valid, and a file that cannot be read.
     """
     variables = {key: value for key, value in environment.items() if key not in OTHER_VARIABLES}
     layers: list[tuple[str, dict[str, Any]]] = [
@@ -127,7 +128,10 @@ def _nearest(key: str, source: str) -> str:
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
-    """Returns the settings in a TOML file, {} when there is no file. Raises SettingsError."""
+    """Returns the settings in a TOML file, {} when there is no file.
+
+    Raises SettingsError when it cannot be read or is no TOML.
+    """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

@@ -56,7 +56,11 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Returns the faults of "point:action[=seconds][:nth[+]][,...]", the text of AGORA_FAULTS. Raises ValueError."""
+    """Returns the faults of "point:action[=seconds][:nth[+]][,...]", the text of AGORA_FAULTS.
+
+    seconds: 0 by default. nth: the time at which the point is reached, by default the first; with "+" all later ones
+    too. Raises ValueError for an unknown point or action and a malformed number.
+    """
     faults = []
     for entry in filter(None, (part.strip() for part in text.split(","))):
         point, _, rest = entry.partition(":")

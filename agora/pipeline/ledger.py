@@ -219,7 +219,11 @@ class WorkLedger:
         return not late
 
     def _start(self, key: WorkKey, last: int, start: Callable[[Work], Awaitable[HopAnswer]]) -> Work:
-        """Takes a seat (or raises Busy) and starts `start(work)` in a new task; returns the Work, without waiting."""
+        """Takes a seat and starts `start(work)` in a new task; returns the Work, without waiting.
+
+        last: the last stage that the work runs here. Raises Busy, with the time after which to try again, when all
+        seats are taken or this ledger accepts no more.
+        """
         if self._refusal:
             raise Busy(f"this peer is {self._refusal}; ask another", CLOSED_RETRY_MS)
         if self.taken >= self._seats:

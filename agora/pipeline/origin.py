@@ -111,8 +111,8 @@ class Origin:
         self.credit = Credit(1, "not measured yet")
 
     @property
-    def open_microbatches(self) -> int:
-        """Training microbatches in flight."""
+    def open_count(self) -> int:
+        """The number of training microbatches in flight."""
         return len(self._open)
 
     async def run(self) -> None:

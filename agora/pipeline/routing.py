@@ -285,7 +285,8 @@ class RoutingTable:
     def answered(self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float) -> float:
         """Records an answer, which took `service_s` on the peer's device by its own word, and forgives its failures.
 
-        period_s: time between two answers to this caller. Returns the seconds on the link, see PeerCost.crossing_s.
+        answer_bytes: of its tensors. period_s: time between two answers to this caller. Returns the seconds on the
+        link, see PeerCost.crossing_s.
         """
         cost, call_s = attempt.cost, now - attempt.started
         cost.service_s = _average(cost.service_s, max(1e-6, min(service_s, call_s)), cost.answers)

@@ -239,7 +239,7 @@ def _read_index(path: Path) -> _CheckpointIndex:
 
 
 def _read_tensors(file: Path) -> dict[str, NDArray[np.float32]]:
-    """Reads the tensors of a safetensors file by name. Raises CheckpointError."""
+    """Returns the tensors of a safetensors file by name. Raises CheckpointError when it cannot be read as one."""
     try:
         with safe_open(file, framework="numpy") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping

@@ -87,7 +87,11 @@ class StageCollector:
             self._task.cancel()
 
     async def _collect(self, average: bool) -> list[StageFile]:
-        """Checks holders and room, then writes the files of all stages into a new folder and renames it to `folder`."""
+        """Writes the files of all stages into a new folder, renames it to `folder`, and returns them in stage order.
+
+        average: see `collect`. Raises Unavailable at once when nobody has some stage, or later when nobody gives it,
+        and DiskError when there is too little room or a file cannot be written.
+        """
         deadline = loop_time() + COLLECT_S
         layouts = await run_in_thread(self._layouts)
         for stage in range(len(layouts)):
@@ -113,7 +117,11 @@ class StageCollector:
         return [replace(file, path=self._folder / file.path.name) for file in files]
 
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, average: bool, deadline: float) -> StageFile:
-        """Writes one stage's weights as a safetensors file, copied if the stage is held here, else fetched."""
+        """Writes one stage's weights as a safetensors file in `folder`; returns that file, with the weights' step.
+
+        The state is copied if the stage is held here, else fetched until the loop time `deadline`; then Unavailable is
+        raised. average: writes the moving average in place of the weights, if the run keeps one.
+        """
         if stage in self._stages.span:
             state = await self._stages.export_state(stage)
         else:
@@ -125,7 +133,10 @@ class StageCollector:
         return StageFile(stage, state.step, path)
 
     async def _fetch(self, stage: int, layout: Layout, deadline: float) -> StageState:
-        """Fetches a stage's state from the peers that serve it, and from later ones if all fail. Raises Unavailable."""
+        """Fetches a stage's state from the peers that serve it, and from those that serve it later if all fail.
+
+        Raises Unavailable, with the peers' reasons, when no other is left or the loop time `deadline` has come.
+        """
         fetch = StateFetch(self._caller, stage, layout, self._report_offence)
         asked: set[PeerId] = set()
         reasons: tuple[str, ...] = ()

@@ -144,12 +144,15 @@ class StateKeeper:
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
         """Returns the plausible step of each other peer that serves the stage or is joining with a checkpoint of it."""
-        bound = self._plausible_step(stage)
+        bound = self._highest_plausible_step(stage)
         claimed = self._holders.claimants(stage)
         return {peer: step for peer, step in claimed.items() if peer != self._holders.me and step <= bound}
 
-    def _plausible_step(self, stage: int) -> float:
-        """Returns the plausibility bound of the steps that the other peers which serve the stage claim to be at."""
+    def _highest_plausible_step(self, stage: int) -> float:
+        """Returns the highest step that another replica can plausibly claim, by the claims of those serving the stage.
+
+        Infinite while fewer than three others serve it, see plausibility_bound.
+        """
         serving = [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
         return rules.plausibility_bound(serving, rules.LAG_LIMIT)
 
@@ -158,6 +161,7 @@ class StateKeeper:
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
         """Fetches a stage's state from replicas of one lineage, and loads it. Returns a sentence about the transfer.
 
+        at_least: the lowest step to accept; raised when most peers offer much later ones, see lowest_step_to_fetch.
         Raises Unavailable when all sources have failed for `patience_s`.
         """
         started_at = loop_time()
@@ -166,7 +170,7 @@ class StateKeeper:
             stage,
             self._stages.layout(stage),
             self._report_offence,
-            plausible_step=lambda: self._plausible_step(stage),
+            highest_plausible_step=lambda: self._highest_plausible_step(stage),
         )
         at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values())
         state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
@@ -198,7 +202,11 @@ class StateKeeper:
     # --- giving copies to other peers
 
     async def answer(self, request: GetState | GetChunk) -> Reply:
-        """Returns the answer to a joining peer's request. Raises NotMyStage, Busy, Refused, or ProtocolError."""
+        """Returns the answer to a joining peer's request.
+
+        Raises NotMyStage for a stage that is not held here, Busy when snapshots in use take all room, Refused for a
+        chunk of a dropped snapshot, ProtocolError for a chunk that the snapshot does not have.
+        """
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
         if request.stage not in self._stages.span:

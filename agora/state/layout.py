@@ -60,10 +60,11 @@ class StageState:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """A flat array that the optimizer keeps beside the weights: a value for each of the stage's elements in `ranges`.
+class MomentSpec:
+    """Describes a flat array that the optimizer keeps beside the weights (not its values).
 
-    The ranges ascend, and the values lie one range after another. is_square: a negative value is an error.
+    name: unique in the stage. ranges: the stage's elements that have a value in the array; they ascend, and the values
+    lie one range after another. is_square: a negative value is an error.
     """
 
     name: str
@@ -111,7 +112,7 @@ class Layout:
 
     numel: int
     slots: Sequence[Slot]
-    moments: Sequence[Moment] = ()
+    moments: Sequence[MomentSpec] = ()
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +135,7 @@ class Layout:
         elements = slice(start, min(start + self._chunk_elements, self.numel))
         return [elements, *(moment.places(elements) for moment in self.moments)]
 
-    def of_moment(self, moment: Moment) -> Layout:
+    def of_moment(self, moment: MomentSpec) -> Layout:
         """Returns the layout of the tensors that `moment` has values for, inside its own array."""
         slots = [slot for slot in self.slots if any(part.start <= slot.offset < part.stop for part in moment.ranges)]
         return Layout(moment.numel, [replace(slot, offset=moment.places(slot.elements).start) for slot in slots])

@@ -89,7 +89,11 @@ class Snapshots:
         self._kept = {name: snapshot for name, snapshot in self._kept.items() if snapshot.last_used >= oldest}
 
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
-        """Returns the stage's newest snapshot if fresh or if no other fits, else a new one; None: nothing to give."""
+        """Returns the stage's newest snapshot if fresh or if no other fits, else a new one; None: nothing to give.
+
+        at_least: the step that the asking peer needs; a snapshot of an earlier one is fresh for a shorter time, see
+        REMAKE_FACTOR. Raises Busy when snapshots in use take all room and the stage has none.
+        """
         self.drop_idle()
         started_at = loop_time()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made_at, default=None)

@@ -105,15 +105,15 @@ class StateFetch:
         layout: Layout,
         report_offence: ReportOffence,
         *,
-        plausible_step: Callable[[], float] = lambda: math.inf,
+        highest_plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """plausible_step: returns the highest step of a source that is used."""
+        """highest_plausible_step: returns the step above which a source's state is not used."""
         self.schedule = ChunkSchedule(layout.chunk_count)
         self._caller = caller
         self._stage = stage
         self._layout = layout
         self._report_offence = report_offence
-        self._plausible_step = plausible_step
+        self._highest_plausible_step = highest_plausible_step
         self._weights = np.empty(layout.numel, np.float32)
         self._moments = {moment.name: np.empty(moment.numel, np.float32) for moment in layout.moments}
         self._chunk_snapshots: dict[int, StateIndex] = {}  # the snapshot of each chunk that has arrived
@@ -277,7 +277,7 @@ class StateFetch:
             self._handle_failure(source, error, None)
             return
         step = offer.index.step
-        if (claimed := max(step, offer.index.agreed)) > self._plausible_step():
+        if (claimed := max(step, offer.index.agreed)) > self._highest_plausible_step():
             self._give_up(source, f"offers step {claimed}, which is implausible beside the other replicas")
         elif step < self._lowest_step:
             self._give_up(source, f"is at step {step}; the lowest step that is used is {self._lowest_step}")

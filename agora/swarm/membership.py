@@ -20,7 +20,14 @@ from agora_protocol.records import Claim, Progress, Record
 from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
-from agora.swarm.placement import Placement, Settling, choose_span, judge_collision, next_settling_step, pinned_span
+from agora.swarm.placement import (
+    Placement,
+    Settling,
+    choose_placement,
+    judge_collision,
+    next_settling_step,
+    pinned_span,
+)
 from agora.swarm.view import View, merge
 
 SETTLE_S = 1.0
@@ -101,7 +108,7 @@ class Membership:
         others, count = self.view.without(self._me), self._config.stage_count
         if pinned is not None:
             return await self._settle(Settling(pinned_span(others, count, pinned), settled=True))
-        return await self._settle(Settling(choose_span(others, count, length, self._rng)))
+        return await self._settle(Settling(choose_placement(others, count, length, self._rng)))
 
     async def confirm(self) -> Placement | None:
         """Asks once more, right before serving. Returns None when the claimed span still stands.
@@ -230,7 +237,10 @@ class Membership:
 
 
 def read_interval_s(is_calm: bool, took_s: float) -> float:
-    """Returns how long to rest after a read that took `took_s`: 3 times that, at least 1 s (calm: 4 s), at most 8 s."""
+    """Returns how long to rest after a read that took `took_s`: 3 times that, at least 1 s (calm: 4 s), at most 8 s.
+
+    is_calm: every stage has a replica, and the view has not changed for CALM_AFTER_S.
+    """
     return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
 
 

@@ -65,8 +65,11 @@ def next_settling_step(settling: Settling, judged: Placement) -> Settling:
     return replace(settling, rounds=rounds, kept=kept, settled=judged.is_final or kept >= ROUNDS_TO_KEEP or is_last)
 
 
-def choose_span(view: View, stage_count: int, length: int, rng: random.Random) -> Placement:
-    """Returns the contiguous span of `length` stages, at most all, with the fewest holders; `rng` breaks ties."""
+def choose_placement(view: View, stage_count: int, length: int, rng: random.Random) -> Placement:
+    """Returns a placement on the span of `length` stages, at most all, with the fewest holders; `rng` breaks ties.
+
+    Spans are compared by their stages' numbers of holders in ascending order: first the fewest, then the next.
+    """
     length = max(1, min(length, stage_count))
     holders = holders_by_stage(view, stage_count)
     first = rng.choice(_best_starts(holders, length))

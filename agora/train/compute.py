@@ -115,7 +115,8 @@ class Compute:
         """Runs stages `first` to the span's last. Returns the encoded boundary [b, s, k] for the stage after.
 
         boundary: what enters `first`, None at stage 0. tokens: ids [b, s + 1]. train: stashes what the backward needs,
-        until `backward`, `forget`, or another forward of the same microbatch.
+        until `backward`, `forget`, or another forward of the same microbatch. Raises NotMyStage when `first` is not
+        held here or the span ends with the model, ProtocolError for malformed tensors.
         """
 
         @_device_errors()
@@ -139,7 +140,11 @@ class Compute:
     async def finish(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
     ) -> SpanResult:
-        """Runs stages `first` to the model's last, the loss, and with `train` the backward, as one job."""
+        """Runs stages `first` to the model's last, the loss, and with `train` the backward, as one job.
+
+        boundary, tokens: as for `forward`. The result has the loss, and the gradient by `boundary` when there is one.
+        Raises NotMyStage when `first` or the model's last stage is not held here, ProtocolError for malformed tensors.
+        """
 
         def job() -> SpanResult:
             """On the device thread: decodes the tensors, runs the stages, and encodes the gradient."""
@@ -226,7 +231,10 @@ class Compute:
         await self._run_and_step(self.trainer.stage(stage).step_anchor, step, blocks, snapshot, averaged)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Brings a stage to the `step` steps that its other replicas have taken, see TrainedStage."""
+        """Sets a stage's step count to `step`, that of its other replicas, and uses or drops its sum, see TrainedStage.
+
+        A step that is due after that is taken too.
+        """
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
     async def take_gradient_share(self, stage: int) -> GradientShare:
@@ -261,7 +269,10 @@ class Compute:
     def _decode(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor
     ) -> tuple[Tensor, Tensor]:
-        """Decodes and checks received tensors: returns what enters `first` (ids [b, s] at stage 0), ids [b, s + 1]."""
+        """Decodes and checks received tensors: returns what enters `first` (ids [b, s] at stage 0), ids [b, s + 1].
+
+        Raises ProtocolError for a boundary at stage 0, none elsewhere, a tensor of another form, and one not finite.
+        """
         if (boundary is None) != (first == 0):
             raise ProtocolError("bad-tensor", f"stage {first} takes {'token ids only' if first == 0 else 'a boundary'}")
         ids = decode_tokens(tokens, self._vocabulary, self.device, shape=self._tokens_shape)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.nadam import nadam
 
-from agora.state.layout import AVERAGE, Layout, Moment, Slot
+from agora.state.layout import AVERAGE, Layout, MomentSpec, Slot
 from agora.train.muon import MuonMatrices
 
 MOMENTUM_DECAY = 4e-3
@@ -103,10 +103,11 @@ class StageOptimizer:
             self._parts.append(_WeightPart.create(section, elements, decay, mean, square))
 
     def step(self, weights: Tensor, gradient: Tensor, number: int, tokens: int = 1) -> StepResult | None:
-        """Changes `weights` [numel] in place by step `number` (0 the first) along gradient / tokens, clipped.
+        """Takes step `number` (0 the first) along gradient / tokens, clipped, and returns its rate and gradient norm.
 
-        gradient: a sum over `tokens`, or with the default of 1 a mean; overwritten. Returns None when its norm is not
-        finite; weights and moments are then unchanged.
+        Changes `weights` [numel] and the moments, the weights' average among them, in place. gradient: a sum over
+        `tokens`, or with the default of 1 a mean; overwritten. The norm is that of gradient / tokens before clipping;
+        when it is not finite, nothing changes and None is returned.
         """
         norm = float(torch.linalg.vector_norm(gradient)) / tokens
         if not math.isfinite(norm):
@@ -140,9 +141,9 @@ class StageOptimizer:
 def with_moments(section: OptimizerSection, layout: Layout) -> Layout:
     """Returns the layout with what the optimizer keeps: mean, square (none of Muon's matrices), average if there is."""
     everything = [slice(0, layout.numel)]
-    square = Moment(SQUARE, layout.ranges(lambda slot: not has_muon(section, slot)), is_square=True)
-    average = (Moment(AVERAGE, everything),) if section.average_decay else ()
-    return replace(layout, moments=(Moment(MEAN, everything), square, *average))
+    square = MomentSpec(SQUARE, layout.ranges(lambda slot: not has_muon(section, slot)), is_square=True)
+    average = (MomentSpec(AVERAGE, everything),) if section.average_decay else ()
+    return replace(layout, moments=(MomentSpec(MEAN, everything), square, *average))
 
 
 def has_muon(section: OptimizerSection, slot: Slot) -> bool:
@@ -158,7 +159,10 @@ def elementwise_ranges(section: OptimizerSection, layout: Layout) -> list[tuple[
 
 
 def momentum_product(beta1: float, updates: int) -> float:
-    """Returns the product of NAdam's momenta over `updates` steps, rounded to float32 after each, as torch does."""
+    """Returns the product of NAdam's momenta over `updates` steps, rounded to float32 after each, as torch does.
+
+    The momentum of step t (1 is the first) is beta1 * (1 - 0.5 * 0.96^(t * MOMENTUM_DECAY)).
+    """
     product = np.float32(1.0)
     for update in range(1, updates + 1):
         product *= np.float32(beta1 * (1.0 - 0.5 * 0.96 ** (update * MOMENTUM_DECAY)))

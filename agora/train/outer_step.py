@@ -25,7 +25,7 @@ from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.manifest import AveragingSection
 from torch import Tensor
 
-from agora.state.layout import Layout, Moment
+from agora.state.layout import Layout, MomentSpec
 
 ANCHOR: Final = "anchor"
 VELOCITY: Final = "velocity"
@@ -35,7 +35,7 @@ VELOCITY: Final = "velocity"
 def with_outer_moments(layout: Layout) -> Layout:
     """Returns the layout with anchor and velocity, which have a value for every element of the weights."""
     everything = [slice(0, layout.numel)]
-    return replace(layout, moments=(*layout.moments, Moment(ANCHOR, everything), Moment(VELOCITY, everything)))
+    return replace(layout, moments=(*layout.moments, MomentSpec(ANCHOR, everything), MomentSpec(VELOCITY, everything)))
 
 
 class OuterOptimizer:

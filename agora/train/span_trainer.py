@@ -82,7 +82,7 @@ class SpanTrainer:
             self.stages[number] = StageReplica(number, module, device, manifest, self.stashed, report, on_step)
 
     def stage(self, number: int) -> StageReplica:
-        """Returns a stage of this span. Raises NotMyStage."""
+        """Returns a stage of this span. Raises NotMyStage for another one."""
         if number not in self.stages:
             raise NotMyStage(f"stage {number} is not held here; this peer holds {self.span}")
         return self.stages[number]

@@ -84,7 +84,10 @@ class StageReplica(TrainedStage):
         )
 
     def load_state(self, state: StageState) -> None:
-        """Replaces weights, moments and step by those of `state`, and drops the gradient sum."""
+        """Replaces weights, moments and step by those of `state`, and drops the gradient sum.
+
+        Raises ProtocolError, changing nothing, for an array that `_checked_array` refuses or a negative square.
+        """
         layout = self.layout
         weights = self._checked_array("weights", state.weights, layout)
         moments = {}

@@ -253,10 +253,10 @@ class TrainedStage:
             self._close_share()
 
     def catch_up(self, step: int) -> None:
-        """Brings the stage to the `step` steps that its other replicas have taken; does nothing if a share is closed.
+        """Sets the step count to `step`, that of the other replicas. Does nothing if it is there or a share is closed.
 
-        One step behind, or with local steps, it takes a step along its sum; else it drops the sum, whose weights were
-        too old. The remaining steps are counted only.
+        When the stage is one step behind, or takes local steps, it first takes one step along its sum, if that has
+        tokens. The steps still missing then change no weights, and clear the sum, whose weights are too old.
         """
         if step <= self.step or self._closed_shares:
             return

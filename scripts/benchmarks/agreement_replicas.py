@@ -184,7 +184,7 @@ def exchange(
             member.exchange.contribution(part, value[cut], weight)
             for member, value, weight in zip(members, values, weights, strict=True)
         ]
-        came = [terms.decode(part, contribution.encoded, len(contribution.values)) for contribution in made]
+        came = [terms.decode_part(part, contribution.encoded, len(contribution.values)) for contribution in made]
         present = [place for place, is_in_time in enumerate(in_time) if is_in_time]
         found = owner.average(part, [came[place] for place in present], [made[place].weight for place in present], None)
         assert found is not None

@@ -105,7 +105,7 @@ def test_what_quantisation_loses_is_added_to_the_next_gradient(name: str) -> Non
     sent, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
         made = contributions.build(part(number), gradient(number), 100.0, name)  # type: ignore[arg-type]
-        sent += terms.decode(part(number), made.encoded, SIZE)
+        sent += terms.decode_part(part(number), made.encoded, SIZE)
         wanted += gradient(number)
         assert contributions.record_outcome(part(number), made, counted=True) == 0.0
     assert float((sent - wanted).norm()) < 1.5 * float(gradient(0).norm()), "which does not grow with the rounds"

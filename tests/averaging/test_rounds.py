@@ -95,7 +95,7 @@ def test_int8_rounds_once_where_members_agree() -> None:
         members = world.add(*identities(3))
         same, part = values_of(1)[:PART_ELEMENTS], Part(0, "slice", 0, 0)
         config = members[0].reducer.config
-        sent = config.decode(part, config.encode(part, same, "int8"), PART_ELEMENTS)
+        sent = config.decode_part(part, config.encode_part(part, same, "int8"), PART_ELEMENTS)
         for result in await one_round(world, members, [1.0] * 3, values=[same] * 3):
             moved = float((result.mean != sent).double().mean())
             assert moved < 0.01, "only blocks whose exponent is another by then are rounded again"

@@ -133,7 +133,7 @@ def test_an_asynchronous_origin_keeps_its_credit_in_flight_without_a_flush() -> 
         origin = origin_of(entrance, events, max_in_flight=5)
         running = asyncio.create_task(origin.run())
         await asyncio.sleep(4.5)
-        assert entrance.open == 5 and origin.open_microbatches == 5
+        assert entrance.open == 5 and origin.open_count == 5
         assert origin.completed == 16, "four went round while one was slow"
         await origin.leave(10.0)
         await running

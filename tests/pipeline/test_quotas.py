@@ -188,7 +188,7 @@ def test_a_top_up_never_exceeds_the_memory() -> None:
         began = stage.step
         while stage.step < began + 3:
             await asyncio.sleep(0.05)
-            assert stage.origins[0].open_microbatches <= 3
+            assert stage.origins[0].open_count <= 3
         await stage.close()
 
     run(work())

@@ -29,14 +29,14 @@ from agora.state.checkpoint import (
     write_checkpoint,
 )
 from agora.state.files import replace_tensors
-from agora.state.layout import Layout, Moment, StageState, chunk_hashes
+from agora.state.layout import Layout, MomentSpec, StageState, chunk_hashes
 from agora.state.snapshot import Snapshots
 from tests.state.test_layout import slots_of
 
 RUN = "ab" * 32
 NUMEL, SLOTS = slots_of([(7, 30), (30,), (20, 20), ()])
 WHOLE = [slice(0, NUMEL)]
-LAYOUT = Layout(NUMEL, SLOTS, (Moment("mean", WHOLE), Moment("square", WHOLE, is_square=True)))
+LAYOUT = Layout(NUMEL, SLOTS, (MomentSpec("mean", WHOLE), MomentSpec("square", WHOLE, is_square=True)))
 FILES = ("checkpoint.json", "weights.safetensors", "moments.safetensors")
 
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from agora.model import family_of
 from agora.state import collector
 from agora.state.collector import StageCollector
-from agora.state.layout import Layout, Moment, StageState
+from agora.state.layout import Layout, MomentSpec, StageState
 from agora.swarm.view import PeerView, View
 from agora.train.trained_stage import stage_layout
 from agora.train.weight_versions import StageWeights
@@ -45,7 +45,7 @@ def layouts() -> list[Layout]:
 
 def averaged(given: StageState) -> StageState:
     """The same state with a moving average, in which the weights are 100 larger."""
-    moment = Moment("average", [slice(0, given.layout.numel)])
+    moment = MomentSpec("average", [slice(0, given.layout.numel)])
     layout = replace(given.layout, moments=(*given.layout.moments, moment))
     return replace(given, layout=layout, moments={**given.moments, "average": given.weights + 100})
 

@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import array_shapes
 from agora.state import layout
 from agora.state.layout import (
     Layout,
-    Moment,
+    MomentSpec,
     Slot,
     chunk_hashes,
     pack_chunk,
@@ -66,11 +66,11 @@ def test_tensors_of_another_stage_are_named() -> None:
         stage.flat(good | {"layer.1.weight": np.zeros(4)})
 
 
-def moments_of(numel: int, cuts: list[int]) -> tuple[Moment, Moment]:
+def moments_of(numel: int, cuts: list[int]) -> tuple[MomentSpec, MomentSpec]:
     """The mean of every element; the square of every second range between these places."""
     edges = sorted({0, *(cut % numel for cut in cuts), numel})
     ranges = [slice(*edge) for edge in pairwise(edges)][::2]
-    return Moment("mean", [slice(0, numel)]), Moment("square", ranges, is_square=True)
+    return MomentSpec("mean", [slice(0, numel)]), MomentSpec("square", ranges, is_square=True)
 
 
 @given(st.integers(1, 300), st.lists(st.integers(0, 10**6), max_size=6))
@@ -105,7 +105,7 @@ def test_a_moment_of_some_tensors_holds_them_by_name(shapes, chosen) -> None:
     numel, slots = slots_of(shapes)
     stage = Layout(numel, slots)
     names = {slot.name for number, slot in enumerate(slots) if chosen >> number & 1}
-    moment = Moment("square", stage.ranges(lambda slot: slot.name in names))
+    moment = MomentSpec("square", stage.ranges(lambda slot: slot.name in names))
     flat = np.arange(numel, dtype=np.float32)
     stage.clear_padding(flat)
     kept = np.concatenate([flat[part] for part in moment.ranges] or [np.zeros(0, np.float32)])

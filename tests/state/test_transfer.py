@@ -356,7 +356,7 @@ def test_a_source_where_no_replica_can_be_is_not_used_and_puts_no_other_behind()
         sound = [world.add(name, state(NUMEL, step=500)) for name in "ab"]
         liars = [world.add("ahead", state(NUMEL, step=10**9)), world.add("agreed", state(NUMEL, step=500, agreed=601))]
         got, _ = await fetched(
-            world, StateFetch(world, 0, layout_of(NUMEL), world.report_offence, plausible_step=lambda: 600.0)
+            world, StateFetch(world, 0, layout_of(NUMEL), world.report_offence, highest_plausible_step=lambda: 600.0)
         )
         assert got.step == 500 and all(source.given for source in sound)
         assert not any(liar.calls["GetChunk"] for liar in liars)

@@ -16,7 +16,7 @@ from agora_protocol.messages import GetChunk, GetState, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
-from agora.state.layout import Layout, Moment, Slot, StageState
+from agora.state.layout import Layout, MomentSpec, Slot, StageState
 from agora.state.snapshot import Snapshots
 from agora.swarm.conduct import Offence
 from tests.memory_network import Faults, MemoryCall, MemoryNetwork
@@ -27,7 +27,7 @@ WINDOW = 3
 def layout_of(numel: int, squared: slice | None = None) -> Layout:
     """One vector of `numel` elements, the mean of each, and the square of those in `squared`, by default of all."""
     whole = slice(0, numel)
-    moments = Moment("mean", [whole]), Moment("square", [squared or whole], is_square=True)
+    moments = MomentSpec("mean", [whole]), MomentSpec("square", [squared or whole], is_square=True)
     return Layout(numel, [Slot("all", 0, (numel,))], moments)
 
 

@@ -12,7 +12,7 @@ from agora.swarm.placement import (
     MAX_SETTLING_ROUNDS,
     Placement,
     Settling,
-    choose_span,
+    choose_placement,
     hash_order,
     holders_by_stage,
     judge_collision,
@@ -24,7 +24,7 @@ from tests.swarm.makers import RUN, seen, view
 
 
 def choose(peers: View, stages: int, length: int = 1, seed: int = 0):
-    return choose_span(peers, stages, length, random.Random(seed))
+    return choose_placement(peers, stages, length, random.Random(seed))
 
 
 def test_the_first_peer_may_take_any_stage_and_ties_are_broken_by_the_generator() -> None:
@@ -60,7 +60,7 @@ def test_a_pinned_span_is_taken_and_its_meaning_said() -> None:
 def test_peers_that_come_one_after_another_hold_all_stages_about_equally(stages, length, peers, seed) -> None:
     rng, now = random.Random(seed), View()
     for i in range(peers):
-        span = choose_span(now, stages, length, rng).span
+        span = choose_placement(now, stages, length, rng).span
         now = View({**now.peers, f"p{i}": seen(f"p{i}", str(span))})
     holders = holders_by_stage(now, stages)
     assert sum(holders) == peers * min(length, stages)
@@ -104,11 +104,11 @@ def test_joiners_that_all_choose_at_once_settle_and_leave_no_stage_thinner_than_
     length = min(length, stages)
     now = View()
     for i in range(serving):
-        span = choose_span(now, stages, 1, rng).span
+        span = choose_placement(now, stages, 1, rng).span
         now = View({**now.peers, f"s{i}": seen(f"s{i}", str(span))})
     base = dict(now.peers)
     names = [f"j{i}" for i in range(joiners)]
-    spans = {name: choose_span(now, stages, length, rng).span for name in names}
+    spans = {name: choose_placement(now, stages, length, rng).span for name in names}
     for _ in range(3):
         peers = {name: seen(name, str(span), "joining") for name, span in spans.items()}
         now = View({p.peer: p for p in [*base.values(), *peers.values()]})
