@@ -8,12 +8,8 @@ newest one. For every step and every closed share it puts an event on a queue (t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-from agora_protocol.manifest_sections import ALL_STEPS
 from agora_protocol.tensors import WireTensor
-
-EVERY_STEP: Final = ALL_STEPS  # as `exact_steps`: all steps of the run are exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +37,13 @@ class StepPolicy:
         """Returns the tokens this replica must count for step `step`: own_tokens at self.step, else target_tokens."""
         return self.own_tokens if step == self.step else self.target_tokens
 
-    def waits_for_mean(self, step: int) -> bool:
-        """Whether step `step` waits for all replicas' mean gradient: step < exact_steps, unless known to be alone."""
+    def steps_along_mean(self, step: int) -> bool:
+        """Returns whether step `step` is along all replicas' mean: step < exact_steps, unless known to be alone."""
         return step < self.exact_steps and not (self.alone and step == self.step)
 
     def closes(self, step: int) -> bool:
         """Returns whether the share of step `step` is closed as soon as it has the tokens needed."""
-        return self.closes_share and step == self.step and self.waits_for_mean(step)
+        return self.closes_share and step == self.step and self.steps_along_mean(step)
 
 
 @dataclass(frozen=True, slots=True)

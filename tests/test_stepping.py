@@ -7,8 +7,9 @@ import threading
 from dataclasses import replace
 
 import pytest
+from agora_protocol.manifest import ALL_STEPS
 
-from agora.stepping import EVERY_STEP, StageStepped, StepPolicy
+from agora.stepping import StageStepped, StepPolicy
 from agora.train.step_events import MAX_EVENTS, StepEvents
 
 KNOWN = StepPolicy(target_tokens=1000, exact_steps=10, step=7, own_tokens=400, alone=True)
@@ -28,13 +29,13 @@ def test_the_tokens_needed_of_this_replica_are_known_for_that_step_only() -> Non
         (9, True, 8, True),
         (9, True, 6, True),
         (9, True, 9, False),
-        (EVERY_STEP, False, EVERY_STEP - 1, True),
+        (ALL_STEPS, False, ALL_STEPS - 1, True),
     ],
 )
 def test_an_exact_step_waits_unless_this_replica_is_known_to_be_alone_at_it(
     exact_steps: int, alone: bool, step: int, waits: bool
 ) -> None:
-    assert replace(KNOWN, exact_steps=exact_steps, alone=alone).waits_for_mean(step) == waits
+    assert replace(KNOWN, exact_steps=exact_steps, alone=alone).steps_along_mean(step) == waits
 
 
 def test_a_part_is_closed_at_once_only_of_the_step_that_the_policy_is_of_and_where_the_mean_is_awaited() -> None:
@@ -46,7 +47,7 @@ def test_a_part_is_closed_at_once_only_of_the_step_that_the_policy_is_of_and_whe
 
 def test_a_policy_that_knows_nothing_of_others_asks_for_the_whole_target_and_waits_where_steps_are_exact() -> None:
     first = StepPolicy(target_tokens=1000, exact_steps=2)
-    assert [(first.tokens_needed(step), first.waits_for_mean(step)) for step in (0, 1, 2)] == [
+    assert [(first.tokens_needed(step), first.steps_along_mean(step)) for step in (0, 1, 2)] == [
         (1000, True),
         (1000, True),
         (1000, False),

@@ -259,13 +259,13 @@ class ReplicaGroup:
     def on_microbatch_left(self, stage: int, in_hand: int) -> None:
         """Starts what is due after a microbatch has left this peer. in_hand: microbatches still in work here."""
         self._in_hand = in_hand
-        if self._waits_for_means(stage) and self._counts()[stage].tokens >= self._tasks[stage].meter.quota_now:
+        if self._holds_origins(stage) and self._counts()[stage].tokens >= self._tasks[stage].meter.quota_now:
             self._decide_and_start(stage)
 
     def awaits_mean(self, stage: int) -> bool:
-        """Returns whether origins wait for the mean of a share that is closed here, see StepMeter.waits_for_mean."""
+        """Returns whether origins wait for the mean of a share closed here, see StepMeter.should_hold_origins."""
         own = self._counts()[stage]
-        return own.open_step > own.step and self._waits_for_means(stage)
+        return own.open_step > own.step and self._holds_origins(stage)
 
     def tokens_before_mean(self, stage: int) -> int | None:
         """Returns quota - tokens of this replica's open share, or -tokens if its last share still awaits its mean.
@@ -273,7 +273,7 @@ class ReplicaGroup:
         None where origins do not wait for means.
         """
         own = self._counts()[stage]
-        if not self._waits_for_means(stage):
+        if not self._holds_origins(stage):
             return None
         return -own.tokens if own.open_step > own.step else self._tasks[stage].meter.quota_now - own.tokens
 
@@ -289,10 +289,12 @@ class ReplicaGroup:
             state.slice_rounds.record_local_step(tokens)
         self.gossip.tick()
 
-    def _waits_for_means(self, stage: int) -> bool:
+    def _holds_origins(self, stage: int) -> bool:
         """Returns whether origins wait for the mean of the next step: it is exact, and there are others."""
-        meter, is_exact = self._tasks[stage].meter, self._config.is_exact(self._stages.step_of(stage))
-        return is_exact and not self._config.synchronous and meter.quota_now > 0 and meter.waits_for_mean(loop_time())
+        meter = self._tasks[stage].meter
+        if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
+            return False
+        return meter.quota_now > 0 and meter.should_hold_origins(loop_time())
 
     def _choose_gradient_wire(self, stage: int) -> None:
         """Chooses the format of gradients after a step of a stage, and reports a change. Not in synchronous runs."""
@@ -312,9 +314,8 @@ class ReplicaGroup:
         others = OtherReplicas(self.gossip.known(stage), self.gossip.listed_others(stage), self._leading_step)
         replicas, live = next_action.counting_replicas(now, others)
         state.meter.measure(now, own.tokens_counted)
-        quota = state.meter.quota(self._me, {peer: last.direct.rate.value for peer, last in live.items()})
-        state.meter.quota_now = quota if live else 0
-        waits = self._waits_for_means(stage)
+        quota = state.meter.update_quota(self._me, {peer: last.direct.rate.value for peer, last in live.items()})
+        waits = self._holds_origins(stage)
         policy = next_action.step_policy(own.open_step, replicas, live, quota, self._config, by_device=not waits)
         self._stages.publish_policy(stage, policy)
         behind_at, is_running = state.behind_at, state.task is not None and not state.task.done()

@@ -1,4 +1,4 @@
-"""Divides an optimizer step among the replicas of a stage: how many tokens each counts for its share of it. Pure.
+"""Divides an optimizer step among the replicas of a stage: how many tokens each counts for its share. Deterministic.
 
 Knows: how many tokens each replica has counted, and when. Must not know: gradients, calls, who measured.
 
@@ -23,7 +23,7 @@ RATE_DECAY_S: Final = 10.0
 """A token counted so many seconds ago weighs 1/e of one counted now."""
 MIN_MEASURED_S: Final = 1.0
 """Seconds for which a replica is measured before its rate is known."""
-MAX_WAIT_FRACTION: Final = 0.5
+MAX_MEAN_WAIT_FRACTION: Final = 0.5
 """Fraction of a step for which origins wait for its mean gradient; they do not if it usually takes longer."""
 PROBE_EVERY: Final = 32
 """In every so many-th step origins wait for the mean in any case, to measure whether it comes sooner now."""
@@ -113,13 +113,18 @@ class StepMeter:
             self.rate = self.rate.after(max(0, tokens_counted - self._measured[1]), now - self._measured[0])
         self._measured = now, tokens_counted
 
-    def quota(self, me: PeerId, others: Mapping[PeerId, float | None]) -> int:
-        """Returns the tokens at which this replica closes its share of the next step. others: their rates."""
+    def update_quota(self, me: PeerId, others: Mapping[PeerId, float | None]) -> int:
+        """Computes anew and returns the tokens at which this replica closes its share of the next step.
+
+        others: their rates in tokens per second, None where unknown. Sets quota_now and expected_s.
+        """
         rates = {**others, me: self.rate.value}
         self._uncorrected_quota = own_quota(rates, me, self.size.target, self.microbatch_tokens)
         known = [rate for rate in rates.values() if rate is not None]
         self.expected_s = self.size.target / sum(known) if len(known) == len(rates) and any(known) else 0.0
-        return own_quota(rates, me, self.size.next_target, self.microbatch_tokens)
+        quota = own_quota(rates, me, self.size.next_target, self.microbatch_tokens)
+        self.quota_now = quota if others else 0
+        return quota
 
     def record_local_step(self, tokens: int) -> None:
         """Estimates a local step's tokens at all replicas: target * `tokens`, this replica's, / its quota of target."""
@@ -130,13 +135,13 @@ class StepMeter:
         """Starts the clock of `mean_s`, unless it runs for an earlier share."""
         self._closed_at = now if self._closed_at is None else self._closed_at
 
-    def waits_for_mean(self, now: float) -> bool:
+    def should_hold_origins(self, now: float) -> bool:
         """Returns whether origins wait for the mean of the share just closed, so as to compute on the weights with it.
 
-        They wait for up to MAX_WAIT_FRACTION * expected_s, if means usually take no longer, or at every PROBE_EVERY-th
-        step.
+        They wait for up to MAX_MEAN_WAIT_FRACTION * expected_s, if means usually take no longer, or at every
+        PROBE_EVERY-th step.
         """
-        max_wait_s = MAX_WAIT_FRACTION * self.expected_s
+        max_wait_s = MAX_MEAN_WAIT_FRACTION * self.expected_s
         is_worthwhile = self._steps % PROBE_EVERY == 0 or (self.mean_s.value or 0.0) <= max_wait_s
         return is_worthwhile and (self._closed_at is None or now - self._closed_at < max_wait_s)
 

@@ -38,7 +38,7 @@ from agora.observe import faults
 FIRST_OWNER_WINDOW: Final = 0.4
 """Fraction of round_s for which a first owner waits for contributions after the first one."""
 SECOND_OWNER_WINDOW: Final = 0.2
-MAX_WAIT_FRACTION: Final = 2 / 3
+MAX_PATIENCE_FRACTION: Final = 2 / 3
 """The window ends after this fraction of any contributor's time until its deadline, if that is sooner."""
 RECALL_FRACTION: Final = 0.1
 """Fraction of round_s in which the members asked by Recall must answer."""
@@ -77,9 +77,10 @@ class KeptPartMean(NamedTuple):
 
 @dataclass(slots=True)
 class _Gathering:
-    """A part that is being averaged: the expected members, the contributions, the future that all contributors await.
+    """A part whose contributions this owner collects. result: the mean, which all contributors await.
 
-    timer: ends the window. recall: asks the members for the first owner's mean.
+    expected: members whose contributions are awaited. timer: ends the window. recall: asks the members for the mean
+    that the part's first owner may have given.
     """
 
     numel: int
@@ -276,7 +277,7 @@ class PartReducer:
         elif gathering.is_complete:
             self._average_and_close(part, gathering)
         now = loop_time()
-        self._shorten_window(part, gathering, now + MAX_WAIT_FRACTION * (deadline - now))
+        self._shorten_window(part, gathering, now + MAX_PATIENCE_FRACTION * (deadline - now))
         async with asyncio.timeout_at(deadline):
             return await asyncio.shield(gathering.result)
 

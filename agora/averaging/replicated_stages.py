@@ -63,4 +63,7 @@ class StateFetcher(Protocol):
     """Fetches states from other replicas (state.StateKeeper)."""
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Replaces the stage's state by one of at least `at_least` steps. Raises Unavailable when no source has one."""
+        """Fetches a state of at least `at_least` steps from `sources`, and replaces the stage's own by it.
+
+        Raises Unavailable when none of them has one.
+        """

@@ -32,6 +32,13 @@ DIRECTORY = Annotated[
     Path | None,
     typer.Option("--dir", metavar="DIR", help="The data directory; default $AGORA_HOME or ~/.local/share/agora."),
 ]
+AVERAGE = Annotated[
+    bool, typer.Option("--average/--no-average", help="The moving average of the weights, or those of the last step.")
+]
+CHECKPOINTS = Annotated[
+    list[Path] | None,
+    typer.Option("--dir", metavar="DIR", help="A data directory with checkpoints of the run; may be repeated."),
+]
 LINK = Annotated[
     str | None,
     typer.Option(

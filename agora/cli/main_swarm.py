@@ -117,17 +117,11 @@ def demo(
 def export(
     run: console.RUN,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write; it appears when it is complete.")],
-    average: Annotated[
-        bool,
-        typer.Option("--average/--no-average", help="The moving average of the weights, or those of the last step."),
-    ] = True,
+    average: console.AVERAGE = True,
     dtype: Annotated[str, typer.Option(metavar="float32|bf16", help="What the weights are written as.")] = "float32",
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The most that a weights file holds.")] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is an earlier export.")] = False,
-    directories: Annotated[
-        list[Path] | None,
-        typer.Option("--dir", metavar="DIR", help="A data directory with checkpoints of the run; may be repeated."),
-    ] = None,
+    directories: console.CHECKPOINTS = None,
     as_json: JSON = False,
 ) -> None:
     """Write the run's model as a Hugging Face folder: AutoModelForCausalLM.from_pretrained(DIR) loads it.
@@ -158,14 +152,8 @@ def sample(
         float, typer.Option(min=0.01, max=10.0, help="Lower is likelier, higher is more surprising.")
     ] = 0.8,
     seed: Annotated[int | None, typer.Option(min=0, help="Draws the same text again; default a new one.")] = None,
-    average: Annotated[
-        bool,
-        typer.Option("--average/--no-average", help="The moving average of the weights, or those of the last step."),
-    ] = True,
-    directories: Annotated[
-        list[Path] | None,
-        typer.Option("--dir", metavar="DIR", help="A data directory with checkpoints of the run; may be repeated."),
-    ] = None,
+    average: console.AVERAGE = True,
+    directories: console.CHECKPOINTS = None,
     as_json: JSON = False,
 ) -> None:
     """Let the run's present model go on from a text.

@@ -44,9 +44,9 @@ class ModelTokenizer:
 
 
 def open_model_tokenizer(folder: Path | None, now: datetime) -> ModelTokenizer:
-    """Returns the tokenizer of a model folder; for None that of bytes, whose end of turn is the byte 0.
+    """Returns the tokenizer of a model folder with its chat template; for None that of bytes, which ends turns by 0.
 
-    A folder without a chat template gets the plain one. now: the time that a template writes which asks for it. Raises
+    A folder without a chat template gets the plain one. now: what a template that writes the date takes for now. Raises
     DiskError or DataError for a file that is missing or malformed, LocalError without the package tokenizers.
     """
     if folder is None:

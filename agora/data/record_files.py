@@ -48,7 +48,7 @@ def read_records(path: Path, columns: Collection[str] | None = None) -> Iterator
     if path.is_dir():
         read: Reader = _read_datasets_folder
     elif path.suffix in READERS or not path.exists():
-        read = READERS.get(path.suffix, _read_lines)
+        read = READERS.get(path.suffix, read_lines)
     else:
         known = " or ".join(", ".join(READERS).rsplit(", ", 1))
         raise DataError(f"The format of {path} is unknown; rename or convert it to {known}.")
@@ -62,8 +62,11 @@ def read_records(path: Path, columns: Collection[str] | None = None) -> Iterator
 Reader = Callable[[Path, Collection[str] | None], Iterator[RawRecord]]
 
 
-def _read_lines(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the object of each line that is not blank; JSON lines have no use for `columns`."""
+def read_lines(path: Path, columns: Collection[str] | None = None) -> Iterator[RawRecord]:
+    """Yields the object of each line that is not blank; JSON lines have no use for `columns`.
+
+    Raises OSError, and DataError with the line for one that is too long or no JSON object.
+    """
     with path.open("rb") as file:
         for number in itertools.count(1):
             line, where = file.readline(LONGEST_RECORD + 1), f"{path}:{number}"
@@ -105,7 +108,7 @@ def _read_json(path: Path, columns: Collection[str] | None) -> Iterator[RawRecor
         except UnicodeDecodeError as error:
             problem = f"{path}:{scanner.line} or a line soon after it is not UTF-8 text; convert the file with iconv."
             raise DataError(problem) from error
-    yield from _read_lines(path, columns)
+    yield from read_lines(path, columns)
 
 
 def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
@@ -219,18 +222,18 @@ def _read_text(path: Path, columns: Collection[str] | None) -> Iterator[RawRecor
 
 def _read_parquet(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
     """Yields the rows of a parquet file."""
-    pyarrow = _import_pyarrow(path)
+    pyarrow = import_pyarrow(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             names = [name for name in table.schema_arrow.names if columns is None or name in columns]
             yield from _rows(table.iter_batches(batch_size=ROWS, columns=names, use_threads=False), path)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise _unreadable_table(path, error) from error
+        raise unreadable_table(path, error) from error
 
 
 def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
     """Yields the rows of a folder that `Dataset.save_to_disk` of the package datasets has written."""
-    pyarrow = _import_pyarrow(path)
+    pyarrow = import_pyarrow(path)
     row = 0
     for file in _arrow_files(path):
         try:
@@ -241,7 +244,7 @@ def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterat
                     yield from _rows(slices, path, row)
                     row += batch.num_rows
         except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-            raise _unreadable_table(file, error) from error
+            raise unreadable_table(file, error) from error
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -263,7 +266,7 @@ def _arrow_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _import_pyarrow(path: Path) -> Any:
+def import_pyarrow(path: Path) -> Any:
     """Returns the package pyarrow. Raises LocalError, which names `path`, without it."""
     try:
         import pyarrow
@@ -283,13 +286,13 @@ def _rows(batches: Iterable[Any], path: Path, first: int = 0) -> Iterator[RawRec
             yield RawRecord(fields, f"{path} row {number}")
 
 
-def _unreadable_table(path: Path, error: Exception) -> DataError:
+def unreadable_table(path: Path, error: Exception) -> DataError:
     """Returns the error to raise when pyarrow cannot read a table."""
     return DataError(f"{path} is not a readable table ({str(error)[:200]!r}); fetch or write it again.")
 
 
 READERS: Final[dict[str, Reader]] = {
-    ".jsonl": _read_lines,
+    ".jsonl": read_lines,
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".txt": _read_text,

@@ -9,23 +9,20 @@ from __future__ import annotations
 import codecs
 import contextlib
 import glob
-import itertools
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agora_protocol.errors import DiskError, LocalError, ManifestError
+from agora_protocol.errors import DataError, DiskError, ManifestError
 
-from agora.data.tokenizer import DATA_EXTRA
+from agora.data.conversations import checked_text
+from agora.data.record_files import ROWS, import_pyarrow, read_lines, unreadable_table
 
 STDLIB = "stdlib"
 TEXT_FIELD = "text"
 PIECE_BYTES = 4 << 20
-LINE_BYTES = 64 << 20
-PARQUET_ROWS = 256
 
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 """Folders of the standard library that are left out: some distributions do not ship them."""
@@ -53,7 +50,7 @@ class SourceFile:
         """Reads the file piece by piece, in its order.
 
         Raises DiskError, which names the file, when the operating system cannot read it; what the reader raises:
-        ManifestError for malformed content, LocalError without the package that the format needs.
+        DataError for malformed content, LocalError without the package that the format needs.
         """
         try:
             yield from self.read(self.path)
@@ -137,7 +134,7 @@ def _read_source(path: Path) -> Iterator[Piece]:
 def _read_text(path: Path) -> Iterator[Piece]:
     """Yields a text file as one document, in pieces that end at the end of a line if there is one in PIECE_BYTES.
 
-    Raises ManifestError, with the position, for a file that is not UTF-8.
+    Raises DataError, with the position, for a file that is not UTF-8.
     """
     rest = ""
     with path.open("rb") as file:
@@ -150,7 +147,7 @@ def _read_text(path: Path) -> Iterator[Piece]:
                     rest = rest[cut:]
         except UnicodeDecodeError as error:
             position = file.tell() - len(error.object) + error.start  # error.object: the last bytes that were read
-            raise ManifestError(
+            raise DataError(
                 f"Corpus file {path} is not UTF-8 text (near byte {position}); "
                 "convert it, for example with `iconv -f ISO-8859-1 -t UTF-8`."
             ) from error
@@ -161,58 +158,29 @@ def _read_text(path: Path) -> Iterator[Piece]:
 def _read_jsonl(path: Path) -> Iterator[Piece]:
     """Yields one document per line: the "text" of a JSON object. Empty lines and empty texts are skipped.
 
-    Raises ManifestError, with the line, for one that is too long, is no JSON object or has no "text".
+    Raises DataError, with the line, for one that is too long, is no JSON object or has no "text".
     """
-    with path.open("rb") as file:
-        for number in itertools.count(1):
-            line, where = file.readline(LINE_BYTES + 1), f"Line {number} of {path}"
-            if not line:
-                return
-            if len(line) > LINE_BYTES:
-                raise ManifestError(f"{where} is longer than {LINE_BYTES >> 20} MiB; split that document.")
-            if line.strip() and (text := _text_of(line, where)):
-                yield Piece(text, True)
+    for record in read_lines(path):
+        if TEXT_FIELD not in record.fields:
+            raise _no_text(record.where, "field", sorted(map(str, record.fields)))
+        if text := checked_text(record.fields[TEXT_FIELD], f"{record.where} {TEXT_FIELD!r}"):
+            yield Piece(text, True)
 
 
-def _text_of(line: bytes, where: str) -> str:
-    """Returns the field "text" of the JSON object in `line`. Raises ManifestError about `where` if it is no text."""
-    try:
-        row: object = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ManifestError(f"{where} is not JSON ({str(error)[:200]}); correct or remove the line.") from error
-    if not isinstance(row, dict):
-        raise ManifestError(f'{where} is not a JSON object; each line must look like {{"text": "..."}}.')
-    text = row.get(TEXT_FIELD)
-    if not isinstance(text, str):
-        raise _no_text(where, "field", sorted(map(str, row)))
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        problem = f"{where} holds half a surrogate pair, which is no text; correct or remove the line."
-        raise ManifestError(problem) from error
-    return text
-
-
-def _no_text(where: str, kind: str, present: Sequence[str]) -> ManifestError:
+def _no_text(where: str, kind: str, present: Sequence[str]) -> DataError:
     """Returns the error that "text" is not among the fields or columns (`kind`) that are `present`, or is no string."""
     if TEXT_FIELD in present:
-        return ManifestError(f"{where} has a {kind} 'text' that is not a string; convert it to one.")
+        return DataError(f"{where} has a {kind} 'text' that is not a string; convert it to one.")
     names = ", ".join(present[:20]) or "none"
-    return ManifestError(
-        f"{where} has no {kind} 'text' (present: {names}); rename the one that holds the text to 'text'."
-    )
+    return DataError(f"{where} has no {kind} 'text' (present: {names}); rename the one that holds the text to 'text'.")
 
 
 def _read_parquet(path: Path) -> Iterator[Piece]:
     """Yields one document per row: its column "text". Nulls and empty texts are skipped.
 
-    Raises LocalError without pyarrow, ManifestError for an unreadable file or one without a column "text" of strings.
+    Raises LocalError without pyarrow, DataError for an unreadable file or one without a column "text" of strings.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise LocalError(f"Reading {path} needs the package pyarrow; {DATA_EXTRA}") from error
+    pyarrow = import_pyarrow(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             types, schema = pyarrow.types, table.schema_arrow
@@ -220,11 +188,10 @@ def _read_parquet(path: Path) -> Iterator[Piece]:
             kind = kind.value_type if types.is_dictionary(kind) else kind
             if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
                 raise _no_text(str(path), "column", schema.names)
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[TEXT_FIELD], use_threads=False):
+            for batch in table.iter_batches(batch_size=ROWS, columns=[TEXT_FIELD], use_threads=False):
                 yield from (Piece(text, True) for text in batch.column(0).to_pylist() if text)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        problem = f"{path} is not a readable parquet file ({str(error)[:200]}); fetch or write it again."
-        raise ManifestError(problem) from error
+        raise unreadable_table(path, error) from error
 
 
 READERS: dict[str, Reader] = {".txt": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

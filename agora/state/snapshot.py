@@ -21,9 +21,12 @@ from agora.clock import loop_time
 from agora.state.layout import HASH_BYTES, StageState, chunk_hashes, pack_chunk
 
 RETRY_MS: Final = 1000
-FRESH_S: Final = 30.0  # above this age a snapshot is not given to new joiners,
-FRESH_FACTOR: Final = 10.0  # nor above so many times its copying time: they would have to replay the steps since,
-REMAKE_FACTOR: Final = 2.0  # or above so many times, to one that needs a later step
+FRESH_S: Final = 30.0
+"""A joiner gets no snapshot older than this: it would have to replay the steps since."""
+FRESH_FACTOR: Final = 10.0
+"""A joiner gets no snapshot older than its copying time times this."""
+REMAKE_FACTOR: Final = 2.0
+"""The same of a joiner that needs a later step than the snapshot's."""
 SHORTEST_COPY_S: Final = 0.02  # a copy counts as having taken at least this long
 IN_USE_S: Final = 10.0  # for so long after its last use a snapshot is not dropped to make room for another
 IDLE_S: Final = 60.0  # so long after its last use it is dropped

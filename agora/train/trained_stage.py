@@ -247,7 +247,7 @@ class TrainedStage:
         tokens, open_step = self.sum.contents.tokens, self._open_step
         if not 0 < tokens >= self.policy.tokens_needed(open_step):
             return
-        if not self._closed_shares and not self.policy.waits_for_mean(open_step):
+        if not self._closed_shares and not self.policy.steps_along_mean(open_step):
             self._step_along_sum()
         elif len(self._closed_shares) < MAX_CLOSED_SHARES and self.policy.closes(open_step):
             self._close_share()

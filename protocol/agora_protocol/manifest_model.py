@@ -237,9 +237,10 @@ def link_subspace(width: int) -> int:
 
 
 def read_model_section(values: Any, source: str) -> Any:
-    """Returns the section of the family that a [model] table names; anything but a table as it is.
+    """Returns the values of a [model] table as the section of the family that they name.
 
-    Raises ManifestError, which begins with `source`, for an unknown family and for wrong values.
+    What is no table is returned unchanged, for the manifest's own check. Raises ManifestError, which begins with
+    `source`, for an unknown family and for wrong values.
     """
     if not isinstance(values, dict):
         return values

@@ -49,7 +49,7 @@ def _key_line(name: str, value: Any, field: FieldInfo) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Returns a text, a number or a tuple of those as TOML writes it; a tuple of tuples in a line for each."""
+    """Returns the TOML of a text, a number, or a tuple of them. Of a tuple of tuples, each stands on its own line."""
     if isinstance(value, tuple):
         if value and isinstance(value[0], tuple):
             return "[\n" + "".join(f"    {toml_value(item)},\n" for item in value) + "]"

@@ -195,10 +195,14 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
 
 
 def _replica_steps(doc: str) -> Any:
-    """Declares a list field of [replica, steps, part, tokens, counted in all, agreed, lineage, began, milliseconds]."""
+    """Declares a list field of replicas.
+
+    Each is [replica, step, open_step, tokens, tokens_counted, agreed, lineage, start_step, age_ms].
+    """
     counts = (int_field(0, MAX_UINT) for _ in range(5))
-    lineage, began, age_ms = int_field(0, 2**32 - 1), int_field(0, MAX_UINT), int_field(0, MAX_DEADLINE_MS)
-    return list_field(tuple_field(peer_id_field(), *counts, lineage, began, age_ms), MAX_GOSSIPED_REPLICAS, doc=doc)
+    lineage, start_step, age_ms = int_field(0, 2**32 - 1), int_field(0, MAX_UINT), int_field(0, MAX_DEADLINE_MS)
+    entry = tuple_field(peer_id_field(), *counts, lineage, start_step, age_ms)
+    return list_field(entry, MAX_GOSSIPED_REPLICAS, doc=doc)
 
 
 class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):

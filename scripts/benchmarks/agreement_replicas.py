@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from agora_protocol.codec_names import WireName
 from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
-from agora_protocol.manifest import Manifest
+from agora_protocol.manifest import ALL_STEPS, Manifest
 from torch import Tensor
 
 from agora.averaging.exchange import Exchange, Part, RoundConfig
@@ -26,7 +26,7 @@ from agora.averaging.partition import ROUNDS_PER_OWNER, Slices, cut_into_parts
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
-from agora.stepping import EVERY_STEP, StepPolicy
+from agora.stepping import StepPolicy
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import Blocks
 from benchmarks.agreement_settings import DEFAULTS, Setting, sequences_of
@@ -78,7 +78,7 @@ class Replica:
         if not len(tokens):
             return
         if self._together:
-            self.stage.policy = StepPolicy(self.tokens, EVERY_STEP, step, self.tokens, closes_share=True)
+            self.stage.policy = StepPolicy(self.tokens, ALL_STEPS, step, self.tokens, closes_share=True)
         self.trainer.finish(_microbatch(step), 0, _inputs(tokens), tokens, train=True)
         self.trainer.take_due_steps()
 

@@ -96,7 +96,7 @@ class FakeStage:
         """As train.TrainedStage.step_if_due."""
         if self.share is not None or not 0 < self.tokens >= self.policy.tokens_needed(self.step):
             return
-        if not self.policy.waits_for_mean(self.step):
+        if not self.policy.steps_along_mean(self.step):
             self._step_alone()
         elif self.policy.closes(self.step):
             self._close()

@@ -78,7 +78,7 @@ def paced(mean_s: float) -> StepMeter:
     """Of a stage whose steps last 4 s, and whose means so far came after `mean_s`."""
     meter = StepMeter(64, StepSize(4000))
     meter.rate = TokenRate(1000.0, 1.0)
-    meter.quota(ME, {})
+    meter.update_quota(ME, {})
     for number in range(5):
         meter.on_share_closed(10.0 * number)
         meter.on_stepped(10.0 * number + mean_s)
@@ -87,12 +87,12 @@ def paced(mean_s: float) -> StepMeter:
 
 def test_origins_wait_for_a_mean_that_usually_comes_within_half_a_step_and_for_half_a_step_at_most() -> None:
     meter = paced(mean_s=1.9)
-    assert meter.waits_for_mean(100.0)
+    assert meter.should_hold_origins(100.0)
     meter.on_share_closed(100.0)
     meter.on_share_closed(101.0)
-    assert meter.waits_for_mean(101.9) and not meter.waits_for_mean(102.0)
+    assert meter.should_hold_origins(101.9) and not meter.should_hold_origins(102.0)
     meter.on_stepped(101.9)
-    assert meter.waits_for_mean(102.6), "the next one"
+    assert meter.should_hold_origins(102.6), "the next one"
 
 
 def test_a_mean_that_takes_longer_is_not_waited_for_but_looked_at_now_and_then() -> None:
@@ -100,6 +100,6 @@ def test_a_mean_that_takes_longer_is_not_waited_for_but_looked_at_now_and_then()
     waited = []
     for number in range(5, 3 * PROBE_EVERY):
         meter.on_share_closed(10.0 * number)
-        waited.append(meter.waits_for_mean(10.0 * number + 0.1))
+        waited.append(meter.should_hold_origins(10.0 * number + 0.1))
         meter.on_stepped(10.0 * number + (2.5 if number < PROBE_EVERY else 1.0))
     assert sum(waited) == 2 * PROBE_EVERY and waited.index(True) == PROBE_EVERY - 5, "from the first look on"

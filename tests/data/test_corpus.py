@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from agora_protocol.errors import DiskError, LocalError, ManifestError
+from agora_protocol.errors import DataError, DiskError, LocalError, ManifestError
 
-from agora.data import text_sources, token_cache
+from agora.data import record_files, text_sources, token_cache
 from agora.data.corpus import open_corpus
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import ByteTokenizer, Ids
@@ -279,7 +279,7 @@ def test_what_a_killed_builder_left_is_removed_later(tmp_path: Path) -> None:
 
 
 def refused(tmp_path: Path, *sources: str) -> str:
-    with pytest.raises((ManifestError, LocalError)) as caught:
+    with pytest.raises((DataError, ManifestError, LocalError)) as caught:
         opened(tmp_path, *sources)
     text = str(caught.value)
     assert "\n" not in text and (text[0].isupper() or text[0] in "/[")
@@ -317,13 +317,13 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"texts": "a", "id": 3}', "Line 2 of {} has no field 'text' (present: id, texts); rename"),
-        ("{}", "Line 2 of {} has no field 'text' (present: none)"),
-        ('{"text": 5}', "Line 2 of {} has a field 'text' that is not a string; convert it"),
-        ('["a"]', "Line 2 of {} is not a JSON object; each line must look like"),
-        ('{"text": "a"', "Line 2 of {} is not JSON (Expecting"),
-        ("[" * 100_000, "Line 2 of {} is not JSON ("),
-        ('{"text": "\\ud800"}', "Line 2 of {} holds half a surrogate pair"),
+        ('{"texts": "a", "id": 3}', "{}:2 has no field 'text' (present: id, texts); rename"),
+        ("{}", "{}:2 has no field 'text' (present: none)"),
+        ('{"text": 5}', "{}:2 'text' is a number, not text; convert it to a string"),
+        ('["a"]', "{}:2 is not a JSON object; write one JSON object a line"),
+        ('{"text": "a"', "{}:2 is not JSON (Expecting"),
+        ("[" * 100_000, "{}:2 is not JSON ("),
+        ('{"text": "\\ud800"}', "{}:2 'text' holds half a surrogate pair"),
     ],
 )
 def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, line: str, said: str) -> None:
@@ -333,9 +333,9 @@ def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, line: str, said: str) -> N
 
 
 def test_a_line_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_sources, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(record_files, "LONGEST_RECORD", 1 << 20)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a" * (1 << 20)}))
-    assert "rows.jsonl is longer than 1 MiB; split" in refused(tmp_path, "rows.jsonl")
+    assert "rows.jsonl:1 is longer than 1 MiB; split" in refused(tmp_path, "rows.jsonl")
 
 
 def test_a_parquet_file_without_a_text_column_lists_those_present(tmp_path: Path) -> None:

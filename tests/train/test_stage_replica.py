@@ -12,11 +12,11 @@ import pytest
 import torch
 from agora_protocol.errors import LocalError, NotMyStage, ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.manifest import Manifest
+from agora_protocol.manifest import ALL_STEPS, Manifest
 
 from agora.observe.events import GradientLate, GradientRefused, StepsSkipped, StepTaken
 from agora.state.layout import StageState
-from agora.stepping import EVERY_STEP, ShareClosed, StageStepped, StepPolicy
+from agora.stepping import ShareClosed, StageStepped, StepPolicy
 from agora.train.compute import Compute
 from agora.train.optimizer import momentum_product
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
@@ -65,7 +65,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
     async with pipeline_of(manifest, ["0"] * replicas + ["1"] * replicas, report=Events()) as computes:
         stages = computes[:replicas], computes[replicas:]
         for compute in computes:
-            compute.publish_policy(compute.span.first, StepPolicy(1, exact_steps=EVERY_STEP))
+            compute.publish_policy(compute.span.first, StepPolicy(1, exact_steps=ALL_STEPS))
         for number, step in enumerate(batches):
             loss, tokens = 0.0, 0
             for i, ids in enumerate(step):
