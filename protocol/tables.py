@@ -62,6 +62,8 @@ LIMITS: Final = {
     "MAX_KEY_FILE_BYTES": "what is read of an identity file",
     "MAX_STAGES": "stages of a run",
     "MAX_SPAN_STAGES": "stages of one span",
+    "MAX_REFERENCES": "log-probabilities in one message: rows of a microbatch of preference pairs",
+    "MAX_METRICS": "sums that the answer to a microbatch reports beside the loss",
     "BOUNDARY_BLOCK": "values of a token in a quantised boundary that share one scale",
     "MAX_GOSSIPED_REPLICAS": "replicas in a GossipSteps or GossipedSteps",
     "SLICE_BLOCK": "elements of a stage's weights that fall into one slice together",

@@ -10,6 +10,7 @@ import abc
 import hashlib
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,12 +46,22 @@ class Stage(nn.Module, abc.ABC):
         self.is_last = is_last
 
     @abc.abstractmethod
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """Returns the boundary [b, s, k] that leaves the stage, from the boundary [b, s, k] that enters it.
 
         tokens: the microbatch's input ids [b, s], any integer type; a negative one, which marks an ignored target, is
-        read as 0. The first stage takes them for `hidden`; the last stage returns logits [b, s, vocabulary].
+        read as 0. The first stage takes them for `hidden`; the last stage returns logits [b, s, vocabulary]. segments:
+        int [b, s], the number of each token's sequence inside its row, ascending; a token attends to its own sequence
+        only, in which positions count from 0. None: each row is one sequence. Only families whose section
+        `can_learn_samples` take segments.
         """
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Returns a context in which forwards of this stage compute the model as it began.
+
+        The base class raises LookupError: only a model whose section `has_reference` is asked.
+        """
+        raise LookupError(f"{type(self).__name__} keeps no model as it began")
 
     def fill_buffers(self, seed: int) -> None:
         """Computes the buffers, if the family has any, from its sizes and the run's seed; they never change again."""

@@ -172,7 +172,7 @@ class SubspaceStage(Stage):
             self.norm = nn.RMSNorm(model.width, model.norm_epsilon)
             self.head = nn.Linear(model.width, model.vocabulary, bias=False)
 
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward."""
         expand = EXPAND_NOTHING
         tokens = hidden if self.is_first else tokens

@@ -7,6 +7,7 @@ under its name. Knows: text, bytes and keys. Must not know: files, machines.
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import tomllib
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from agora_protocol.manifest_sections import (
     BoundarySection,
     CheckpointSection,
     DataSection,
+    ObjectiveSection,
     OptimizerSection,
     ScheduleSection,
     Section,
@@ -55,6 +57,7 @@ __all__ = [
     "HfSection",
     "Manifest",
     "ModelSection",
+    "ObjectiveSection",
     "OptimizerSection",
     "ScheduleSection",
     "SignedManifest",
@@ -85,6 +88,7 @@ class Manifest(Section):
     averaging: AveragingSection = AveragingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     data: DataSection = DataSection()
+    objective: ObjectiveSection = ObjectiveSection()
     admission: AdmissionSection = AdmissionSection()
 
     @model_validator(mode="before")
@@ -168,6 +172,16 @@ class Manifest(Section):
         """Returns the supervised tokens of one microbatch, b x s."""
         return self.schedule.microbatch * self.model.context
 
+    @property
+    def has_marks(self) -> bool:
+        """Returns whether tokens travel with marks: which are learnt, and where sequences begin. So for samples."""
+        return self.objective.kind != "lm"
+
+    def tokens_shape(self) -> tuple[int, ...]:
+        """Returns the shape in which a microbatch's tokens travel: [b, s + 1], with marks [2, b, s + 1]."""
+        shape = self.schedule.microbatch, self.model.context + 1
+        return (2, *shape) if self.has_marks else shape
+
     def boundary_shape(self) -> tuple[int, int, int]:
         """Returns (b, s, k) of every boundary: sequences, positions, values of each token."""
         return self.schedule.microbatch, self.model.context, self.model.boundary_width
@@ -176,11 +190,11 @@ class Manifest(Section):
     def max_payload_bytes(self) -> int:
         """Returns the largest payload of a frame in this run, in bytes.
 
-        The larger of: a boundary in its larger direction with its tokens, b x (s + 1) of 4 bytes; STATE_CHUNK_BYTES.
+        The larger of: a boundary in its larger direction with its tokens, 4 bytes each; STATE_CHUNK_BYTES.
         """
         shape, codec = self.boundary_shape(), parse_codec(self.boundary.codec)
         boundary = max(codec.bytes_of(shape, direction) for direction in DIRECTIONS)
-        return max(STATE_CHUNK_BYTES, boundary + 4 * shape[0] * (shape[1] + 1))
+        return max(STATE_CHUNK_BYTES, boundary + 4 * math.prod(self.tokens_shape()))
 
     def admits(self, peer: PeerId) -> bool:
         """Returns whether `peer` may take part: anyone in mode open, else the founder and the listed peers."""

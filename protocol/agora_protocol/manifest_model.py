@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import re
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
@@ -23,6 +23,7 @@ DEFAULT_FAMILY: Final = "subspace"
 WRITE_ANEW: Final = "write the manifest with `swarm new run.toml --base-model DIR`"
 WEIGHTS_FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors", re.ASCII)
 SHA256: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
 class ModelSection(Section, abc.ABC):
@@ -38,6 +39,16 @@ class ModelSection(Section, abc.ABC):
     @abc.abstractmethod
     def boundary_width(self) -> int:
         """Returns how many values of each token a boundary carries."""
+
+    @property
+    def can_learn_samples(self) -> bool:
+        """Returns whether the objectives sft and dpo can train it; the base returns False."""
+        return False
+
+    @property
+    def has_reference(self) -> bool:
+        """Returns whether the model as it began stays at hand, as dpo needs it; the base returns False."""
+        return False
 
     def full_boundary(self) -> dict[str, Any]:
         """Returns the changes to [model] that make boundaries carry the whole residual stream; the base returns {}."""
@@ -171,11 +182,34 @@ class HfSection(ModelSection):
     weights: tuple[tuple[str, str], ...] = Field(
         default=(), max_length=MAX_WEIGHT_FILES, description="name and SHA-256 of each of its safetensors files"
     )
+    trained: Literal["all", "lora"] = Field(
+        default="all", description="all parameters, or lora: small matrices beside frozen ones, which stay as they are"
+    )
+    frozen_as: Literal["float32", "bf16", "nf4"] = Field(
+        default="bf16", description="how lora keeps the frozen weights; nf4 is 4 bits, with double quantisation"
+    )
+    lora_rank: int = Field(default=16, ge=1, le=4096, description="inner width r of lora's matrices")
+    lora_alpha: float = Field(default=32.0, gt=0, le=1e6, description="lora's product counts alpha / r times")
+    lora_rslora: bool = Field(default=False, description="alpha / sqrt(r) instead of alpha / r")
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of values that lora drops while training")
+    lora_targets: tuple[ModuleName, ...] = Field(
+        default=(), max_length=64, description="linear layers that get lora, such as q_proj; empty: all inside layers"
+    )
 
     @property
     def boundary_width(self) -> int:
         """Returns `width`: a boundary carries the whole residual stream."""
         return self.width
+
+    @property
+    def can_learn_samples(self) -> bool:
+        """Returns True: attention can be kept inside each sample of a row."""
+        return True
+
+    @property
+    def has_reference(self) -> bool:
+        """Returns whether lora is trained: without it, the model is as it began."""
+        return self.trained == "lora"
 
     @classmethod
     def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from agora_protocol.codec_names import parse_codec
 from agora_protocol.errors import ManifestError
 from agora_protocol.fields import describe
 from agora_protocol.ids import is_peer_id
-from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES
+from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES, MAX_REFERENCES
 from agora_protocol.manifest_toml import toml_value
 
 if TYPE_CHECKING:
@@ -133,6 +133,30 @@ def _check_tokenizer(manifest: Manifest) -> str | None:
     return None
 
 
+def _check_objective(manifest: Manifest) -> str | None:
+    """Returns an error sentence when the objective lacks samples, a base model, or for dpo a reference and pairs."""
+    kind, microbatch = manifest.objective.kind, manifest.schedule.microbatch
+    if kind == "lm":
+        if manifest.data.samples:
+            return "[data] samples has no effect with [objective] kind lm; use kind sft or dpo, or remove samples."
+        return None
+    if not manifest.data.samples:
+        return f"[objective] kind {kind} learns from [data] samples, which names no file; give one, or use kind lm."
+    if not manifest.model.can_learn_samples:
+        return (
+            f"[objective] kind {kind} needs a base model, and [model] family {manifest.model.family} has none; "
+            "write the manifest with `swarm new run.toml --base-model DIR`."
+        )
+    if kind == "dpo" and not manifest.model.has_reference:
+        return '[objective] kind dpo compares with the model without lora; use [model] trained = "lora".'
+    if kind == "dpo" and (microbatch % 2 or microbatch > MAX_REFERENCES):
+        return (
+            f"[schedule] microbatch {microbatch} cannot hold pairs of answers; for [objective] kind dpo use an even "
+            f"number up to {MAX_REFERENCES}."
+        )
+    return None
+
+
 def _check_founder(manifest: Manifest) -> str | None:
     """Returns an error sentence unless the founder is a peer id, or empty."""
     if manifest.founder and not is_peer_id(manifest.founder):
@@ -167,6 +191,7 @@ RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
     _check_payload,
     _check_size,
     _check_tokenizer,
+    _check_objective,
     _check_founder,
     _check_admission,
 )

@@ -14,6 +14,7 @@ from agora_protocol.codec_names import WireName
 
 MAX_SEED: Final = 2**63 - 1
 Share = Annotated[float, Field(ge=0, le=1)]
+SHA256_OR_EMPTY: Final = r"^([0-9a-f]{64})?$"
 PathText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -146,6 +147,32 @@ class DataSection(Section):
     )
     tokenizer: PathText = Field(default="bytes", description="bytes, or the path of a tokenizers JSON file")
     heldout: float = Field(default=0.01, ge=0, le=0.5, description="share of the text that is never trained on")
+    samples: str = Field(
+        default="", max_length=1024, description="sft and dpo: a .jsonl, .json or .parquet file, or a datasets folder"
+    )
+    columns: tuple[tuple[PathText, PathText], ...] = Field(
+        default=(), max_length=16, description='["prompt", "question"]: the file calls the prompt question'
+    )
+    samples_hash: str = Field(
+        default="", pattern=SHA256_OR_EMPTY, description="SHA-256 of the samples' file or files; empty: not checked"
+    )
+    tokenizer_hash: str = Field(
+        default="", pattern=SHA256_OR_EMPTY, description="SHA-256 of tokenizer and chat template; empty: not checked"
+    )
+
+
+class ObjectiveSection(Section):
+    """What is learnt of the data."""
+
+    kind: Literal["lm", "sft", "dpo"] = Field(
+        default="lm",
+        description="lm: every next token of the corpus; sft: answers of the samples; dpo: which answer is preferred",
+    )
+    preference_loss: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="dpo: the loss of a pair")
+    beta: float = Field(default=0.1, gt=0, le=100, description="dpo: how strongly the model is held to the reference")
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="dpo, sigmoid: the share of pairs that are expected to be swapped"
+    )
 
 
 class AdmissionSection(Section):

@@ -49,14 +49,14 @@ def _key_line(name: str, value: Any, field: FieldInfo) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Returns the TOML of a text, a number, or a tuple of them. Of a tuple of tuples, each stands on its own line."""
+    """Returns the TOML of a text, a number, a bool or a tuple of them. Of a tuple of tuples, each has its own line."""
     if isinstance(value, tuple):
         if value and isinstance(value[0], tuple):
             return "[\n" + "".join(f"    {toml_value(item)},\n" for item in value) + "]"
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, str):
         return _toml_text(value)
-    return repr(value)
+    return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _toml_text(value: str) -> str:

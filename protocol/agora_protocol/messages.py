@@ -32,7 +32,9 @@ from agora_protocol.limits import (
     MAX_GOSSIPED_REPLICAS,
     MAX_HINTS,
     MAX_MANIFEST_BYTES,
+    MAX_METRICS,
     MAX_NAME_BYTES,
+    MAX_REFERENCES,
     MAX_STAGES,
     MAX_STATUS_BYTES,
     MAX_TEXT_BYTES,
@@ -96,8 +98,8 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
     """Asks the receiver to run its stages on a microbatch and to answer with the gradient of the boundary.
 
     Sent by the peer that computed the stage before. Answered by Processed, or by Refusal before any work was done.
-    Tensors: the boundary that enters `stage`, encoded by the run's codec, and the tokens [b, s + 1], in the narrowest
-    of uint8, int16 and int32 that holds them all.
+    Tensors: the boundary that enters `stage`, encoded by the run's codec, and the tokens [b, s + 1], or with marks
+    [2, b, s + 1], in the narrowest of uint8, int16 and int32 that holds them all.
     """
 
     microbatch: MicrobatchId = bytes_field(
@@ -105,7 +107,12 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
     )
     origin: PeerId = peer_id_field(doc="the peer that drew the microbatch")
     stage: int = int_field(0, MAX_STAGES - 1, doc="first stage to run; must lie inside the receiver's span")
-    purpose: str = choice_field("train", "evaluate", doc="evaluate: no backward, no gradient, nothing is kept")
+    purpose: str = choice_field(
+        "train",
+        "evaluate",
+        "reference",
+        doc="evaluate: no backward, no gradient, nothing is kept; reference: as evaluate, by the model without lora",
+    )
     deadline_ms: int = int_field(
         1,
         MAX_DEADLINE_MS,
@@ -123,6 +130,12 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
         default=0,
         doc="in synchronous runs, the optimizer step that it belongs to; a stage waits until it has taken so many",
     )
+    references: tuple[float, ...] = list_field(
+        float_field(-1e30, 0.0),
+        MAX_REFERENCES,
+        default=(),
+        doc="dpo: for each row, what the answer to a reference request said of it; none in other runs and requests",
+    )
 
 
 class Processed(Message, kind=4, frames=(FrameType.ANSWER,), tensors=(0, 1)):
@@ -139,6 +152,19 @@ class Processed(Message, kind=4, frames=(FrameType.ANSWER,), tensors=(0, 1)):
         default=0.0,
         doc="milliseconds from the answering peer to the last stage and back without any waiting: the sum of device "
         "times, round trips and transfers; 0 when unknown",
+    )
+    log_probabilities: tuple[float, ...] = list_field(
+        float_field(-1e30, 0.0),
+        MAX_REFERENCES,
+        default=(),
+        doc="to a reference request: for each row, the sum of the log-probabilities of its supervised tokens",
+    )
+    metrics: tuple[float, ...] = list_field(
+        float_field(-1e30, 1e30),
+        MAX_METRICS,
+        default=(),
+        doc="sums over the microbatch, by the run's objective; sft: tokens predicted right; dpo: rewards of chosen, of "
+        "rejected answers, pairs whose chosen answer has the higher reward, pairs",
     )
 
 

@@ -253,7 +253,7 @@ def _frame(kind: int, call: int, header: Any, payload: bytes = b"", /, **prefix:
 def _bad_frames() -> list[tuple[str, str, bytes]]:
     """Returns frames that must be refused: what is wrong, the code, the bytes."""
     ping, tensor, twice = {"deadline_ms": 1}, ["int8", [4]], b"deadline_ms\x01\xabdeadline_ms\x01\x90"
-    no_loss = {"loss_sum": 0.0, "tokens": 1, "busy_ms": 0.0, "path_ms": 0.0}
+    no_loss = {"loss_sum": 0.0, "tokens": 1, "busy_ms": 0.0, "path_ms": 0.0, "log_probabilities": [], "metrics": []}
     unknown = {"in_mean": 1, "contributors": 1, "weight": 1.0, "counted": True, "wire": "normal5"}
     goodbye = [6, {"code": "Busy", "text": "", "retry_after_ms": 0, "stage": 0}, []]
     return [
