@@ -75,3 +75,5 @@ class SpanResult:
     busy_s: float  # seconds on the device, the forward included
     loss_sum: float = 0.0  # in nats, over `tokens` supervised tokens; only the run's last stage knows both
     tokens: int = 0
+    metrics: tuple[float, ...] = ()  # sums, see agora.metrics; as the loss, known in the last stage
+    log_probabilities: tuple[float, ...] = ()  # of each row's supervised tokens, of a reference request only

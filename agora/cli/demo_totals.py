@@ -72,7 +72,7 @@ class DemoTotals:
             case events.MicrobatchStarted(microbatch, "train"):
                 peer.unfinished.add(microbatch)
                 self.first_started_unix = min(self.first_started_unix or at_unix, at_unix)
-            case events.MicrobatchCompleted(microbatch, loss_sum, tokens, _, "train"):
+            case events.MicrobatchCompleted(microbatch, loss_sum, tokens, _, "train", _):
                 peer.unfinished.discard(microbatch)
                 self._add_completed(loss_sum, tokens, at_unix)
             case events.MicrobatchDropped(microbatch, _) if microbatch in peer.unfinished:

@@ -106,6 +106,7 @@ class LoadedSpan:
             stage_count=manifest.stage_count,
             ceiling=self._local_peer.seats if not self._is_synchronous else usual_in_flight(manifest),
             max_in_flight=manifest.schedule.max_in_flight,
+            objective=manifest.objective.kind,
         )
         return Origin(config, self.hop, batches.draw, batches.heldout, startup.report_event, self._look_around)
 

@@ -16,6 +16,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest, SignedManifest
 
 from agora.clock import loop_time
+from agora.metrics import SUM_COUNTS
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.net.incoming import NetLimits
@@ -197,5 +198,8 @@ def wire_shapes(manifest: Manifest) -> WireShapes:
     """Returns the dtypes and shapes that the manifest implies for a microbatch's tensors."""
     codec, shape = parse_codec(manifest.boundary.codec), manifest.boundary_shape()
     return WireShapes(
-        codec.wire_format(shape, "forward"), codec.wire_format(shape, "backward"), (shape[0], shape[1] + 1)
+        codec.wire_format(shape, "forward"),
+        codec.wire_format(shape, "backward"),
+        manifest.tokens_shape(),
+        SUM_COUNTS[manifest.objective.kind],
     )

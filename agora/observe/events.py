@@ -100,13 +100,17 @@ class MicrobatchStarted(Event):
 
 
 class MicrobatchCompleted(Event):
-    """Event: the origin has a microbatch's answer. `loss_sum`: over its `tokens`; `seconds`: since it started."""
+    """Event: the origin has a microbatch's answer. `loss_sum`: over its `tokens`; `seconds`: since it started.
+
+    metrics: sums, see agora.metrics.
+    """
 
     microbatch: str
     loss_sum: float
     tokens: int
     seconds: float
     purpose: str = "train"
+    metrics: tuple[float, ...] = ()
 
 
 class MicrobatchDropped(Event, level="warning", template="dropped microbatch {microbatch}: {reason}"):
@@ -158,11 +162,12 @@ class RouteChanged(Event):
 
 
 class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} over {tokens} tokens in {seconds:.1f} s"):
-    """Event: this origin evaluated the held-out loss per token through the swarm."""
+    """Event: this origin evaluated the held-out loss per token through the swarm. metrics: sums, see agora.metrics."""
 
     loss: float
     tokens: int
     seconds: float
+    metrics: tuple[float, ...] = ()
 
 
 class StepTaken(Event):

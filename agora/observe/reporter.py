@@ -90,7 +90,7 @@ class Counters:
         match event:
             case events.MicrobatchStarted(_, purpose):
                 self.started[purpose] += 1
-            case events.MicrobatchCompleted(_, _, tokens, _, purpose):
+            case events.MicrobatchCompleted(_, _, tokens, _, purpose, _):
                 self.completed[purpose] += 1
                 self.tokens += tokens if purpose == "train" else 0
             case events.MicrobatchDropped(_, _, purpose):

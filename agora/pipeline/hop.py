@@ -151,15 +151,22 @@ class Hop:
         """Computes the last hop: forward, loss and, when training, backward as one job; commits the work first."""
         work.committed = job.train
         result = await self._in_queue(
-            self._compute.finish(job.message.microbatch, job.message.stage, job.boundary, job.tokens, job.train)
+            self._compute.finish(
+                job.message.microbatch,
+                job.message.stage,
+                job.boundary,
+                job.tokens,
+                job.message.purpose,
+                job.message.references,
+            )
         )
         return self._answer(job, result)
 
     async def _pass_on(self, job: Job, work: Work) -> HopAnswer:
         """Computes a hop that is not the last: forward, the call to the next peer, and when training the backward."""
-        microbatch, first = job.message.microbatch, job.message.stage
+        microbatch, first, purpose = job.message.microbatch, job.message.stage, job.message.purpose
         try:
-            output = await self._in_queue(self._compute.forward(microbatch, first, job.boundary, job.tokens, job.train))
+            output = await self._in_queue(self._compute.forward(microbatch, first, job.boundary, job.tokens, purpose))
             await self._fault("hop.forwarded")
             onward = replace(job.message, stage=self._span.last + 1)
             while True:
@@ -191,7 +198,8 @@ class Hop:
         """Returns the answer for upstream: loss, times, gradient. When training, records the times for `path_s`.
 
         The times are this span's own busy milliseconds, and the milliseconds from here to the last hop and back: its
-        own plus those of `below`, the answer from downstream, which also has the loss. below: None at the last hop.
+        own plus those of `below`, the answer from downstream, which also has loss and metrics. below: None at the last
+        hop.
         """
         path_s = result.busy_s + (below.path_ms / 1000.0 if below is not None else 0.0)
         if job.train:
@@ -199,7 +207,7 @@ class Hop:
             self._paths_s.append(path_s)
         busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (result.busy_s, path_s))
         loss: SpanResult | Processed = result if below is None else below
-        message = Processed(loss.loss_sum, loss.tokens, busy_ms, path_ms)
+        message = Processed(loss.loss_sum, loss.tokens, busy_ms, path_ms, loss.log_probabilities, loss.metrics)
         return HopAnswer(message, [] if result.gradient is None else [result.gradient])
 
     def path_s(self) -> float | None:

@@ -21,23 +21,29 @@ from agora.stepping import SpanResult
 class SpanCompute(Protocol):
     """The device that computes this peer's span of stages.
 
-    first: the stage that the microbatch enters. boundary: None at stage 0. Every failure is an AgoraError, and a
-    cancelled job leaves nothing behind. `finish` (when training) and `backward` count the microbatch: after they
-    returned, its gradient is in the sums; when they raise, it is not.
+    first: the stage that the microbatch enters. boundary: None at stage 0. purpose, references: as in the message
+    Process. Every failure is an AgoraError, and a cancelled job leaves nothing behind. `finish` (to train) and
+    `backward` count the microbatch: after they returned, its gradient is in the sums; when they raise, it is not.
     """
 
     @property
     def span(self) -> Span: ...
 
     async def forward(
-        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
+        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, purpose: str
     ) -> WireTensor:
-        """Runs stages `first` to the span's last; returns the boundary. With `train` keeps what `backward` needs."""
+        """Runs stages `first` to the span's last; returns the boundary. To "train", keeps what `backward` needs."""
 
     async def finish(
-        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
+        self,
+        microbatch: MicrobatchId,
+        first: int,
+        boundary: WireTensor | None,
+        tokens: WireTensor,
+        purpose: str,
+        references: Sequence[float] = (),
     ) -> SpanResult:
-        """Runs stages `first` to the model's last, the loss and, when `train`, the backward, as one job."""
+        """Runs stages `first` to the model's last, the loss and, to "train", the backward, as one job."""
 
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
         """Runs the backward of an earlier `forward`. After a ProtocolError another gradient may follow."""
@@ -66,11 +72,16 @@ class HopAnswer(Reply):
 
 @dataclass(frozen=True, slots=True)
 class WireShapes:
-    """The dtype and shape of boundaries and their gradients in this run, and the shape of tokens."""
+    """The dtype and shape of boundaries and their gradients in this run, the shape of tokens, the number of metrics."""
 
     boundary: tuple[str, tuple[int, ...]]
     gradient: tuple[str, tuple[int, ...]]
     tokens_shape: tuple[int, ...]
+    metrics: int = 0
+
+    def rows_for(self, purpose: str) -> int:
+        """Returns how many log-probabilities the answer to a request of this purpose has: one a row, or none."""
+        return self.tokens_shape[-2] if purpose == "reference" else 0
 
     def boundary_and_tokens(
         self, message: Process, tensors: Sequence[WireTensor]

@@ -19,6 +19,7 @@ from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.clock import loop_time
+from agora.metrics import add_sums, named_means
 from agora.moving_average import MovingAverage
 from agora.observe import events
 from agora.pipeline import opening
@@ -43,7 +44,8 @@ LOOK_AGAIN_S = 0.5
 class OriginConfig:
     """How this origin opens microbatches. first_patience_s: the time of an attempt before any was measured.
 
-    ceiling: most microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to measure it.
+    ceiling: most microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to measure it. objective:
+    the manifest's; dpo first asks the swarm what the reference says of each microbatch.
     """
 
     me: PeerId
@@ -51,17 +53,22 @@ class OriginConfig:
     ceiling: int
     max_in_flight: int = 0
     first_patience_s: float = 120.0
+    objective: str = "lm"
 
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch of this origin: its data, and the peer last seen to hold it at each stage."""
+    """One microbatch of this origin: its data, and the peer last seen to hold it at each stage.
+
+    references: as in the message Process.
+    """
 
     id: MicrobatchId
     tokens: WireTensor
     purpose: str
     started: float
     step: int = 0
+    references: tuple[float, ...] = ()
     path: dict[int, PeerId] = field(default_factory=dict)
 
     def record_progress(self, news: Advance) -> None:
@@ -74,8 +81,8 @@ class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
     draw(n): returns the tokens [b, s + 1] of training microbatch number n. heldout(n): yields at most n microbatches
-    that are never trained on. look: is called before each decision to open one. loss: the moving average of the
-    training loss, in nats per token.
+    that are never trained on. look: is called before each decision to open one. loss, metrics: moving averages of the
+    training loss, in nats per token, and of the objective's metrics by name.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class Origin:
         self._credit_ceiling = opening.PER_STAGE * config.stage_count  # at most doubles in a round trip, as TCP starts
         self._attempt_s = MovingAverage(0.1)
         self.loss = MovingAverage(0.05)
+        self.metrics: dict[str, MovingAverage] = {}
         self.completed = 0
         self.credit = Credit(1, "not measured yet")
 
@@ -151,20 +159,22 @@ class Origin:
         self._changed.notify()
 
     async def evaluate(self, count: int, within_s: float) -> events.EvaluationDone:
-        """Sends at most `count` held-out microbatches through the swarm; returns and reports their mean loss per token.
+        """Sends at most `count` held-out microbatches through the swarm; returns and reports mean loss and metrics.
 
         Raises Unavailable when they are not back in `within_s`, or when no text is held out.
         """
         started, loss_sum, token_count = loop_time(), 0.0, 0
+        metrics: tuple[float, ...] = ()
         seats = asyncio.Semaphore(max(2, self.credit.limit // 2))
 
         async def evaluate_one(tokens: WireTensor) -> None:
             """Waits for one of `seats`, delivers one held-out microbatch, and adds its loss and tokens to the sums."""
-            nonlocal loss_sum, token_count
+            nonlocal loss_sum, token_count, metrics
             async with seats:
-                answer = await self._deliver(self._new_microbatch(tokens, "evaluate"))
+                answer = await self._deliver_with_references(self._new_microbatch(tokens, "evaluate"))
                 loss_sum += answer.message.loss_sum
                 token_count += answer.message.tokens
+                metrics = add_sums(metrics, answer.message.metrics)
 
         try:
             async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
@@ -174,7 +184,7 @@ class Origin:
             raise Unavailable(0, [f"the evaluation did not end in {within_s:.0f} s"]) from None
         if not token_count:
             raise Unavailable(0, ["no held-out text; raise data.heldout in the manifest of the next run"])
-        result = events.EvaluationDone(loss_sum / token_count, token_count, loop_time() - started)
+        result = events.EvaluationDone(loss_sum / token_count, token_count, loop_time() - started, metrics)
         self._report(result)
         return result
 
@@ -221,13 +231,22 @@ class Origin:
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
 
     async def _train(self, microbatch: Microbatch) -> None:
-        """Delivers one training microbatch, then updates loss and pace, and raises the ceiling of the credit by one."""
-        message = (await self._deliver(microbatch)).message
+        """Delivers one training microbatch, then updates averages and pace, and raises the credit's ceiling by one."""
+        message = (await self._deliver_with_references(microbatch)).message
         self.completed += 1
         if message.tokens:
             self.loss = self.loss.updated(message.loss_sum / message.tokens)
+        for name, value in named_means(self._config.objective, message.metrics, message.tokens).items():
+            self.metrics[name] = self.metrics.get(name, MovingAverage(0.05)).updated(value)
         self._pace = self._pace.completed(loop_time())
         self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
+
+    async def _deliver_with_references(self, microbatch: Microbatch) -> HopAnswer:
+        """Delivers a microbatch; for dpo first another of the same tokens, whose answer has the references."""
+        if self._config.objective == "dpo":
+            asked = self._new_microbatch(microbatch.tokens, "reference")
+            microbatch.references = (await self._deliver(asked)).message.log_probabilities
+        return await self._deliver(microbatch)
 
     async def _deliver(self, microbatch: Microbatch) -> HopAnswer:
         """Makes attempts until one succeeds and returns its answer; reports the microbatch's start and its end."""
@@ -243,7 +262,11 @@ class Origin:
                 self._report(events.MicrobatchDropped(name, "this peer is leaving", microbatch.purpose))
         message = answer.message
         seconds = loop_time() - microbatch.started
-        self._report(events.MicrobatchCompleted(name, message.loss_sum, message.tokens, seconds, microbatch.purpose))
+        self._report(
+            events.MicrobatchCompleted(
+                name, message.loss_sum, message.tokens, seconds, microbatch.purpose, message.metrics
+            )
+        )
         return answer
 
     async def _attempt(self, microbatch: Microbatch, attempt: int) -> HopAnswer | None:
@@ -256,7 +279,16 @@ class Origin:
         patience, wait = min(MAX_PATIENCE_S, first * doubled), RETRY_S * doubled
         deadline, deadline_ms = started + patience, max(1, int(1000.0 * patience))
         hint = tuple(sorted(microbatch.path.items())[:MAX_HINTS])
-        message = Process(microbatch.id, self._config.me, 0, microbatch.purpose, deadline_ms, hint, microbatch.step)
+        message = Process(
+            microbatch.id,
+            self._config.me,
+            0,
+            microbatch.purpose,
+            deadline_ms,
+            hint,
+            microbatch.step,
+            microbatch.references,
+        )
         try:
             async with asyncio.timeout_at(deadline):
                 answer = await self._hop.process(message, [microbatch.tokens], deadline, microbatch.record_progress)

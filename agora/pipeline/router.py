@@ -206,7 +206,8 @@ class Router:
     def _checked(self, trip: Trip, peer: PeerId, reply: Reply) -> HopAnswer:
         """Returns the reply if it is a well-formed answer; else reports a BAD_ANSWER and raises ProtocolError."""
         message, tensors = reply.message, list(reply.tensors)
-        expected = 1 if trip.process.purpose == "train" else 0
+        purpose = trip.process.purpose
+        expected = 1 if purpose == "train" else 0
         if not isinstance(message, Processed):
             problem = ProtocolError("bad-message", f"answered process with {type(message).__name__}")
         elif len(tensors) != expected:
@@ -215,6 +216,10 @@ class Router:
             problem = ProtocolError("bad-tensor", f"sent a gradient of {tensors[0].dtype} {tensors[0].shape}")
         elif not math.isfinite(message.loss_sum) or message.tokens > math.prod(self.shapes.tokens_shape):
             problem = ProtocolError("bad-message", f"sent the loss {message.loss_sum} over {message.tokens} tokens")
+        elif len(message.log_probabilities) != self.shapes.rows_for(purpose):
+            problem = ProtocolError("bad-message", f"sent {len(message.log_probabilities)} log-probabilities")
+        elif len(message.metrics) != (0 if purpose == "reference" else self.shapes.metrics):
+            problem = ProtocolError("bad-message", f"sent {len(message.metrics)} metrics")
         else:
             return HopAnswer(message, tensors, peer)
         self._offences.report_offence(peer, Offence.BAD_ANSWER, f"{problem.code}: {problem}")

@@ -6,7 +6,7 @@ Knows: the device queue, the codec, what the manifest says of shapes. Must not k
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
@@ -25,6 +25,7 @@ from agora.state.layout import Layout, StageState
 from agora.stepping import SpanResult, StepEvent, StepPolicy
 from agora.train.device import DeviceQueue, Priority, choose_device
 from agora.train.memory import keep_freed_memory
+from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import AveragedSlice, Blocks
 from agora.train.step_events import StepEvents
@@ -49,6 +50,11 @@ def _device_errors() -> Iterator[None]:
         raise DeviceError(f"the device failed ({first_line}); restart this daemon") from error
 
 
+def _priority_of(purpose: str) -> Priority:
+    """Returns the priority of a forward for this purpose of the message Process."""
+    return Priority.EVALUATE if purpose == "evaluate" else Priority.FORWARD
+
+
 class Compute:
     """Runs forwards, backwards, steps and copies of this peer's stages, each as a job of the one device thread.
 
@@ -66,7 +72,7 @@ class Compute:
         self._events = events
         self._codec = BoundaryCodec(manifest.boundary.codec, manifest.seed)
         self._boundary_shape = manifest.boundary_shape()
-        self._tokens_shape = (self._boundary_shape[0], self._boundary_shape[1] + 1)
+        self._tokens_shape, self._has_marks = manifest.tokens_shape(), manifest.has_marks
         self._vocabulary = manifest.model.vocabulary
         self._holds_last_stage = self.span.last == manifest.stage_count - 1
 
@@ -110,13 +116,13 @@ class Compute:
     # --- for the pipeline
 
     async def forward(
-        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
+        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, purpose: str
     ) -> WireTensor:
         """Runs stages `first` to the span's last. Returns the encoded boundary [b, s, k] for the stage after.
 
-        boundary: what enters `first`, None at stage 0. tokens: ids [b, s + 1]. train: stashes what the backward needs,
-        until `backward`, `forget`, or another forward of the same microbatch. Raises NotMyStage when `first` is not
-        held here or the span ends with the model, ProtocolError for malformed tensors.
+        boundary: what enters `first`, None at stage 0. tokens, purpose: as in the message Process; "train" stashes what
+        the backward needs, until `backward`, `forget`, or another forward of the same microbatch. Raises NotMyStage
+        when `first` is not held here or the span ends with the model, ProtocolError for malformed tensors.
         """
 
         @_device_errors()
@@ -124,8 +130,8 @@ class Compute:
             """On the device thread: decodes the tensors, runs the stages forward, and encodes their output."""
             if first not in self.span or self._holds_last_stage:
                 raise NotMyStage(f"stages {first} to {self.span.last} cannot run forward here, only {self.span}")
-            entry, ids = self._decode(microbatch, first, boundary, tokens)
-            output, forward = self.trainer.forward(microbatch, first, entry, ids, train)
+            entry, batch = self._decode(microbatch, first, boundary, tokens)
+            output, forward = self.trainer.forward(microbatch, first, entry, batch, purpose)
             return self._codec.encode(output, "forward"), forward
 
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
@@ -133,17 +139,23 @@ class Compute:
             if unused[1] is not None:
                 self.trainer.stashed.forget(microbatch, first, only=unused[1])
 
-        priority = Priority.FORWARD if train else Priority.EVALUATE
-        output, _ = await self._queue.run(priority, job, abandoned=free_unused)
+        output, _ = await self._queue.run(_priority_of(purpose), job, abandoned=free_unused)
         return output
 
     async def finish(
-        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, train: bool
+        self,
+        microbatch: MicrobatchId,
+        first: int,
+        boundary: WireTensor | None,
+        tokens: WireTensor,
+        purpose: str,
+        references: Sequence[float] = (),
     ) -> SpanResult:
-        """Runs stages `first` to the model's last, the loss, and with `train` the backward, as one job.
+        """Runs stages `first` to the model's last, the loss, and to train the backward, as one job.
 
-        boundary, tokens: as for `forward`. The result has the loss, and the gradient by `boundary` when there is one.
-        Raises NotMyStage when `first` or the model's last stage is not held here, ProtocolError for malformed tensors.
+        boundary, tokens, purpose: as for `forward`; references: as in the message Process. The result has the loss, and
+        the gradient by `boundary` when there is one. Raises NotMyStage when `first` or the model's last stage is not
+        held here, ProtocolError for malformed tensors and references.
         """
 
         def job() -> SpanResult:
@@ -151,12 +163,13 @@ class Compute:
             if first not in self.span or not self._holds_last_stage:
                 raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
             started_at = time.perf_counter()
-            entry, ids = self._decode(microbatch, first, boundary, tokens)
-            loss_sum, supervised, gradient = self.trainer.finish(microbatch, first, entry, ids, train)
-            encoded = self._encode_gradient(microbatch, first, gradient, entry)
-            return SpanResult(encoded, time.perf_counter() - started_at, loss_sum, supervised)
+            entry, batch = self._decode(microbatch, first, boundary, tokens)
+            done = self.trainer.finish(microbatch, first, entry, batch, purpose, references)
+            encoded = self._encode_gradient(microbatch, first, done.gradient, entry)
+            seconds = time.perf_counter() - started_at
+            return SpanResult(encoded, seconds, done.loss_sum, done.tokens, done.metrics, done.log_probabilities)
 
-        return await self._run_and_step(job, priority=Priority.FORWARD if train else Priority.EVALUATE)
+        return await self._run_and_step(job, priority=_priority_of(purpose))
 
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
         """Adds a microbatch's gradients to the sums and counts its tokens in every stage that it went through.
@@ -268,19 +281,20 @@ class Compute:
 
     def _decode(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor
-    ) -> tuple[Tensor, Tensor]:
-        """Decodes and checks received tensors: returns what enters `first` (ids [b, s] at stage 0), ids [b, s + 1].
+    ) -> tuple[Tensor, TokenBatch]:
+        """Decodes and checks received tensors: returns what enters `first` (ids [b, s] at stage 0), and the tokens.
 
         Raises ProtocolError for a boundary at stage 0, none elsewhere, a tensor of another form, and one not finite.
         """
         if (boundary is None) != (first == 0):
             raise ProtocolError("bad-tensor", f"stage {first} takes {'token ids only' if first == 0 else 'a boundary'}")
         ids = decode_tokens(tokens, self._vocabulary, self.device, shape=self._tokens_shape)
+        batch = TokenBatch.from_wire(ids, has_marks=self._has_marks)
         if boundary is None:
-            return ids[:, :-1], ids
+            return batch.inputs, batch
         entry = self._codec.decode(boundary, self._boundary_shape, "forward", device=self.device)
         self._require_finite(entry, microbatch, first, "boundary")
-        return entry, ids
+        return entry, batch
 
     def _encode_gradient(
         self, microbatch: MicrobatchId, first: int, gradient: Tensor | None, entry: Tensor

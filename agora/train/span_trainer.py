@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,11 +19,12 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from agora.model import family_of, stage_loss
+from agora.model import Stage, family_of
 from agora.observe.events import MicrobatchCounted, Report
 from agora.stepping import StepEvent
 from agora.train import memory
 from agora.train.device import has_native_bf16
+from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
 from agora.train.stage_replica import StageReplica
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward, StashedForwards, WeightVersion
 
@@ -33,6 +36,22 @@ class NonFinite(LocalError):
     """Error: this peer's own computation gave NaN or infinity from finite input; nothing was added to the sums."""
 
     code = "non-finite"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedMicrobatch:
+    """What the model's last stage says of a microbatch.
+
+    loss_sum, tokens: the summed loss and its weight in a step. gradient: of loss_sum by the entry [b, s, k], None at
+    stage 0 and when not trained. metrics: sums, see agora.metrics. log_probabilities: of each row's supervised tokens,
+    for the purpose "reference" only, whose loss is 0.
+    """
+
+    loss_sum: float
+    tokens: int
+    gradient: Tensor | None = None
+    metrics: tuple[float, ...] = ()
+    log_probabilities: tuple[float, ...] = ()
 
 
 class SpanTrainer:
@@ -68,6 +87,8 @@ class SpanTrainer:
         """
         self.span = span
         self.device = device
+        self.objective = objective_of(manifest.objective)
+        self._dropout = manifest.model.dropout
         self._report = report
         self._bf16 = has_native_bf16(device)
         self._activations = manifest.schedule.activations
@@ -95,46 +116,62 @@ class SpanTrainer:
     # --- a microbatch's way through the span
 
     def forward(
-        self, microbatch: MicrobatchId, first: int, entry: Tensor, tokens: Tensor, train: bool
+        self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch, purpose: str
     ) -> tuple[Tensor, StashedForward | None]:
         """Runs stages `first` to the span's last. Returns the boundary [b, s, k] that leaves it, without a graph.
 
-        entry: float32 [b, s, k], or token ids [b, s] at stage 0. tokens: [b, s + 1]; the last s are the targets. With
-        `train`, also returns what it stashed for the backward; raises Busy when too many are stashed. Raises NonFinite.
+        entry: float32 [b, s, k], or token ids [b, s] at stage 0. purpose: as in the message Process. To train, also
+        returns what it stashed for the backward; raises Busy when too many are stashed. Raises NonFinite.
         """
-        inputs = tokens[:, :-1]
-        if not train:
+        if purpose != "train":
             with torch.no_grad():
-                return self._run(first, entry, inputs, train), None
+                return self._run(microbatch, first, entry, batch, purpose), None
         self.stashed.require_room(microbatch, first)
         started_at = time.perf_counter()
-        output, versions = self._run_for_training(first, entry, inputs)
+        output, versions = self._run_for_training(microbatch, first, entry, batch)
         boundary = output.detach()
         self._require_finite(float(torch.linalg.vector_norm(boundary)), first, microbatch, "the boundary it computed")
         seconds, steps = time.perf_counter() - started_at, self._steps_from(first)
         graph = output if versions else None
-        forward = StashedForward(first, entry, inputs, _supervised(tokens), steps, seconds, graph, versions)
+        tokens = self.objective.count_tokens(batch)
+        forward = StashedForward(first, entry, batch, tokens, steps, seconds, graph, versions)
         self.stashed.add(microbatch, forward)
         return boundary, forward
 
     def finish(
-        self, microbatch: MicrobatchId, first: int, entry: Tensor, tokens: Tensor, train: bool
-    ) -> tuple[float, int, Tensor | None]:
-        """Runs stages `first` to the model's last, the loss, and when `train` the backward, whose gradients it adds.
+        self,
+        microbatch: MicrobatchId,
+        first: int,
+        entry: Tensor,
+        batch: TokenBatch,
+        purpose: str,
+        references: Sequence[float] = (),
+    ) -> FinishedMicrobatch:
+        """Runs stages `first` to the model's last, the loss, and to train the backward, whose gradients it adds.
 
-        Returns the loss summed over the supervised tokens, their number, and the gradient of that sum by `entry` (None
-        at stage 0 and when not `train`). Raises NonFinite; then nothing was added.
+        purpose, references: as in the message Process. Raises NonFinite, and ProtocolError for references that the
+        objective does not take; then nothing was added.
         """
-        supervised = _supervised(tokens)
-        with torch.set_grad_enabled(train):
-            loss = stage_loss(self._run(first, entry, tokens[:, :-1], train), tokens[:, 1:])
+        tokens = self.objective.count_tokens(batch)
+        with torch.set_grad_enabled(purpose == "train"):
+            logits = self._run(microbatch, first, entry, batch, purpose)
+            if purpose == "reference":
+                return self._reference(microbatch, first, logits, batch)
+            loss, metrics = self.objective.loss(logits, batch, references)
         loss_sum = float(loss.detach())
         self._require_finite(loss_sum, first, microbatch, "the loss")
-        if not train:
-            return loss_sum, supervised, None
+        if purpose != "train":
+            return FinishedMicrobatch(loss_sum, tokens, metrics=metrics)
         versions, steps = self._versions_from(first), self._steps_from(first)
-        forward = StashedForward(first, entry, tokens[:, :-1], supervised, steps, 0.0, loss, versions)
-        return loss_sum, supervised, self._add_gradients(microbatch, forward, loss, None, loss_sum)
+        forward = StashedForward(first, entry, batch, tokens, steps, 0.0, loss, versions)
+        gradient = self._add_gradients(microbatch, forward, loss, None, loss_sum)
+        return FinishedMicrobatch(loss_sum, tokens, gradient, metrics)
+
+    def _reference(self, microbatch: MicrobatchId, first: int, logits: Tensor, batch: TokenBatch) -> FinishedMicrobatch:
+        """Returns the rows' log-probabilities under the reference, whose logits [b, s, v] these are."""
+        rows = tuple(row_log_probabilities(logits, batch.targets).tolist())
+        self._require_finite(sum(rows), first, microbatch, "the reference's log-probability")
+        return FinishedMicrobatch(0.0, self.objective.count_tokens(batch), log_probabilities=rows)
 
     def backward(self, microbatch: MicrobatchId, first: int, gradient: Tensor) -> tuple[Tensor | None, StashedForward]:
         """Adds a microbatch's gradients to the sums. Returns that of its entry (None at stage 0), and its forward.
@@ -146,7 +183,8 @@ class SpanTrainer:
         output = forward.output
         if output is None:
             with torch.enable_grad():
-                output, forward.versions = self._run(first, forward.entry, forward.inputs), self._versions_from(first)
+                output = self._run(microbatch, first, forward.entry, forward.batch, "train")
+                forward.versions = self._versions_from(first)
         return self._add_gradients(microbatch, forward, output, gradient.to(output.dtype)), forward
 
     def _stages_from(self, first: int) -> list[StageReplica]:
@@ -159,31 +197,52 @@ class SpanTrainer:
         """Returns the current weights of the stages from `first` on."""
         return tuple(stage.weights.current for stage in self._stages_from(first))
 
-    def _run(self, first: int, entry: Tensor, inputs: Tensor, train: bool = True) -> Tensor:
+    def _run(self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch, purpose: str) -> Tensor:
         """Runs stages `first` to the span's last; returns their output, boundary or logits.
 
-        On their current weights; not to `train`, on those that evaluations use: see TrainedStage.evaluated.
+        To train on their current weights; to evaluate on those that evaluations use, see TrainedStage.evaluated; as the
+        reference without their adapters.
         """
         if first > 0 and torch.is_grad_enabled():
             entry.requires_grad_()
         hidden = entry
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             for stage in self._stages_from(first):
-                version = stage.weights.current if train else stage.evaluated
-                hidden = version.module(hidden, inputs)
+                version = stage.weights.current if purpose == "train" else stage.evaluated
+                with self._mode_for(version.module, purpose, microbatch, stage.number):
+                    hidden = version.module(hidden, batch.inputs, batch.segments)
         return hidden
 
-    def _run_for_training(self, first: int, entry: Tensor, inputs: Tensor) -> tuple[Tensor, tuple[WeightVersion, ...]]:
+    @contextmanager
+    def _mode_for(self, module: Stage, purpose: str, microbatch: MicrobatchId, stage: int) -> Iterator[None]:
+        """Returns a context in which `module` computes for `purpose`: dropout only to train, adapters not as reference.
+
+        What a stage drops of a microbatch is decided by their numbers: a second forward drops the same.
+        """
+        with ExitStack() as stack:
+            if purpose == "reference":
+                stack.enter_context(module.without_adapters())
+            if self._dropout:
+                module.train(purpose == "train")
+                stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
+                torch.manual_seed(int.from_bytes(microbatch, "big") % 2**62 + stage)
+            yield
+
+    def _run_for_training(
+        self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch
+    ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
         """Does `_run` for a later backward; returns its output, and the weights of its graph, () if that is dropped."""
         versions = self._versions_from(first)
         if self._activations == "auto" and first not in self.activation_bytes:
             weights = {version.flat.untyped_storage().data_ptr() for version in versions}
-            output, size = memory.measure_saved_bytes(lambda: self._run(first, entry, inputs), weights)
+            output, size = memory.measure_saved_bytes(
+                lambda: self._run(microbatch, first, entry, batch, "train"), weights
+            )
             self.activation_bytes[first] = size
             return output.detach(), ()
         keeps_graph = self._keeps_graph(first)
         with torch.set_grad_enabled(keeps_graph):
-            return self._run(first, entry, inputs), versions if keeps_graph else ()
+            return self._run(microbatch, first, entry, batch, "train"), versions if keeps_graph else ()
 
     def _keeps_graph(self, first: int) -> bool:
         """Whether the graph of a microbatch that enters at `first` is kept: with "keep", or "auto" if graphs_fit."""
@@ -218,8 +277,8 @@ class SpanTrainer:
         entry_gradient = computed.pop(0) if first > 0 else None
         torch._foreach_add_([tensor for stage in stages for tensor in stage.sum.tensors], computed)
         for stage, step_at_forward in zip(stages, forward.steps, strict=True):
-            stage.count_microbatch(name, forward.supervised, loss_sum, step_at_forward)
-        self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), forward.supervised))
+            stage.count_microbatch(name, forward.tokens, loss_sum, step_at_forward)
+        self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), forward.tokens))
         return entry_gradient
 
     def _require_finite(self, value: float, first: int, microbatch: MicrobatchId, what: str) -> None:
@@ -227,8 +286,3 @@ class SpanTrainer:
         if not math.isfinite(value):
             self.stages[first].count_refused(microbatch.hex(), f"{what} is not finite")
             raise NonFinite(f"{what} from stage {first} on is not finite; a lower optimizer.learning_rate may help")
-
-
-def _supervised(tokens: Tensor) -> int:
-    """Number of supervised targets among token ids [b, s + 1]. A negative id is not supervised."""
-    return int((tokens[:, 1:] >= 0).sum())

@@ -18,7 +18,9 @@ from agora_protocol.errors import Busy, LocalError
 from agora_protocol.ids import MicrobatchId
 from torch import Tensor, nn
 
+from agora.model import Stage
 from agora.state.layout import Layout, Slot, lay_out
+from agora.train.objectives import TokenBatch
 
 LIMIT_PER_SEAT = 4
 """Stashed forwards and queued jobs beyond this many times the announced microbatches in flight are refused."""
@@ -35,14 +37,14 @@ class WeightVersion:
     They share its version counter: autograd raises when weights that a graph still needs were changed.
     """
 
-    def __init__(self, flat: Tensor, layout: Layout, template: nn.Module) -> None:
+    def __init__(self, flat: Tensor, layout: Layout, template: Stage) -> None:
         """template: a module of the same structure; its frozen parameters and its buffers are shared, not copied."""
         self.flat = flat
         named = dict(template.named_parameters())
         self.parameters = [nn.Parameter(tensor_in(flat, slot)) for slot in layout.slots]
         memo: dict[int, object] = {id(tensor): tensor for tensor in [*named.values(), *template.buffers()]}
         memo |= {id(named[slot.name]): parameter for slot, parameter in zip(layout.slots, self.parameters, strict=True)}
-        self.module: nn.Module = copy.deepcopy(template, memo)
+        self.module: Stage = copy.deepcopy(template, memo)
 
 
 class StageWeights:
@@ -51,7 +53,7 @@ class StageWeights:
     Forwards run on `current`. previous: the version before it, None until a change has met a live graph.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
+    def __init__(self, module: Stage, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
         """Copies the trainable parameters of `module` into the first version. hidden_matrices: names for the layout."""
         module = module.to(device)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -90,16 +92,15 @@ class StageWeights:
 class StashedForward:
     """What the backward of one microbatch needs: its entry, and when it is kept, the graph from there to `output`.
 
-    entry: float32 boundary [b, s, k] that entered stage `first`, or at stage 0 the token ids. inputs: the token ids
-    [b, s]. supervised: number of supervised tokens. steps: the step at which each stage from `first` on was then.
-    device_s: seconds that the forward took. output: None when the backward has to run the forward again. versions: the
-    graph's weights.
+    entry: float32 boundary [b, s, k] that entered stage `first`, or at stage 0 the token ids. tokens: the weight of the
+    microbatch in its step. steps: the step at which each stage from `first` on was then. device_s: seconds that the
+    forward took. output: None when the backward has to run the forward again. versions: the graph's weights.
     """
 
     first: int
     entry: Tensor
-    inputs: Tensor
-    supervised: int
+    batch: TokenBatch
+    tokens: int
     steps: tuple[int, ...]
     device_s: float
     output: Tensor | None = None

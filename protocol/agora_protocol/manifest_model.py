@@ -50,6 +50,11 @@ class ModelSection(Section, abc.ABC):
         """Returns whether the model as it began stays at hand, as dpo needs it; the base returns False."""
         return False
 
+    @property
+    def dropout(self) -> float:
+        """Returns the share of values that training drops at random; the base returns 0."""
+        return 0.0
+
     def full_boundary(self) -> dict[str, Any]:
         """Returns the changes to [model] that make boundaries carry the whole residual stream; the base returns {}."""
         return {}
@@ -210,6 +215,11 @@ class HfSection(ModelSection):
     def has_reference(self) -> bool:
         """Returns whether lora is trained: without it, the model is as it began."""
         return self.trained == "lora"
+
+    @property
+    def dropout(self) -> float:
+        """Returns that of lora; the base model's own is off."""
+        return self.lora_dropout if self.trained == "lora" else 0.0
 
     @classmethod
     def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:

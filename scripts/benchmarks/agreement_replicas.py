@@ -27,6 +27,7 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
 from agora.stepping import StepPolicy
+from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import Blocks
 from benchmarks.agreement_settings import DEFAULTS, Setting, sequences_of
@@ -79,13 +80,15 @@ class Replica:
             return
         if self._together:
             self.stage.policy = StepPolicy(self.tokens, ALL_STEPS, step, self.tokens, closes_share=True)
-        self.trainer.finish(_microbatch(step), 0, _inputs(tokens), tokens, train=True)
+        batch = _batch_of(tokens)
+        self.trainer.finish(_microbatch(step), 0, batch.inputs, batch, "train")
         self.trainer.take_due_steps()
 
     def loss(self, heldout: Sequence[Tensor]) -> float:
         """Returns the mean loss per token of batches [b, s + 1], in nats."""
-        sums = [self.trainer.finish(_microbatch(0), 0, _inputs(tokens), tokens, train=False)[:2] for tokens in heldout]
-        return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
+        batches = [_batch_of(tokens) for tokens in heldout]
+        done = [self.trainer.finish(_microbatch(0), 0, batch.inputs, batch, "evaluate") for batch in batches]
+        return sum(one.loss_sum for one in done) / sum(one.tokens for one in done)
 
 
 class Agreement(Protocol):
@@ -324,9 +327,9 @@ def serve(spec: dict[str, Any], channel: Channel) -> None:
         channel.say(train(manifest, sampler, setting, int(spec["steps"]), int(spec["heldout"])))
 
 
-def _inputs(tokens: Tensor) -> Tensor:
-    """Returns the inputs of token ids [b, s + 1]: all but the last, [b, s]."""
-    return tokens[:, :-1].contiguous()
+def _batch_of(tokens: Tensor) -> TokenBatch:
+    """Returns the batch of token ids [b, s + 1]."""
+    return TokenBatch.from_wire(tokens, has_marks=False)
 
 
 def _microbatch(number: int) -> MicrobatchId:

@@ -20,6 +20,7 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
 from agora.stepping import StepPolicy
+from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 
 ORIGIN: Final = PeerId("samples")
@@ -57,12 +58,13 @@ class Stages:
         ids = [sample_id(ORIGIN, counter) for counter in range(step * size, (step + 1) * size)]
         tokens = torch.from_numpy(self._sampler.batch(ids)).long()
         name, into = MicrobatchId(step.to_bytes(16, "big")), into or Samples()
-        entry, *inner = tokens[:, :-1], *self._stages[:-1]
+        batch = TokenBatch.from_wire(tokens, has_marks=False)
+        entry, *inner = batch.inputs, *self._stages[:-1]
         for number, stage in enumerate(inner):
-            boundary, _ = stage.forward(name, number, entry, tokens, train=True)
+            boundary, _ = stage.forward(name, number, entry, batch, "train")
             into.forward.append(boundary)
             entry = self._crossing(boundary, "forward", name, number + 1).clone()
-        _, _, gradient = self._stages[-1].finish(name, len(inner), entry, tokens, train=True)
+        gradient = self._stages[-1].finish(name, len(inner), entry, batch, "train").gradient
         for number, stage in reversed(list(enumerate(inner))):
             if gradient is None:
                 raise ValueError("a stage that a boundary enters has its gradient")
@@ -75,14 +77,14 @@ class Stages:
         """Returns the mean loss per held-out token in nats over so many microbatches, crossing as in training."""
         loss_sum, tokens = 0.0, 0
         name = MicrobatchId(bytes(16))
-        for batch in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
-            ids = torch.from_numpy(batch).long()
-            entry = ids[:, :-1]
+        for windows in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
+            batch = TokenBatch.from_wire(torch.from_numpy(windows).long(), has_marks=False)
+            entry = batch.inputs
             for number, stage in enumerate(self._stages[:-1]):
-                boundary, _ = stage.forward(name, number, entry, ids, train=False)
+                boundary, _ = stage.forward(name, number, entry, batch, "evaluate")
                 entry = self._crossing(boundary, "forward", name, number + 1)
-            found, count, _ = self._stages[-1].finish(name, len(self._stages) - 1, entry, ids, train=False)
-            loss_sum, tokens = loss_sum + found, tokens + count
+            done = self._stages[-1].finish(name, len(self._stages) - 1, entry, batch, "evaluate")
+            loss_sum, tokens = loss_sum + done.loss_sum, tokens + done.tokens
         return loss_sum / tokens
 
 

@@ -24,6 +24,7 @@ from agora.model import stage_loss
 from agora.stepping import StepPolicy
 from agora.train.device import has_native_bf16
 from agora.train.memory import keep_freed_memory
+from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from benchmarks.worker import Channel
 
@@ -94,10 +95,10 @@ class PlainLoop:
     def loss(self, batches: int) -> float:
         """Returns the mean loss per held-out token, in nats, over so many microbatches: of the averaged weights."""
         loss_sum, count = 0.0, 0
-        for batch in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
-            tokens = torch.from_numpy(batch).long()
-            found, supervised, _ = self._trainer.finish(NO_MICROBATCH, 0, tokens[:, :-1], tokens, train=False)
-            loss_sum, count = loss_sum + found, count + supervised
+        for windows in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
+            batch = TokenBatch.from_wire(torch.from_numpy(windows).long(), has_marks=False)
+            done = self._trainer.finish(NO_MICROBATCH, 0, batch.inputs, batch, "evaluate")
+            loss_sum, count = loss_sum + done.loss_sum, count + done.tokens
         return loss_sum / count
 
 

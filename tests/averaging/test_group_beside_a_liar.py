@@ -109,7 +109,7 @@ async def weights_after(compute: Compute, number: int, learning: bool = True) ->
     """After a step, for which this peer counts all tokens unless it is not `learning`."""
     if learning:
         ids = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
-        out = await compute.forward(microbatch_id(number), 0, None, ids, True)
+        out = await compute.forward(microbatch_id(number), 0, None, ids, "train")
         await compute.backward(microbatch_id(number), 0, out)
     while compute.step_of(0) == number:
         await asyncio.sleep(0.01)
@@ -145,7 +145,7 @@ def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other
         sections = {"schedule": {"kind": "synchronous"}, "optimizer": {"target_tokens": 32}}
         async with beside(Liar(), **sections) as (compute, group, _, listed):
             ids = tokens_of(batches_for(small_manifest(), 1)[0][0])
-            out = await compute.forward(microbatch_id(0), 0, None, ids, True)
+            out = await compute.forward(microbatch_id(0), 0, None, ids, "train")
             await compute.backward(microbatch_id(0), 0, out)
             assert compute.step_of(0) == 0, "it waits for the other"
             del listed[OTHER]

@@ -36,6 +36,7 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer, Ids
 from agora.stepping import StepPolicy
+from agora.train.objectives import TokenBatch
 
 TINY = Effort((0,), 6, 32, 1, 16, 8, heldout_batches=2)
 REPLICAS = 4
@@ -80,7 +81,8 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
             replica.learn(step, 1.0)
         together.after(step + 1)
         tokens = torch.cat(drawn)
-        alone.trainer.finish(MicrobatchId(bytes(16)), 0, tokens[:, :-1].contiguous(), tokens, train=True)
+        batch = TokenBatch.from_wire(tokens, has_marks=False)
+        alone.trainer.finish(MicrobatchId(bytes(16)), 0, batch.inputs.contiguous(), batch, "train")
         alone.trainer.take_due_steps()
     assert [replica.stage.step for replica in (*replicas, alone)] == [5] * (REPLICAS + 1)
     for replica in replicas:

@@ -78,7 +78,7 @@ class LinearStage(Stage):
         if self.is_last:
             self.ends["head"] = nn.Linear(model.width, model.vocabulary, bias=False)
 
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         if self.is_first:
             hidden = self.ends["embedding"](hidden.clamp(min=0))
         for layer in self.layers.values():
@@ -157,7 +157,7 @@ def test_its_boundaries_cross_and_its_stages_learn(manifest: Manifest) -> None:
     async def losses() -> list[float]:
         async with pipeline_of(manifest, ["0", "1"]) as pipeline:
             [[batch, *_], *_] = steps = batches_for(manifest, 12)
-            boundary = await pipeline[0].forward(microbatch_id(99), 0, None, tokens_of(batch), False)
+            boundary = await pipeline[0].forward(microbatch_id(99), 0, None, tokens_of(batch), "evaluate")
             assert boundary.shape == (2, 8, 6)
             return [await train_step(pipeline, step, number) for number, step in enumerate(steps)]
 

@@ -10,7 +10,7 @@ from agora_protocol.errors import AgoraError, Busy, PeerFailed, Unavailable
 from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
-from agora.observe.events import EvaluationDone, MicrobatchDropped, MicrobatchRerouted
+from agora.observe.events import EvaluationDone, Event, MicrobatchDropped, MicrobatchRerouted
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
@@ -332,5 +332,59 @@ def test_ids_never_repeat_and_batches_are_drawn_in_order() -> None:
         assert len(set(ids)) == len(ids) and all(i.startswith(b"origin00") for i in ids)
         drawn = [data for message, data, *_ in entrance.seen if message.purpose == "train"]
         assert drawn == [bytes(tokens_of(i).data) for i in range(len(drawn))]
+
+    run(work())
+
+
+class ReferenceEntrance(Entrance):
+    """A pipeline of a dpo run: a reference request gets one log-probability, made of the tokens; others get metrics."""
+
+    async def process(self, message: Process, tensors: list[WireTensor], deadline: float, progress) -> HopAnswer:
+        answer = await super().process(message, tensors, deadline, progress)
+        if message.purpose == "reference":
+            answer.message = Processed(0.0, TOKENS, 1.0, log_probabilities=(-1.0 - loss_of(tensors[0]),))
+        else:
+            answer.message = Processed(loss_of(tensors[0]), TOKENS, 1.0, metrics=(3.0, 1.0, 1.0, 1.0))
+        return answer
+
+
+def test_for_dpo_the_reference_is_asked_first_and_goes_along_with_each_microbatch() -> None:
+    async def work() -> None:
+        events: list[Event] = []
+        entrance = ReferenceEntrance()
+        origin = origin_of(entrance, events, objective="dpo")
+        running = asyncio.create_task(origin.run())
+        while origin.completed < 10:
+            await asyncio.sleep(0.1)
+        await origin.leave(100.0)
+        await running
+        asked = {data: None for message, data, *_ in entrance.seen if message.purpose == "reference"}
+        trained = [(message, data) for message, data, *_ in entrance.seen if message.purpose == "train"]
+        assert len(trained) >= 10
+        for message, data in trained:
+            assert data in asked and message.references == (
+                -1.0 - loss_of(WireTensor("int32", (1, 3), memoryview(data))),
+            )
+        assert len({message.microbatch for message, *_ in entrance.seen}) == len(entrance.seen), "each has its own id"
+        assert {name: average.value for name, average in origin.metrics.items()} == {
+            "rewards/chosen": 3.0,
+            "rewards/rejected": 1.0,
+            "rewards/accuracies": 1.0,
+            "rewards/margins": 2.0,
+        }
+        assert completed(events), "only those that trained count as completed training"
+        assert len(completed(events)) == len(trained)
+
+    run(work())
+
+
+def test_for_dpo_an_evaluation_compares_with_the_reference_too() -> None:
+    async def work() -> None:
+        entrance = ReferenceEntrance()
+        result = await origin_of(entrance, objective="dpo").evaluate(3, within_s=60.0)
+        assert result.metrics == (9.0, 3.0, 3.0, 3.0)
+        purposes = [message.purpose for message, *_ in entrance.seen]
+        assert sorted(purposes) == ["evaluate"] * 3 + ["reference"] * 3
+        assert all(message.references for message, *_ in entrance.seen if message.purpose == "evaluate")
 
     run(work())

@@ -235,6 +235,8 @@ def test_a_lost_answer_is_fetched_from_the_peer_that_has_it() -> None:
         (HopAnswer(Processed(1.0, 2, 1.0), []), "bad-message"),
         (HopAnswer(Processed(1.0, 2, 1.0), [tokens_of(1)]), "bad-tensor"),
         (HopAnswer(Processed(1.0, 99, 1.0), [gradient_of(MB, 1)]), "bad-message"),
+        (HopAnswer(Processed(1.0, 2, 1.0, log_probabilities=(-1.0,)), [gradient_of(MB, 1)]), "bad-message"),
+        (HopAnswer(Processed(1.0, 2, 1.0, metrics=(1.0,)), [gradient_of(MB, 1)]), "bad-message"),
         (HopAnswer(Pong(), []), "bad-message"),
     ],
 )

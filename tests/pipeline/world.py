@@ -80,15 +80,16 @@ class FakeCompute:
         self.fail_next: list[AgoraError] = []
         self.answers_nonsense = False
 
-    async def forward(self, microbatch, first, boundary, tokens, train) -> WireTensor:
+    async def forward(self, microbatch, first, boundary, tokens, purpose) -> WireTensor:
         self._check(microbatch, first, boundary)
         await self._device(self._seconds(first) / 3.0, lambda: None)
-        if train:
+        if purpose == "train":
             self.held.add(microbatch)
         return boundary_of(microbatch, self.span.last + 1)
 
-    async def finish(self, microbatch, first, boundary, tokens, train) -> SpanResult:
+    async def finish(self, microbatch, first, boundary, tokens, purpose, references) -> SpanResult:
         self._check(microbatch, first, boundary)
+        train = purpose == "train"
         count = (lambda: self._count(microbatch, first)) if train else (lambda: None)
         await self._device(self._seconds(first), count)
         of = b"something else" if self.answers_nonsense else microbatch

@@ -114,8 +114,9 @@ async def train_step(pipeline: Sequence[Compute], microbatches: Sequence[np.ndar
     boundaries: list[WireTensor | None] = [None] * len(ids)
     for compute in inner:
         for i, microbatch in enumerate(ids):
-            boundaries[i] = await compute.forward(microbatch, compute.span.first, boundaries[i], tokens[i], True)
-    done = [await last.finish(m, last.span.first, b, t, True) for m, b, t in zip(ids, boundaries, tokens, strict=True)]
+            boundaries[i] = await compute.forward(microbatch, compute.span.first, boundaries[i], tokens[i], "train")
+    entering = zip(ids, boundaries, tokens, strict=True)
+    done = [await last.finish(m, last.span.first, boundary, batch, "train") for m, boundary, batch in entering]
     gradients = [finished.gradient for finished in done]
     for compute in reversed(inner):
         for i, microbatch in enumerate(ids):

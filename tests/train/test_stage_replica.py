@@ -71,7 +71,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
             for i, ids in enumerate(step):
                 first, last = (stage[random.integers(replicas)] for stage in stages)
                 m, wired = microbatch_id(number * 100 + i), tokens_of(ids)
-                done = await last.finish(m, 1, await first.forward(m, 0, None, wired, True), wired, True)
+                done = await last.finish(m, 1, await first.forward(m, 0, None, wired, "train"), wired, "train")
                 assert done.gradient is not None
                 await first.backward(m, 0, done.gradient)
                 loss, tokens = loss + done.loss_sum, tokens + done.tokens
@@ -116,7 +116,7 @@ def test_replicas_without_a_single_microbatch_take_part_with_nothing_and_take_th
 async def one_microbatch(compute: Compute, number: int) -> None:
     """A microbatch through stage 0, with an arbitrary gradient."""
     wired = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
-    out = await compute.forward(microbatch_id(number), 0, None, wired, True)
+    out = await compute.forward(microbatch_id(number), 0, None, wired, "train")
     await compute.backward(microbatch_id(number), 0, out)
 
 

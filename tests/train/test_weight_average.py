@@ -17,6 +17,7 @@ from agora.model import family_of, stage_loss
 from agora.state.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import AVERAGE, StageState
 from agora.state.transfer import StateFetch
+from agora.train.objectives import TokenBatch
 from agora.train.optimizer import average_decay
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import StageReplica
@@ -117,8 +118,9 @@ def test_evaluations_use_the_average_and_training_the_weights(decay: float) -> N
         with torch.no_grad():
             losses[what] = float(stage_loss(module(ids[:, :-1], ids[:, :-1]), ids[:, 1:]))
     assert (abs(losses["average"] - losses["weights"]) > 1e-2) == bool(decay)
-    evaluated = trainer.finish(microbatch_id(0), 0, ids[:, :-1], ids, train=False)[0]
-    trained = trainer.finish(microbatch_id(0), 0, ids[:, :-1], ids, train=True)[0]
+    batch = TokenBatch.from_wire(ids, has_marks=False)
+    evaluated = trainer.finish(microbatch_id(0), 0, batch.inputs, batch, "evaluate").loss_sum
+    trained = trainer.finish(microbatch_id(0), 0, batch.inputs, batch, "train").loss_sum
     assert evaluated == pytest.approx(losses["average"], rel=1e-6)
     assert trained == pytest.approx(losses["weights"], rel=1e-6)
 
@@ -128,10 +130,14 @@ def test_a_boundary_that_is_evaluated_leaves_a_stage_as_its_average_makes_it() -
     trainer = SpanTrainer(manifest, Span(0, 0), CPU, report=lambda event: None, in_flight=1)
     take_steps(trainer.stage(0), 0, 5)
     ids = torch.from_numpy(batches_for(manifest, 1)[0][0]).long()
-    forward = {train: trainer.forward(microbatch_id(0), 0, ids[:, :-1], ids, train)[0] for train in (True, False)}
+    batch = TokenBatch.from_wire(ids, has_marks=False)
+    forward = {
+        purpose: trainer.forward(microbatch_id(0), 0, batch.inputs, batch, purpose)[0]
+        for purpose in ("train", "evaluate")
+    }
     with torch.no_grad():
         expected = trainer.stage(0).evaluated.module(ids[:, :-1], ids[:, :-1])
-    assert torch.equal(forward[False], expected) and not torch.allclose(forward[True], expected, atol=1e-3)
+    assert torch.equal(forward["evaluate"], expected) and not torch.allclose(forward["train"], expected, atol=1e-3)
 
 
 def check_that_it_goes_on(state: StageState, stage: StageReplica) -> None:

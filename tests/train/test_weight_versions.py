@@ -22,6 +22,7 @@ from agora.model import family_of
 from agora.stepping import StepPolicy
 from agora.train import memory
 from agora.train.memory import graphs_fit
+from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.trained_stage import StageProgress
 from tests.train.support import Events, batches_for, microbatch_id, small_manifest
@@ -48,7 +49,8 @@ class Bench:
 
     def forward(self, number: int) -> Tensor:
         tokens = self.batches[number]
-        return self.trainer.forward(microbatch_id(number), 0, tokens[:, :-1], tokens, True)[0]
+        batch = TokenBatch.from_wire(tokens, has_marks=False)
+        return self.trainer.forward(microbatch_id(number), 0, batch.inputs, batch, "train")[0]
 
     def backward(self, number: int) -> None:
         assert self.trainer.backward(microbatch_id(number), 0, self.gradients[number])[0] is None
@@ -244,7 +246,8 @@ def test_a_failure_in_the_middle_of_a_backward_adds_nothing_at_all() -> None:
 def test_forgetting_frees_the_graph_and_the_former_weights() -> None:
     bench = Bench("keep")
     tokens = bench.batches[0]
-    forward = bench.trainer.forward(microbatch_id(0), 0, tokens[:, :-1], tokens, True)[1]
+    batch = TokenBatch.from_wire(tokens, has_marks=False)
+    forward = bench.trainer.forward(microbatch_id(0), 0, batch.inputs, batch, "train")[1]
     assert forward is not None
     graph = weakref.ref(forward.output)
     del forward
@@ -298,6 +301,7 @@ import resource
 from concurrent.futures import ThreadPoolExecutor
 import torch
 from agora.train import memory
+from agora.train.objectives import TokenBatch
 
 assert memory.keep_freed_memory()
 faults = []

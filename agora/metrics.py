@@ -1,0 +1,44 @@
+"""The metrics of an objective: what the sums that a microbatch's answer carries mean, and their names in reports.
+
+Knows: names, sums. Must not know: logits, messages, who adds the sums up.
+
+| objective | sums of a microbatch                                                           | metrics             |
+|-----------|--------------------------------------------------------------------------------|---------------------|
+| lm        | none                                                                           | none                |
+| sft       | supervised tokens that the model predicts right                                | token_accuracy      |
+| dpo       | rewards of chosen, of rejected answers; pairs whose chosen one has more; pairs | rewards/chosen,     |
+|           |                                                                                | rewards/rejected,   |
+|           |                                                                                | rewards/accuracies, |
+|           |                                                                                | rewards/margins     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+SUM_COUNTS: Final = {"lm": 0, "sft": 1, "dpo": 4}
+"""How many sums an answer carries, by the manifest's `objective.kind`."""
+
+
+def add_sums(sums: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
+    """Returns the sums of two microbatches together. `sums` may be empty: then `more` alone."""
+    return tuple(a + b for a, b in zip(sums, more, strict=True)) if sums else tuple(more)
+
+
+def named_means(kind: str, sums: Sequence[float], tokens: int) -> dict[str, float]:
+    """Returns the metrics by name: means over the supervised tokens (sft) or over the pairs (dpo).
+
+    tokens: supervised ones behind the sums. {} where nothing has been summed.
+    """
+    match kind, tuple(sums):
+        case "sft", (correct,) if tokens:
+            return {"token_accuracy": correct / tokens}
+        case "dpo", (chosen, rejected, accurate, pairs) if pairs:
+            return {
+                "rewards/chosen": chosen / pairs,
+                "rewards/rejected": rejected / pairs,
+                "rewards/accuracies": accurate / pairs,
+                "rewards/margins": (chosen - rejected) / pairs,
+            }
+    return {}

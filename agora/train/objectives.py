@@ -1,0 +1,173 @@
+"""The objectives: what is learnt of a microbatch, as a loss that is summed over it.
+
+Knows: logits, targets, marks. Must not know: stages, wire tensors, peers, data. A step divides the summed gradients by
+the summed `tokens`, so that these are the weight of a microbatch in its step. Shapes: b rows, s positions, v token ids.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from agora_protocol.errors import ProtocolError
+from agora_protocol.manifest import ObjectiveSection
+from torch import Tensor
+
+from agora.model.family import IGNORED, stage_loss
+
+SUPERVISED: Final = 1
+"""The bit of a token's mark that says: it is predicted and counted in the loss."""
+BEGINS: Final = 2
+"""The bit of a token's mark that says: it begins a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The tokens of one microbatch, as stages and losses take them.
+
+    inputs: ids [b, s]; a negative one, which is an ignored target in runs without marks, is read as 0. targets: the
+    ids that follow them [b, s], IGNORED where not supervised. segments: the number of each input's sequence in its row
+    [b, s], ascending; None: a row is one sequence.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    segments: Tensor | None = None
+
+    @classmethod
+    def from_wire(cls, tokens: Tensor, *, has_marks: bool) -> TokenBatch:
+        """Returns the batch of ids [b, s + 1], or with marks [2, b, s + 1]; SPEC.md says what marks mean.
+
+        Raises ProtocolError for a negative id beside marks, and for an unknown mark.
+        """
+        if not has_marks:
+            return cls(tokens[:, :-1], tokens[:, 1:])
+        ids, marks = tokens
+        if int(tokens.min()) < 0 or int(marks.max()) > (SUPERVISED | BEGINS):
+            raise ProtocolError("bad-tensor", "a token or a mark is not one that this run can have")
+        supervised = (marks & SUPERVISED).bool()
+        targets = torch.where(supervised, ids, IGNORED)
+        segments = (marks[:, :-1] & BEGINS).bool().cumsum(dim=1)
+        return cls(ids[:, :-1], targets[:, 1:], segments)
+
+    @property
+    def supervised(self) -> int:
+        """How many targets are supervised."""
+        return int((self.targets >= 0).sum())
+
+
+class MicrobatchLoss(NamedTuple):
+    """The loss of a microbatch: a float32 scalar with its graph, summed so that tokens are its weight.
+
+    metrics: sums, see agora.metrics.
+    """
+
+    loss_sum: Tensor
+    metrics: tuple[float, ...] = ()
+
+
+class Objective(abc.ABC):
+    """One way of learning from microbatches."""
+
+    def count_tokens(self, batch: TokenBatch) -> int:
+        """Returns the weight of a microbatch in its step: here its supervised tokens."""
+        return batch.supervised
+
+    @abc.abstractmethod
+    def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
+        """Returns the loss of logits [b, s, v], any float type.
+
+        references: for each row the log-probability of its supervised tokens under the reference, for objectives that
+        compare with one; else empty. Raises ProtocolError for another number of them.
+        """
+
+
+class NextTokens(Objective):
+    """Objective lm: the cross entropy of every target."""
+
+    def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
+        """Returns the sum of the targets' cross entropies."""
+        return MicrobatchLoss(stage_loss(logits, batch.targets))
+
+
+class Answers(Objective):
+    """Objective sft: the cross entropy of the supervised targets. Its sum: targets that the model predicts right."""
+
+    def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
+        """Returns the sum of the supervised targets' cross entropies, and how many have the highest logit."""
+        right = (logits.detach().argmax(dim=-1) == batch.targets).sum()
+        return MicrobatchLoss(stage_loss(logits, batch.targets), (float(right),))
+
+
+class Preferences(Objective):
+    """Objective dpo: the rows 2i and 2i + 1 are the chosen and the rejected answer to one prompt.
+
+    With p the log-probability of an answer's supervised tokens under the model, q that under the reference, and r =
+    beta * (p - q) an answer's reward, the loss of a pair is
+
+    | preference_loss | loss                                                            | source                       |
+    |-----------------|-----------------------------------------------------------------|------------------------------|
+    | sigmoid         | -(1 - e) log sigmoid(r_c - r_r) - e log sigmoid(r_r - r_c)      | arXiv 2305.18290, eq. 7      |
+    | ipo             | ((p_c - q_c) / n_c - (p_r - q_r) / n_r - 1 / (2 beta))^2        | arXiv 2310.12036, eq. 17     |
+
+    with e = label_smoothing and n an answer's supervised tokens. sigmoid sums over an answer's tokens, ipo takes their
+    mean. Every pair weighs the same: the 2 * s places of its rows.
+    """
+
+    def __init__(self, section: ObjectiveSection) -> None:
+        self._section = section
+
+    def count_tokens(self, batch: TokenBatch) -> int:
+        """Returns b * s, whatever is supervised: a step is a mean over pairs, not over tokens."""
+        return batch.inputs.numel()
+
+    def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
+        """Returns the sum of the pairs' losses times 2 * s, and the sums of dpo, see agora.metrics.
+
+        Raises ProtocolError unless there is one reference for each row.
+        """
+        rows = batch.inputs.shape[0]
+        if len(references) != rows:
+            raise ProtocolError("bad-message", f"{len(references)} references came for {rows} rows")
+        gains = row_log_probabilities(logits, batch.targets) - torch.tensor(references, device=logits.device)
+        chosen, rejected = gains[0::2], gains[1::2]
+        losses = self._pair_losses(chosen, rejected, (batch.targets >= 0).sum(dim=1).clamp(min=1))
+        beta = self._section.beta
+        accurate = (chosen.detach() > rejected.detach()).sum()
+        sums = beta * chosen.detach().sum(), beta * rejected.detach().sum(), accurate
+        metrics = (*(float(value) for value in sums), float(len(chosen)))
+        return MicrobatchLoss(losses.sum() * (2 * batch.inputs.shape[1]), metrics)
+
+    def _pair_losses(self, chosen: Tensor, rejected: Tensor, lengths: Tensor) -> Tensor:
+        """Returns each pair's loss [b / 2] from the gains p - q of its answers. lengths: supervised tokens [b]."""
+        section = self._section
+        if section.preference_loss == "ipo":
+            return (chosen / lengths[0::2] - rejected / lengths[1::2] - 1 / (2 * section.beta)).square()
+        margin, smoothing = section.beta * (chosen - rejected), section.label_smoothing
+        return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def row_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns for each row the sum of its supervised targets' log-probabilities, float32 [b], at most 0.
+
+    logits: [b, s, v]; targets: [b, s], IGNORED where not supervised.
+    """
+    with torch.autocast(logits.device.type, enabled=False):
+        flat = logits.flatten(0, 1).float()
+        losses = F.cross_entropy(flat, targets.flatten().long(), ignore_index=IGNORED, reduction="none")
+        return -losses.view(targets.shape).sum(dim=1)
+
+
+def objective_of(section: ObjectiveSection) -> Objective:
+    """Returns the objective that the manifest's [objective] names."""
+    match section.kind:
+        case "lm":
+            return NextTokens()
+        case "sft":
+            return Answers()
+        case "dpo":
+            return Preferences(section)
