@@ -21,6 +21,14 @@ SUM_COUNTS: Final = {"lm": 0, "sft": 1, "dpo": 4}
 """How many sums an answer carries, by the manifest's `objective.kind`."""
 
 
+METRIC_NAMES: Final = {
+    "lm": (),
+    "sft": ("token_accuracy",),
+    "dpo": ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+}
+"""The names of the metrics, by the manifest's `objective.kind`, in the order in which a progress record has them."""
+
+
 def add_sums(sums: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
     """Returns the sums of two microbatches together. `sums` may be empty: then `more` alone."""
     return tuple(a + b for a, b in zip(sums, more, strict=True)) if sums else tuple(more)
@@ -33,12 +41,9 @@ def named_means(kind: str, sums: Sequence[float], tokens: int) -> dict[str, floa
     """
     match kind, tuple(sums):
         case "sft", (correct,) if tokens:
-            return {"token_accuracy": correct / tokens}
+            means: tuple[float, ...] = (correct / tokens,)
         case "dpo", (chosen, rejected, accurate, pairs) if pairs:
-            return {
-                "rewards/chosen": chosen / pairs,
-                "rewards/rejected": rejected / pairs,
-                "rewards/accuracies": accurate / pairs,
-                "rewards/margins": (chosen - rejected) / pairs,
-            }
-    return {}
+            means = chosen / pairs, rejected / pairs, accurate / pairs, (chosen - rejected) / pairs
+        case _:
+            return {}
+    return dict(zip(METRIC_NAMES[kind], means, strict=True))

@@ -93,6 +93,8 @@ def lines_of(status: Status) -> list[str]:
     loss = f"loss {status['loss']:.3f}" if status["loss"] is not None else "no loss yet"
     run = f"{status['name'] or 'unnamed'} ({status['run_id'][:12] or 'unsigned'})"
     lines = [f"run     {run}  step {status['step']}  {loss}  {status['tokens_per_second']:.0f} tokens/s"]
+    if tuning := status.get("tuning"):
+        lines.append("tuning  " + "  ".join(f"{name} {value:.3f}" for name, value in tuning.items()))
     if status["stages"]:
         lines += _table(STAGE_COLUMNS, [_stage_cells(row) for row in status["stages"]])
         lines += _table(PEER_COLUMNS, [_peer_cells(peer) for peer in status["peers"]])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from agora_protocol import messages
+from agora_protocol import refusals
 from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError, Refused, WrongRun
 from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
@@ -114,7 +114,7 @@ class Connection:
 
     def end(self, error: AgoraError, reason: str) -> None:
         """Sends a GOODBYE with `error`, closes the stream, and fails every call with ConnectionBroken(reason)."""
-        self.stream.enqueue(encode_frame(FrameType.GOODBYE, 0, messages.refusal_to_wire(error)))
+        self.stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusals.refusal_to_wire(error)))
         self.stream.close()
         self.on_lost(reason)
 
@@ -264,7 +264,7 @@ class Connection:
                 if call is not None and call.on_progress is not None:
                     asyncio.get_running_loop().call_soon(call.on_progress, message)  # outside the read callback
             case FrameType.REFUSAL:
-                self._settle(frame.call, messages.refusal_from_wire(message))
+                self._settle(frame.call, refusals.refusal_from_wire(message))
             case FrameType.CANCEL:
                 self.incoming.on_cancel(frame.call)
             case FrameType.HELLO:
@@ -330,7 +330,7 @@ class Connection:
             self._peer_leaves = True
             self._end_when_idle()
             return
-        error = messages.refusal_from_wire(refusal)
+        error = refusals.refusal_from_wire(refusal)
         is_unwanted = isinstance(error, Refused) or error.code == "wrong-version"
         ended = ConnectionBroken(f"the peer ended the connection ({error.code}): {error}")
         self._fail(error if is_unwanted else ended, handshake_error=error)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import trio
-from agora_protocol import messages
+from agora_protocol import messages, refusals
 from agora_protocol.errors import AgoraError, ProtocolError, WrongRun
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.ids import PeerId, RunId
@@ -108,7 +108,7 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId) -> dic
                 await stream.close()
                 return _decode_status(answer)
             case ((FrameType.REFUSAL | FrameType.GOODBYE), messages.Refusal() as refusal):
-                raise messages.refusal_from_wire(refusal)
+                raise refusals.refusal_from_wire(refusal)
 
 
 def _decode_status(answer: Message) -> dict[str, Any]:

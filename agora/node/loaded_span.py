@@ -155,6 +155,7 @@ class LoadedSpan:
             path_s=self.hop.path_s(),
             is_origin=self.origin is not None,
             loss=self.origin.loss.value if self.origin else None,
+            metrics=self.origin.mean_metrics if self.origin else {},
             credit=self.origin.credit.reason if self.origin else "",
             shortage=self.origin.credit.shortage if self.origin else "",
         )

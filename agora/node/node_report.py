@@ -41,9 +41,9 @@ class SpanReport:
 
     behind: how many steps each stage is behind the replica that is furthest, 0 for none.
     busy_fraction: the part of its time that the device thread spends on jobs. queue: microbatches at the device.
-    path_s: seconds from here to the last stage and back, None until measured. loss, credit: the origin's loss, and in
-    words how many microbatches it may have in flight. shortage: the setting that allows it fewer than it could use, in
-    words, "" for none.
+    path_s: seconds from here to the last stage and back, None until measured. loss, metrics: the origin's averages.
+    credit: in words how many microbatches it may have in flight. shortage: the setting that allows it fewer than it
+    could use, in words, "" for none.
     """
 
     span: Span
@@ -57,6 +57,7 @@ class SpanReport:
     path_s: float | None
     is_origin: bool
     loss: float | None
+    metrics: Mapping[str, float]
     credit: str
     shortage: str
 
@@ -116,6 +117,7 @@ def progress_record(report: NodeReport) -> Progress | None:
         queue=span.queue,
         completed=max(counters.counted.values(), default=0),
         accounts=tuple(tuple(stage.account) for stage in span.stages),
+        metrics=tuple(span.metrics.values()),
         waits_for=_printable(_by_stage(span.waits_for), MAX_TEXT_BYTES // 4),
         note=_printable("; ".join(notes_of(report)), MAX_TEXT_BYTES),
     )
@@ -185,6 +187,7 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         "tokens_per_second": round(report.tokens_per_second, 1),
         "in_hand": span.in_hand,
         "loss": span.loss,
+        "tuning": dict(span.metrics),
         "credit": span.credit,
         "bytes": {name.removesuffix("_bytes"): count for name, count in asdict(report.traffic).items()},
     }

@@ -13,6 +13,7 @@ from agora_protocol.errors import LocalError
 from agora_protocol.ids import Span
 
 from agora.clock import loop_time
+from agora.metrics import named_means
 from agora.node.control import Answer, Question
 from agora.node.node_report import report_json, status_json
 from agora.observe import events
@@ -125,7 +126,12 @@ class ControlAnswers:
             raise LocalError(f"batches must be from 1 to {MAX_EVALUATE_BATCHES}")
         began = loop_time()
         evaluation = await origin.evaluate(batches, EVALUATE_SECONDS)
-        return {"loss": evaluation.loss, "tokens": evaluation.tokens, "seconds": round(loop_time() - began, 3)}
+        return {
+            "loss": evaluation.loss,
+            "tokens": evaluation.tokens,
+            "seconds": round(loop_time() - began, 3),
+            "tuning": named_means(origin.objective, evaluation.metrics, evaluation.tokens),
+        }
 
     async def weights(self, average: bool = False) -> Answer:
         """Writes the weights of every stage held, or their moving averages, as files; returns the files' paths."""

@@ -123,6 +123,16 @@ class Origin:
         """The number of training microbatches in flight."""
         return len(self._open)
 
+    @property
+    def objective(self) -> str:
+        """The kind of the run's objective."""
+        return self._config.objective
+
+    @property
+    def mean_metrics(self) -> dict[str, float]:
+        """The moving averages of the objective's metrics, by name, in the order of METRIC_NAMES."""
+        return {name: mean.value for name, mean in self.metrics.items() if mean.value is not None}
+
     async def run(self) -> None:
         """Opens and delivers training microbatches until `leave` has ended, or until cancelled, which drops them."""
         async with asyncio.TaskGroup() as group:

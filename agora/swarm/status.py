@@ -5,33 +5,36 @@ Knows: the JSON that the command promises. Must not know: how it travels. Fields
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from agora_protocol.ids import PeerId, peer_name
 from agora_protocol.manifest import Manifest
 
+from agora.metrics import METRIC_NAMES
 from agora.swarm.health import Health
 from agora.swarm.stage_tokens import sum_accounts
-from agora.swarm.view import View
+from agora.swarm.view import PeerView, View
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The run that a status is of: id, name, number of stages, and the tokens that a step of each should hold."""
+    """The run that a status is of: id, name, number of stages, tokens that a step should hold, and objective."""
 
     run_id: str
     name: str
     stage_count: int
     target_tokens: int
+    objective: str = "lm"
 
     @classmethod
     def of(cls, manifest: Manifest) -> RunIdentity:
         """Returns the identity of the manifest's run."""
-        return cls(manifest.run_id, manifest.name, manifest.stage_count, manifest.optimizer.target_tokens)
+        target, objective = manifest.optimizer.target_tokens, manifest.objective.kind
+        return cls(manifest.run_id, manifest.name, manifest.stage_count, target, objective)
 
 
 def status(
@@ -53,7 +56,7 @@ def status(
         "run_id": run.run_id,
         "name": run.name,
         "step": stages[0]["step"] if stages else 0,
-        "loss": _mean_loss(view),
+        "loss": _mean_over_peers((seen, seen.loss) for seen in known),
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
         "health": {"state": health.state, "why": health.why, "do": health.do},
         "stages": stages,
@@ -72,6 +75,8 @@ def status(
             }
             for seen in known
         ],
+        "objective": run.objective,
+        "tuning": _mean_metrics(view, run.objective),
     }
 
 
@@ -94,8 +99,18 @@ def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
     }
 
 
-def _mean_loss(view: View) -> float | None:
-    """Returns the mean of the losses that peers report, weighted by their tokens per second; None without any."""
-    known = [(p.loss, max(p.tokens_per_second, 1e-3)) for p in view.peers.values() if p.loss is not None]
+def _mean_metrics(view: View, objective: str) -> dict[str, float]:
+    """Returns the means of the objective's metrics that peers report, by name; without those that nobody knows."""
+    means = {}
+    for index, name in enumerate(METRIC_NAMES[objective]):
+        told = [(seen, seen.metrics[index]) for seen in view.peers.values() if index < len(seen.metrics)]
+        if (mean := _mean_over_peers(told)) is not None:
+            means[name] = mean
+    return means
+
+
+def _mean_over_peers(told: Iterable[tuple[PeerView, float | None]]) -> float | None:
+    """Returns the mean of what peers report, weighted by their tokens per second; None without any."""
+    known = [(value, max(seen.tokens_per_second, 1e-3)) for seen, value in told if value is not None]
     weights = sum(weight for _, weight in known)
-    return round(sum(loss * weight for loss, weight in known) / weights, 4) if known else None
+    return round(sum(value * weight for value, weight in known) / weights, 4) if known else None

@@ -25,7 +25,7 @@ class PeerView:
     """What is known of one live peer.
 
     steps: optimizer steps taken, one number for each stage of the span, as are `accounts`, which may be empty.
-    stepped_unix: when any of the steps last grew. waits_for, note: see Progress.
+    stepped_unix: when any of the steps last grew. metrics, waits_for, note: see Progress.
     mean_step_s: the moving average of the seconds between two steps of a stage; it has no value before the second step.
     """
 
@@ -44,6 +44,7 @@ class PeerView:
     stepped_unix: float | None = None
     mean_step_s: MovingAverage = _NO_STEPS
     accounts: tuple[StageAccount, ...] = ()
+    metrics: tuple[float, ...] = ()
     waits_for: str = ""
     note: str = ""
 
@@ -149,6 +150,7 @@ def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix:
         loss=progress.loss,
         mean_step_s=mean_step_s,
         accounts=tuple(map(StageAccount._make, progress.accounts)),
+        metrics=progress.metrics,
         waits_for=progress.waits_for,
         note=progress.note,
         stepped_unix=now_unix if grown else known.stepped_unix,

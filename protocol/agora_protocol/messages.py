@@ -8,9 +8,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, ClassVar, Final
 
-from agora_protocol import errors
 from agora_protocol.codec_names import WIRE_NAMES
-from agora_protocol.errors import PROTOCOL_CODES, AgoraError, ProtocolError
+from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import (
     MAX_UINT,
     Structure,
@@ -366,42 +365,3 @@ def message_from_fields(kind: object, fields: object) -> Message:
     if known is None:
         raise ProtocolError("bad-message", f"{describe(kind)} is not the kind of any message.")
     return known.from_fields(fields)
-
-
-_REFUSALS: Final = {
-    kind.code: kind
-    for kind in (errors.NotMyStage, errors.NotAdmitted, errors.WrongRun, errors.Unsupported, errors.Refused)
-}
-
-
-def clip_text(sentence: str, most: int = MAX_TEXT_BYTES) -> str:
-    """Returns `sentence` cut to at most `most` bytes of UTF-8, between two characters."""
-    return sentence.encode(errors="replace")[:most].decode(errors="ignore")
-
-
-def refusal_to_wire(error: AgoraError) -> Refusal:
-    """Returns the Refusal to send: a refusal, offence or peer's failure with its code and text, any other error as
-    "failed" with only the word of its code.
-    """
-    sentence = clip_text(str(error))
-    if isinstance(error, errors.Busy):
-        return Refusal("busy", sentence, min(max(error.retry_after_ms, 0), MAX_DEADLINE_MS))
-    if isinstance(error, errors.Unavailable):
-        return Refusal("unavailable", clip_text("; ".join(error.reasons)), stage=error.stage)
-    if isinstance(error, ProtocolError | errors.Refused | errors.PeerFailed):
-        return Refusal(error.code, sentence)
-    return Refusal("failed", f"the peer could not finish ({error.code})")
-
-
-def refusal_from_wire(message: Refusal) -> AgoraError:
-    """Returns the error that a peer's Refusal stands for; a code that this version does not know becomes PeerFailed."""
-    if message.code == errors.Busy.code:
-        return errors.Busy(message.text, message.retry_after_ms)
-    if message.code == errors.Unavailable.code:
-        return errors.Unavailable(message.stage, [message.text] if message.text else [])
-    if message.code in _REFUSALS:
-        return _REFUSALS[message.code](message.text)
-    if message.code in PROTOCOL_CODES:
-        return ProtocolError(message.code, message.text)
-    unknown = "" if message.code == errors.PeerFailed.code else f"{message.code}: "
-    return errors.PeerFailed(unknown + message.text)

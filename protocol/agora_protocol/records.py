@@ -28,6 +28,7 @@ from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, RunId, Span, is_run_id
 from agora_protocol.limits import (
     CLOCK_TOLERANCE_S,
+    MAX_METRICS,
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME_S,
     MAX_SPAN_STAGES,
@@ -131,6 +132,13 @@ class Progress(Record, kind=2, name="progress"):
         MAX_SPAN_STAGES,
         default=(),
         doc="for each stage of the span what became of its tokens, as said below; empty before a microbatch is taken",
+    )
+    metrics: tuple[float, ...] = list_field(
+        float_field(-1e30, 1e30),
+        MAX_METRICS,
+        default=(),
+        doc="recent means of the metrics of the run's objective; sft: token accuracy; dpo: rewards of chosen, of "
+        "rejected answers, accuracy, margin; empty when unknown",
     )
     waits_for: str = text_field(
         MAX_TEXT_BYTES // 4, pattern=PRINTABLE, default="", doc="what its stages do or wait for, for people"

@@ -120,7 +120,9 @@ def invites() -> list[dict[str, Any]]:
 def _records() -> list[tuple[Record, Identity, int]]:
     """Returns the records of the vectors, who signs each, and under which stage it is published."""
     account = (337_920, 6_144, 329_728, 1, 16_384, 15, 245_760, 0.1875)
-    counted = Progress(SECOND.peer, Span(3, 3), 0, (40,), 4800.5, None, 1, 330, (account,), "6 tokens", "paused")
+    counted = Progress(
+        SECOND.peer, Span(3, 3), 0, (40,), 4800.5, None, 1, 330, (account,), (0.625,), "6 tokens", "paused"
+    )
     return [
         (Claim(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (ADDRESS, RELAYED), "serving", 12.5), FIRST, 1),
         (Claim(SECOND.peer, Span(3, 3), 0, (), "joining", 0.0), SECOND, 3),

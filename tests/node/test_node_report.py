@@ -44,6 +44,7 @@ SPAN = SpanReport(
     path_s=0.2,
     is_origin=True,
     loss=3.5,
+    metrics={},
     credit="8: twice what is on its way",
     shortage="",
 )

@@ -16,7 +16,8 @@ from agora.observe.reporter import Reporter
 
 def sample(cls: type[events.Event]) -> events.Event:
     """An instance with a plausible value in every field."""
-    values = {"str": "word", "int": 3, "float": 0.5, "bool": True, "tuple[int, ...]": (0, 1), "tuple[str, ...]": ("a",)}
+    values = {"str": "word", "int": 3, "float": 0.5, "bool": True, "tuple[str, ...]": ("a",)}
+    values |= {"tuple[int, ...]": (0, 1), "tuple[float, ...]": (0.5, 1.5)}
     chosen = {f.name: values[str(f.type).split(" | ")[0]] for f in dataclasses.fields(cls)}
     return cls(**chosen)
 

@@ -10,7 +10,8 @@ from agora_protocol.errors import AgoraError, InputError, ProtocolError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span, microbatch_id, peer_name
 from agora_protocol.limits import MAX_TEXT_BYTES
-from agora_protocol.messages import Refusal, refusal_from_wire, refusal_to_wire
+from agora_protocol.messages import Refusal
+from agora_protocol.refusals import refusal_from_wire, refusal_to_wire
 
 
 @pytest.mark.parametrize(("text", "span"), [("0-1", Span(0, 1)), ("2", Span(2, 2)), (" 10-1023 ", Span(10, 1023))])

@@ -14,6 +14,7 @@ from agora_protocol.limits import (
     CLOCK_TOLERANCE_S,
     MAX_ADDRESS_BYTES,
     MAX_ADDRESSES,
+    MAX_METRICS,
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME_S,
     RECENT_STEPS,
@@ -216,9 +217,9 @@ def test_size() -> None:
     assert opened(seal_record(fullest, RUN, ALICE, NOW + 60), key=key) == fullest
     most = 2**63 - 1
     account = (most, 0, most, RECENT_STEPS, most, RECENT_STEPS, most, 1e12)
-    longest = Progress(
-        ALICE.peer, Span(0, 255), most, (most,) * 256, 1e12, 1e30, most, most, (account,) * 256, "w" * 256, "n" * 1024
-    )
+    accounts, metrics = (account,) * 256, (-1e30,) * MAX_METRICS
+    steps, texts = (most,) * 256, ("w" * 256, "n" * 1024)
+    longest = Progress(ALICE.peer, Span(0, 255), most, steps, 1e12, 1e30, most, most, accounts, metrics, *texts)
     key = record_key(RUN, "progress", 0)
     assert opened(seal_record(longest, RUN, ALICE, NOW + 60), key=key) == longest
 

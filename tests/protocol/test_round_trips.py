@@ -10,7 +10,7 @@ from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span, peer_id_of
 from agora_protocol.invite import Invite
-from agora_protocol.limits import MAX_DEADLINE_MS, MAX_STAGES, RECENT_STEPS
+from agora_protocol.limits import MAX_DEADLINE_MS, MAX_METRICS, MAX_STAGES, RECENT_STEPS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.messages import Advance, Hello, Message, Ping, Process, Processed, Refusal
 from agora_protocol.packing import pack, pack_canonical, unpack
@@ -126,6 +126,7 @@ def records_of(key: Identity) -> st.SearchStrategy[Record]:
             UINTS,
             UINTS,
             st.lists(ACCOUNTS, min_size=len(span), max_size=len(span)).map(tuple) | st.just(()),
+            st.lists(st.floats(-1e30, 1e30), max_size=MAX_METRICS).map(tuple),
             PRINTABLE_TEXTS,
             PRINTABLE_TEXTS,
         )

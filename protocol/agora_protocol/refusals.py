@@ -1,0 +1,51 @@
+"""Turns errors into the Refusal that is sent, and a received Refusal into the error that it stands for.
+
+Knows: which errors may be told to a peer. Must not know: frames, calls.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from agora_protocol import errors
+from agora_protocol.errors import PROTOCOL_CODES, AgoraError, ProtocolError
+from agora_protocol.limits import MAX_DEADLINE_MS, MAX_TEXT_BYTES
+from agora_protocol.messages import Refusal
+
+_REFUSALS: Final = {
+    kind.code: kind
+    for kind in (errors.NotMyStage, errors.NotAdmitted, errors.WrongRun, errors.Unsupported, errors.Refused)
+}
+
+
+def clip_text(sentence: str, most: int = MAX_TEXT_BYTES) -> str:
+    """Returns `sentence` cut to at most `most` bytes of UTF-8, between two characters."""
+    return sentence.encode(errors="replace")[:most].decode(errors="ignore")
+
+
+def refusal_to_wire(error: AgoraError) -> Refusal:
+    """Returns the Refusal to send: a refusal, offence or peer's failure with its code and text, any other error as
+    "failed" with only the word of its code.
+    """
+    sentence = clip_text(str(error))
+    if isinstance(error, errors.Busy):
+        return Refusal("busy", sentence, min(max(error.retry_after_ms, 0), MAX_DEADLINE_MS))
+    if isinstance(error, errors.Unavailable):
+        return Refusal("unavailable", clip_text("; ".join(error.reasons)), stage=error.stage)
+    if isinstance(error, ProtocolError | errors.Refused | errors.PeerFailed):
+        return Refusal(error.code, sentence)
+    return Refusal("failed", f"the peer could not finish ({error.code})")
+
+
+def refusal_from_wire(message: Refusal) -> AgoraError:
+    """Returns the error that a peer's Refusal stands for; a code that this version does not know becomes PeerFailed."""
+    if message.code == errors.Busy.code:
+        return errors.Busy(message.text, message.retry_after_ms)
+    if message.code == errors.Unavailable.code:
+        return errors.Unavailable(message.stage, [message.text] if message.text else [])
+    if message.code in _REFUSALS:
+        return _REFUSALS[message.code](message.text)
+    if message.code in PROTOCOL_CODES:
+        return ProtocolError(message.code, message.text)
+    unknown = "" if message.code == errors.PeerFailed.code else f"{message.code}: "
+    return errors.PeerFailed(unknown + message.text)
