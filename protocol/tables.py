@@ -63,6 +63,7 @@ LIMITS: Final = {
     "MAX_STAGES": "stages of a run",
     "MAX_SPAN_STAGES": "stages of one span",
     "MAX_REFERENCES": "log-probabilities in one message: rows of a microbatch of preference pairs",
+    "MAX_EPOCH_STATE": "integers with which origins say what is done of the epochs",
     "MAX_METRICS": "sums that the answer to a microbatch reports beside the loss",
     "BOUNDARY_BLOCK": "values of a token in a quantised boundary that share one scale",
     "MAX_GOSSIPED_REPLICAS": "replicas in a GossipSteps or GossipedSteps",

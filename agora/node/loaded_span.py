@@ -121,15 +121,22 @@ class LoadedSpan:
         ready = least == 1 or all(len(view.replicas(stage)) >= least for stage in range(manifest.stage_count))
         origins = [seen.peer for seen in view.replicas(0)]
         rank, count = (origins.index(me), len(origins)) if me in origins else (0, 1)
-        whole = math.ceil(manifest.optimizer.target_tokens / manifest.tokens_per_microbatch)
+        each = max(self._tokens_per_microbatch(), 1.0)
+        whole = math.ceil(manifest.optimizer.target_tokens / each)
         if not self._is_synchronous:
             if (lacking := self.replicas.tokens_before_mean(0)) is not None:
-                before = math.ceil(lacking / manifest.tokens_per_microbatch)
+                before = math.ceil(lacking / each)
                 return Surroundings(ready, None, path_s, before_mean=before)
             most = opening.staleness_limit(manifest.schedule.staleness, whole, rank, count)
             return Surroundings(ready, None, path_s, most)
-        lacking = math.ceil(self.replicas.missing_tokens(0) / manifest.tokens_per_microbatch)
+        lacking = math.ceil(self.replicas.missing_tokens(0) / each)
         return Surroundings(ready, StepState(self.compute.step_of(0), whole, lacking, rank, count), path_s)
+
+    def _tokens_per_microbatch(self) -> float:
+        """Returns how many tokens of a microbatch count, on average; of samples, not all are supervised."""
+        manifest = self._local_peer.manifest
+        measured = self.origin.microbatch_tokens.value if self.origin and manifest.has_marks else None
+        return manifest.tokens_per_microbatch if measured is None else measured
 
     @property
     def span(self) -> Span:

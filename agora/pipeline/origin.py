@@ -81,8 +81,9 @@ class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
     draw(n): returns the tokens [b, s + 1] of training microbatch number n. heldout(n): yields at most n microbatches
-    that are never trained on. look: is called before each decision to open one. loss, metrics: moving averages of the
-    training loss, in nats per token, and of the objective's metrics by name.
+    that are never trained on. look: is called before each decision to open one. loss, microbatch_tokens, metrics:
+    moving averages of the training loss, in nats per token, of the tokens that count in a microbatch, and of the
+    objective's metrics by name.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Origin:
         self._credit_ceiling = opening.PER_STAGE * config.stage_count  # at most doubles in a round trip, as TCP starts
         self._attempt_s = MovingAverage(0.1)
         self.loss = MovingAverage(0.05)
+        self.microbatch_tokens = MovingAverage(0.1)
         self.metrics: dict[str, MovingAverage] = {}
         self.completed = 0
         self.credit = Credit(1, "not measured yet")
@@ -244,6 +246,7 @@ class Origin:
         """Delivers one training microbatch, then updates averages and pace, and raises the credit's ceiling by one."""
         message = (await self._deliver_with_references(microbatch)).message
         self.completed += 1
+        self.microbatch_tokens = self.microbatch_tokens.updated(message.tokens)
         if message.tokens:
             self.loss = self.loss.updated(message.loss_sum / message.tokens)
         for name, value in named_means(self._config.objective, message.metrics, message.tokens).items():

@@ -50,6 +50,7 @@ MAX_KEY_FILE_BYTES: Final = 4096
 MAX_STAGES: Final = 1024
 MAX_SPAN_STAGES: Final = 256
 MAX_REFERENCES: Final = 256  # log-probabilities in one message: rows of a microbatch of preference pairs
+MAX_EPOCH_STATE: Final = 1024  # integers with which origins say what is done of the epochs
 MAX_METRICS: Final = 8  # sums that an answer reports beside the loss
 BOUNDARY_BLOCK: Final = 64  # values of a token in a quantised boundary that share one scale
 

@@ -28,6 +28,7 @@ from agora_protocol.fields import (
 from agora_protocol.ids import MICROBATCH_BYTES, MicrobatchId, PeerId
 from agora_protocol.limits import (
     MAX_DEADLINE_MS,
+    MAX_EPOCH_STATE,
     MAX_GOSSIPED_REPLICAS,
     MAX_HINTS,
     MAX_MANIFEST_BYTES,
@@ -252,6 +253,19 @@ class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
     replicas: tuple[tuple[PeerId, int, int, int, int, int, int, int, int], ...] = _replica_steps("as in GossipSteps")
 
 
+class GossipEpochs(Message, kind=22, frames=(FrameType.REQUEST,)):
+    """Sends an origin what the sender knows of the epochs in progress. Answered by GossipedEpochs."""
+
+    state: tuple[int, ...] = list_field(int_field(0, MAX_UINT), MAX_EPOCH_STATE, doc="the state, as said below")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
+
+
+class GossipedEpochs(Message, kind=23, frames=(FrameType.ANSWER,)):
+    """Answers GossipEpochs with what the answering origin knows."""
+
+    state: tuple[int, ...] = list_field(int_field(0, MAX_UINT), MAX_EPOCH_STATE, doc="as in GossipEpochs")
+
+
 _WHAT: Final = ("gradient", "slice")
 
 
@@ -352,6 +366,7 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     GetStatus: StatusAnswer,
     Process: Processed,
     GossipSteps: GossipedSteps,
+    GossipEpochs: GossipedEpochs,
     Contribute: Averaged,
     Recall: Recalled,
     GetState: StateIndex,
