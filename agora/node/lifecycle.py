@@ -21,10 +21,11 @@ from agora.clock import loop_time
 from agora.net.directory import Directory
 from agora.node import doctor, joining, paths
 from agora.node.control import ControlSocket
-from agora.node.loaded_span import LoadedSpan, load_span
+from agora.node.loaded_span import LoadedSpan
 from agora.node.local_peer import LocalPeer
 from agora.node.node_report import NO_TRAFFIC, NodeReport, WindowedRate
 from agora.node.questions import questions_of
+from agora.node.span_loading import load_span
 from agora.node.startup import Startup
 from agora.node.watchdog import Watchdog
 from agora.observe import events

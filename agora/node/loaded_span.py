@@ -1,56 +1,38 @@
-"""The span: what lives as long as this daemon holds the same stages, and how it is loaded.
+"""The span: what lives as long as this daemon holds the same stages.
 
-Knows: the rooms that work on stages, how they are wired to each other and to the local peer, and the steps of loading.
-Must not know: processes, signals, or how any room does its work.
+Knows: the rooms that work on stages, how they are wired to each other and to the local peer. Must not know: how stages
+are loaded (span_loading.py), processes, signals, or how any room does its work.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from typing import TypeVar
 
-import torch
-from agora_protocol.errors import AgoraError, InputError, LocalError
+from agora_protocol.errors import AgoraError
 from agora_protocol.ids import Span
 from agora_protocol.messages import Contribute, GossipSteps, Process, Recall
-from agora_protocol.records import Progress
 
 from agora.averaging.group import ReplicaGroup
 from agora.averaging.replica_progress import live_replicas
 from agora.calls import Reply
 from agora.clock import loop_time
-from agora.data.corpus import open_corpus
-from agora.data.sampling import OriginBatches, Sampler
-from agora.data.tokenizer import open_tokenizer
-from agora.model import family_of
+from agora.data.sampling import OriginBatches
 from agora.net.incoming import IncomingCall
-from agora.node import doctor
 from agora.node.background import BackgroundTasks
 from agora.node.local_peer import LocalPeer, usual_in_flight
 from agora.node.node_report import SpanReport
-from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
-from agora.observe import events, faults
+from agora.observe import events
 from agora.pipeline import opening
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.hop import Hop
 from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
-from agora.state.keeper import StageHolders, StateKeeper
+from agora.state.keeper import StateKeeper
 from agora.stepping import ShareClosed
-from agora.swarm.placement import Placement
-from agora.threads import run_in_thread
 from agora.train.compute import Compute
-from agora.train.memory import available_bytes
 from agora.train.trained_stage import stage_layout
-
-MOST_LOADS = 3
-"""When other peers take the span while this one loads it, it loads another; the last one it serves in any case."""
-T = TypeVar("T")
 
 
 class LoadedSpan:
@@ -228,174 +210,3 @@ class LoadedSpan:
         except (TimeoutError, AgoraError) as error:
             reason = str(error) or f"not written in {within_s:.0f} s"
             self._local_peer.startup.report_event(events.TaskFailed("checkpoint", reason))
-
-
-# --- loading
-
-
-@asynccontextmanager
-async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator[LoadedSpan]:
-    """Claims and loads a span and answers requests for it until the block ends; the caller announces it as serving.
-
-    wanted: None lets placement choose. Raises an AgoraError that says what to do.
-    """
-    async with AsyncExitStack() as closing:
-        loading = load_until_it_stands(
-            await _claim(local_peer, wanted),
-            load=lambda span: _load_stages(local_peer, span),
-            confirm=lambda: _confirm(local_peer),
-            loads=MOST_LOADS if wanted is None else 1,
-        )
-        compute, batches = await closing.enter_async_context(loading)
-        keeper = await _fill_stages(local_peer, compute, closing)
-        span = LoadedSpan(local_peer, compute, keeper, batches)
-        closing.callback(span.collector.close)
-        closing.push_async_callback(span.tasks.close)
-        local_peer.ledger.start_accepting()  # a former span refused new work when it ended
-        closing.enter_context(local_peer.requests.answering(WORK_REQUESTS, span.answer))
-        span.tasks.start("step events", span.follow_steps())
-        span.tasks.start("keeper", keeper.run())
-        span.tasks.start("replicas", span.replicas.run())
-        yield span
-
-
-async def _fill_stages(local_peer: LocalPeer, compute: Compute, closing: AsyncExitStack) -> StateKeeper:
-    """Fills the stages from checkpoints or other replicas. Returns their keeper, which gives others copies of them."""
-    startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
-    holders = StageHolders(
-        startup.me,
-        serving=local_peer.steps_of,
-        claimants=lambda stage: {seen.peer: seen.step_of(stage) for seen in membership.view.claimants(stage)},
-    )
-    keeper = StateKeeper(
-        manifest,
-        startup.home.checkpoints(manifest.run_id),
-        stages=compute,
-        holders=holders,
-        caller=local_peer.network,
-        report=startup.report_event,
-        report_offence=local_peer.offences.report_offence,
-    )
-
-    async def answer(call: IncomingCall) -> Reply:
-        """Answers a request of STATE_REQUESTS, by the keeper."""
-        await faults.reach("state.giving")
-        assert isinstance(call.message, STATE_REQUESTS)
-        return await keeper.answer(call.message)
-
-    with startup.steps.step("state") as note:
-        steps = await keeper.find_checkpoints()
-        closing.enter_context(local_peer.requests.answering(STATE_REQUESTS, answer))
-        if any(steps):
-            await membership.publish_progress(
-                Progress(startup.me, compute.span, 0, steps, tokens_per_second=0.0, loss=None, queue=0, completed=0)
-            )
-        await membership.refresh()
-        note.text = await keeper.fill_stages()
-    return keeper
-
-
-async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
-    """Claims the wanted span, or the best one, and returns it. Raises InputError or LocalError when it cannot."""
-    manifest, folder = local_peer.manifest, local_peer.startup.settings.base_model_folder
-    count = manifest.stage_count
-    if wanted is not None and wanted.last >= count:
-        raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
-    with local_peer.startup.steps.step("placement") as note:
-        await run_in_thread(lambda: family_of(manifest.model).check_machine(folder))
-        placement = await local_peer.membership.claim_span(1, wanted)
-        note.text = _check_placement_memory(local_peer, placement)
-    return placement.span
-
-
-def _check_placement_memory(local_peer: LocalPeer, placement: Placement) -> str:
-    """Raises MemoryError_ without the memory that the span needs; else returns why it was chosen and what it needs."""
-    free, limit_gib = available_bytes(torch.device("cpu")), local_peer.startup.settings.memory_gib
-    need = doctor.check_memory(local_peer.manifest, placement.span, free, limit_gib)
-    return f"stages {placement.span}: {placement.reason}; {need}"
-
-
-async def _confirm(local_peer: LocalPeer) -> Span | None:
-    """Asks whether the claimed span still stands; None if so, else the span to load instead, already claimed."""
-    with local_peer.startup.steps.step("confirm") as note:
-        placement = await local_peer.membership.confirm()
-        if placement is None:
-            note.text = "the span stands"
-            return None
-        note.text = f"others took it meanwhile; {_check_placement_memory(local_peer, placement)}"
-        return placement.span
-
-
-@asynccontextmanager
-async def load_until_it_stands(
-    span: Span,
-    load: Callable[[Span], AbstractAsyncContextManager[T]],
-    confirm: Callable[[], Awaitable[Span | None]],
-    loads: int,
-) -> AsyncIterator[T]:
-    """Loads the span and yields it; when `confirm` names another one before, closes it and loads that one instead.
-
-    loads: the most loads in all; after the last one, `confirm` is not asked.
-    """
-    while True:
-        async with load(span) as loaded:
-            loads -= 1
-            other = await confirm() if loads else None
-            if other is None:
-                yield loaded
-                return
-        span = other
-
-
-@asynccontextmanager
-async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[Compute, OriginBatches | None]]:
-    """Builds the stages and yields their Compute and the batches (None without stage 0); at the end closes the Compute.
-
-    Opens the corpus first if stage 0 is among the stages, and sets torch's thread count for the whole process.
-    """
-    startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
-    batches = await _load_corpus(local_peer) if 0 in span else None
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    with startup.steps.step("model") as note:
-        compute = await Compute.create(
-            manifest,
-            span,
-            report=startup.report_event,
-            device=settings.device,
-            in_flight=usual_in_flight(manifest),
-            fault=faults.reach_blocking,
-            base_model=settings.base_model_folder,
-        )
-        count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
-        note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
-    try:
-        yield compute, batches
-    finally:
-        await compute.close(1.0)
-
-
-async def _load_corpus(local_peer: LocalPeer) -> OriginBatches:
-    """Opens the text that this origin draws from. Raises LocalError for files that the owner did not allow to read."""
-    startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
-    sources = [source for source in manifest.data.corpus if source != "stdlib"]
-    sources += [manifest.data.tokenizer] if manifest.data.tokenizer != "bytes" else []
-    if startup.reference.file is None and sources and not startup.settings.allow_files:
-        raise LocalError(
-            f"the run reads files of this machine ({', '.join(sources[:3])}); "
-            "look at them, then join with --allow-files"
-        )
-    cache = Path(startup.settings.corpus_cache or startup.home.root / "corpus")
-
-    def load() -> tuple[Sampler, int]:
-        """Opens tokenizer and corpus, which may take long; returns the sampler and how many tokens there are."""
-        tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
-        corpus = open_corpus(manifest.data.corpus, tokenizer, cache, base=base)
-        sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
-        return sampler, len(corpus)
-
-    with startup.steps.step("corpus") as note:
-        sampler, count = await run_in_thread(load)
-        note.text = f"{count:,} tokens"
-    reserved = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
-    return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, reserved, startup.report_event)

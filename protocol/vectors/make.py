@@ -15,36 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgpack
+from agora_protocol import messages
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity, peer_id_bytes
 from agora_protocol.ids import RunId, Span, microbatch_id, peer_name
 from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_RECORD_BYTES
 from agora_protocol.manifest import Manifest, SignedManifest, preset
-from agora_protocol.messages import (
-    Advance,
-    Averaged,
-    Chunk,
-    Contribute,
-    GetChunk,
-    GetManifest,
-    GetState,
-    GetStatus,
-    GossipedSteps,
-    GossipSteps,
-    Hello,
-    ManifestAnswer,
-    Message,
-    Ping,
-    Pong,
-    Process,
-    Processed,
-    Recall,
-    Recalled,
-    Refusal,
-    StateIndex,
-    StatusAnswer,
-)
 from agora_protocol.records import RECORD_TAG, Claim, Progress, Record, record_key, seal_record
 from agora_protocol.tensors import WireTensor
 
@@ -158,7 +135,7 @@ def _tensors() -> tuple[WireTensor, WireTensor]:
     return WireTensor("bf16", (2, 3, 2), memoryview(boundary)), WireTensor("int32", (2, 4), memoryview(tokens))
 
 
-def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
+def _averaging_frames() -> list[tuple[FrameType, int, messages.Message | None, list[WireTensor]]]:
     """Returns frames of step gossip and averaging: type, call, message, tensors."""
     kind = FrameType
     values = WireTensor("float32", (3,), memoryview(struct.pack("<3f", 0.5, -1.25, 3.0)))
@@ -168,64 +145,76 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
     packed = WireTensor("uint8", (1,), memoryview(bytes([0b11_01_10])))
     reports = ((FIRST.peer, 40, 41, 8192, 900_000, 38, 7, 0, 0), (SECOND.peer, 40, 40, 0, 9, 0, 0, 40, 1500))
     return [
-        (kind.REQUEST, 7, GossipSteps(1, reports, 5_000), []),
-        (kind.ANSWER, 7, GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 40, 2**32 - 1, 30, 0),)), []),
-        (kind.REQUEST, 9, Contribute(1, "slice", 12, 3, 65536.0, False, "normal2", 10_000), [scales, packed]),
-        (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 8192.0, False, "int8", 10_000), [levels, exponents]),
-        (kind.REQUEST, 9, Contribute(1, "gradient", 12, 3, 0.0, True, "float32", 10_000), [values]),
-        (kind.ANSWER, 9, Averaged(3, 4, 196608.0, True, "int8"), [levels, exponents]),
-        (kind.REQUEST, 11, Recall(1, "slice", 12, 3, 5_000), []),
-        (kind.ANSWER, 11, Recalled(3, 4, 196608.0, "normal2"), [scales, packed]),
-        (kind.ANSWER, 11, Recalled(0, 0, 0.0, "float32"), []),
+        (kind.REQUEST, 7, messages.GossipSteps(1, reports, 5_000), []),
+        (kind.ANSWER, 7, messages.GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 40, 2**32 - 1, 30, 0),)), []),
+        (
+            kind.REQUEST,
+            8,
+            messages.GossipEpochs((1, 7, 40, 3, 12, 0, 1, 3, 5, 40, 1, 0, 0b11, 1, 2, 3, 0, 0), 5_000),
+            [],
+        ),
+        (kind.ANSWER, 8, messages.GossipedEpochs((1, 7, 40, 4, 2, 0, 0, 0)), []),
+        (kind.REQUEST, 9, messages.Contribute(1, "slice", 12, 3, 65536.0, False, "normal2", 10_000), [scales, packed]),
+        (
+            kind.REQUEST,
+            9,
+            messages.Contribute(1, "gradient", 12, 3, 8192.0, False, "int8", 10_000),
+            [levels, exponents],
+        ),
+        (kind.REQUEST, 9, messages.Contribute(1, "gradient", 12, 3, 0.0, True, "float32", 10_000), [values]),
+        (kind.ANSWER, 9, messages.Averaged(3, 4, 196608.0, True, "int8"), [levels, exponents]),
+        (kind.REQUEST, 11, messages.Recall(1, "slice", 12, 3, 5_000), []),
+        (kind.ANSWER, 11, messages.Recalled(3, 4, 196608.0, "normal2"), [scales, packed]),
+        (kind.ANSWER, 11, messages.Recalled(0, 0, 0.0, "float32"), []),
     ]
 
 
-def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
+def _state_frames() -> list[tuple[FrameType, int, messages.Message | None, list[WireTensor]]]:
     """Returns frames of state transfers: type, call, message, tensors."""
     kind = FrameType
     chunk = WireTensor("uint8", (5,), memoryview(b"agora"))
     hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
     return [
-        (kind.REQUEST, 13, GetState(1, 40, 60_000), []),
-        (kind.ANSWER, 13, StateIndex(HASH, 400, 380, 399, 2**32 - 1, 5), [hashes]),
-        (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0, 0, 0), []),
-        (kind.REQUEST, 15, GetChunk(HASH, 0, 60_000), []),
-        (kind.ANSWER, 15, Chunk(), [chunk]),
+        (kind.REQUEST, 13, messages.GetState(1, 40, 60_000), []),
+        (kind.ANSWER, 13, messages.StateIndex(HASH, 400, 380, 399, 2**32 - 1, 5), [hashes]),
+        (kind.ANSWER, 13, messages.StateIndex(b"", 0, 0, 0, 0, 0), []),
+        (kind.REQUEST, 15, messages.GetChunk(HASH, 0, 60_000), []),
+        (kind.ANSWER, 15, messages.Chunk(), [chunk]),
     ]
 
 
-def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
+def _frames() -> list[tuple[FrameType, int, messages.Message | None, list[WireTensor]]]:
     """Returns all frames of the vectors: type, call, message, tensors."""
     boundary, tokens = _tensors()
     kind = FrameType
     return [
-        (kind.HELLO, 0, Hello(1, bytes.fromhex(RUN), "agora 0.1.0", (ADDRESS,)), []),
-        (kind.HELLO, 0, Hello(1, b"", "observer", ()), []),
-        (kind.REQUEST, 1, Ping(5_000), []),
-        (kind.ANSWER, 1, Pong(), []),
-        (kind.REQUEST, 3, GetManifest(10_000), []),
-        (kind.ANSWER, 3, ManifestAnswer(SIGNED.to_bytes()), []),
-        (kind.REQUEST, 2, GetStatus(10_000), []),
-        (kind.ANSWER, 2, StatusAnswer(b'{"schema": 1}'), []),
-        (kind.REQUEST, 5, Process(MICROBATCH, FIRST.peer, 1, "train", 30_000), [boundary, tokens]),
+        (kind.HELLO, 0, messages.Hello(1, bytes.fromhex(RUN), "agora 0.1.0", (ADDRESS,)), []),
+        (kind.HELLO, 0, messages.Hello(1, b"", "observer", ()), []),
+        (kind.REQUEST, 1, messages.Ping(5_000), []),
+        (kind.ANSWER, 1, messages.Pong(), []),
+        (kind.REQUEST, 3, messages.GetManifest(10_000), []),
+        (kind.ANSWER, 3, messages.ManifestAnswer(SIGNED.to_bytes()), []),
+        (kind.REQUEST, 2, messages.GetStatus(10_000), []),
+        (kind.ANSWER, 2, messages.StatusAnswer(b'{"schema": 1}'), []),
+        (kind.REQUEST, 5, messages.Process(MICROBATCH, FIRST.peer, 1, "train", 30_000), [boundary, tokens]),
         (
             kind.REQUEST,
             4_294_967_295,
-            Process(MICROBATCH, FIRST.peer, 1, "evaluate", 600_000, ((2, SECOND.peer), (3, FIRST.peer)), 17),
+            messages.Process(MICROBATCH, FIRST.peer, 1, "evaluate", 600_000, ((2, SECOND.peer), (3, FIRST.peer)), 17),
             [boundary, tokens],
         ),
         *_averaging_frames(),
         *_state_frames(),
-        (kind.PROGRESS, 5, Advance(1, SECOND.peer, "accepted", 4), []),
-        (kind.PROGRESS, 5, Advance(1, SECOND.peer, "finished", 0), []),
-        (kind.PROGRESS, 5, Advance(2, FIRST.peer, "finished", 65_536), []),
-        (kind.ANSWER, 5, Processed(16.25, 6, 1.5), [boundary]),
-        (kind.ANSWER, 5, Processed(16.25, 6, 0.0), []),
-        (kind.REFUSAL, 5, Refusal("busy", "no seat free", 250), []),
-        (kind.REFUSAL, 5, Refusal("unavailable", "12D3Koo: busy", 0, 3), []),
+        (kind.PROGRESS, 5, messages.Advance(1, SECOND.peer, "accepted", 4), []),
+        (kind.PROGRESS, 5, messages.Advance(1, SECOND.peer, "finished", 0), []),
+        (kind.PROGRESS, 5, messages.Advance(2, FIRST.peer, "finished", 65_536), []),
+        (kind.ANSWER, 5, messages.Processed(16.25, 6, 1.5), [boundary]),
+        (kind.ANSWER, 5, messages.Processed(16.25, 6, 0.0), []),
+        (kind.REFUSAL, 5, messages.Refusal("busy", "no seat free", 250), []),
+        (kind.REFUSAL, 5, messages.Refusal("unavailable", "12D3Koo: busy", 0, 3), []),
         (kind.CANCEL, 5, None, []),
         (kind.GOODBYE, 0, None, []),
-        (kind.GOODBYE, 0, Refusal("bad-frame", "00000000 begins no frame."), []),
+        (kind.GOODBYE, 0, messages.Refusal("bad-frame", "00000000 begins no frame."), []),
     ]
 
 

@@ -12,8 +12,8 @@ import pytest
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.node.loaded_span import MOST_LOADS, load_until_it_stands
 from agora.node.local_peer import MOST_SEATS_BYTES, seats_of, usual_in_flight
+from agora.node.span_loading import MOST_LOADS, load_until_it_stands
 
 
 class Loads:
