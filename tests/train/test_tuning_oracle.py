@@ -159,7 +159,8 @@ def test_sft_through_three_stages_is_trls(name: str, tmp_path: Path) -> None:
     first, ours = asyncio.run(tune(manifest, folder, [[batch] for batch in answered_batches(samples)]))
     theirs = run_sft(manifest, base_of(name), samples, first, tmp_path / "trl", batch=ROWS)
     check_equal(ours, theirs, 1e-4)
-    assert theirs.losses[-1] != pytest.approx(theirs.losses[0], abs=0.01), "something was learnt, or at least changed"
+    moved = [relative_difference(theirs.adapter[name], first[name]) for name in first if ".lora_A." in name]
+    assert min(moved) > 0.01, "every matrix has learnt"
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -175,8 +176,8 @@ def test_a_step_of_several_microbatches_is_a_mean_over_their_answers_tokens(repl
 
 @pytest.mark.parametrize(
     "objective",
-    [{}, {"beta": 0.5, "label_smoothing": 0.1}, {"preference_loss": "ipo", "beta": 0.2}],
-    ids=["sigmoid", "smoothed", "ipo"],
+    [{}, {"beta": 0.5}, {"preference_loss": "ipo", "beta": 0.2}],
+    ids=["sigmoid", "sigmoid-0.5", "ipo"],
 )
 def test_dpo_through_three_stages_is_trls(objective: dict[str, Any], tmp_path: Path) -> None:
     folder = save(base_of("qwen2"), tmp_path / "base")

@@ -92,7 +92,7 @@ def _arguments(manifest: Manifest, folder: Path, steps: int, batch: int, accumul
         "disable_tqdm": True,
         "use_cpu": True,
         "bf16": False,
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
         "max_length": None,
     }
 
@@ -170,7 +170,6 @@ def run_dpo(
     arguments = DPOConfig(
         **_arguments(manifest, folder, len(rows) // batch, batch, 1),
         beta=objective.beta,
-        label_smoothing=objective.label_smoothing,
         loss_type=[objective.preference_loss],
         remove_unused_columns=False,
     )
