@@ -1,8 +1,8 @@
 """A stage of a Hugging Face decoder: transformers' own layers, with the embedding before and the head after them.
 
-Parameters have their Hugging Face names. Rotary positions and attention masks follow from the sequence's length and are
-computed in every forward, so that nothing but the residual stream crosses a boundary. Shapes: b sequences, s positions,
-d width. Knows: layers. Must not know: files, initial values, peers.
+Parameters have their Hugging Face names. Rotary positions and attention masks follow from the
+lengths of the sequences and are computed in every forward, so that nothing but the residual stream crosses a boundary.
+Shapes: b rows, s positions, d width. Knows: layers. Must not know: files, initial values, peers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from agora.model.family import Stage
 from agora.model.hf_architecture import TuningMissing, architecture_of
+from agora.model.row_segments import as_additive, attended_pairs, token_positions
 
 HEAD = "lm_head"
 
@@ -68,13 +69,14 @@ class HfStage(Stage):
         rotary: nn.Module = self._architecture.load_class("RotaryEmbedding")(self._config)
         return rotary
 
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward."""
         body = self.get_submodule(self._architecture.root)
+        positions = token_positions(hidden, segments)
         if self.is_first:
-            hidden = self._embed(body, hidden)
-        masks = {window: self._mask(hidden, window) for window in set(self._windows.values())}
-        rotations = self._rotations(hidden)
+            hidden = self._embed(body, hidden, positions)
+        masks = {window: self._mask(hidden, window, segments) for window in set(self._windows.values())}
+        rotations = self._rotations(hidden, positions)
         layers = body.get_submodule(self._architecture.layers)
         for index, layer in zip(self.layer_range, layers.children(), strict=True):
             options: dict[str, Any] = {"attention_mask": masks[self._windows[index]]}
@@ -84,14 +86,14 @@ class HfStage(Stage):
             hidden = output[0] if isinstance(output, tuple) else output  # GPT-2's is a tuple in transformers 5.0
         return self._logits(body, hidden) if self.is_last else hidden
 
-    def _embed(self, body: nn.Module, tokens: Tensor) -> Tensor:
-        """Returns the residual stream [b, s, d] of token ids [b, s]; a negative id is read as 0."""
+    def _embed(self, body: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Returns the residual stream [b, s, d], of token ids [b, s]; a negative id is read as 0."""
         names = self._architecture
         hidden: Tensor = body.get_submodule(names.embedding)(tokens.clamp(min=0).long())
         if names.scales_embedding:
             hidden = hidden * torch.tensor(math.sqrt(self._config.hidden_size), dtype=hidden.dtype)
         if names.positions:
-            hidden = hidden + body.get_submodule(names.positions)(_positions(hidden))
+            hidden = hidden + body.get_submodule(names.positions)(positions)
         return hidden
 
     def _logits(self, body: nn.Module, hidden: Tensor) -> Tensor:
@@ -101,31 +103,24 @@ class HfStage(Stage):
         cap = getattr(self._config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _mask(self, hidden: Tensor, window: int | None) -> Tensor | None:
-        """Returns the causal mask [1, 1, s, s] of layers with this window; None where fused attention needs none.
+    def _mask(self, hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor | None:
+        """Returns the mask of layers with this window, [b or 1, 1, s, s]; None where fused attention needs none.
 
         Fused attention takes True where a query, a row, may attend to a key, a column; eager attention adds the mask.
         """
-        length = hidden.shape[1]
-        is_eager = self._config._attn_implementation == "eager"
-        if not is_eager and (window is None or length <= window):
+        if self._config._attn_implementation == "eager":
+            return as_additive(attended_pairs(hidden, window, segments), hidden.dtype)
+        if segments is None and (window is None or hidden.shape[1] <= window):
             return None
-        ages = torch.arange(length, device=hidden.device)
-        ages = ages[:, None] - ages[None, :]
-        allowed = (ages >= 0) & (ages < (window or length))
-        if not is_eager:
-            return allowed[None, None]
-        return torch.zeros_like(ages, dtype=hidden.dtype).masked_fill(~allowed, torch.finfo(hidden.dtype).min)[
-            None, None
-        ]
+        return attended_pairs(hidden, window, segments)
 
-    def _rotations(self, hidden: Tensor) -> dict[str, Any]:
+    def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
         """Returns cosines and sines of the positions by type of layer, as layers take them; {} if they take none."""
         if self._rotary is None:
             return {}
         types = sorted({self._rotation_of(index) for index in self.layer_range})
         options = {kind: {"layer_type": kind} if self._architecture.rotary_by_type else {} for kind in types}
-        return {kind: self._rotary(hidden, _positions(hidden), **options[kind]) for kind in types}
+        return {kind: self._rotary(hidden, positions, **options[kind]) for kind in types}
 
     def _rotation_of(self, layer: int) -> str:
         """Returns the type of layer whose rotations a layer takes; "" where all take the same."""
@@ -154,8 +149,3 @@ class HfStage(Stage):
 def _embedding(rows: int, width: int, padding: int | None) -> nn.Embedding:
     """Returns an embedding without values: drawing them on the meta device would import much of torch."""
     return nn.Embedding(rows, width, padding, _weight=torch.empty(rows, width))
-
-
-def _positions(hidden: Tensor) -> Tensor:
-    """Returns the positions [1, s] of a residual stream [b, s, d]."""
-    return torch.arange(hidden.shape[1], device=hidden.device)[None]
