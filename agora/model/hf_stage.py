@@ -1,14 +1,16 @@
 """A stage of a Hugging Face decoder: transformers' own layers, with the embedding before and the head after them.
 
-Parameters have their Hugging Face names. Rotary positions and attention masks follow from the
+Parameters have their Hugging Face names, LoRA's those of peft. Rotary positions and attention masks follow from the
 lengths of the sequences and are computed in every forward, so that nothing but the residual stream crosses a boundary.
-Shapes: b rows, s positions, d width. Knows: layers. Must not know: files, initial values, peers.
+With LoRA, frozen_layers says what the frozen weights are kept as. Only the dropout of LoRA depends on train and eval
+mode. Shapes: b rows, s positions, d width. Knows: layers. Must not know: files, initial values, peers.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import torch
 from agora_protocol.errors import ManifestError
@@ -16,19 +18,25 @@ from agora_protocol.manifest import HfSection
 from torch import Tensor, nn
 
 from agora.model.family import Stage
-from agora.model.hf_architecture import TuningMissing, architecture_of
+from agora.model.frozen_layers import FrozenAs, FrozenLinear, allocate, freeze, load_parameter
+from agora.model.hf_architecture import architecture_of
+from agora.model.lora_layers import adapters_off, inject_lora, lora_targets
 from agora.model.row_segments import as_additive, attended_pairs, token_positions
+from agora.model.tuning_packages import TuningMissing
 
-HEAD = "lm_head"
+HEAD: Final = "lm_head"
+INSIDE_LORA: Final = ".base_layer."
+"""What peft inserts into the name of a parameter of a layer that has LoRA."""
 
 
 class HfStage(Stage):
     """A stage of the family hf. Made on the meta device, it has no values until HfFamily fills it from files."""
 
     def __init__(self, model: HfSection, layer_range: range) -> None:
-        """Raises TuningMissing without transformers, ManifestError for a config that it refuses."""
+        """Raises TuningMissing without a package it needs, ManifestError for a config or target that it refuses."""
         super().__init__(layer_range, is_first=layer_range.start == 0, is_last=layer_range.stop == model.layers)
         self._architecture = architecture_of(model)
+        self._frozen_as: FrozenAs | None = model.frozen_as if model.trained == "lora" else None
         try:
             self._config = self._architecture.make_config(model)
             self.add_module(self._architecture.root, self._make_body())
@@ -44,6 +52,16 @@ class HfStage(Stage):
             ) from error
         if self.is_last:
             self.add_module(HEAD, nn.Linear(model.width, model.vocabulary, bias=False))
+        if self._frozen_as is not None:
+            self._add_lora(model, self._frozen_as)
+
+    def _add_lora(self, model: HfSection, frozen_as: FrozenAs) -> None:
+        """Freezes what there is as `frozen_as`, and puts LoRA into the layers."""
+        names = self._architecture
+        targets = lora_targets(model, names.linears)
+        layers = self.get_submodule(f"{names.root}.{names.layers}")
+        freeze(self, layers, frozen_as)
+        inject_lora(layers, model, targets, is_transposed=names.is_transposed and frozen_as == "float32")
 
     def _make_body(self) -> nn.Module:
         """Returns what the whole model has under its root: embeddings, layers, final norm; but only this stage's."""
@@ -87,13 +105,13 @@ class HfStage(Stage):
         return self._logits(body, hidden) if self.is_last else hidden
 
     def _embed(self, body: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Returns the residual stream [b, s, d], of token ids [b, s]; a negative id is read as 0."""
+        """Returns the residual stream, float32 [b, s, d], of token ids [b, s]; a negative id is read as 0."""
         names = self._architecture
-        hidden: Tensor = body.get_submodule(names.embedding)(tokens.clamp(min=0).long())
+        hidden: Tensor = body.get_submodule(names.embedding)(tokens.clamp(min=0).long()).float()
         if names.scales_embedding:
             hidden = hidden * torch.tensor(math.sqrt(self._config.hidden_size), dtype=hidden.dtype)
         if names.positions:
-            hidden = hidden + body.get_submodule(names.positions)(positions)
+            hidden = hidden + body.get_submodule(names.positions)(positions).float()
         return hidden
 
     def _logits(self, body: nn.Module, hidden: Tensor) -> Tensor:
@@ -126,6 +144,18 @@ class HfStage(Stage):
         """Returns the type of layer whose rotations a layer takes; "" where all take the same."""
         return self._architecture.type_of(self._config, layer) if self._architecture.rotary_by_type else ""
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Returns a context in which forwards leave LoRA out; raises LookupError if all parameters are trained."""
+        return super().without_adapters() if self._frozen_as is None else adapters_off(self)
+
+    def allocate(self) -> None:
+        """Gives memory to all but the frozen matrices, which get theirs when they are read."""
+        allocate(self)
+
+    def load(self, name: str, values: Tensor) -> None:
+        """Gives a parameter of `file_shapes` the values of a file, float32 in the shape there. After allocate."""
+        load_parameter(self, name, values, self._frozen_as)
+
     def fill_buffers(self, seed: int) -> None:
         """Computes the rotary frequencies, which follow from the config alone."""
         self._rotary = self._make_rotary()
@@ -135,12 +165,25 @@ class HfStage(Stage):
         root, layers = self._architecture.root, self._architecture.layers
         return name.startswith(f"{root}.{layers}.") and self.get_parameter(name).ndim == 2
 
+    def file_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns for each parameter that comes from files the shape that it has there, before it was loaded.
+
+        With LoRA these are the frozen ones, else all.
+        """
+        shapes = {
+            n: tuple(p.shape) for n, p in self.named_parameters() if self._frozen_as is None or not p.requires_grad
+        }
+        for name, module in self.named_modules():
+            if isinstance(module, FrozenLinear):
+                shapes[f"{name}.weight"] = module.file_shape()
+        return shapes
+
     def file_names(self, name: str) -> tuple[str, ...]:
         """Returns the names under which files may have the values of the named parameter, the likeliest first.
 
         A tied head is the embedding's matrix. Some files, GPT-2's above all, leave out the root of the names.
         """
-        names = self._architecture
+        names, name = self._architecture, name.replace(INSIDE_LORA, ".")
         if name == f"{HEAD}.weight" and self._config.tie_word_embeddings:
             name = f"{names.root}.{names.embedding}.weight"
         return name, name.removeprefix(f"{names.root}.")
