@@ -153,6 +153,10 @@ def sample(
     ] = 0.8,
     seed: Annotated[int | None, typer.Option(min=0, help="Draws the same text again; default a new one.")] = None,
     average: console.AVERAGE = True,
+    base_model: Annotated[
+        Path | None,
+        typer.Option("--base-model", metavar="DIR", help="The base model's folder; a run that trains LoRA needs it."),
+    ] = None,
     directories: console.CHECKPOINTS = None,
     as_json: JSON = False,
 ) -> None:
@@ -160,17 +164,22 @@ def sample(
 
     The weights come from where `swarm export` takes them: a daemon of the run on this machine collects every stage from
     the swarm, while it trains on; without one, the newest checkpoints are read. Sampled on this machine's processor.
+    Without --base-model, AGORA_BASE_MODEL or the data directory's agora.toml names the folder, as for a daemon.
     Exit code: 4 when a stage is neither in the swarm nor on this machine.
 
     \b
     Examples:
       swarm sample run.toml "def main():"
       swarm sample run.toml "" --tokens 50 --seed 1 --json
+      swarm sample tuned.toml "Hello" --base-model ./Qwen3-0.6B
     """
     from agora.cli import sample_command as command
 
     sampling = command.Sampling(tokens, temperature, seed)
-    raise typer.Exit(command.run(run, prompt, directories or (), sampling=sampling, average=average, as_json=as_json))
+    places = directories or ()
+    raise typer.Exit(
+        command.run(run, prompt, places, sampling=sampling, average=average, base_model=base_model, as_json=as_json)
+    )
 
 
 @app.command()

@@ -17,6 +17,7 @@ from typing import Final
 from agora.cli import console
 from agora.cli.export import find_stages, steps_by_stage
 from agora.cli.text_sample import WholeModel, load_model
+from agora.node import paths, settings
 
 UNFINISHED: Final = "�"
 """What decoding puts for the bytes of a character that is not whole yet."""
@@ -40,20 +41,24 @@ def run(
     *,
     sampling: Sampling,
     average: bool = True,
+    base_model: Path | None = None,
     as_json: bool = False,
 ) -> int:
     """Prints how the model of the run `wanted` continues `prompt`, and returns the exit code.
 
-    The text appears as it is drawn, unless `as_json`: then one object has it all. Raises what find_stages and
-    load_model raise.
+    The text appears as it is drawn, unless `as_json`: then one object has it all. base_model: see base_model_folder.
+    Raises what find_stages, base_model_folder and load_model raise.
     """
     sources = find_stages(wanted, directories, average=average)
+    needs_base = sources.signed.manifest.model.has_reference
+    folder = base_model_folder(base_model, directories) if needs_base else None
     seed = secrets.randbelow(MOST_SEED) if sampling.seed is None else sampling.seed
     began = time.monotonic()
     show = _ignore if as_json else _show
+    model = load_model(sources, folder)
     show(prompt)
     text, taken = "", list[int]()
-    for piece in _pieces(load_model(sources), prompt, sampling, seed, taken):
+    for piece in _pieces(model, prompt, sampling, seed, taken):
         show(piece)
         text += piece
     seconds = round(time.monotonic() - began, 3)
@@ -67,6 +72,16 @@ def run(
         print(flush=True)
         console.print_line(f"{len(taken)} tokens in {seconds:.1f} s; --seed {seed} draws them again")
     return console.DONE
+
+
+def base_model_folder(flag: Path | None, directories: Sequence[Path]) -> Path | None:
+    """Returns the base model's folder: of `flag`, else the setting of the daemon in the first of `directories`.
+
+    Without any, of that in the default data directory. None where none is named. Raises SettingsError.
+    """
+    home = paths.home_at(next(iter(directories), None))
+    flags = {"base_model": str(flag.absolute()) if flag else None}
+    return settings.load(home.root / "agora.toml", flags).base_model_folder
 
 
 def _pieces(model: WholeModel, prompt: str, sampling: Sampling, seed: int, taken: list[int]) -> Iterator[str]:

@@ -35,13 +35,14 @@ def begin_loading() -> None:
     Thread(target=import_module, args=("agora.model.generation",), daemon=True).start()
 
 
-def try_sample(manifest: Path, seed: int) -> list[str]:
+def try_sample(manifest: Path, seed: int, base_model: Path | None = None) -> list[str]:
     """Returns LINES lines that the run of a manifest file writes, by the checkpoints beside the file.
 
-    When that is impossible, prints why and returns [].
+    base_model: as for load_model. When that is impossible, prints why and returns [].
     """
     try:
-        return sample_lines(find_stages(str(manifest), [manifest.parent], average=True, ask_daemons=False), seed)
+        sources = find_stages(str(manifest), [manifest.parent], average=True, ask_daemons=False)
+        return sample_lines(sources, seed, base_model)
     except (AgoraError, Failure, OSError, RuntimeError) as error:  # RuntimeError is torch's
         print_line(f"the model's text cannot be shown: {error}")
         return []
@@ -55,10 +56,11 @@ class WholeModel(NamedTuple):
     context: int
 
 
-def load_model(sources: Sources) -> WholeModel:
+def load_model(sources: Sources, base_model: Path | None = None) -> WholeModel:
     """Returns the run's model as one stage over all layers, with its tokenizer; sets torch to one thread.
 
-    Raises ExportError for damaged weights, and what open_tokenizer raises.
+    base_model: the folder of the base model, which runs that train LoRA need: their weights are those beside it. Raises
+    Failure without it, ExportError for damaged weights, and what open_tokenizer and Family.load_stage raise.
     """
     import torch
 
@@ -66,15 +68,22 @@ def load_model(sources: Sources) -> WholeModel:
 
     torch.set_num_threads(1)  # several threads mostly wait for each other in products of one sequence
     manifest = sources.signed.manifest
+    if base_model is None and manifest.model.has_reference:
+        raise Failure(
+            f"{manifest.name} trains LoRA beside a base model, so sampling needs that too; name its folder with "
+            "--base-model DIR"
+        )
     tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=sources.base)
     family = family_of(manifest.model)
     with open_stages(sources.signed.run_id, sources.files, exported_tensors(manifest, family)) as merged:
         merged.check()
-        stage = family.load_stage(range(manifest.model.layers), manifest.seed, merged.read_weights())
+        layers = range(manifest.model.layers)
+        stage = family.load_stage(layers, manifest.seed, merged.read_weights(), base_model)
+    stage.eval()  # dropout is for training
     return WholeModel(stage, tokenizer, manifest.model.context)
 
 
-def sample_lines(sources: Sources, seed: int) -> list[str]:
+def sample_lines(sources: Sources, seed: int, base_model: Path | None = None) -> list[str]:
     """Returns LINES lines, none blank, that the model writes from the beginning of a document on.
 
     They are cut to LINE_CHARACTERS. MOST_TOKENS tokens may hold fewer. The same sources and seed give the same lines.
@@ -82,7 +91,7 @@ def sample_lines(sources: Sources, seed: int) -> list[str]:
     """
     from agora.model.generation import continue_ids
 
-    stage, tokenizer, context = load_model(sources)
+    stage, tokenizer, context = load_model(sources, base_model)
     drawn = continue_ids(stage, tokenizer.separator.tolist(), context=context, seed=seed)
     ids: list[int] = []
     lines: list[str] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -63,6 +63,10 @@ class Stage(nn.Module, abc.ABC):
         """
         raise LookupError(f"{type(self).__name__} keeps no model as it began")
 
+    def allocate(self) -> None:
+        """Gives parameters and buffers memory on the CPU, without values."""
+        self.to_empty(device="cpu")
+
     def fill_buffers(self, seed: int) -> None:
         """Computes the buffers, if the family has any, from its sizes and the run's seed; they never change again."""
 
@@ -83,8 +87,12 @@ class Stage(nn.Module, abc.ABC):
         """
 
     def hidden_matrices(self) -> list[str]:
-        """Returns the full names of the stage's hidden matrices."""
-        return [name for name, _ in self.named_parameters() if self.is_hidden_matrix(name)]
+        """Returns the full names of the stage's trained hidden matrices."""
+        return [name for name, _ in self.trained_parameters() if self.is_hidden_matrix(name)]
+
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields full name and tensor of each parameter that is trained; the others are frozen and never change."""
+        return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
 
 class Family(abc.ABC):
@@ -127,10 +135,10 @@ class Family(abc.ABC):
 
     @torch.no_grad()
     def build_stage(self, layers: range, seed: int, base_model: Path | None = None) -> Stage:
-        """Makes the stage of `layers` with its initial weights, float32 on the CPU, the same on every peer.
+        """Makes the stage of `layers` with its initial weights on the CPU, the same on every peer.
 
-        base_model: the folder with the weights that a run begins with, for families that begin with some. Raises
-        LocalError when this machine cannot make them.
+        What is trained is float32. base_model: the folder with the weights that a run begins with, for families that
+        begin with some. Raises LocalError when this machine cannot make them.
         """
         stage = self._allocate_stage(layers, seed)
         self.fill_weights(stage, seed, base_model)
@@ -148,36 +156,46 @@ class Family(abc.ABC):
                 parameter.copy_(initial_values(seed, name, parameter.shape, std))
 
     @torch.no_grad()
-    def load_stage(self, layers: range, seed: int, weights: Mapping[str, NDArray[np.float32]]) -> Stage:
-        """Makes the stage of `layers` with these weights by full name, float32 on the CPU. Raises DerivationError.
+    def load_stage(
+        self, layers: range, seed: int, weights: Mapping[str, NDArray[np.float32]], base_model: Path | None = None
+    ) -> Stage:
+        """Makes the stage of `layers` with these trained weights by full name, float32 on the CPU.
 
-        Raises KeyError for a missing tensor, RuntimeError for one of another shape.
+        base_model: the folder with the frozen weights, for families that have some. Raises LocalError when this machine
+        cannot make those or the buffers, KeyError for a missing tensor, RuntimeError for one of another shape.
         """
         stage = self._allocate_stage(layers, seed)
-        for name, parameter in stage.named_parameters():
+        self.fill_frozen(stage, base_model)
+        for name, parameter in stage.trained_parameters():
             parameter.copy_(torch.from_numpy(weights[name]))
         return stage
+
+    def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:  # noqa: B027 - most families have none
+        """Gives the frozen parameters of `stage` their values. The base class has none.
+
+        Called without gradients. base_model: as for build_stage. Raises LocalError.
+        """
 
     def _allocate_stage(self, layers: range, seed: int) -> Stage:
         """Makes the stage of `layers` on the CPU, its buffers computed, its parameters without values yet."""
         with torch.device("meta"):
             stage = self.make_stage(layers)
-        stage.to_empty(device="cpu")
+        stage.allocate()
         stage.fill_buffers(seed)
         return stage
 
     def parameter_shapes(self, layers: range) -> dict[str, tuple[int, ...]]:
-        """Returns full name -> shape of every parameter of a stage, in the stage's order, without allocating any."""
+        """Returns full name -> shape of every trained parameter of a stage, in its order, without allocating any."""
         with torch.device("meta"):
-            return {name: tuple(p.shape) for name, p in self.make_stage(layers).named_parameters()}
+            return {name: tuple(p.shape) for name, p in self.make_stage(layers).trained_parameters()}
 
     def hidden_matrices(self, layers: range) -> list[str]:
-        """Returns the full names of the hidden matrices of the stage that holds `layers`."""
+        """Returns the full names of the trained hidden matrices of the stage that holds `layers`."""
         with torch.device("meta"):
             return self.make_stage(layers).hidden_matrices()
 
     def parameter_count(self, layers: range) -> int:
-        """Returns how many parameters the stage that holds `layers` has."""
+        """Returns how many trained parameters the stage that holds `layers` has."""
         return sum(math.prod(shape) for shape in self.parameter_shapes(layers).values())
 
 

@@ -7,16 +7,14 @@ is repeated for its backward must give the same values. Knows: names of classes 
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from agora_protocol.base_config import parse_config, sizes_in
-from agora_protocol.errors import LocalError
 from agora_protocol.manifest import HfSection
 
-TUNING_EXTRA: Final = "pip install 'agora-swarm[tuning]'"
-OLDEST_TRANSFORMERS: Final = 5
+from agora.model.tuning_packages import import_tuning
+
 SHARED_KEYS: Final = frozenset({"vocab_size", "pad_token_id", "tie_word_embeddings"})
 DECODER_KEYS: Final = SHARED_KEYS | {
     "hidden_size",
@@ -50,12 +48,8 @@ GPT2_KEYS: Final = SHARED_KEYS | {
 }
 NO_DROPOUT: Final = {"attention_dropout": 0.0}
 NO_GPT2_DROPOUT: Final = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-
-
-class TuningMissing(LocalError):
-    """Error: the packages of the extra `tuning` are not installed, or too old."""
-
-    code = "tuning-missing"
+DECODER_LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GPT2_LINEARS: Final = ("c_attn", "c_proj", "c_fc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,8 @@ class HfArchitecture:
 
     words: how people call it. module: the folder in transformers.models. prefix: with which its classes begin. root and
     the names after it: where the whole model keeps its parts, which is also how files call their tensors. windows:
-    which layers attend only to the last `sliding_window` tokens. scales_embedding: by the root of the width.
+    which layers attend only to the last `sliding_window` tokens. scales_embedding: by the root of the width. linears:
+    the last parts of the names of a layer's linear layers. is_transposed: whether these keep [inputs, outputs].
     """
 
     words: str
@@ -84,14 +79,16 @@ class HfArchitecture:
     rotary_by_type: bool = False
     windows: Literal["none", "all", "by type"] = "none"
     scales_embedding: bool = False
+    linears: tuple[str, ...] = DECODER_LINEARS
+    is_transposed: bool = False
     dropout: dict[str, float] = field(default_factory=lambda: NO_DROPOUT)
 
     def load_class(self, name: str) -> Any:
         """Returns a class of the architecture's modeling module, such as "DecoderLayer".
 
-        Raises TuningMissing as import_transformers does.
+        Raises TuningMissing as import_tuning does.
         """
-        return getattr(import_transformers(f"{self.module}.modeling_{self.module}"), f"{self.prefix}{name}")
+        return getattr(self._import("modeling"), f"{self.prefix}{name}")
 
     def make_config(self, model: HfSection) -> Any:
         """Returns transformers' own config object for the model. Raises TuningMissing, and what its checks raise.
@@ -99,8 +96,8 @@ class HfArchitecture:
         Attention is torch's fused one, but for models that cap its logits, which that cannot.
         """
         values = {key: value for key, value in parse_config(model.config).items() if key in self.keys}
-        configuration = import_transformers(f"{self.module}.configuration_{self.module}")
-        config = getattr(configuration, self.config_class or f"{self.prefix}Config")(**values, **self.dropout)
+        config_class = getattr(self._import("configuration"), self.config_class or f"{self.prefix}Config")
+        config = config_class(**values, **self.dropout)
         config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
         return config
 
@@ -117,6 +114,10 @@ class HfArchitecture:
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types has {kind[:40]!r}")
         return kind
+
+    def _import(self, kind: str) -> Any:
+        """Returns the architecture's module of a kind: "modeling" or "configuration". Raises TuningMissing."""
+        return import_tuning(f"transformers.models.{self.module}.{kind}_{self.module}")
 
 
 ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
@@ -159,6 +160,8 @@ ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
         norm="ln_f",
         epsilon="layer_norm_epsilon",
         has_rotary=False,
+        linears=GPT2_LINEARS,
+        is_transposed=True,
         dropout=NO_GPT2_DROPOUT,
     ),
 }
@@ -168,18 +171,3 @@ ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
 def architecture_of(model: HfSection) -> HfArchitecture:
     """Returns the architecture of a base model; transformers is not needed."""
     return ARCHITECTURES[sizes_in(parse_config(model.config)).model_type]
-
-
-def import_transformers(module: str) -> Any:
-    """Returns a module of transformers.models. Raises TuningMissing if the package is missing, broken or too old."""
-    try:
-        version = importlib.import_module("transformers").__version__
-        if int(version.split(".")[0]) < OLDEST_TRANSFORMERS:
-            raise ImportError(f"version {version} is installed")
-        return importlib.import_module(f"transformers.models.{module}")
-    except ImportError as error:
-        reason = (str(error).splitlines() or [""])[0][:160]
-        raise TuningMissing(
-            f"this run trains a Hugging Face model, which needs the package transformers, {OLDEST_TRANSFORMERS} or "
-            f"newer ({reason}); install it with: {TUNING_EXTRA}"
-        ) from error

@@ -1,7 +1,9 @@
-"""The `hf` family: decoders of Hugging Face whose weights come from a base model's files, trained in all parameters.
+"""The `hf` family: decoders of Hugging Face whose weights come from a base model's files.
 
-A tied head is untied: the first and the last stage are different peers, so the head begins as a copy of the embedding
-and both learn on their own. Knows: names of tensors, keys of config.json. Must not know: where files lie, peers.
+Either all parameters are trained, or the matrices of LoRA beside the frozen others; only trained ones are counted,
+averaged and exported. A tied head is untied: the first and the last stage are different peers, so the head begins as a
+copy of the embedding, and where all is trained both learn on their own. Knows: names of tensors, keys of config.json.
+Must not know: where files lie, peers.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import torch
 from agora_protocol.base_config import parse_config
 from agora_protocol.manifest import HfSection
 
+from agora.model.adapter_files import ADAPTER_CONFIG, adapter_config, adapter_tensor_name
 from agora.model.base_model import WantedTensor, locate_tensors, read_tensors, require_folder
 from agora.model.family import TRAINING_BYTES, Family, Stage
+from agora.model.frozen_layers import frozen_bytes
 from agora.model.hf_architecture import architecture_of
 from agora.model.hf_stage import HfStage
+from agora.model.lora_layers import initial_lora_values
 from agora.state.merged_model import ExportedTensor
 from agora.state.model_card import ModelDescription
 
@@ -31,9 +36,10 @@ class HfFamily(Family):
 
     def __init__(self, model: HfSection) -> None:
         self._model = model
+        self._has_lora = model.trained == "lora"
 
     def check_machine(self, base_model: Path | None) -> None:
-        """Raises TuningMissing without transformers, BaseModelError without the folder, ManifestError for the config.
+        """Raises TuningMissing without a package, BaseModelError without the folder, ManifestError for the config.
 
         What the files in the folder are is checked when a stage is built.
         """
@@ -43,19 +49,34 @@ class HfFamily(Family):
     def make_stage(self, layers: range) -> Stage:
         """Returns an HfStage of `layers`, on the meta device, without values.
 
-        Raises TuningMissing without transformers, ManifestError for a config that it refuses.
+        Raises TuningMissing without a package that it needs, ManifestError for a config or LoRA target that it refuses.
         """
         return HfStage(self._model, layers)
 
     def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
-        """Gives the parameters of `stage` the values that the base model's files have. Raises BaseModelError.
+        """Gives the parameters of `stage` the values of the base model's files, and LoRA's those that the seed decides.
 
-        Before the first value is copied, names, shapes and hashes of all are checked.
+        Raises BaseModelError. Before the first value is copied, names, shapes and hashes of all are checked.
         """
+        self._read_files(stage, base_model)
+        if self._has_lora:
+            for name, parameter in stage.trained_parameters():
+                parameter.copy_(initial_lora_values(seed, name, parameter.shape))
+
+    def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:
+        """Gives the parameters beside LoRA's the values of the base model's files; without LoRA, none is frozen.
+
+        Raises BaseModelError as fill_weights does.
+        """
+        if self._has_lora:
+            self._read_files(stage, base_model)
+
+    def _read_files(self, stage: Stage, base_model: Path | None) -> None:
+        """Gives `stage` what files have of it. A frozen matrix is quantised before the next tensor is read."""
         assert isinstance(stage, HfStage)
-        parameters = dict(stage.named_parameters())
         for name, values in read_tensors(base_model, self._model.weights, _wanted_tensors(stage)):
-            parameters[name].copy_(values)
+            stage.load(name, values)
+            del values  # or it would live until the next one is read
 
     def check_folder(self, base_model: Path) -> None:
         """Raises BaseModelError unless the folder's files have every tensor of the whole model. Hashes are not checked.
@@ -67,20 +88,29 @@ class HfFamily(Family):
         locate_tensors(base_model, [name for name, _ in self._model.weights], _wanted_tensors(whole))
 
     def memory_bytes(self, layers: range, tokens: int) -> int:
-        """Returns TRAINING_BYTES * parameters + ACTIVATION_BYTES * tokens * width, and with the head the logits."""
+        """Returns the bytes of frozen parameters, TRAINING_BYTES for each trained one, and the activations.
+
+        Activations are ACTIVATION_BYTES * tokens * width, and with the head the logits.
+        """
+        with torch.device("meta"):
+            stage = self.make_stage(layers)
+        trained = TRAINING_BYTES * sum(parameter.numel() for _, parameter in stage.trained_parameters())
         logits = LOGIT_BYTES * tokens * self._model.vocabulary if layers.stop == self._model.layers else 0
-        activations = ACTIVATION_BYTES * tokens * self._model.width
-        return TRAINING_BYTES * self.parameter_count(layers) + activations + logits
+        return frozen_bytes(stage) + trained + ACTIVATION_BYTES * tokens * self._model.width + logits
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns for each tensor of `layers` its name and shape, which are those of the Hugging Face model."""
-        return [ExportedTensor(name, name, shape) for name, shape in self.parameter_shapes(layers).items()]
+        """Returns for each trained tensor of `layers` its name and shape in a Hugging Face model, or in an adapter."""
+        shapes = self.parameter_shapes(layers)
+        named = {name: adapter_tensor_name(name) if self._has_lora else name for name in shapes}
+        return [ExportedTensor(name, named[name], shape) for name, shape in shapes.items()]
 
     def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
-        """Returns config.json as it came, but with the export's dtype and an untied head.
+        """Returns config.json as it came, but with the export's dtype and an untied head; of LoRA adapter_config.json.
 
         end_of_text is not written: the base model's config says which ids end a text.
         """
+        if self._has_lora:
+            return {ADAPTER_CONFIG: adapter_config(self._model)}
         config = parse_config(self._model.config)
         return {"config.json": {**config, "dtype": dtype, "torch_dtype": dtype, "tie_word_embeddings": False}}
 
@@ -95,5 +125,5 @@ class HfFamily(Family):
 
 
 def _wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
-    """Returns what files must have for each parameter of the stage, by its name."""
-    return {name: WantedTensor(stage.file_names(name), tuple(p.shape)) for name, p in stage.named_parameters()}
+    """Returns what files must have for each parameter of the stage that comes from them, by its name."""
+    return {name: WantedTensor(stage.file_names(name), shape) for name, shape in stage.file_shapes().items()}

@@ -1,14 +1,16 @@
 """A stage of a Hugging Face decoder: transformers' own layers, with the embedding before and the head after them.
 
-Parameters have their Hugging Face names. Rotary positions and attention masks follow from the sequence's length and are
-computed in every forward, so that nothing but the residual stream crosses a boundary. Shapes: b sequences, s positions,
-d width. Knows: layers. Must not know: files, initial values, peers.
+Parameters have their Hugging Face names, LoRA's those of peft. Rotary positions and attention masks follow from the
+lengths of the sequences and are computed in every forward, so that nothing but the residual stream crosses a boundary.
+With LoRA, frozen_layers says what the frozen weights are kept as. Only the dropout of LoRA depends on train and eval
+mode. Shapes: b rows, s positions, d width. Knows: layers. Must not know: files, initial values, peers.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import torch
 from agora_protocol.errors import ManifestError
@@ -16,18 +18,25 @@ from agora_protocol.manifest import HfSection
 from torch import Tensor, nn
 
 from agora.model.family import Stage
-from agora.model.hf_architecture import TuningMissing, architecture_of
+from agora.model.frozen_layers import FrozenAs, FrozenLinear, allocate, freeze, load_parameter
+from agora.model.hf_architecture import architecture_of
+from agora.model.lora_layers import adapters_off, inject_lora, lora_targets
+from agora.model.row_segments import as_additive, attended_pairs, token_positions
+from agora.model.tuning_packages import TuningMissing
 
-HEAD = "lm_head"
+HEAD: Final = "lm_head"
+INSIDE_LORA: Final = ".base_layer."
+"""What peft inserts into the name of a parameter of a layer that has LoRA."""
 
 
 class HfStage(Stage):
     """A stage of the family hf. Made on the meta device, it has no values until HfFamily fills it from files."""
 
     def __init__(self, model: HfSection, layer_range: range) -> None:
-        """Raises TuningMissing without transformers, ManifestError for a config that it refuses."""
+        """Raises TuningMissing without a package it needs, ManifestError for a config or target that it refuses."""
         super().__init__(layer_range, is_first=layer_range.start == 0, is_last=layer_range.stop == model.layers)
         self._architecture = architecture_of(model)
+        self._frozen_as: FrozenAs | None = model.frozen_as if model.trained == "lora" else None
         try:
             self._config = self._architecture.make_config(model)
             self.add_module(self._architecture.root, self._make_body())
@@ -43,6 +52,16 @@ class HfStage(Stage):
             ) from error
         if self.is_last:
             self.add_module(HEAD, nn.Linear(model.width, model.vocabulary, bias=False))
+        if self._frozen_as is not None:
+            self._add_lora(model, self._frozen_as)
+
+    def _add_lora(self, model: HfSection, frozen_as: FrozenAs) -> None:
+        """Freezes what there is as `frozen_as`, and puts LoRA into the layers."""
+        names = self._architecture
+        targets = lora_targets(model, names.linears)
+        layers = self.get_submodule(f"{names.root}.{names.layers}")
+        freeze(self, layers, frozen_as)
+        inject_lora(layers, model, targets, is_transposed=names.is_transposed and frozen_as == "float32")
 
     def _make_body(self) -> nn.Module:
         """Returns what the whole model has under its root: embeddings, layers, final norm; but only this stage's."""
@@ -68,13 +87,14 @@ class HfStage(Stage):
         rotary: nn.Module = self._architecture.load_class("RotaryEmbedding")(self._config)
         return rotary
 
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward."""
         body = self.get_submodule(self._architecture.root)
+        positions = token_positions(hidden, segments)
         if self.is_first:
-            hidden = self._embed(body, hidden)
-        masks = {window: self._mask(hidden, window) for window in set(self._windows.values())}
-        rotations = self._rotations(hidden)
+            hidden = self._embed(body, hidden, positions)
+        masks = {window: self._mask(hidden, window, segments) for window in set(self._windows.values())}
+        rotations = self._rotations(hidden, positions)
         layers = body.get_submodule(self._architecture.layers)
         for index, layer in zip(self.layer_range, layers.children(), strict=True):
             options: dict[str, Any] = {"attention_mask": masks[self._windows[index]]}
@@ -84,14 +104,14 @@ class HfStage(Stage):
             hidden = output[0] if isinstance(output, tuple) else output  # GPT-2's is a tuple in transformers 5.0
         return self._logits(body, hidden) if self.is_last else hidden
 
-    def _embed(self, body: nn.Module, tokens: Tensor) -> Tensor:
-        """Returns the residual stream [b, s, d] of token ids [b, s]; a negative id is read as 0."""
+    def _embed(self, body: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Returns the residual stream, float32 [b, s, d], of token ids [b, s]; a negative id is read as 0."""
         names = self._architecture
-        hidden: Tensor = body.get_submodule(names.embedding)(tokens.clamp(min=0).long())
+        hidden: Tensor = body.get_submodule(names.embedding)(tokens.clamp(min=0).long()).float()
         if names.scales_embedding:
             hidden = hidden * torch.tensor(math.sqrt(self._config.hidden_size), dtype=hidden.dtype)
         if names.positions:
-            hidden = hidden + body.get_submodule(names.positions)(_positions(hidden))
+            hidden = hidden + body.get_submodule(names.positions)(positions).float()
         return hidden
 
     def _logits(self, body: nn.Module, hidden: Tensor) -> Tensor:
@@ -101,35 +121,40 @@ class HfStage(Stage):
         cap = getattr(self._config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _mask(self, hidden: Tensor, window: int | None) -> Tensor | None:
-        """Returns the causal mask [1, 1, s, s] of layers with this window; None where fused attention needs none.
+    def _mask(self, hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor | None:
+        """Returns the mask of layers with this window, [b or 1, 1, s, s]; None where fused attention needs none.
 
         Fused attention takes True where a query, a row, may attend to a key, a column; eager attention adds the mask.
         """
-        length = hidden.shape[1]
-        is_eager = self._config._attn_implementation == "eager"
-        if not is_eager and (window is None or length <= window):
+        if self._config._attn_implementation == "eager":
+            return as_additive(attended_pairs(hidden, window, segments), hidden.dtype)
+        if segments is None and (window is None or hidden.shape[1] <= window):
             return None
-        ages = torch.arange(length, device=hidden.device)
-        ages = ages[:, None] - ages[None, :]
-        allowed = (ages >= 0) & (ages < (window or length))
-        if not is_eager:
-            return allowed[None, None]
-        return torch.zeros_like(ages, dtype=hidden.dtype).masked_fill(~allowed, torch.finfo(hidden.dtype).min)[
-            None, None
-        ]
+        return attended_pairs(hidden, window, segments)
 
-    def _rotations(self, hidden: Tensor) -> dict[str, Any]:
+    def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
         """Returns cosines and sines of the positions by type of layer, as layers take them; {} if they take none."""
         if self._rotary is None:
             return {}
         types = sorted({self._rotation_of(index) for index in self.layer_range})
         options = {kind: {"layer_type": kind} if self._architecture.rotary_by_type else {} for kind in types}
-        return {kind: self._rotary(hidden, _positions(hidden), **options[kind]) for kind in types}
+        return {kind: self._rotary(hidden, positions, **options[kind]) for kind in types}
 
     def _rotation_of(self, layer: int) -> str:
         """Returns the type of layer whose rotations a layer takes; "" where all take the same."""
         return self._architecture.type_of(self._config, layer) if self._architecture.rotary_by_type else ""
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Returns a context in which forwards leave LoRA out; raises LookupError if all parameters are trained."""
+        return super().without_adapters() if self._frozen_as is None else adapters_off(self)
+
+    def allocate(self) -> None:
+        """Gives memory to all but the frozen matrices, which get theirs when they are read."""
+        allocate(self)
+
+    def load(self, name: str, values: Tensor) -> None:
+        """Gives a parameter of `file_shapes` the values of a file, float32 in the shape there. After allocate."""
+        load_parameter(self, name, values, self._frozen_as)
 
     def fill_buffers(self, seed: int) -> None:
         """Computes the rotary frequencies, which follow from the config alone."""
@@ -140,12 +165,25 @@ class HfStage(Stage):
         root, layers = self._architecture.root, self._architecture.layers
         return name.startswith(f"{root}.{layers}.") and self.get_parameter(name).ndim == 2
 
+    def file_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns for each parameter that comes from files the shape that it has there, before it was loaded.
+
+        With LoRA these are the frozen ones, else all.
+        """
+        shapes = {
+            n: tuple(p.shape) for n, p in self.named_parameters() if self._frozen_as is None or not p.requires_grad
+        }
+        for name, module in self.named_modules():
+            if isinstance(module, FrozenLinear):
+                shapes[f"{name}.weight"] = module.file_shape()
+        return shapes
+
     def file_names(self, name: str) -> tuple[str, ...]:
         """Returns the names under which files may have the values of the named parameter, the likeliest first.
 
         A tied head is the embedding's matrix. Some files, GPT-2's above all, leave out the root of the names.
         """
-        names = self._architecture
+        names, name = self._architecture, name.replace(INSIDE_LORA, ".")
         if name == f"{HEAD}.weight" and self._config.tie_word_embeddings:
             name = f"{names.root}.{names.embedding}.weight"
         return name, name.removeprefix(f"{names.root}.")
@@ -154,8 +192,3 @@ class HfStage(Stage):
 def _embedding(rows: int, width: int, padding: int | None) -> nn.Embedding:
     """Returns an embedding without values: drawing them on the meta device would import much of torch."""
     return nn.Embedding(rows, width, padding, _weight=torch.empty(rows, width))
-
-
-def _positions(hidden: Tensor) -> Tensor:
-    """Returns the positions [1, s] of a residual stream [b, s, d]."""
-    return torch.arange(hidden.shape[1], device=hidden.device)[None]

@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from agora_protocol.identity import Identity
+from agora_protocol.manifest import SignedManifest
 
 from agora.cli import console, sample_command
 from agora.cli.console import Failure
-from agora.cli.sample_command import Sampling, decoded_pieces
+from agora.cli.sample_command import Sampling, base_model_folder, decoded_pieces
 from agora.data.tokenizer import ByteTokenizer
+from agora.node import paths, runs
+from agora.node.settings import SettingsError
+from agora.state.checkpoint import write_checkpoint
+from agora.state.layout import StageState
+from agora.train.trained_stage import stage_layout
 from tests.cli.test_text_sample import demo
+from tests.model.tiny_models import make_model, manifest_of, save, stages_of
 
 __all__ = ["demo"]
 
@@ -60,3 +69,68 @@ def test_a_character_is_shown_when_it_is_whole(text: str, pieces: list[str]) -> 
 
 def test_what_is_no_character_at_the_end_is_said() -> None:
     assert list(decoded_pieces(iter("€".encode()[:2]), ByteTokenizer().decode, [])) == ["", "", "�"]
+
+
+# --- a run that trains LoRA beside a base model
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with run.toml, the base model, and a data directory with checkpoints of two stages of LoRA."""
+    monkeypatch.setenv(paths.HOME_VARIABLE, str(tmp_path / "home"))
+    monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "sockets"))
+    monkeypatch.chdir(tmp_path)
+    folder = save(make_model("qwen2"), tmp_path / "base")
+    manifest = manifest_of(folder, 2, model={"trained": "lora", "frozen_as": "nf4", "lora_dropout": 0.5})
+    signed, home = SignedManifest.sign(manifest, Identity.generate()), paths.Home(tmp_path / "peer")
+    runs.remember(home, signed)
+    for number, stage in enumerate(stages_of(manifest, folder)):
+        layout = stage_layout(manifest, number)
+        random = np.random.default_rng(number)
+        named = {n: random.normal(0, 0.5, p.shape).astype("f4") for n, p in stage.trained_parameters()}
+        flat = layout.flat(named)
+        arrays = {moment.name: np.abs(flat) if moment.is_square else flat for moment in layout.moments}
+        state = StageState(number, 5, 5, 0, layout, flat, arrays)
+        write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)
+    (tmp_path / "run.toml").write_text(signed.to_toml())
+    return tmp_path
+
+
+def sampled(tuned: Path, capsys: pytest.CaptureFixture[str], **options: object) -> str:
+    """The text of a sample with seed 1."""
+    run = str(tuned / "run.toml")
+    given = {"sampling": Sampling(20, seed=1), "as_json": True, **options}
+    assert sample_command.run(run, "a", [tuned / "peer"], **given) == console.DONE  # type: ignore[arg-type]
+    return str(json.loads(capsys.readouterr().out)["text"])
+
+
+def test_a_run_with_lora_is_sampled_with_its_base_model(
+    tuned: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = sampled(tuned, capsys, base_model=Path("base"))
+    assert first == sampled(tuned, capsys, base_model=Path("base")), "no dropout"
+    monkeypatch.setenv("AGORA_BASE_MODEL", str(tuned / "base"))
+    assert sampled(tuned, capsys) == first
+
+
+def test_without_the_base_model_it_is_one_sentence_before_any_text(
+    tuned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Failure, match="trains LoRA beside a base model.* --base-model DIR"):
+        sampled(tuned, capsys, as_json=False)
+    assert not capsys.readouterr().out
+
+
+def test_the_folder_is_named_by_the_flag_or_the_settings_of_a_daemon(
+    tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert base_model_folder(None, []) is None
+    (tuned / "peer" / "agora.toml").write_text('base_model = "/models/one"')
+    assert base_model_folder(None, [tuned / "peer"]) == Path("/models/one")
+    assert base_model_folder(None, []) is None
+    monkeypatch.setenv("AGORA_BASE_MODEL", "/models/two")
+    assert base_model_folder(None, [tuned / "peer"]) == Path("/models/two")
+    assert base_model_folder(Path("three"), [tuned / "peer"]) == Path("three").absolute()
+    (tuned / "peer" / "agora.toml").write_text("base_modle = 1")
+    with pytest.raises(SettingsError, match="did you mean base_model"):
+        base_model_folder(None, [tuned / "peer"])

@@ -14,9 +14,9 @@ import torch
 from agora_protocol.manifest import Manifest
 from safetensors.torch import load_file, save_file
 
-from agora.model import base_model, family_of, hf_architecture
+from agora.model import base_model, family_of, tuning_packages
 from agora.model.base_model import BaseModelError, read_config, weight_files
-from agora.model.hf_architecture import TuningMissing
+from agora.model.tuning_packages import TuningMissing
 from tests.model.tiny_models import logits_of, make_model, manifest_of, save, some_tokens, stages_of
 
 
@@ -246,14 +246,14 @@ def test_a_folder_without_usable_weights_is_one_sentence(sharded: Path, tmp_path
 
 
 def test_who_lacks_transformers_is_told_the_command(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, real = manifest_of(single), hf_architecture.importlib.import_module
+    manifest, real = manifest_of(single), tuning_packages.importlib.import_module
 
     def refuse(name: str) -> Any:
         if name.startswith("transformers"):
             raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
         return real(name)
 
-    monkeypatch.setattr(hf_architecture.importlib, "import_module", refuse)
+    monkeypatch.setattr(tuning_packages.importlib, "import_module", refuse)
     family = family_of(manifest.model)
     for call in (lambda: build(manifest, 0, single), lambda: family.check_machine(single)):
         with pytest.raises(

@@ -112,11 +112,11 @@ def stages_of(manifest: Manifest, folder: Path) -> list[Stage]:
     return [family.build_stage(manifest.layers_of(k), manifest.seed, folder) for k in range(manifest.stage_count)]
 
 
-def logits_of(stages: list[Stage], tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(stages: list[Stage], tokens: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
     """The logits of the stages in turn."""
     hidden = tokens
     for stage in stages:
-        hidden = stage(hidden, tokens)
+        hidden = stage(hidden, tokens, segments)
     return hidden
 
 

@@ -1,0 +1,46 @@
+"""The files of a LoRA adapter as peft reads them: adapter_config.json, and the names in adapter_model.safetensors.
+
+Knows: peft's keys and names. Must not know: the package peft, layers, where files are written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from agora_protocol.manifest import HfSection
+
+from agora.model.hf_architecture import architecture_of
+from agora.model.lora_layers import ADAPTER, lora_targets
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_ROOT: Final = "base_model.model."
+
+
+def adapter_config(model: HfSection) -> dict[str, Any]:
+    """Returns the content of adapter_config.json for a run that trains LoRA.
+
+    base_model_name_or_path is null: the manifest has the base model's hashes and not its name. Raises ManifestError for
+    targets that the model does not have.
+    """
+    architecture = architecture_of(model)
+    alpha = model.lora_alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": model.lora_rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": model.lora_dropout,
+        "use_rslora": model.lora_rslora,
+        "target_modules": sorted(lora_targets(model, architecture.linears)),
+        "fan_in_fan_out": architecture.is_transposed,
+        "bias": "none",
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def adapter_tensor_name(name: str) -> str:
+    """Returns the name in adapter_model.safetensors of a trained matrix with this name in the run."""
+    return ADAPTER_ROOT + name.replace(f".{ADAPTER}.", ".")

@@ -1,0 +1,176 @@
+"""Linear layers whose matrix is frozen and kept in fewer bits than float32; what is computed with them stays the same.
+
+| frozen_as | matrices in layers        | embeddings, head | vectors (norms, biases)     |
+|-----------|---------------------------|------------------|-----------------------------|
+| float32   | as transformers has them  | float32          | float32                     |
+| bf16      | Bf16Linear                | bf16             | float32, rounded to bf16    |
+| nf4       | Nf4Linear (nf4_linear.py) | bf16             | float32, rounded to bf16    |
+
+Vectors are a thousandth of a model; as float32 they need no case of their own in norms and biases. The residual stream
+is float32 throughout. Products are in the dtype of torch's autocast where that is on, and in float32 where it is off:
+then a matrix becomes float32 for the moment of its product. A CPU without native bf16 therefore never emulates bf16; it
+computes in float32 with weights that were rounded once. Knows: linear layers, dtypes. Must not know: LoRA, files.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agora.model.tuning_packages import import_tuning
+
+FrozenAs = Literal["float32", "bf16", "nf4"]
+
+
+class FrozenLinear(nn.Module, abc.ABC):
+    """Base of the linear layers of a frozen matrix. Until load_matrix, the matrix has a shape and no memory.
+
+    is_transposed: whether files have the matrix as [inputs, outputs], as those of GPT-2 do.
+    """
+
+    weight: Tensor
+    is_transposed = False
+
+    def load_matrix(self, values: Tensor) -> None:
+        """Takes the matrix from float32 values as files have them, and keeps nothing of `values` itself."""
+        self._keep_matrix(values.T.contiguous() if self.is_transposed else values)
+
+    def file_shape(self) -> tuple[int, ...]:
+        """Returns the shape that the matrix has in files; only before load_matrix."""
+        shape = tuple(self.weight.shape)
+        return shape[::-1] if self.is_transposed else shape
+
+    @abc.abstractmethod
+    def matrix_bytes(self) -> int:
+        """Returns the bytes that the matrix takes once it is loaded."""
+
+    @abc.abstractmethod
+    def _keep_matrix(self, values: Tensor) -> None:
+        """Takes the matrix, float32 [outputs, inputs] on the CPU."""
+
+
+class Bf16Linear(FrozenLinear, nn.Linear):
+    """A linear layer of a bf16 matrix and a float32 bias, both frozen."""
+
+    def __init__(self, inputs: int, outputs: int, has_bias: bool) -> None:
+        super().__init__(inputs, outputs, bias=has_bias)
+        self.weight = nn.Parameter(self.weight.to(torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x W^T + bias [..., outputs], in the dtype of autocast, or where that is off in the dtype of x."""
+        if torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, self.weight, self.bias)
+        product: Tensor = _UpcastProduct.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return product
+
+    def matrix_bytes(self) -> int:
+        """Returns 2 bytes for each value."""
+        return self.weight.nbytes
+
+    def _keep_matrix(self, values: Tensor) -> None:
+        """Rounds the values to bf16."""
+        self.weight = nn.Parameter(values.to(torch.bfloat16), requires_grad=False)
+
+
+class _UpcastProduct(torch.autograd.Function):
+    """x W^T + bias in the dtype of x, for a frozen W of another dtype.
+
+    Autograd's own product would keep a copy of W in the dtype of x for the backward. This one makes the copy again. W
+    is not saved as activations are, because it is alive anyway.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns x W^T + bias."""
+        ctx.weight = weight
+        return F.linear(x, weight.to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Returns the gradient by x."""
+        (gradient,) = gradients
+        return gradient @ ctx.weight.to(gradient.dtype), None, None
+
+
+def freeze(stage: nn.Module, layers: nn.Module, frozen_as: FrozenAs) -> None:
+    """Makes every parameter of a stage on the meta device frozen, and of the kind that `frozen_as` means.
+
+    layers: the stage's decoder layers. Raises TuningMissing if nf4 is wanted and bitsandbytes is missing.
+    """
+    if frozen_as != "float32":
+        _replace_linears(layers, frozen_as)
+        _replace_linears(stage, "bf16")  # the head
+        for module in stage.modules():
+            if isinstance(module, nn.Embedding):
+                module.to(torch.bfloat16)
+    stage.requires_grad_(False)
+
+
+def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Returns the linear layers in `module` by their names in it: torch's, and transformers' transposed one."""
+    transposed = import_tuning("transformers.pytorch_utils").Conv1D
+    return {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, transposed))}
+
+
+def _replace_linears(module: nn.Module, frozen_as: FrozenAs) -> None:
+    """Replaces all linear layers in `module` that are not frozen ones already."""
+    for name, linear in linear_layers(module).items():
+        if not isinstance(linear, FrozenLinear):
+            module.set_submodule(name, _frozen_like(linear, frozen_as))
+
+
+def _frozen_like(linear: nn.Module, frozen_as: FrozenAs) -> FrozenLinear:
+    """Returns a frozen layer of the sizes of `linear`."""
+    is_transposed = not isinstance(linear, nn.Linear)
+    matrix, bias = linear.get_parameter("weight"), getattr(linear, "bias", None)
+    outputs, inputs = matrix.shape[::-1] if is_transposed else matrix.shape
+    kind: Any = Bf16Linear
+    if frozen_as == "nf4":
+        import_tuning("bitsandbytes")
+        from agora.model.nf4_linear import Nf4Linear
+
+        kind = Nf4Linear
+    frozen: FrozenLinear = kind(inputs, outputs, bias is not None)
+    frozen.is_transposed = is_transposed
+    return frozen
+
+
+def allocate(stage: nn.Module) -> None:
+    """Gives memory on the CPU to all parameters and buffers of a stage on the meta device, but to no frozen matrix.
+
+    Those get theirs one by one in load_matrix, so that they never take the bytes of float32 together.
+    """
+    for module in stage.modules():
+        for name, tensor in list(module.named_parameters(recurse=False)):
+            if not (isinstance(module, FrozenLinear) and tensor is module.weight):
+                empty = torch.empty_like(tensor, device="cpu")
+                module.register_parameter(name, nn.Parameter(empty, requires_grad=tensor.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+
+
+def load_parameter(stage: nn.Module, name: str, values: Tensor, frozen_as: FrozenAs | None) -> None:
+    """Gives the named parameter of an allocated stage the values that a file has, float32; None: it is trained."""
+    owner, _, own_name = name.rpartition(".")
+    module = stage.get_submodule(owner)
+    if isinstance(module, FrozenLinear) and own_name == "weight":
+        module.load_matrix(values)
+    else:
+        rounded = values if frozen_as in (None, "float32") else values.to(torch.bfloat16)
+        module.get_parameter(own_name).copy_(rounded)
+
+
+def frozen_bytes(stage: nn.Module) -> int:
+    """Returns the bytes that the frozen parameters of a stage take; it may be on the meta device."""
+    total = 0
+    for module in stage.modules():
+        for tensor in module.parameters(recurse=False):
+            if isinstance(module, FrozenLinear) and tensor is module.weight:
+                total += module.matrix_bytes()
+            elif not tensor.requires_grad:
+                total += tensor.nbytes
+    return total

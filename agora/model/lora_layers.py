@@ -1,0 +1,85 @@
+"""LoRA in the decoder layers of a stage: peft's layers around the linear ones, their initial values, and without them.
+
+The names of the trained matrices are peft's, such as model.layers.7.self_attn.q_proj.lora_A.default.weight. Source:
+LoRA, arXiv 2106.09685; the scale alpha / sqrt(r): arXiv 2312.03732. Knows: peft. Must not know: files, peers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from agora_protocol.errors import ManifestError
+from agora_protocol.manifest import HfSection
+from torch import Tensor, nn
+
+from agora.model.family import initial_values
+from agora.model.tuning_packages import import_tuning
+
+ADAPTER: Final = "default"
+"""peft's name of the adapter, a part of the names of its matrices."""
+
+
+def lora_targets(model: HfSection, linears: Sequence[str]) -> tuple[str, ...]:
+    """Returns the linear layers that get LoRA, by the last part of their names: lora_targets, or all of `linears`.
+
+    linears: those that a decoder layer has. Raises ManifestError for a target that is none of them.
+    """
+    for name in model.lora_targets:
+        if name not in linears:
+            raise ManifestError(
+                f"[model] lora_targets names {name}, and the linear layers inside this model's layers are "
+                f"{', '.join(linears)}; name some of these, or none for all."
+            )
+    return model.lora_targets or tuple(linears)
+
+
+def inject_lora(layers: nn.Module, model: HfSection, targets: Sequence[str], *, is_transposed: bool) -> None:
+    """Puts LoRA around the linear layers in `layers` whose names end in one of `targets`; only its matrices train.
+
+    is_transposed: whether the layers' matrices are [inputs, outputs]. Raises TuningMissing without peft.
+    """
+    peft = import_tuning("peft")
+    config = peft.LoraConfig(
+        r=model.lora_rank,
+        lora_alpha=model.lora_alpha,
+        use_rslora=model.lora_rslora,
+        lora_dropout=model.lora_dropout,
+        target_modules=list(targets),
+        fan_in_fan_out=is_transposed,
+        init_lora_weights=False,
+    )
+    marked: Any = layers
+    marked.is_loaded_in_4bit = model.frozen_as == "nf4"  # peft asks for it, and then wraps Linear4bit as such
+    peft.inject_adapter_in_model(config, layers, ADAPTER)
+
+
+def initial_lora_values(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Returns the initial values of a named LoRA matrix, float32 [shape]: zeros for B, so that the product is zero.
+
+    A has the standard deviation of peft's initial values, which are uniform within 1 / sqrt(inputs).
+    """
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    return initial_values(seed, name, shape, 1 / math.sqrt(3 * shape[1]))
+
+
+@contextmanager
+def adapters_off(stage: nn.Module) -> Iterator[None]:
+    """Within the `with`, forwards of `stage` leave LoRA out.
+
+    peft's own switch would also change which parameters require gradients, and graphs that wait for their backward rely
+    on those.
+    """
+    adapted = import_tuning("peft.tuners.lora").LoraLayer
+    layers = [(module, module.disable_adapters) for module in stage.modules() if isinstance(module, adapted)]
+    try:
+        for layer, _ in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, was_off in layers:
+            layer._disable_adapters = was_off

@@ -1,0 +1,57 @@
+"""A linear layer whose frozen matrix is kept in 4 bits, as bitsandbytes' Linear4bit.
+
+Imported only when a run needs it: bitsandbytes is slow to import, and optional. Source of NF4 and of the double
+quantisation: QLoRA, arXiv 2305.14314, section 3. Knows: bitsandbytes. Must not know: models, files.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import Tensor
+
+from agora.model.frozen_layers import FrozenLinear
+
+BLOCK, BLOCKS_OF_SCALE = 64, 256
+"""Values that share a scale of one byte, and scales that share a float32."""
+TABLE_BYTES: Final = 4 * (16 + 256 + 1)
+"""Float32 tables of each matrix: the 16 values of NF4, the 256 values of a scale, and the mean scale."""
+
+
+class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
+    """A linear layer of a frozen NF4 matrix with double quantisation and a float32 bias.
+
+    It computes in the dtype of autocast, and in float32 where that is off; the matrix is made in that dtype for the
+    moment of each product.
+    """
+
+    weight: Any
+    in_features: int
+    out_features: int
+
+    def __init__(self, inputs: int, outputs: int, has_bias: bool) -> None:
+        super().__init__(inputs, outputs, bias=has_bias, compress_statistics=True, quant_type="nf4")
+        # Its kernel for inference packs the matrix anew in eval mode and computes in bf16: not the values of training
+        self.support_avx512bf16_for_cpu = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x W^T + bias [..., outputs] in the dtype of autocast, or where that is off in float32."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        self.compute_dtype, self.compute_type_is_set = dtype, True
+        self.weight.quant_state.dtype = dtype  # of the matrix that the backward makes
+        product: Tensor = super().forward(x.to(dtype))
+        return product
+
+    def matrix_bytes(self) -> int:
+        """Returns half a byte for each value, and the scales."""
+        count = self.in_features * self.out_features
+        scales = -(-count // BLOCK)
+        return -(-count // 2) + scales + 4 * -(-scales // BLOCKS_OF_SCALE) + TABLE_BYTES
+
+    def _keep_matrix(self, values: Tensor) -> None:
+        """Quantises the values."""
+        packed = Params4bit(values, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+        self.weight = packed.to("cpu")  # which quantises

@@ -1,0 +1,41 @@
+"""Rows of tokens that hold several sequences: which token attends to which, and where each is in its sequence.
+
+Shapes: b rows, s tokens of a row. Knows: numbers of sequences, windows. Must not know: layers, models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def token_positions(hidden: Tensor, segments: Tensor | None) -> Tensor:
+    """Returns the position of each token in its sequence, int64 [b, s], or [1, s] where each row is one sequence.
+
+    hidden: [b, s, d] or [b, s], for its length and device. segments: int [b, s], the number of each token's sequence,
+    ascending in each row; None: each row is one sequence.
+    """
+    places = torch.arange(hidden.shape[1], device=hidden.device)[None]
+    if segments is None:
+        return places
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+def attended_pairs(hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor:
+    """Returns which tokens, columns, each token, a row, attends to: bool [b, 1, s, s], or [1, 1, s, s].
+
+    Those are itself and the tokens before it, among the last `window` (None: among all), of the same sequence. hidden,
+    segments: as for token_positions.
+    """
+    length = hidden.shape[1]
+    places = torch.arange(length, device=hidden.device)
+    ages = places[:, None] - places[None, :]
+    allowed = ((ages >= 0) & (ages < (window or length)))[None, None]
+    return allowed if segments is None else allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+
+
+def as_additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a mask that is added to attention scores: 0 where `allowed`, else the least number of `dtype`."""
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)

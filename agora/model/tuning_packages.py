@@ -1,0 +1,64 @@
+"""The packages of the extra `tuning`: each is imported when it is needed, never before, and a missing one is an error.
+
+All of them are slow to import, and pretraining needs none. Knows: names and versions of packages. Must not know: what
+they are used for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from agora_protocol.errors import LocalError
+
+TUNING_EXTRA: Final = "pip install 'agora-swarm[tuning]'"
+
+
+class TuningMissing(LocalError):
+    """Error: a package of the extra `tuning` is not installed, broken, or too old."""
+
+    code: ClassVar[str] = "tuning-missing"
+
+
+@dataclass(frozen=True, slots=True)
+class TuningPackage:
+    """A package of the extra. oldest: the first version that works. purpose: what a run does that needs it."""
+
+    oldest: str
+    purpose: str
+
+
+PACKAGES: Final = {
+    "transformers": TuningPackage("5", "trains a Hugging Face model"),
+    "peft": TuningPackage("0.18", "trains LoRA"),
+    "bitsandbytes": TuningPackage("0.49", "keeps its frozen weights as NF4"),
+}
+
+
+def import_tuning(module: str) -> Any:
+    """Returns a module of one of PACKAGES. Raises TuningMissing if the package is missing, broken or too old.
+
+    bitsandbytes, which peft imports too, warns at its import that a kernel for inference is not there; as nothing here
+    uses that kernel, the warning is not shown.
+    """
+    name = module.split(".")[0]
+    package = PACKAGES[name]
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    try:
+        version = importlib.import_module(name).__version__
+        if _numbers(version) < _numbers(package.oldest):
+            raise ImportError(f"version {version} is installed")
+        return importlib.import_module(module)
+    except ImportError as error:
+        reason = (str(error).splitlines() or [""])[0][:160]
+        raise TuningMissing(
+            f"this run {package.purpose}, which needs the package {name}, {package.oldest} or newer ({reason}); "
+            f"install it with: {TUNING_EXTRA}"
+        ) from error
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version: (0, 21) of "0.21.2", (5,) of "5"."""
+    return tuple(int(number) for number in version.split(".")[:2])
