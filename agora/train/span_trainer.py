@@ -234,7 +234,9 @@ class SpanTrainer:
         """Does `_run` for a later backward; returns its output, and the weights of its graph, () if that is dropped."""
         versions = self._versions_from(first)
         if self._activations == "auto" and first not in self.activation_bytes:
-            weights = {version.flat.untyped_storage().data_ptr() for version in versions}
+            weights = {
+                tensor.untyped_storage().data_ptr() for version in versions for tensor in version.module.parameters()
+            }
             output, size = memory.measure_saved_bytes(
                 lambda: self._run(microbatch, first, entry, batch, "train"), weights
             )
