@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,14 @@ SCANNED_WINDOWS = 1 << 22
 DRAW_KEY = 0x6472617773616D70
 SPLIT_KEY = 0x73706C6974776E64
 RESERVED_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnMicrobatch:
+    """A microbatch to train on, as its origin sends it, and its number."""
+
+    tokens: WireTensor
+    number: int
 
 
 def sample_id(origin: PeerId, counter: int) -> int:
@@ -120,18 +129,25 @@ class OriginBatches:
         self._file = reserved
         self._report = report
         try:
-            self._first = max(0, int(reserved.read_text()))
+            self._next = max(0, int(reserved.read_text()))
         except (OSError, ValueError):
-            self._first = 0
-        self._reserved = self._first
+            self._next = 0
+        self._reserved = self._next
 
-    def draw(self, counter: int) -> WireTensor:
-        """Returns the tokens [b, s + 1] of training microbatch `counter`, counted from 0 since this object was made."""
-        number, b = self._first + counter, self._microbatch
+    def draw(self) -> DrawnMicrobatch:
+        """Returns the next training microbatch, [b, s + 1]."""
+        number, b = self._next, self._microbatch
         if number >= self._reserved:
             self._reserve(number + RESERVED_AT_ONCE)
+        self._next += 1
         ids = [sample_id(self._origin, number * b + row) for row in range(b)]
-        return encode_tokens(self._sampler.batch(ids))
+        return DrawnMicrobatch(encode_tokens(self._sampler.batch(ids)), number)
+
+    def completed(self, number: int) -> None:
+        """Does nothing: no microbatch is drawn twice, whatever becomes of it."""
+
+    def released(self, number: int) -> None:
+        """Does nothing, as `completed`."""
 
     def heldout(self, count: int) -> Iterator[WireTensor]:
         """Yields at most `count` microbatches of held-out windows, as wire tensors, the same at every call."""

@@ -9,23 +9,25 @@ from __future__ import annotations
 import asyncio
 import math
 
-from agora_protocol.errors import AgoraError
-from agora_protocol.ids import Span
-from agora_protocol.messages import Contribute, GossipSteps, Process, Recall
+from agora_protocol.errors import AgoraError, NotMyStage
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.messages import Contribute, GossipEpochs, GossipSteps, Process, Recall
 
 from agora.averaging.group import ReplicaGroup
 from agora.averaging.replica_progress import live_replicas
 from agora.calls import Reply
 from agora.clock import loop_time
-from agora.data.sampling import OriginBatches
 from agora.net.incoming import IncomingCall
 from agora.node.background import BackgroundTasks
 from agora.node.local_peer import LocalPeer, usual_in_flight
 from agora.node.node_report import SpanReport
+from agora.node.training_data import Epochs, TrainingData
 from agora.observe import events
 from agora.pipeline import opening
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
+from agora.pipeline.epoch_gossip import EpochGossip
 from agora.pipeline.hop import Hop
+from agora.pipeline.interfaces import MicrobatchSource
 from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.state.collector import StageCollector
@@ -38,10 +40,8 @@ from agora.train.trained_stage import stage_layout
 class LoadedSpan:
     """The stages that this daemon holds, and the hop, origin, replicas and keeper that work on them, wired together."""
 
-    def __init__(
-        self, local_peer: LocalPeer, compute: Compute, keeper: StateKeeper, batches: OriginBatches | None
-    ) -> None:
-        """batches: what the origin draws, None without stage 0."""
+    def __init__(self, local_peer: LocalPeer, compute: Compute, keeper: StateKeeper, data: TrainingData | None) -> None:
+        """data: what the origin draws from, None without stage 0."""
         startup, signed, manifest = local_peer.startup, local_peer.signed, local_peer.manifest
         self._local_peer = local_peer
         self.compute = compute
@@ -68,7 +68,10 @@ class LoadedSpan:
             barrier=self._barrier,
             on_trained=self._on_trained,
         )
-        self.origin = None if batches is None else self._make_origin(batches)
+        self._epochs = data if isinstance(data, Epochs) else None
+        self.epoch_gossip = None if self._epochs is None else self._share_epochs(self._epochs)
+        source: MicrobatchSource | None = data.batches if isinstance(data, Epochs) else data
+        self.origin = None if source is None else self._make_origin(source)
         self.collector = StageCollector(
             signed.run_id,
             startup.home.runs / signed.run_id / "collected",
@@ -80,8 +83,27 @@ class LoadedSpan:
         )
         self.tasks = BackgroundTasks()
 
-    def _make_origin(self, batches: OriginBatches) -> Origin:
-        """Returns the origin of this peer, which sends the microbatches that `batches` draws through the swarm."""
+    def _share_epochs(self, epochs: Epochs) -> EpochGossip:
+        """Returns the gossip by which the origins share the epochs of the run's samples among them."""
+        local_peer = self._local_peer
+        epochs.circle.others = self._other_origins
+        return EpochGossip(
+            epochs.batches.shares,
+            local_peer.network,
+            self._other_origins,
+            report=local_peer.startup.report_event,
+            report_offence=local_peer.offences.report_offence,
+        )
+
+    def _other_origins(self) -> set[PeerId]:
+        """Returns the other replicas of stage 0, without those that are known to be gone."""
+        gossip = self.replicas.gossip
+        known, listed = gossip.known(0), gossip.listed_others(0)
+        live = live_replicas(known, listed, loop_time())
+        return {peer for peer in listed if peer in live or peer not in known}
+
+    def _make_origin(self, source: MicrobatchSource) -> Origin:
+        """Returns the origin of this peer, which sends the microbatches of `source` through the swarm."""
         startup, manifest = self._local_peer.startup, self._local_peer.manifest
         config = OriginConfig(
             me=startup.me,
@@ -90,7 +112,7 @@ class LoadedSpan:
             max_in_flight=manifest.schedule.max_in_flight,
             objective=manifest.objective.kind,
         )
-        return Origin(config, self.hop, batches.draw, batches.heldout, startup.report_event, self._look_around)
+        return Origin(config, self.hop, source, startup.report_event, self._look_around)
 
     def _look_around(self) -> Surroundings:
         """Returns what the origin must know: whether every stage has enough replicas, the path's time, and its limits.
@@ -162,6 +184,10 @@ class LoadedSpan:
                 return await self.hop.process(request, call.tensors, call.deadline, call.progress)
             case GossipSteps() as request:
                 return Reply(self.replicas.gossip.answer(call.peer, request))
+            case GossipEpochs() as request:
+                if self.epoch_gossip is None:
+                    raise NotMyStage("this peer draws no samples; ask those that hold stage 0")
+                return Reply(self.epoch_gossip.answer(call.peer, request))
             case Contribute() as request:
                 return Reply(*await self.replicas.answer_contribution(call.peer, request, call.tensors, call.deadline))
             case Recall() as request:
@@ -181,10 +207,21 @@ class LoadedSpan:
                 self.replicas.on_share_closed(event.stage)
                 continue
             self.replicas.on_stepped(event.stage, event.step, event.own_tokens)
+            if event.stage == 0:
+                self._record_epochs(event.step)
             self.keeper.on_stepped(event.stage, event.step)
             for waiting in (self._barrier, self.origin):
                 if waiting is not None:
                     waiting.stepped()
+
+    def _record_epochs(self, step: int) -> None:
+        """Remembers what is done of the epochs at a step of stage 0, and reports how many samples that are."""
+        if self._epochs is None:
+            return
+        self._epochs.record.remember(step, self._epochs.batches.shares.snapshot())
+        counts = self._epochs.batches.counts()
+        report = self._local_peer.startup.report_event
+        report(events.SamplesCounted(step, counts.epoch, counts.seen, counts.repeated, counts.missed))
 
     def pause(self) -> None:
         """Refuses others' new microbatches and opens none as origin; those in hand are finished."""
@@ -206,6 +243,8 @@ class LoadedSpan:
         try:
             async with asyncio.timeout(within_s):
                 await self.replicas.leave(within_s / 2)
+                if 0 in self.span:
+                    self._record_epochs(self.compute.step_of(0))
                 await self.keeper.write_checkpoints()
         except (TimeoutError, AgoraError) as error:
             reason = str(error) or f"not written in {within_s:.0f} s"

@@ -6,7 +6,7 @@ Knows: every request, and who may make it. Must not know: how anything of it is 
 |---|---|---|
 | GetStatus, GetManifest, Ping | everybody, observers too | this module, always |
 | Process | members of the run | the work ledger for a repeat, else the span |
-| GossipSteps, Contribute, Recall | members of the run | the span |
+| GossipSteps, GossipEpochs, Contribute, Recall | members of the run | the span |
 | GetState, GetChunk | peers of the run | the span |
 
 While no span is held, what only the span can answer is refused Busy.
@@ -24,7 +24,7 @@ from agora_protocol import messages
 from agora_protocol.errors import Busy, NotAdmitted, ProtocolError, Unsupported, WrongRun
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import Contribute, GetChunk, GetState, GossipSteps, Message, Process, Recall
+from agora_protocol.messages import Contribute, GetChunk, GetState, GossipEpochs, GossipSteps, Message, Process, Recall
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
@@ -34,7 +34,7 @@ from agora.swarm.conduct import Offence, ReportOffence
 
 JOINING_RETRY_MS = 1000
 
-WORK_REQUESTS: Final = (Process, GossipSteps, Contribute, Recall)
+WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
 """Requests that the span answers to members of the run."""
 STATE_REQUESTS: Final = (GetState, GetChunk)
 """Requests that the span answers to peers of the run."""

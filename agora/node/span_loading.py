@@ -7,24 +7,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import TypeVar
 
 import torch
-from agora_protocol.errors import InputError, LocalError
+from agora_protocol.errors import InputError
 from agora_protocol.ids import Span
 from agora_protocol.records import Progress
 
 from agora.calls import Reply
-from agora.data.corpus import open_corpus
-from agora.data.sampling import OriginBatches, Sampler
-from agora.data.tokenizer import open_tokenizer
 from agora.model import family_of
 from agora.net.incoming import IncomingCall
 from agora.node import doctor
 from agora.node.loaded_span import LoadedSpan
 from agora.node.local_peer import LocalPeer, usual_in_flight
 from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
+from agora.node.training_data import Epochs, TrainingData, open_training_data
 from agora.observe import faults
 from agora.state.keeper import StageHolders, StateKeeper
 from agora.swarm.placement import Placement
@@ -50,9 +47,12 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
             confirm=lambda: _confirm(local_peer),
             loads=MOST_LOADS if wanted is None else 1,
         )
-        compute, batches = await closing.enter_async_context(loading)
-        keeper = await _fill_stages(local_peer, compute, closing)
-        span = LoadedSpan(local_peer, compute, keeper, batches)
+        compute, data = await closing.enter_async_context(loading)
+        epochs = data if isinstance(data, Epochs) else None
+        keeper = await _fill_stages(local_peer, compute, epochs, closing)
+        if epochs is not None:
+            epochs.resume(compute.step_of(0))
+        span = LoadedSpan(local_peer, compute, keeper, data)
         closing.callback(span.collector.close)
         closing.push_async_callback(span.tasks.close)
         local_peer.ledger.start_accepting()  # a former span refused new work when it ended
@@ -60,17 +60,30 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
         span.tasks.start("step events", span.follow_steps())
         span.tasks.start("keeper", keeper.run())
         span.tasks.start("replicas", span.replicas.run())
+        if span.epoch_gossip is not None:
+            span.tasks.start("epochs", span.epoch_gossip.run())
         yield span
 
 
-async def _fill_stages(local_peer: LocalPeer, compute: Compute, closing: AsyncExitStack) -> StateKeeper:
-    """Fills the stages from checkpoints or other replicas. Returns their keeper, which gives others copies of them."""
+async def _fill_stages(
+    local_peer: LocalPeer, compute: Compute, epochs: Epochs | None, closing: AsyncExitStack
+) -> StateKeeper:
+    """Fills the stages from checkpoints or other replicas. Returns their keeper, which gives others copies of them.
+
+    epochs: whose state is written beside the checkpoints of stage 0.
+    """
     startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
     holders = StageHolders(
         startup.me,
         serving=local_peer.steps_of,
         claimants=lambda stage: {seen.peer: seen.step_of(stage) for seen in membership.view.claimants(stage)},
     )
+
+    def on_written(stage: int, step: int) -> None:
+        """Called when a checkpoint was written: writes the state of the epochs beside that of stage 0."""
+        if epochs is not None and stage == 0:
+            epochs.record.write(step)
+
     keeper = StateKeeper(
         manifest,
         startup.home.checkpoints(manifest.run_id),
@@ -79,6 +92,7 @@ async def _fill_stages(local_peer: LocalPeer, compute: Compute, closing: AsyncEx
         caller=local_peer.network,
         report=startup.report_event,
         report_offence=local_peer.offences.report_offence,
+        on_written=on_written,
     )
 
     async def answer(call: IncomingCall) -> Reply:
@@ -152,13 +166,13 @@ async def load_until_it_stands(
 
 
 @asynccontextmanager
-async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[Compute, OriginBatches | None]]:
-    """Builds the stages and yields their Compute and the batches (None without stage 0); at the end closes the Compute.
+async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[Compute, TrainingData | None]]:
+    """Builds the stages and yields their Compute and the data (None without stage 0); at the end closes the Compute.
 
-    Opens the corpus first if stage 0 is among the stages, and sets torch's thread count for the whole process.
+    Opens the data first if stage 0 is among the stages, and sets torch's thread count for the whole process.
     """
     startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
-    batches = await _load_corpus(local_peer) if 0 in span else None
+    data = await open_training_data(local_peer) if 0 in span else None
     if settings.threads:
         torch.set_num_threads(settings.threads)
     with startup.steps.step("model") as note:
@@ -174,32 +188,6 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
         count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
         note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
     try:
-        yield compute, batches
+        yield compute, data
     finally:
         await compute.close(1.0)
-
-
-async def _load_corpus(local_peer: LocalPeer) -> OriginBatches:
-    """Opens the text that this origin draws from. Raises LocalError for files that the owner did not allow to read."""
-    startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
-    sources = [source for source in manifest.data.corpus if source != "stdlib"]
-    sources += [manifest.data.tokenizer] if manifest.data.tokenizer != "bytes" else []
-    if startup.reference.file is None and sources and not startup.settings.allow_files:
-        raise LocalError(
-            f"the run reads files of this machine ({', '.join(sources[:3])}); "
-            "look at them, then join with --allow-files"
-        )
-    cache = Path(startup.settings.corpus_cache or startup.home.root / "corpus")
-
-    def load() -> tuple[Sampler, int]:
-        """Opens tokenizer and corpus, which may take long; returns the sampler and how many tokens there are."""
-        tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
-        corpus = open_corpus(manifest.data.corpus, tokenizer, cache, base=base)
-        sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
-        return sampler, len(corpus)
-
-    with startup.steps.step("corpus") as note:
-        sampler, count = await run_in_thread(load)
-        note.text = f"{count:,} tokens"
-    reserved = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
-    return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, reserved, startup.report_event)

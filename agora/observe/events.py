@@ -170,6 +170,20 @@ class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} ove
     metrics: tuple[float, ...] = ()
 
 
+class SamplesCounted(Event):
+    """Event: what of the samples the swarm has trained on when stage 0 took `step`, as far as this origin knows.
+
+    epoch: the first that is not complete. seen: samples trained on, in each epoch anew. repeated: trained on again in
+    the same epoch. missed: not done yet, of epochs before the newest.
+    """
+
+    step: int
+    epoch: int
+    seen: int
+    repeated: int
+    missed: int
+
+
 class StepTaken(Event):
     """Event: a stage took an optimizer step."""
 

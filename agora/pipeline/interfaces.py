@@ -5,7 +5,7 @@ Knows: the form of calls and tensors. Must not know: who implements them (train.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +50,31 @@ class SpanCompute(Protocol):
 
     def forget(self, microbatch: MicrobatchId, first: int) -> None:
         """Drops the forward that entered at `first` and gets no backward; does nothing when there is none."""
+
+
+class DrawnMicrobatch(Protocol):
+    """A microbatch to train on, and the number by which its source knows it."""
+
+    @property
+    def tokens(self) -> WireTensor: ...
+    @property
+    def number(self) -> int: ...
+
+
+class MicrobatchSource(Protocol):
+    """Where an origin's microbatches come from."""
+
+    def draw(self) -> DrawnMicrobatch | None:
+        """Returns the next training microbatch; None if there is none until other origins have told more."""
+
+    def completed(self, number: int) -> None:
+        """Records that a drawn microbatch was trained on."""
+
+    def released(self, number: int) -> None:
+        """Records that a drawn microbatch is dropped."""
+
+    def heldout(self, count: int) -> Iterable[WireTensor]:
+        """Returns at most `count` microbatches that are never trained on, the same at every call."""
 
 
 @dataclass(slots=True)

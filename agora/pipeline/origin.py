@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agora_protocol.errors import AgoraError, Busy, Unavailable
@@ -25,7 +25,7 @@ from agora.observe import events
 from agora.pipeline import opening
 from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.hop import Hop
-from agora.pipeline.interfaces import HopAnswer
+from agora.pipeline.interfaces import DrawnMicrobatch, HopAnswer, MicrobatchSource
 from agora.pipeline.opening import Credit, Opening, Pace, StepQuota, Surroundings
 
 MIN_PATIENCE_S = 20.0
@@ -36,6 +36,8 @@ MAX_PATIENCE_S = MAX_DEADLINE_MS / 1000.0
 """Seconds that an attempt may take, at most: the longest deadline of the protocol."""
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
 """Seconds of rest after a microbatch's first failed attempt, and at most; they double with each attempt."""
+DRAW_AGAIN_S = 0.1
+"""Seconds after which an origin whose source had no microbatch asks it again."""
 LOOK_AGAIN_S = 0.5
 """Seconds after which an origin that waits for replicas, or for a step, looks again at what is around it."""
 
@@ -80,18 +82,15 @@ class Microbatch:
 class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
-    draw(n): returns the tokens [b, s + 1] of training microbatch number n. heldout(n): yields at most n microbatches
-    that are never trained on. look: is called before each decision to open one. loss, microbatch_tokens, metrics:
-    moving averages of the training loss, in nats per token, of the tokens that count in a microbatch, and of the
-    objective's metrics by name.
+    look: is called before each decision to open one. loss, microbatch_tokens, metrics: moving averages of the training
+    loss, in nats per token, of the tokens that count in a microbatch, and of the objective's metrics by name.
     """
 
     def __init__(
         self,
         config: OriginConfig,
         hop: Hop,
-        draw: Callable[[int], WireTensor],
-        heldout: Callable[[int], Iterable[WireTensor]],
+        source: MicrobatchSource,
         report: events.Report,
         look: Callable[[], Surroundings] = Surroundings,
         *,
@@ -99,13 +98,11 @@ class Origin:
     ) -> None:
         self._config = config
         self._hop = hop
-        self._draw = draw
-        self._heldout = heldout
+        self._source = source
         self._report = report
         self._look = look
         self._session = os.urandom(8) if session is None else session
         self._ids = itertools.count()
-        self._numbers = itertools.count()
         self._open: set[asyncio.Task[None]] = set()
         self._changed = ChangeNotifier()
         self._paused = False
@@ -138,9 +135,11 @@ class Origin:
     async def run(self) -> None:
         """Opens and delivers training microbatches until `leave` has ended, or until cancelled, which drops them."""
         async with asyncio.TaskGroup() as group:
-            while await self._wait_for_opening():
-                microbatch = self._new_microbatch(self._draw(next(self._numbers)), "train", max(self._quota.step, 0))
-                task = group.create_task(self._train(microbatch), name=f"microbatch {microbatch.id.hex()}")
+            while (drawn := await self._next_drawn()) is not None:
+                microbatch = self._new_microbatch(drawn.tokens, "train", max(self._quota.step, 0))
+                task = group.create_task(
+                    self._train(microbatch, drawn.number), name=f"microbatch {microbatch.id.hex()}"
+                )
                 self._open.add(task)
                 task.add_done_callback(self._forget_finished)
 
@@ -190,7 +189,7 @@ class Origin:
 
         try:
             async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
-                for tokens in self._heldout(count):
+                for tokens in self._source.heldout(count):
                     group.create_task(evaluate_one(tokens), name="evaluation")
         except TimeoutError:
             raise Unavailable(0, [f"the evaluation did not end in {within_s:.0f} s"]) from None
@@ -200,15 +199,19 @@ class Origin:
         self._report(result)
         return result
 
-    async def _wait_for_opening(self) -> bool:
-        """Waits until the next microbatch may be opened (returns True) or this origin is leaving (returns False)."""
+    async def _next_drawn(self) -> DrawnMicrobatch | None:
+        """Waits until the next microbatch may be opened and returns it, or None once this origin is leaving."""
         while True:
-            seen = self._look()
+            seen, quota = self._look(), self._quota
             decision = self._decide(seen)
-            if decision.action != "wait":
-                return decision.action == "open"
-            is_told = seen.ready and seen.step is None and seen.before_mean is None
-            until = None if is_told else loop_time() + LOOK_AGAIN_S
+            if decision.action == "stop":
+                return None
+            if decision.action == "open":
+                if (drawn := self._source.draw()) is not None:
+                    return drawn
+                self._quota = quota  # nothing was opened
+            is_told = decision.action == "wait" and seen.ready and seen.step is None and seen.before_mean is None
+            until = None if is_told else loop_time() + (LOOK_AGAIN_S if decision.action == "wait" else DRAW_AGAIN_S)
             await self._changed.wait(until)
 
     def _decide(self, seen: Surroundings) -> Opening:
@@ -242,9 +245,17 @@ class Origin:
         """Returns a microbatch of these tokens, with a new id that is unique in the run."""
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
 
-    async def _train(self, microbatch: Microbatch) -> None:
-        """Delivers one training microbatch, then updates averages and pace, and raises the credit's ceiling by one."""
-        message = (await self._deliver_with_references(microbatch)).message
+    async def _train(self, microbatch: Microbatch, number: int) -> None:
+        """Delivers one training microbatch, then updates averages and pace, and raises the credit's ceiling by one.
+
+        number: that of its source, which hears what became of it.
+        """
+        try:
+            message = (await self._deliver_with_references(microbatch)).message
+        except BaseException:
+            self._source.released(number)
+            raise
+        self._source.completed(number)
         self.completed += 1
         self.microbatch_tokens = self.microbatch_tokens.updated(message.tokens)
         if message.tokens:

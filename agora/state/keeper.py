@@ -80,7 +80,10 @@ class StateKeeper:
         caller: Caller,
         report: Report,
         report_offence: ReportOffence,
+        on_written: Callable[[int, int], None] = lambda stage, step: None,
     ) -> None:
+        """on_written: is called with stage and step when a checkpoint was written."""
+        self._on_written = on_written
         self._run_id = manifest.run_id
         self._manifest = manifest
         self._folder = folder
@@ -258,3 +261,4 @@ class StateKeeper:
             self._report(events.DiskTrouble(str(self._folder), str(error)))
             return
         self._report(events.CheckpointWritten(stage, state.step, state.layout.nbytes, loop_time() - started_at))
+        self._on_written(stage, state.step)

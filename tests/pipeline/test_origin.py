@@ -17,10 +17,10 @@ from agora.pipeline.origin import Origin, OriginConfig
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
     TOKENS,
+    Source,
     World,
     completed,
     dropped,
-    heldout,
     loss_of,
     peer_id,
     started,
@@ -57,7 +57,13 @@ STEP = 8
 
 
 def origin_of(
-    entrance: Entrance, events: list | None = None, rank=(0, 1), path_s=None, synchronous=False, **settings
+    entrance: Entrance,
+    events: list | None = None,
+    rank=(0, 1),
+    path_s=None,
+    synchronous=False,
+    source: Source | None = None,
+    **settings,
 ) -> Origin:
     values = {"me": peer_id("origin"), "stage_count": 2, "ceiling": 16} | settings
     report = (lambda e: None) if events is None else events.append
@@ -67,7 +73,7 @@ def origin_of(
         state = StepState(step, STEP, STEP - counted, *rank)
         return Surroundings(True, state if synchronous else None, path_s)
 
-    return Origin(OriginConfig(**values), entrance, tokens_of, heldout, report, look, session=b"origin00")
+    return Origin(OriginConfig(**values), entrance, source or Source(), report, look, session=b"origin00")
 
 
 def rerouted(events: list) -> list[MicrobatchRerouted]:
@@ -386,5 +392,28 @@ def test_for_dpo_an_evaluation_compares_with_the_reference_too() -> None:
         purposes = [message.purpose for message, *_ in entrance.seen]
         assert sorted(purposes) == ["evaluate"] * 3 + ["reference"] * 3
         assert all(message.references for message, *_ in entrance.seen if message.purpose == "evaluate")
+
+    run(work())
+
+
+def test_an_origin_whose_source_has_nothing_asks_again_and_says_what_became_of_each_microbatch() -> None:
+    async def work() -> None:
+        entrance, source = Entrance(1.0), Source()
+        origin = origin_of(entrance, source=source, path_s=1.0)
+        running = asyncio.create_task(origin.run())
+        while len(source.done) < 5:
+            await asyncio.sleep(0.1)
+        source.dry = True
+        await asyncio.sleep(20.0)
+        assert len(source.done) == source.drawn and origin.open_count == 0, "all that was drawn is done"
+        source.dry = False
+        await asyncio.sleep(0.2)
+        assert origin.open_count > 0, "it noticed that there is more"
+        entrance.seconds = 1e6
+        await asyncio.sleep(30.0)
+        dropped_count = await origin.leave(1.0)
+        await running
+        assert dropped_count == len(source.given_back) > 0
+        assert sorted(source.done + source.given_back) == list(range(source.drawn))
 
     run(work())

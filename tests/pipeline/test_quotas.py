@@ -13,7 +13,7 @@ from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.opening import GRACE_S, StepState, Surroundings, equal_quota
 from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig
 from tests.pipeline.virtual_time import run
-from tests.pipeline.world import TOKENS, heldout, peer_id, tokens_of
+from tests.pipeline.world import TOKENS, Source, peer_id
 
 STEP = 8
 """Microbatches that make a step."""
@@ -44,7 +44,7 @@ class Stage:
             return Surroundings(self.ready[index], StepState(self.step, STEP, lacking, *self.ranks[index]))
 
         entrance, session = _Entrance(self, index), bytes([index]) * 8
-        return Origin(config, entrance, tokens_of, heldout, lambda event: None, look, session=session)
+        return Origin(config, entrance, Source(), lambda event: None, look, session=session)
 
     def count(self) -> None:
         self.tokens += TOKENS

@@ -11,6 +11,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 
 from agora_protocol.errors import AgoraError, ProtocolError
 from agora_protocol.ids import MicrobatchId, PeerId, Span, peer_id_of
@@ -58,6 +59,31 @@ def gradient_of(microbatch: bytes, stage: int) -> WireTensor:
 
 def tokens_of(counter: int) -> WireTensor:
     return WireTensor("int32", (1, 3), memoryview(counter.to_bytes(12, "little")))
+
+
+class Source:
+    """Where the microbatches of these tests come from: number n has tokens_of(n)."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.done: list[int] = []
+        self.given_back: list[int] = []
+        self.dry = False
+
+    def draw(self) -> SimpleNamespace | None:
+        if self.dry:
+            return None
+        self.drawn += 1
+        return SimpleNamespace(tokens=tokens_of(self.drawn - 1), number=self.drawn - 1)
+
+    def completed(self, number: int) -> None:
+        self.done.append(number)
+
+    def released(self, number: int) -> None:
+        self.given_back.append(number)
+
+    def heldout(self, count: int) -> Iterable[WireTensor]:
+        return heldout(count)
 
 
 def loss_of(tokens: WireTensor) -> float:
@@ -287,7 +313,7 @@ class World:
         config = OriginConfig(me=node.peer, stage_count=self.stage_count, **values)
         session = hashlib.sha256(node.name.encode()).digest()[:8]
         look = lambda: Surroundings(path_s=node.hop.path_s())  # noqa: E731
-        return Origin(config, node.hop, tokens_of, heldout, node.events.append, look, session=session)
+        return Origin(config, node.hop, Source(), node.events.append, look, session=session)
 
     def counts(self, stage: int, microbatch: bytes) -> dict[PeerId, int]:
         counts = {peer: node.compute.counted[stage, microbatch] for peer, node in self.nodes.items()}

@@ -1,0 +1,85 @@
+"""Keeps on disk what was done of the epochs when each checkpoint was taken, so that a resumed run goes on from there.
+
+Knows: steps, states of epochs as integers, one JSON file. Must not know: what the integers mean, rows, checkpoints'
+files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Final
+
+from agora.observe.events import DiskTrouble, Report
+from agora.state.files import sync_folder
+
+REMEMBERED: Final = 256
+"""Steps whose states are in memory: a checkpoint of one of them may still be in writing."""
+KEPT: Final = 4
+"""States in the file, of the newest checkpoints."""
+MAX_BYTES: Final = 1 << 24
+
+
+class EpochRecord:
+    """Remembers the state of the epochs at each step of stage 0, and writes those of checkpoints to `path`.
+
+    A disk error is reported as DiskTrouble: after a restart, samples since the last good write are trained on again.
+    """
+
+    def __init__(self, path: Path, report: Report) -> None:
+        self._path = path
+        self._report = report
+        self._remembered: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._kept = _read(path)
+        self._awaited: set[int] = set()
+
+    def remember(self, step: int, state: tuple[int, ...]) -> None:
+        """Remembers the state at a step, until REMEMBERED later ones are; writes it if `write` was called for it."""
+        self._remembered[step] = state
+        while len(self._remembered) > REMEMBERED:
+            self._remembered.popitem(last=False)
+        if step in self._awaited:
+            self._awaited.clear()
+            self.write(step)
+
+    def write(self, step: int) -> None:
+        """Writes the state at `step`, of which a checkpoint was written, beside those of earlier ones.
+
+        If it is not remembered yet, it is written once it is.
+        """
+        state = self._remembered.get(step)
+        if state is None:
+            self._awaited = {step}
+            return
+        self._kept = dict(sorted({**self._kept, step: state}.items())[-KEPT:])
+        content = json.dumps({"epochs": [[step, list(state)] for step, state in self._kept.items()]})
+        temporary = self._path.with_suffix(".new")
+        try:
+            with temporary.open("w", encoding="ascii") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+            sync_folder(self._path.parent)
+        except OSError as error:
+            self._report(DiskTrouble(str(self._path), error.strerror or str(error)))
+
+    def newest(self, step: int) -> tuple[int, ...] | None:
+        """Returns the state of the newest checkpoint that is not after `step`; None if there is none."""
+        known = [kept for kept in self._kept if kept <= step]
+        return self._kept[max(known)] if known else None
+
+
+def _read(path: Path) -> dict[int, tuple[int, ...]]:
+    """Returns the states in the file by step; {} when it is missing or is not what `write` has written."""
+    try:
+        with path.open("rb") as file:
+            content: Any = json.loads(file.read(MAX_BYTES))
+        entries = [(step, tuple(state)) for step, state in content["epochs"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return {}
+    if not all(type(number) is int for step, state in entries for number in (step, *state)):
+        return {}
+    return dict(entries)
