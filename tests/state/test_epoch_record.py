@@ -1,0 +1,67 @@
+"""What is kept of the epochs beside checkpoints: that of the right step, a few of them, and none that is damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agora.observe.events import DiskTrouble, Event
+from agora.state.epoch_record import KEPT, REMEMBERED, EpochRecord
+
+
+def record_in(folder: Path, events: list[Event] | None = None) -> EpochRecord:
+    return EpochRecord(folder / "epochs.json", (events if events is not None else []).append)
+
+
+def test_a_restart_goes_on_from_the_state_at_the_checkpoint(tmp_path: Path) -> None:
+    record = record_in(tmp_path)
+    for step in range(10):
+        record.remember(step, (step, 2**62))
+    record.write(3)
+    record.write(6)
+    again = record_in(tmp_path)
+    assert again.newest(6) == (6, 2**62) and again.newest(100) == (6, 2**62)
+    assert again.newest(5) == (3, 2**62), "a swarm that resumes an older checkpoint has not seen what came later"
+    assert again.newest(2) is None
+
+
+def test_a_checkpoint_that_was_faster_than_the_news_of_its_step_is_written_then(tmp_path: Path) -> None:
+    record = record_in(tmp_path)
+    record.write(4)
+    assert record_in(tmp_path).newest(4) is None
+    record.remember(3, (3,))
+    assert record_in(tmp_path).newest(4) is None
+    record.remember(4, (4,))
+    assert record_in(tmp_path).newest(4) == (4,)
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    record = record_in(tmp_path)
+    for step in range(REMEMBERED + 10):
+        record.remember(step, (step,))
+        if step % 10 == 0:
+            record.write(step)
+    record.write(1)  # forgotten long ago
+    kept = [step for step in range(REMEMBERED + 10) if record_in(tmp_path).newest(step) == (step,)]
+    assert len(kept) == KEPT and kept[-1] == (REMEMBERED + 9) // 10 * 10
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"epochs": 3}', '{"epochs": [[1, ["x"]]]}', '{"epochs": [[1.5, [2]]]}', "[" * 100_000]
+)
+def test_a_damaged_file_is_as_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "epochs.json").write_text(content)
+    record = record_in(tmp_path)
+    assert record.newest(10**9) is None
+    record.remember(1, (5,))
+    record.write(1)
+    assert record_in(tmp_path).newest(1) == (5,)
+
+
+def test_a_full_disk_is_reported_and_costs_nothing_else(tmp_path: Path) -> None:
+    events: list[Event] = []
+    record = EpochRecord(tmp_path / "missing" / "epochs.json", events.append)
+    record.remember(1, (5,))
+    record.write(1)
+    assert [type(event) for event in events] == [DiskTrouble]
