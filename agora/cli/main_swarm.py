@@ -15,6 +15,19 @@ from agora.cli import console
 app = console.new_app("Start, watch and measure training runs that belong to nobody in particular.")
 
 JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
+COLUMNS = Annotated[
+    str | None, typer.Option(metavar="NAME=COLUMN,...", help="Which column of the file is which of the format.")
+]
+OBJECTIVE = Annotated[
+    str | None, typer.Option(metavar="lm|sft|dpo", help="What is to be learnt; default what the format is for.")
+]
+TRAIN = Annotated[
+    str | None, typer.Option(metavar="all|lora", help="Which parameters; default lora for sft and dpo, all for lm.")
+]
+FROZEN_AS = Annotated[
+    str | None, typer.Option(metavar="float32|bf16|nf4", help="How lora keeps the base model's weights; default bf16.")
+]
+EPOCHS = Annotated[float | None, typer.Option(min=0.01, max=1000, help="How often the data is seen; default once.")]
 
 
 @app.command()
@@ -27,6 +40,14 @@ def new(
         Path | None,
         typer.Option("--base-model", metavar="DIR", help="Train the Hugging Face model in this folder further."),
     ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What to learn: chats, answers, preferences or text.")
+    ] = None,
+    objective: OBJECTIVE = None,
+    columns: COLUMNS = None,
+    train: TRAIN = None,
+    frozen_as: FROZEN_AS = None,
+    epochs: EPOCHS = None,
     name: Annotated[str | None, typer.Option(help="The run's name; default the file's.")] = None,
 ) -> None:
     """Write a commented manifest to edit.
@@ -36,16 +57,19 @@ def new(
 
     Presets: tiny (0.9 M parameters, trains on a laptop in a minute), small. With --base-model, the run begins with the
     weights in that folder (config.json, safetensors files, tokenizer.json), and everyone who joins needs them too.
+    With --data it learns from a file that `swarm data` reads, which is counted first; see docs/tuning.md.
 
     \b
     Examples:
       swarm new run.toml
       swarm new poems.toml --preset small --name poems
       swarm new further.toml --base-model ./Qwen3-0.6B
+      swarm new chats.toml --base-model ./Qwen3-0.6B --data chats.jsonl --frozen-as nf4
     """
-    from agora.cli import new_run
+    from agora.cli import new_run, tuning_manifest
 
-    new_run.run(path, preset, base_model, name)
+    choice = tuning_manifest.TuningChoice(data, objective, columns, train, frozen_as, epochs)
+    new_run.run(path, preset, base_model, name, choice)
 
 
 @app.command()
@@ -180,12 +204,8 @@ def data(
         Path | None,
         typer.Option(metavar="DIR", help="The model folder with tokenizer and chat template; default plain bytes."),
     ] = None,
-    columns: Annotated[
-        str | None, typer.Option(metavar="NAME=COLUMN,...", help="Which column of the file is which of the format.")
-    ] = None,
-    objective: Annotated[
-        str | None, typer.Option(metavar="lm|sft|dpo", help="What is to be learnt; default what the format is for.")
-    ] = None,
+    columns: COLUMNS = None,
+    objective: OBJECTIVE = None,
     context: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a sequence; default 1024, or what the model has.")
     ] = None,

@@ -87,6 +87,7 @@ def test_bad_arguments_end_with_2(run: Callable[..., Completed]) -> None:
     one_sentence(run("swarm", "demo", "--codec", "gzip"), 2, "gzip")
     one_sentence(run("swarm", "demo", "--preset", "tyni"), 2, "tiny")
     one_sentence(run("swarm", "new", "x.toml", "--preset", "tyni"), 2, "tiny")
+    one_sentence(run("swarm", "new", "x.toml", "--data", "chats.jsonl"), 2, "--base-model DIR")
 
 
 def test_new_writes_a_manifest_that_is_read_and_never_over_another(
