@@ -15,6 +15,7 @@ from agora.cli import console
 app = console.new_app("Start, watch and measure training runs that belong to nobody in particular.")
 
 JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
+PRESET = Annotated[str | None, typer.Option(help="The model: tiny or small. Default tiny.", show_default=False)]
 COLUMNS = Annotated[
     str | None, typer.Option(metavar="NAME=COLUMN,...", help="Which column of the file is which of the format.")
 ]
@@ -28,6 +29,13 @@ FROZEN_AS = Annotated[
     str | None, typer.Option(metavar="float32|bf16|nf4", help="How lora keeps the base model's weights; default bf16.")
 ]
 EPOCHS = Annotated[float | None, typer.Option(min=0.01, max=1000, help="How often the data is seen; default once.")]
+TUNED_MODEL = Annotated[
+    Path | None, typer.Option("--base-model", metavar="DIR", help="Tune the Hugging Face model in this folder instead.")
+]
+TEXTS = Annotated[
+    list[str] | None,
+    typer.Option(metavar="stdlib|PATH...", help="Texts; with --base-model one data file. Default stdlib."),
+]
 
 
 @app.command()
@@ -99,11 +107,11 @@ def demo(
     peers: Annotated[int, typer.Option(min=1, max=256, help="How many daemons.")] = 4,
     stages: Annotated[int, typer.Option(min=1, max=64, help="How many stages the model is cut into.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of stage 0 to train.")] = 40,
-    data: Annotated[
-        list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on, one or more. Default stdlib.")
-    ] = None,
+    data: TEXTS = None,
     more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")] = None,
-    preset: Annotated[str, typer.Option(help="The model: tiny or small.")] = "tiny",
+    preset: PRESET = None,
+    base_model: TUNED_MODEL = None,
+    objective: OBJECTIVE = None,
     codec: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="A codec for all of the width, such as bf16; default the preset's boundary."),
@@ -122,10 +130,12 @@ def demo(
 
     Every daemon has its own libp2p host and DHT node and they find each other as they would over the internet. With
     --kill-every a random peer is killed at that interval and a fresh one takes its place; no microbatch is lost.
+    With --base-model the run is the one that `swarm new --base-model DIR --data FILE` describes.
 
     \b
     Examples:
       swarm demo
+      swarm demo --base-model base --data base/data/sft.jsonl --peers 2
       swarm demo --peers 8 --stages 4 --steps 100 --kill-every 10 --json
     """
     from agora.cli import demo as command
@@ -133,7 +143,9 @@ def demo(
     if more_data and not data:
         raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.USAGE)
     texts = (*(data or ("stdlib",)), *(more_data or ()))
-    plan = command.DemoPlan(peers, stages, steps, texts, preset, codec, link, kill_every, seed, directory)
+    plan = command.DemoPlan(
+        peers, stages, steps, texts, preset, codec, link, kill_every, seed, directory, base_model, objective
+    )
     raise typer.Exit(command.run(plan, as_json=as_json))
 
 
