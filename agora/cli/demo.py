@@ -25,6 +25,7 @@ from agora.cli import console
 from agora.cli.console import Failure, ProgressDisplay, print_line
 from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of, summary_of
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
+from agora.cli.tuning_totals import TuningTotals
 
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
@@ -35,6 +36,8 @@ JOIN_SECONDS = 60.0
 DRAIN_SECONDS = 90.0
 EVALUATE_SECONDS = 300.0
 EVALUATE_BATCHES = 32
+STDLIB = "stdlib"
+USUAL_PRESET = "tiny"
 LEAST_WARMUP_STEPS = 8
 """With fewer, Adam's first steps at the full learning rate make the loss rise before it falls."""
 
@@ -46,49 +49,96 @@ class DemoPlan:
     peers: int = 4
     stages: int = 2
     steps: int = 40
-    data: tuple[str, ...] = ("stdlib",)
-    preset: str = "tiny"
+    data: tuple[str, ...] = (STDLIB,)
+    preset: str | None = None
     codec: str | None = None
     link: str | None = None
     kill_every: float | None = None
     seed: int = 0
     directory: Path | None = None
+    base_model: Path | None = None
+    objective: str | None = None
 
     def manifest(self) -> Manifest:
-        """Returns the preset's manifest with these stages, seed and data, and a schedule as long as the demo.
+        """Returns the preset's or base model's manifest with these stages, seed and data, and as many steps as planned.
 
-        A codec that the plan names carries the whole width, not the preset's subspace. Raises Failure for a bad plan.
+        A codec that the plan names carries the whole width, not the preset's subspace. Raises Failure for a bad plan,
+        and for a base model what manifest_of_base_model raises.
         """
         from agora_protocol.errors import ManifestError
-        from agora_protocol.manifest import preset
 
         from agora.net.link import LinkError, LinkSpec
 
         if self.peers < self.stages:
             why = f"--peers {self.peers} cannot hold {self.stages} stages; give --peers {self.stages} or more"
             raise Failure(why, console.USAGE)
-        corpus = tuple(text if text == "stdlib" else str(Path(text).expanduser().absolute()) for text in self.data)
         try:
             if self.link is not None:
                 LinkSpec.parse(self.link)
-            base = preset(self.preset)
-            model: dict[str, object] = {"layers": max(base.model.layers, self.stages)}
-            return base.replaced(
-                name="demo",
-                seed=self.seed,
-                model=model | (base.model.full_boundary() if self.codec else {}),
-                stages={"count": self.stages, "first_layers": ()},
-                boundary={"codec": self.codec} if self.codec else {},
-                optimizer={
-                    "warmup_steps": min(base.optimizer.warmup_steps, max(LEAST_WARMUP_STEPS, self.steps // 4)),
-                    "total_steps": max(self.steps, 2 * LEAST_WARMUP_STEPS),
-                },
-                data={"corpus": corpus},
-            )
+            return self._as_planned(self._preset() if self.base_model is None else self._tuning(self.base_model))
         except LinkError as error:
             raise Failure(f"--link: {error}", console.USAGE) from None
         except ManifestError as error:
             raise Failure(str(error), console.USAGE) from None
+
+    def _preset(self) -> Manifest:
+        """Returns the preset with a layer for each stage, and the plan's texts."""
+        from agora_protocol.manifest import preset
+
+        if self.objective is not None:
+            raise Failure("--objective is for a base model; give one with --base-model DIR", console.USAGE)
+        base = preset(self.preset or USUAL_PRESET)
+        corpus = tuple(text if text == STDLIB else str(Path(text).expanduser().absolute()) for text in self.data)
+        layers = max(base.model.layers, self.stages)
+        return base.replaced(model={"layers": layers}, stages={"count": self.stages}, data={"corpus": corpus})
+
+    def _tuning(self, folder: Path) -> Manifest:
+        """Returns the manifest that `swarm new` makes for the base model in `folder`, and prints what it has found."""
+        from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
+
+        if self.preset is not None:
+            raise Failure("--preset and --base-model are two beginnings; give one of them", console.USAGE)
+        if len(self.data) > 1:
+            raise Failure("--base-model learns from one file; give one with --data FILE", console.USAGE)
+        file = None if self.data == (STDLIB,) else Path(self.data[0])
+        made = manifest_of_base_model(folder, "demo", TuningChoice(file, self.objective))
+        for line in made.data.summary_lines(made.manifest.model.context) if made.data is not None else []:
+            print_line(line)
+        return made.manifest
+
+    def _as_planned(self, base: Manifest) -> Manifest:
+        """Returns a manifest with the plan's name, seed, stages, codec, and a schedule as long as the demo."""
+        return base.replaced(
+            name="demo",
+            seed=self.seed,
+            model=base.model.full_boundary() if self.codec else {},
+            stages={"count": self.stages, "first_layers": ()},
+            boundary={"codec": self.codec} if self.codec else {},
+            optimizer={
+                "warmup_steps": min(base.optimizer.warmup_steps, max(LEAST_WARMUP_STEPS, self.steps // 4)),
+                "total_steps": max(self.steps, 2 * LEAST_WARMUP_STEPS),
+            },
+        )
+
+    def flags(self) -> list[str]:
+        """Returns what every daemon of the demo is started with, beside its addresses and folders."""
+        base = ["--base-model", str(self.base_model.expanduser().absolute())] if self.base_model is not None else []
+        return ["--allow-files", *(["--link", self.link] if self.link else []), *base]
+
+
+def tuning_totals(manifest: Manifest) -> TuningTotals | None:
+    """Returns what adds up the tuning of a base model, None for a run that begins with none. Loads torch for one."""
+    from agora_protocol.manifest import HfSection
+
+    if not isinstance(manifest.model, HfSection):
+        return None
+    from agora.model import family_of
+
+    return TuningTotals(
+        objective=manifest.objective.kind,
+        trainable_parameters=family_of(manifest.model).parameter_count(range(manifest.model.layers)),
+        step_microbatches=manifest.optimizer.target_tokens // manifest.tokens_per_microbatch,
+    )
 
 
 def cores() -> int:
@@ -103,9 +153,8 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
     # Daemons of one machine that start from equal drafts are one run: two demos at once would train together.
     manifest = plan.manifest().replaced(name=f"demo-{os.urandom(3).hex()}")
     with _workspace(plan.directory) as directory:
-        flags = ["--allow-files", *(["--link", plan.link] if plan.link else [])]
-        swarm = LocalSwarm(directory, manifest.to_toml(), threads=max(1, cores() // plan.peers), flags=flags)
-        demo = Demo(plan, swarm, manifest.optimizer.target_tokens)
+        swarm = LocalSwarm(directory, manifest.to_toml(), threads=max(1, cores() // plan.peers), flags=plan.flags())
+        demo = Demo(plan, swarm, manifest.optimizer.target_tokens, tuning_totals(manifest))
         with _stopped_by_signals(demo):
             try:
                 measured = demo.train()
@@ -174,10 +223,12 @@ def _stopped_by_signals(demo: Demo) -> Iterator[None]:
 class Demo:
     """Runs one demo: starts daemons, reads their journals, kills and replaces some, drains, evaluates, stops them."""
 
-    def __init__(self, plan: DemoPlan, swarm: LocalSwarm, target_tokens: int) -> None:
-        """target_tokens: the tokens of one optimizer step."""
+    def __init__(
+        self, plan: DemoPlan, swarm: LocalSwarm, target_tokens: int, tuning: TuningTotals | None = None
+    ) -> None:
+        """target_tokens: the tokens of one optimizer step. tuning: None for a run without a base model."""
         self.plan, self.swarm = plan, swarm
-        self.totals = DemoTotals(target_tokens)
+        self.totals = DemoTotals(target_tokens, tuning)
         self.is_stopping = False
         self._not_started = plan.peers  # daemons that are still to be started, replacements included
         self._drained: set[int] = set()

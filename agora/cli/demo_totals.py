@@ -9,14 +9,18 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from agora.cli.step_accounts import StageSteps
+from agora.cli.tuning_totals import TuningTotals
 from agora.observe import events
 from agora.observe.journal import from_json
 
 if TYPE_CHECKING:
     from agora.cli.demo import DemoPlan
+
+TUNING_NOISE: Final = 0.1
+"""By how much the loss of a tuned base model may lie above its first one, as a share of it: steps differ by 5 %."""
 
 
 @dataclass
@@ -34,9 +38,13 @@ class PeerTotals:
 
 @dataclass
 class DemoTotals:
-    """Adds up the journals of all peers, event by event. target_tokens: the tokens of one optimizer step."""
+    """Adds up the journals of all peers, event by event.
+
+    target_tokens: the tokens of one optimizer step. tuning: for a run that begins with a base model, else None.
+    """
 
     target_tokens: int
+    tuning: TuningTotals | None = None
     peers: dict[int, PeerTotals] = field(default_factory=dict)
     completed: int = 0
     rerouted: int = 0
@@ -46,7 +54,7 @@ class DemoTotals:
     first_completed_unix: float | None = None
     last_completed_unix: float | None = None
     recent_loss: float | None = None
-    losses: list[float] = field(default_factory=list)  # mean per token of each `target_tokens` tokens that completed
+    losses: list[float] = field(default_factory=list)  # mean per token of each step's worth of what completed
     finished_rounds: set[tuple[int, int]] = field(default_factory=set)
     failed_parts: int = 0
     stage_steps: dict[int, StageSteps] = field(default_factory=dict)  # by stage
@@ -55,6 +63,7 @@ class DemoTotals:
     _times_counted: dict[str, Counter[int]] = field(default_factory=dict)
     _loss_sum: float = 0.0  # of the completed microbatches that are in no entry of `losses` yet, as is the next
     _loss_tokens: int = 0
+    _loss_microbatches: int = 0
 
     def peer(self, index: int) -> PeerTotals:
         """Returns the totals of the peer with this index; makes empty ones at its first mention."""
@@ -67,6 +76,8 @@ class DemoTotals:
     def add(self, index: int, fields: Mapping[str, Any]) -> None:
         """Adds one line of the journal of the peer with this index."""
         peer, at_unix = self.peer(index), float(fields.get("at_unix", 0.0))
+        if self.tuning is not None:
+            self.tuning.add(fields)
         event = from_json(fields)
         match event:
             case events.MicrobatchStarted(microbatch, "train"):
@@ -109,9 +120,19 @@ class DemoTotals:
         self.recent_loss = loss_sum / tokens if tokens else None
         self._loss_sum += loss_sum
         self._loss_tokens += tokens
-        if self._loss_tokens >= self.target_tokens:
+        self._loss_microbatches += 1
+        if self._is_step_complete() and self._loss_tokens:
             self.losses.append(self._loss_sum / self._loss_tokens)
-            self._loss_sum, self._loss_tokens = 0.0, 0
+            self._loss_sum, self._loss_tokens, self._loss_microbatches = 0.0, 0, 0
+
+    def _is_step_complete(self) -> bool:
+        """Returns whether the completed microbatches that are in no entry of `losses` yet make a step.
+
+        With samples they are counted, since each has another number of supervised tokens.
+        """
+        if self.tuning is not None:
+            return self._loss_microbatches >= self.tuning.step_microbatches
+        return self._loss_tokens >= self.target_tokens
 
     @property
     def step(self) -> int:
@@ -192,6 +213,7 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
         "start_steps": {str(index): peer.start_steps for index, peer in peers},
         "spans": {str(index): [peer.stages[0], peer.stages[-1]] if peer.stages else None for index, peer in peers},
         "losses": [_rounded(loss) for loss in losses],
+        **(totals.tuning.fields() if totals.tuning is not None else {}),
     }
 
 
@@ -223,7 +245,9 @@ def failure_of(result: Mapping[str, Any]) -> str:
         return f"{microbatches['dropped']} microbatches were dropped; keep the data with --dir and look at the journals"
     if loss["eval"] is None:
         return "the held-out loss could not be evaluated through the swarm; look at the log of a peer with --dir"
-    if loss["first"] is None or (result["steps"] > 1 and not min(loss["last"], loss["eval"]) < loss["first"]):
+    # a base model may know most of the data already, and the first steps of tuning are small
+    most = math.inf if loss["first"] is None else loss["first"] * (1.0 + TUNING_NOISE * ("objective" in result))
+    if loss["first"] is None or (result["steps"] > 1 and not min(loss["last"], loss["eval"]) < most):
         return f"the loss did not fall ({loss['first']} -> {loss['last']}); train for more --steps"
     return ""
 
@@ -244,7 +268,21 @@ def summary_of(result: Mapping[str, Any]) -> list[str]:
         f"{microbatches['dropped']} dropped, {microbatches['counted_twice']} counted twice",
         f"peers         {result['peers_joined']} joined, {result['peers_killed']} killed; first microbatch after "
         f"{_shown(result['first_microbatch_seconds'], 1)} s",
+        *(tuning_lines(result) if "objective" in result else ()),
     ]
+
+
+def tuning_lines(result: Mapping[str, Any]) -> list[str]:
+    """Returns the part of a result that is about tuning, for people."""
+    metrics = [f"{name} {value:.3f}" for name, value in result["tuning"].items() if isinstance(value, float)]
+    lines = [f"tuning        {'  '.join([result['objective'], *metrics])}"]
+    lines[0] += f"; {result['trainable_parameters']:,} parameters are trained"
+    if result["objective"] != "lm":
+        samples = result["samples"]
+        lines.append(
+            f"samples       {samples['seen']:,} seen, {samples['repeated']:,} repeated, {samples['missed']:,} missed"
+        )
+    return lines
 
 
 def _each(texts: Sequence[str]) -> str:

@@ -15,6 +15,27 @@ from agora.cli import console
 app = console.new_app("Start, watch and measure training runs that belong to nobody in particular.")
 
 JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
+PRESET = Annotated[str | None, typer.Option(help="The model: tiny or small. Default tiny.", show_default=False)]
+COLUMNS = Annotated[
+    str | None, typer.Option(metavar="NAME=COLUMN,...", help="Which column of the file is which of the format.")
+]
+OBJECTIVE = Annotated[
+    str | None, typer.Option(metavar="lm|sft|dpo", help="What is to be learnt; default what the format is for.")
+]
+TRAIN = Annotated[
+    str | None, typer.Option(metavar="all|lora", help="Which parameters; default lora for sft and dpo, all for lm.")
+]
+FROZEN_AS = Annotated[
+    str | None, typer.Option(metavar="float32|bf16|nf4", help="How lora keeps the base model's weights; default bf16.")
+]
+EPOCHS = Annotated[float | None, typer.Option(min=0.01, max=1000, help="How often the data is seen; default once.")]
+TUNED_MODEL = Annotated[
+    Path | None, typer.Option("--base-model", metavar="DIR", help="Tune the Hugging Face model in this folder instead.")
+]
+TEXTS = Annotated[
+    list[str] | None,
+    typer.Option(metavar="stdlib|PATH...", help="Texts; with --base-model one data file. Default stdlib."),
+]
 
 
 @app.command()
@@ -27,6 +48,14 @@ def new(
         Path | None,
         typer.Option("--base-model", metavar="DIR", help="Train the Hugging Face model in this folder further."),
     ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What to learn: chats, answers, preferences or text.")
+    ] = None,
+    objective: OBJECTIVE = None,
+    columns: COLUMNS = None,
+    train: TRAIN = None,
+    frozen_as: FROZEN_AS = None,
+    epochs: EPOCHS = None,
     name: Annotated[str | None, typer.Option(help="The run's name; default the file's.")] = None,
 ) -> None:
     """Write a commented manifest to edit.
@@ -36,16 +65,19 @@ def new(
 
     Presets: tiny (0.9 M parameters, trains on a laptop in a minute), small. With --base-model, the run begins with the
     weights in that folder (config.json, safetensors files, tokenizer.json), and everyone who joins needs them too.
+    With --data it learns from a file that `swarm data` reads, which is counted first; see docs/tuning.md.
 
     \b
     Examples:
       swarm new run.toml
       swarm new poems.toml --preset small --name poems
       swarm new further.toml --base-model ./Qwen3-0.6B
+      swarm new chats.toml --base-model ./Qwen3-0.6B --data chats.jsonl --frozen-as nf4
     """
-    from agora.cli import new_run
+    from agora.cli import new_run, tuning_manifest
 
-    new_run.run(path, preset, base_model, name)
+    choice = tuning_manifest.TuningChoice(data, objective, columns, train, frozen_as, epochs)
+    new_run.run(path, preset, base_model, name, choice)
 
 
 @app.command()
@@ -75,11 +107,11 @@ def demo(
     peers: Annotated[int, typer.Option(min=1, max=256, help="How many daemons.")] = 4,
     stages: Annotated[int, typer.Option(min=1, max=64, help="How many stages the model is cut into.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of stage 0 to train.")] = 40,
-    data: Annotated[
-        list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on, one or more. Default stdlib.")
-    ] = None,
+    data: TEXTS = None,
     more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")] = None,
-    preset: Annotated[str, typer.Option(help="The model: tiny or small.")] = "tiny",
+    preset: PRESET = None,
+    base_model: TUNED_MODEL = None,
+    objective: OBJECTIVE = None,
     codec: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="A codec for all of the width, such as bf16; default the preset's boundary."),
@@ -98,10 +130,12 @@ def demo(
 
     Every daemon has its own libp2p host and DHT node and they find each other as they would over the internet. With
     --kill-every a random peer is killed at that interval and a fresh one takes its place; no microbatch is lost.
+    With --base-model the run is the one that `swarm new --base-model DIR --data FILE` describes.
 
     \b
     Examples:
       swarm demo
+      swarm demo --base-model base --data base/data/sft.jsonl --peers 2
       swarm demo --peers 8 --stages 4 --steps 100 --kill-every 10 --json
     """
     from agora.cli import demo as command
@@ -109,7 +143,9 @@ def demo(
     if more_data and not data:
         raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.USAGE)
     texts = (*(data or ("stdlib",)), *(more_data or ()))
-    plan = command.DemoPlan(peers, stages, steps, texts, preset, codec, link, kill_every, seed, directory)
+    plan = command.DemoPlan(
+        peers, stages, steps, texts, preset, codec, link, kill_every, seed, directory, base_model, objective
+    )
     raise typer.Exit(command.run(plan, as_json=as_json))
 
 
@@ -189,12 +225,8 @@ def data(
         Path | None,
         typer.Option(metavar="DIR", help="The model folder with tokenizer and chat template; default plain bytes."),
     ] = None,
-    columns: Annotated[
-        str | None, typer.Option(metavar="NAME=COLUMN,...", help="Which column of the file is which of the format.")
-    ] = None,
-    objective: Annotated[
-        str | None, typer.Option(metavar="lm|sft|dpo", help="What is to be learnt; default what the format is for.")
-    ] = None,
+    columns: COLUMNS = None,
+    objective: OBJECTIVE = None,
     context: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a sequence; default 1024, or what the model has.")
     ] = None,

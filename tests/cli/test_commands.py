@@ -86,7 +86,9 @@ def test_bad_arguments_end_with_2(run: Callable[..., Completed]) -> None:
     one_sentence(run("swarm", "demo", "--peers", "1"), 2, "give --peers 2")
     one_sentence(run("swarm", "demo", "--codec", "gzip"), 2, "gzip")
     one_sentence(run("swarm", "demo", "--preset", "tyni"), 2, "tiny")
+    one_sentence(run("swarm", "demo", "--objective", "sft"), 2, "--base-model DIR")
     one_sentence(run("swarm", "new", "x.toml", "--preset", "tyni"), 2, "tiny")
+    one_sentence(run("swarm", "new", "x.toml", "--data", "chats.jsonl"), 2, "--base-model DIR")
 
 
 def test_new_writes_a_manifest_that_is_read_and_never_over_another(

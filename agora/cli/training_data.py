@@ -1,0 +1,121 @@
+"""Looks at the data of a run that begins with a base model, before anything is trained: format, samples, rows.
+
+Knows: what a run can learn from, what a row is, which sentence says what is wrong with a file. Must not know: torch,
+manifests. It counts what `swarm data` counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from agora.cli.console import USAGE, Failure, ProgressDisplay
+from agora.data.data_survey import DataSurvey, survey
+from agora.data.model_tokenizer import open_model_tokenizer
+from agora.data.record_formats import OBJECTIVES, Objective, parse_columns
+from agora.data.sample_file import SampleFile, open_samples
+from agora.data.supervision import tokenise
+from agora.data.text_sources import READERS
+
+ROWS_OF_A_PAIR: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """A data file and what it would be in training.
+
+    path: absolute. columns: pairs of the format's name of a column and the file's. found: counted with rows of
+    context + 1 tokens, of which each but the first is a target.
+    """
+
+    path: Path
+    format: str
+    columns: tuple[tuple[str, str], ...]
+    found: DataSurvey
+
+    @property
+    def objective(self) -> Objective:
+        """What is learnt of the file."""
+        return self.found.objective
+
+    @property
+    def learnt(self) -> int:
+        """The number of samples that have something to learn within the context."""
+        return self.found.samples - self.found.left_out
+
+    @property
+    def rows(self) -> int:
+        """The rows that hold all samples once: packed sequences, or two for each preference."""
+        return ROWS_OF_A_PAIR * self.learnt if self.found.rows is None else self.found.rows
+
+    def summary_lines(self, context: int) -> list[str]:
+        """Returns what was found, for people. context: tokens of a row."""
+        found = self.found
+        share = 100 * found.supervised / found.tokens
+        packing = "" if found.efficiency is None else f", {100 * found.efficiency:.1f} % full"
+        lines = [
+            f"data         {self.format}, {found.samples:,} samples, objective {self.objective}",
+            f"rows         {self.rows:,} of {context:,} tokens{packing}; "
+            f"{share:.1f} % of {found.tokens:,} tokens are supervised",
+        ]
+        if self.objective != "lm" and found.truncated_samples:
+            lines.append(f"truncated    {found.truncated_samples:,} samples, {found.truncated_tokens:,} tokens")
+        if found.left_out:
+            lines.append(f"left out     {found.left_out:,} samples without a supervised token within the context")
+        return lines
+
+
+def known_objective(text: str | None) -> Objective | None:
+    """Returns what --objective says, None if it was not given. Raises Failure for another word."""
+    if text is None:
+        return None
+    for objective in OBJECTIVES:
+        if text == objective:
+            return objective
+    raise Failure(f"--objective is {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}", USAGE)
+
+
+def read_training_data(
+    path: Path, base_model: Path, columns: str | None, objective: Objective | None, context: int
+) -> TrainingData:
+    """Reads the whole file once and counts what it would be in training with the tokenizer in `base_model`.
+
+    columns: as --columns has them. objective: None for the format's usual one. context: targets of a row. Raises
+    InputError for malformed columns, DataError for what is wrong in the file, DiskError if it cannot be read, Failure
+    if nothing in it can be learnt.
+    """
+    mapped = parse_columns(columns) if columns else {}
+    file = open_samples(path.expanduser().absolute(), mapped, objective)
+    is_lm = file.objective == "lm"
+    if is_lm:
+        _refuse_unreadable_corpus(file)
+    tokenizer = open_model_tokenizer(base_model, datetime.now())
+    with ProgressDisplay(f"reading {path}") as display:
+        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context + 1, learn_all=is_lm)
+        found = survey(
+            samples, file.objective, context + 1, 0, lambda count: display.show(count, f"{count:,} samples read")
+        )
+    data = TrainingData(file.path, file.reader.format.name, tuple(mapped.items()), found)
+    if not found.supervised:
+        raise Failure(
+            f"{path} has nothing to learn: none of its {found.samples:,} samples has a supervised token among its "
+            f"first {context + 1:,}; look at it with `swarm data`"
+        )
+    return data
+
+
+def _refuse_unreadable_corpus(file: SampleFile) -> None:
+    """Raises Failure unless a run can read the file as text: in a format of a corpus, with a column `text`."""
+    if file.path.is_dir() or file.path.suffix not in READERS:
+        known = " or ".join(", ".join(READERS).rsplit(", ", 1))
+        raise Failure(f"{file.path} cannot be read as text to learn whole; convert it to {known}", USAGE)
+    if file.used_columns != {"text": "text"}:
+        usual = file.reader.format.objectives[0]
+        remedy = f"use --objective {usual}" if usual != "lm" else "rename its column to text"
+        raise Failure(
+            f"{file.path} is of the format {file.reader.format.name}, and --objective lm learns plain text, of .txt "
+            f"files or of a column text; {remedy}",
+            USAGE,
+        )

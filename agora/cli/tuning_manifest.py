@@ -1,0 +1,240 @@
+"""Makes the manifest of a run that begins with a base model: for `swarm new` and for `swarm demo`.
+
+Knows: good values to begin with, and why. Must not know: flags' names on a command line, how layers are computed. Loads
+torch and transformers, which check the base model's files.
+
+| trained | objective | learning rate | why |
+|---|---|---|---|
+| all | lm, sft, dpo | 2e-5 | small steps keep what the model knows |
+| lora | lm, sft | 2e-4 | the usual one of QLoRA: its matrices begin at zero and have far to go |
+| lora | dpo | 2e-5 | the loss of a pair sums over all tokens of two answers; at higher rates both become less likely |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agora_protocol.base_config import BaseSizes, parse_config, sizes_in
+from agora_protocol.errors import ManifestError
+from agora_protocol.manifest import HfSection, Manifest
+from agora_protocol.manifest_sections import ALL_STEPS
+
+from agora.cli.console import USAGE, Failure, print_line
+from agora.cli.training_data import TrainingData, known_objective, read_training_data
+from agora.data.record_formats import Objective
+
+TRAINED: Final = ("all", "lora")
+FROZEN_AS: Final = ("float32", "bf16", "nf4")
+USUAL_FROZEN_AS: Final = "bf16"
+CONTEXT: Final = 1024
+CONTEXT_BLOCK: Final = 64
+MICROBATCH: Final = 2  # for dpo one pair
+TARGET_TOKENS: Final = 16_384
+ROWS_OF_A_STEP: Final = 32
+FEWER_ROWS_OF_A_STEP: Final = 16
+MANY_STEPS: Final = 100
+FULL_RATE, LORA_RATE, LORA_DPO_RATE = 2e-5, 2e-4, 2e-5
+WARMUP_SHARE: Final = 0.05
+MOST_WARMUP_STEPS: Final = 100
+HELDOUT_SAMPLES: Final = 64
+LEAST_HELDOUT, MOST_HELDOUT = 0.01, 0.1
+TOKENIZER: Final = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TuningChoice:
+    """What is learnt, of which data, by which parameters; None for what nobody has chosen.
+
+    columns: as "prompt=question,completion=answer". epochs: how often the data is seen.
+    """
+
+    data: Path | None = None
+    objective: str | None = None
+    columns: str | None = None
+    trained: str | None = None
+    frozen_as: str | None = None
+    epochs: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TuningManifest:
+    """A manifest, and what was found in the data file that it names; None if it names none."""
+
+    manifest: Manifest
+    data: TrainingData | None
+    epochs: float
+
+    def summary_lines(self) -> list[str]:
+        """Returns what the run will learn from, and in how many steps, for people; [] without a data file."""
+        if self.data is None:
+            return []
+        optimizer, model = self.manifest.optimizer, self.manifest.model
+        rows, times = optimizer.target_tokens // model.context, "once" if self.epochs == 1 else f"{self.epochs:g} times"
+        return [
+            *self.data.summary_lines(model.context),
+            f"steps        {optimizer.total_steps:,} of {rows} rows, which see the data {times}; "
+            f"learning rate {optimizer.learning_rate:g}",
+        ]
+
+
+def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> TuningManifest:
+    """Returns a manifest that trains the Hugging Face model in `folder`, as chosen.
+
+    Reads the weights files once, for their hashes, and the data file once. Raises Failure without a tokenizer in the
+    folder and for choices that do not fit together, BaseModelError for missing or unreadable files, ManifestError for a
+    config that cannot be trained, TuningMissing without transformers, DataError for what is wrong in the data file.
+    """
+    from agora.model.hf_family import HfFamily
+
+    folder = folder.expanduser().absolute()
+    asked = check_choice(choice)
+    config, sizes = _read_model_config(folder)
+    context = min(CONTEXT, sizes.positions)
+    data = None
+    if choice.data is not None:
+        data = read_training_data(choice.data, folder, choice.columns, asked, context)
+        context = fitting_context(data, context)
+    objective = data.objective if data is not None else "lm"
+    trained, epochs = chosen_parameters(choice, objective), choice.epochs or 1.0
+    values: dict[str, Any] = {
+        "name": name,
+        "model": {"family": "hf", "config": config, "context": context, "weights": _hash_weights(folder)},
+        "stages": {"count": min(2, sizes.layers)},
+        "schedule": {"microbatch": MICROBATCH},
+        "optimizer": optimizer_values(trained, objective, context),
+        "data": {"tokenizer": str(folder / TOKENIZER)},
+        "objective": {"kind": objective},
+    }
+    if trained == "lora":
+        values["model"] |= {"trained": trained, "frozen_as": choice.frozen_as or USUAL_FROZEN_AS}
+        values["averaging"] = {"exact_steps": ALL_STEPS, "gradient_wire": "float32"}
+    if data is not None:
+        values["data"] |= _data_values(data, folder)
+        values["optimizer"] |= step_values(data, context, epochs)
+    made = Manifest.from_values(values, str(folder))
+    if isinstance(made.model, HfSection):
+        HfFamily(made.model).check_folder(folder)
+    return TuningManifest(made, data, epochs)
+
+
+def check_choice(choice: TuningChoice) -> Objective | None:
+    """Returns the objective that was chosen, if any. Raises Failure for choices that are wrong or do not fit."""
+    objective = known_objective(choice.objective)
+    for flag, value, known in (("train", choice.trained, TRAINED), ("frozen-as", choice.frozen_as, FROZEN_AS)):
+        if value is not None and value not in known:
+            raise Failure(f"--{flag} is {', '.join(known[:-1])} or {known[-1]}", USAGE)
+    if choice.data is None:
+        if objective in ("sft", "dpo"):
+            raise Failure(f"--objective {objective} learns from samples; give them with --data FILE", USAGE)
+        for flag, given in (("columns", choice.columns), ("epochs", choice.epochs)):
+            if given is not None:
+                raise Failure(f"--{flag} is about a data file; give one with --data FILE", USAGE)
+    return objective
+
+
+def chosen_parameters(choice: TuningChoice, objective: Objective) -> str:
+    """Returns which parameters are trained, "all" or "lora". Raises Failure where that does not fit the rest."""
+    trained = choice.trained or ("all" if objective == "lm" else "lora")
+    if trained == "all" and objective == "dpo":
+        raise Failure("--objective dpo compares with the model as it began, which only --train lora keeps", USAGE)
+    if trained == "all" and choice.frozen_as is not None:
+        raise Failure("--frozen-as is about what lora leaves as it is; add --train lora, or leave it out", USAGE)
+    return trained
+
+
+def fitting_context(data: TrainingData, context: int) -> int:
+    """Returns the context for the data, at most `context`: for dpo the longest answer in whole CONTEXT_BLOCKs.
+
+    Each row of dpo holds one answer and the rest of it is computed for nothing. Other rows are packed full.
+    """
+    if data.objective != "dpo":
+        return context
+    return min(context, math.ceil(int(data.found.lengths.max()) / CONTEXT_BLOCK) * CONTEXT_BLOCK)
+
+
+def optimizer_values(trained: str, objective: Objective, context: int) -> dict[str, Any]:
+    """Returns what [optimizer] says whatever the data are: rate, tokens of a step, no decay, which average is kept.
+
+    Adapters keep no moving average: they learn for a few hundred steps, in which an average would lag behind.
+    """
+    rows = max(TARGET_TOKENS // (MICROBATCH * context), 1) * MICROBATCH if objective == "lm" else ROWS_OF_A_STEP
+    values = {"weight_decay": 0.0, "learning_rate": FULL_RATE, "target_tokens": rows * context}
+    if trained == "lora":
+        values["learning_rate"] = LORA_DPO_RATE if objective == "dpo" else LORA_RATE
+    if trained == "lora" or objective != "lm":
+        values["average_decay"] = 0.0
+    return values
+
+
+def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, Any]:
+    """Returns what [optimizer] says of the data: how many steps see the training rows `epochs` times, and warm-up.
+
+    A step has ROWS_OF_A_STEP rows of samples, or FEWER_ROWS_OF_A_STEP where that many would leave fewer than MANY_STEPS
+    steps; of text it has TARGET_TOKENS. Every row counts as `context` tokens, however many of them are supervised.
+    """
+    trained_rows = data.rows * (1.0 - heldout_share(data)) * epochs
+    if data.objective == "lm":
+        rows = optimizer_values("all", "lm", context)["target_tokens"] // context
+    else:
+        rows = ROWS_OF_A_STEP if trained_rows >= MANY_STEPS * ROWS_OF_A_STEP else FEWER_ROWS_OF_A_STEP
+    steps = max(1, math.ceil(trained_rows / rows))
+    warmup = min(MOST_WARMUP_STEPS, math.ceil(WARMUP_SHARE * steps), steps - 1)
+    return {"target_tokens": rows * context, "total_steps": steps, "warmup_steps": warmup}
+
+
+def heldout_share(data: TrainingData) -> float:
+    """Returns the share of the data to hold out: LEAST_HELDOUT, or of few samples what HELDOUT_SAMPLES are of them."""
+    if data.objective == "lm":
+        return LEAST_HELDOUT
+    return round(min(MOST_HELDOUT, max(LEAST_HELDOUT, HELDOUT_SAMPLES / data.learnt)), 3)
+
+
+def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
+    """Returns the text of config.json and its sizes.
+
+    Raises BaseModelError if it cannot be read, ManifestError if it cannot be trained, Failure without a tokenizer.
+    """
+    from agora.model.base_model import read_config
+
+    text = read_config(folder)
+    try:
+        sizes = sizes_in(parse_config(text))
+    except ValueError as error:
+        raise ManifestError(f"{folder / 'config.json'} {error}; choose another model.") from None
+    if not (folder / TOKENIZER).is_file():
+        raise Failure(
+            f"{folder} has no {TOKENIZER}, the tokenizer that the run's text is read with; write it there with "
+            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers"
+        )
+    return text, sizes
+
+
+def _hash_weights(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Returns name and SHA-256 of each weights file. Raises BaseModelError for missing or unreadable ones."""
+    from agora.model.base_model import file_hash, weight_files
+
+    names = weight_files(folder)
+    size = sum((folder / file).stat().st_size for file in names)
+    print_line(f"reading {len(names)} weights files of {size / 1e6:,.1f} MB, for their hashes")
+    return tuple((file, file_hash(folder / file)) for file in names)
+
+
+def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
+    """Returns what [data] says of the file: a corpus for lm, else samples with their columns and hashes."""
+    if data.objective == "lm":
+        return {"corpus": (str(data.path),)}
+    return {
+        "samples": str(data.path),
+        "columns": data.columns,
+        "heldout": heldout_share(data),
+        **_data_hashes(data.path, folder),
+    }
+
+
+def _data_hashes(samples: Path, base_model: Path) -> dict[str, str]:
+    """Returns the SHA-256 of the samples and of tokenizer and chat template; "" where a joiner is not to check it."""
+    # The place of both hashes: hash_samples(samples) and hash_tokenizer(base_model) of agora.data.sample_rows.
+    return {"samples_hash": "", "tokenizer_hash": ""}

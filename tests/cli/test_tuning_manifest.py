@@ -1,0 +1,223 @@
+"""What `swarm new --base-model DIR --data FILE` writes, and what it says of files that cannot be learnt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agora_protocol.errors import AgoraError
+from agora_protocol.manifest import HfSection, Manifest
+from agora_protocol.manifest_sections import ALL_STEPS
+
+from agora.cli import new_run
+from agora.cli.console import USAGE, Failure
+from agora.cli.training_data import TrainingData, read_training_data
+from agora.cli.tuning_manifest import (
+    FEWER_ROWS_OF_A_STEP,
+    ROWS_OF_A_STEP,
+    TuningChoice,
+    TuningManifest,
+    manifest_of_base_model,
+    step_values,
+)
+from agora.data.tokenizer import byte_tokenizer
+from tests.model.tiny_models import make_model, save
+
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 64 positions with a tokenizer of bytes and without a chat template."""
+    folder = save(make_model("llama"), tmp_path_factory.mktemp("base"))
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    return folder
+
+
+def write(path: Path, records: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def chats(path: Path, count: int) -> Path:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "answer"}]
+    return write(path, [{"messages": turns}] * count)
+
+
+def preferences(path: Path, count: int) -> Path:
+    return write(path, [{"prompt": "p ", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(count)])
+
+
+def made(base: Path, file: Path | None = None, **choice: Any) -> TuningManifest:
+    return manifest_of_base_model(base, "run", TuningChoice(data=file, **choice))
+
+
+def test_sft_trains_adapters_beside_frozen_weights_and_averages_them_exactly(base: Path, tmp_path: Path) -> None:
+    tuning = made(base, chats(tmp_path / "chats.jsonl", 500))
+    manifest = tuning.manifest
+    assert isinstance(manifest.model, HfSection) and manifest.objective.kind == "sft"
+    assert (manifest.model.trained, manifest.model.frozen_as) == ("lora", "bf16")
+    assert (manifest.model.lora_rank, manifest.model.lora_alpha, manifest.optimizer.learning_rate) == (16, 32.0, 2e-4)
+    assert (manifest.averaging.exact_steps, manifest.averaging.gradient_wire) == (ALL_STEPS, "float32")
+    assert manifest.optimizer.average_decay == 0 and manifest.model.context == CONTEXT
+    assert manifest.data.samples == str(tmp_path / "chats.jsonl") and manifest.data.columns == ()
+    assert manifest.data.heldout == 0.1, "of 500 samples a tenth: 64 would be more"
+    assert Manifest.from_toml(manifest.to_toml()) == manifest
+
+
+def test_the_steps_see_the_training_rows_once_per_epoch(base: Path, tmp_path: Path) -> None:
+    file = chats(tmp_path / "chats.jsonl", 500)
+    once, thrice = made(base, file), made(base, file, epochs=3.0)
+    assert once.data is not None
+    rows = once.data.rows * 0.9
+    for tuning, epochs in ((once, 1), (thrice, 3)):
+        optimizer = tuning.manifest.optimizer
+        assert optimizer.target_tokens == FEWER_ROWS_OF_A_STEP * CONTEXT
+        assert rows * epochs <= optimizer.total_steps * FEWER_ROWS_OF_A_STEP < rows * epochs + FEWER_ROWS_OF_A_STEP
+        assert 0 < optimizer.warmup_steps < optimizer.total_steps / 2
+    first, second, third = once.summary_lines()
+    assert first == "data         chat, 500 samples, objective sft"
+    assert second.startswith(f"rows         {once.data.rows} of 64 tokens, ") and "tokens are supervised" in second
+    assert third == "steps        15 of 16 rows, which see the data once; learning rate 0.0002"
+    assert thrice.summary_lines()[2].startswith("steps        43 of 16 rows, which see the data 3 times")
+
+
+def test_a_large_file_has_larger_steps_and_a_single_sample_still_makes_one(base: Path, tmp_path: Path) -> None:
+    one = read_training_data(chats(tmp_path / "one.jsonl", 1), base, None, None, CONTEXT)
+    assert step_values(one, CONTEXT, 1.0) == {"target_tokens": 1024, "total_steps": 1, "warmup_steps": 0}
+    many = step_values(one, CONTEXT, 100_000.0)
+    assert many == {"target_tokens": ROWS_OF_A_STEP * CONTEXT, "total_steps": 2813, "warmup_steps": 100}
+
+
+def test_dpo_has_pairs_in_rows_as_short_as_the_answers(base: Path, tmp_path: Path) -> None:
+    tuning = made(base, preferences(tmp_path / "pairs.jsonl", 100), frozen_as="nf4")
+    manifest = tuning.manifest
+    assert isinstance(manifest.model, HfSection) and manifest.model.frozen_as == "nf4"
+    assert manifest.objective.kind == "dpo" and manifest.schedule.microbatch % 2 == 0
+    assert tuning.data is not None and tuning.data.rows == 200
+    assert manifest.optimizer.learning_rate == 2e-5 and manifest.optimizer.total_steps == 12  # 180 rows of 200
+    long = made(
+        base,
+        write(
+            tmp_path / "long.jsonl",
+            [{"prompt": "p" * 99, "chosen": "a", "rejected": "b"}] * 2
+            + [{"prompt": "p", "chosen": "good", "rejected": "bad"}],
+        ),
+    )
+    assert long.manifest.model.context == CONTEXT and long.data is not None and long.data.found.left_out == 2
+    assert "left out     2 samples without a supervised token within the context" in long.summary_lines()
+
+
+def test_the_context_of_dpo_is_the_longest_answer_in_blocks(base: Path, tmp_path: Path) -> None:
+    from agora.cli.tuning_manifest import fitting_context
+
+    data = read_training_data(preferences(tmp_path / "pairs.jsonl", 10), base, None, None, 1000)
+    assert fitting_context(data, 1000) == 64
+    chat = read_training_data(chats(tmp_path / "chats.jsonl", 10), base, None, None, 1000)
+    assert fitting_context(chat, 1000) == 1000
+
+
+def test_columns_are_mapped_in_the_manifest_too(base: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "qa.jsonl", [{"question": "1 + 1 = ", "answer": "2"}] * 20)
+    manifest = made(base, file, columns="prompt=question,completion=answer").manifest
+    assert manifest.data.columns == (("prompt", "question"), ("completion", "answer"))
+    assert manifest.objective.kind == "sft"
+
+
+def test_text_is_a_corpus_and_trains_all_parameters(base: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "text.jsonl", [{"text": "word " * 100}] * 50)
+    manifest = made(base, file).manifest
+    assert (manifest.objective.kind, manifest.data.corpus, manifest.data.samples) == ("lm", (str(file),), "")
+    assert isinstance(manifest.model, HfSection) and manifest.model.trained == "all"
+    assert manifest.averaging.gradient_wire == "int8" and manifest.optimizer.average_decay > 0
+    assert (manifest.optimizer.target_tokens, manifest.optimizer.total_steps) == (16_384, 2)
+    adapters = made(base, file, trained="lora").manifest
+    assert adapters.optimizer.learning_rate == 2e-4 and adapters.averaging.gradient_wire == "float32"
+    learnt_as_samples = made(base, file, objective="sft").manifest
+    assert learnt_as_samples.data.samples == str(file) and learnt_as_samples.objective.kind == "sft"
+
+
+def test_without_data_it_is_the_manifest_of_a_run_on_plain_text(base: Path) -> None:
+    tuning = made(base)
+    assert tuning.data is None and tuning.summary_lines() == []
+    assert (tuning.manifest.objective.kind, tuning.manifest.data.corpus) == ("lm", ("stdlib",))
+    assert tuning.manifest.optimizer.total_steps == 2000
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        ({"objective": "sft"}, "--objective sft learns from samples; give them with --data FILE"),
+        ({"objective": "rl"}, "--objective is lm, sft or dpo"),
+        ({"columns": "prompt=q"}, "--columns is about a data file"),
+        ({"epochs": 2.0}, "--epochs is about a data file"),
+        ({"trained": "head"}, "--train is all or lora"),
+        ({"frozen_as": "int4", "trained": "lora"}, "--frozen-as is float32, bf16 or nf4"),
+        ({"frozen_as": "nf4"}, "--frozen-as is about what lora leaves as it is; add --train lora"),
+    ],
+)
+def test_choices_that_do_not_fit_are_bad_arguments(base: Path, choice: dict[str, Any], says: str) -> None:
+    with pytest.raises(Failure, match=says) as raised:
+        made(base, **choice)
+    assert raised.value.code == USAGE
+
+
+def test_dpo_of_all_parameters_is_refused_with_the_flag(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(Failure, match="which only --train lora keeps"):
+        made(base, preferences(tmp_path / "pairs.jsonl", 3), trained="all")
+
+
+def test_what_is_wrong_in_a_file_is_said_as_swarm_data_says_it(base: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    chat, pairs = chats(tmp_path / "chats.jsonl", 3), preferences(tmp_path / "pairs.jsonl", 3)
+    too_long = write(tmp_path / "long.jsonl", [{"prompt": "p" * 99, "completion": "c"}])
+    wrong: list[tuple[Path, dict[str, Any], str]] = [
+        (empty, {}, "holds no record"),
+        (tmp_path / "none.jsonl", {}, "Cannot read .*none.jsonl"),
+        (
+            chat,
+            {"objective": "dpo"},
+            "which the objective dpo cannot learn from; use --objective sft",
+        ),
+        (pairs, {"objective": "sft"}, "learn the better answers alone with --columns prompt=prompt,completion=chosen"),
+        (chat, {"objective": "lm"}, "--objective lm learns plain text, .* use --objective sft"),
+        (chat, {"columns": "prompt=text"}, "has no column 'text', which --columns gives for 'prompt'"),
+        (chat, {"columns": "promt=text"}, "did you mean 'prompt'"),
+        (too_long, {}, "none of its 1 samples has a supervised token among its first 65"),
+    ]
+    for file, choice, says in wrong:
+        with pytest.raises((AgoraError, Failure), match=says):
+            made(base, file, **choice)
+
+
+def test_text_that_a_run_cannot_read_is_said_before_it_is_counted(base: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "text.json"
+    listed.write_text(json.dumps([{"text": "one"}]))
+    with pytest.raises(Failure, match="convert it to .txt, .jsonl or .parquet"):
+        made(base, listed)
+    renamed = write(tmp_path / "body.jsonl", [{"body": "one"}])
+    with pytest.raises(Failure, match="rename its column to text"):
+        made(base, renamed, columns="text=body")
+
+
+def test_the_command_prints_what_it_found_and_a_choice_needs_a_base_model(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = preferences(tmp_path / "pairs.jsonl", 40)
+    new_run.run(tmp_path / "run.toml", None, base, None, TuningChoice(data=file))
+    printed = capsys.readouterr().err
+    assert "data         preference, 40 samples, objective dpo" in printed and "rows         80 of 64" in printed
+    assert f"agora-node join {tmp_path / 'run.toml'} --base-model {base}" in printed.splitlines()[-1]
+    assert Manifest.from_toml((tmp_path / "run.toml").read_text()).objective.kind == "dpo"
+    with pytest.raises(Failure, match="give one with --base-model DIR"):
+        new_run.run(tmp_path / "other.toml", None, None, None, TuningChoice(data=file))
+
+
+def test_training_data_is_counted_with_rows_of_one_token_more_than_the_context(base: Path, tmp_path: Path) -> None:
+    exact = {"prompt": "p" * 32, "completion": "c" * 32}  # and its end of turn: 65 tokens
+    data: TrainingData = read_training_data(write(tmp_path / "f.jsonl", [exact] * 7), base, None, None, CONTEXT)
+    assert (data.rows, data.found.truncated_samples, data.learnt) == (7, 0, 7)
