@@ -137,7 +137,7 @@ def tuning_totals(manifest: Manifest) -> TuningTotals | None:
     return TuningTotals(
         objective=manifest.objective.kind,
         trainable_parameters=family_of(manifest.model).parameter_count(range(manifest.model.layers)),
-        step_microbatches=manifest.optimizer.target_tokens // manifest.tokens_per_microbatch,
+        step_tokens=manifest.optimizer.target_tokens,
     )
 
 
@@ -166,7 +166,7 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
                 demo.stop()
         result = result_of(plan, demo.totals, measured)
         reason = failure_of(result)
-        result["sample"] = [] if reason else try_sample(swarm.file, plan.seed)
+        result["sample"] = [] if reason else try_sample(swarm.file, plan.seed, base_model=plan.base_model)
     if as_json:
         console.print_json(result)
     for line in [*summary_of(result), *lines_of_model(result["sample"], plan.steps, plan.directory)]:

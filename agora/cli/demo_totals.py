@@ -63,7 +63,6 @@ class DemoTotals:
     _times_counted: dict[str, Counter[int]] = field(default_factory=dict)
     _loss_sum: float = 0.0  # of the completed microbatches that are in no entry of `losses` yet, as is the next
     _loss_tokens: int = 0
-    _loss_microbatches: int = 0
 
     def peer(self, index: int) -> PeerTotals:
         """Returns the totals of the peer with this index; makes empty ones at its first mention."""
@@ -120,19 +119,9 @@ class DemoTotals:
         self.recent_loss = loss_sum / tokens if tokens else None
         self._loss_sum += loss_sum
         self._loss_tokens += tokens
-        self._loss_microbatches += 1
-        if self._is_step_complete() and self._loss_tokens:
+        if self._loss_tokens >= self.target_tokens:
             self.losses.append(self._loss_sum / self._loss_tokens)
-            self._loss_sum, self._loss_tokens, self._loss_microbatches = 0.0, 0, 0
-
-    def _is_step_complete(self) -> bool:
-        """Returns whether the completed microbatches that are in no entry of `losses` yet make a step.
-
-        With samples they are counted, since each has another number of supervised tokens.
-        """
-        if self.tuning is not None:
-            return self._loss_microbatches >= self.tuning.step_microbatches
-        return self._loss_tokens >= self.target_tokens
+            self._loss_sum, self._loss_tokens = 0.0, 0
 
     @property
     def step(self) -> int:

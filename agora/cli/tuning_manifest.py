@@ -32,6 +32,7 @@ USUAL_FROZEN_AS: Final = "bf16"
 CONTEXT: Final = 1024
 CONTEXT_BLOCK: Final = 64
 MICROBATCH: Final = 2  # for dpo one pair
+STALENESS: Final = 0.5  # steps have few microbatches, and their rates are small: half a step in flight keeps peers busy
 TARGET_TOKENS: Final = 16_384
 ROWS_OF_A_STEP: Final = 32
 FEWER_ROWS_OF_A_STEP: Final = 16
@@ -72,10 +73,11 @@ class TuningManifest:
         if self.data is None:
             return []
         optimizer, model = self.manifest.optimizer, self.manifest.model
-        rows, times = optimizer.target_tokens // model.context, "once" if self.epochs == 1 else f"{self.epochs:g} times"
+        times = "once" if self.epochs == 1 else f"{self.epochs:g} times"
+        held = f"{optimizer.target_tokens:,} {'supervised tokens' if self.data.objective == 'sft' else 'tokens'}"
         return [
             *self.data.summary_lines(model.context),
-            f"steps        {optimizer.total_steps:,} of {rows} rows, which see the data {times}; "
+            f"steps        {optimizer.total_steps:,} of {held}, which see the data {times}; "
             f"learning rate {optimizer.learning_rate:g}",
         ]
 
@@ -103,7 +105,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
         "name": name,
         "model": {"family": "hf", "config": config, "context": context, "weights": _hash_weights(folder)},
         "stages": {"count": min(2, sizes.layers)},
-        "schedule": {"microbatch": MICROBATCH},
+        "schedule": {"microbatch": MICROBATCH, "staleness": STALENESS},
         "optimizer": optimizer_values(trained, objective, context),
         "data": {"tokenizer": str(folder / TOKENIZER)},
         "objective": {"kind": objective},
@@ -172,17 +174,20 @@ def optimizer_values(trained: str, objective: Objective, context: int) -> dict[s
 def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, Any]:
     """Returns what [optimizer] says of the data: how many steps see the training rows `epochs` times, and warm-up.
 
-    A step has ROWS_OF_A_STEP rows of samples, or FEWER_ROWS_OF_A_STEP where that many would leave fewer than MANY_STEPS
-    steps; of text it has TARGET_TOKENS. Every row counts as `context` tokens, however many of them are supervised.
+    A step has about ROWS_OF_A_STEP rows of samples, or FEWER_ROWS_OF_A_STEP where that many would leave fewer than
+    MANY_STEPS steps; of text it has TARGET_TOKENS. A row of sft counts as its supervised tokens, as many as the mean.
     """
     trained_rows = data.rows * (1.0 - heldout_share(data)) * epochs
     if data.objective == "lm":
         rows = optimizer_values("all", "lm", context)["target_tokens"] // context
     else:
         rows = ROWS_OF_A_STEP if trained_rows >= MANY_STEPS * ROWS_OF_A_STEP else FEWER_ROWS_OF_A_STEP
-    steps = max(1, math.ceil(trained_rows / rows))
+    tokens_of_a_row = data.found.supervised / data.rows if data.objective == "sft" else context
+    microbatch = MICROBATCH * context
+    target = max(1, round(rows * tokens_of_a_row / microbatch)) * microbatch
+    steps = max(1, math.ceil(trained_rows * tokens_of_a_row / target))
     warmup = min(MOST_WARMUP_STEPS, math.ceil(WARMUP_SHARE * steps), steps - 1)
-    return {"target_tokens": rows * context, "total_steps": steps, "warmup_steps": warmup}
+    return {"target_tokens": target, "total_steps": steps, "warmup_steps": warmup}
 
 
 def heldout_share(data: TrainingData) -> float:

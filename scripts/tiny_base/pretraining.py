@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from agora.model.hf_architecture import import_transformers
+from agora.model.tuning_packages import import_tuning
 from agora.train.muon import UPDATE_RMS, orthogonalise
 
 CONTEXT: Final = 256
@@ -75,8 +75,8 @@ def learning_rate(step: int, spent: float) -> float:
 
 def make_model(vocabulary: int, end_of_text: int, end_of_turn: int, seed: int) -> Any:
     """Returns a LlamaForCausalLM of SIZES with random weights. Raises TuningMissing without transformers."""
-    config_class = import_transformers("llama.configuration_llama").LlamaConfig
-    model_class = import_transformers("llama.modeling_llama").LlamaForCausalLM
+    config_class = import_tuning("transformers.models.llama.configuration_llama").LlamaConfig
+    model_class = import_tuning("transformers.models.llama.modeling_llama").LlamaForCausalLM
     torch.manual_seed(seed)
     ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_turn}
     return model_class(config_class(vocab_size=vocabulary, **SIZES, **ids))

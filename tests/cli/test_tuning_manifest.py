@@ -72,24 +72,29 @@ def test_the_steps_see_the_training_rows_once_per_epoch(base: Path, tmp_path: Pa
     file = chats(tmp_path / "chats.jsonl", 500)
     once, thrice = made(base, file), made(base, file, epochs=3.0)
     assert once.data is not None
-    rows = once.data.rows * 0.9
+    tokens = once.data.found.supervised * 0.9
+    each = once.data.found.supervised / once.data.rows
     for tuning, epochs in ((once, 1), (thrice, 3)):
         optimizer = tuning.manifest.optimizer
-        assert optimizer.target_tokens == FEWER_ROWS_OF_A_STEP * CONTEXT
-        assert rows * epochs <= optimizer.total_steps * FEWER_ROWS_OF_A_STEP < rows * epochs + FEWER_ROWS_OF_A_STEP
+        target = optimizer.target_tokens
+        assert abs(target - FEWER_ROWS_OF_A_STEP * each) <= CONTEXT, "about so many rows, in whole microbatches"
+        assert tokens * epochs <= optimizer.total_steps * target < tokens * epochs + target
         assert 0 < optimizer.warmup_steps < optimizer.total_steps / 2
     first, second, third = once.summary_lines()
     assert first == "data         chat, 500 samples, objective sft"
     assert second.startswith(f"rows         {once.data.rows} of 64 tokens, ") and "tokens are supervised" in second
-    assert third == "steps        15 of 16 rows, which see the data once; learning rate 0.0002"
-    assert thrice.summary_lines()[2].startswith("steps        43 of 16 rows, which see the data 3 times")
+    steps = once.manifest.optimizer
+    held = f"steps        {steps.total_steps} of {steps.target_tokens:,} supervised tokens"
+    assert third == f"{held}, which see the data once; learning rate 0.0002"
+    assert "which see the data 3 times" in thrice.summary_lines()[2]
 
 
 def test_a_large_file_has_larger_steps_and_a_single_sample_still_makes_one(base: Path, tmp_path: Path) -> None:
     one = read_training_data(chats(tmp_path / "one.jsonl", 1), base, None, None, CONTEXT)
-    assert step_values(one, CONTEXT, 1.0) == {"target_tokens": 1024, "total_steps": 1, "warmup_steps": 0}
-    many = step_values(one, CONTEXT, 100_000.0)
-    assert many == {"target_tokens": ROWS_OF_A_STEP * CONTEXT, "total_steps": 2813, "warmup_steps": 100}
+    few, many = step_values(one, CONTEXT, 1.0), step_values(one, CONTEXT, 100_000.0)
+    assert few["total_steps"] == 1 and few["warmup_steps"] == 0
+    assert abs(many["target_tokens"] - ROWS_OF_A_STEP * one.found.supervised) <= CONTEXT
+    assert many["total_steps"] > 2000 and many["warmup_steps"] == 100
 
 
 def test_dpo_has_pairs_in_rows_as_short_as_the_answers(base: Path, tmp_path: Path) -> None:

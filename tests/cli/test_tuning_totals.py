@@ -12,7 +12,7 @@ from agora_protocol.manifest import HfSection
 from agora.cli.console import USAGE, Failure
 from agora.cli.demo import DemoPlan, tuning_totals
 from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of, summary_of
-from agora.cli.tuning_totals import SampledMicrobatch, TuningTotals, sample_accounts, tuning_metrics
+from agora.cli.tuning_totals import TuningTotals
 from agora.data.tokenizer import byte_tokenizer
 from tests.model.tiny_models import make_model, save
 
@@ -31,65 +31,42 @@ def completed(name: str, tokens: int = 8, purpose: str = "train", **more: Any) -
     return line | {"purpose": purpose, "at_unix": 1.0} | more
 
 
-def test_a_sample_is_seen_once_per_epoch_and_each_further_time_is_a_repeat() -> None:
-    passes = [SampledMicrobatch(0, number, 10) for number in (0, 1, 2, 1)]
-    assert sample_accounts(passes, 30) == {"seen": 30, "repeated": 10, "missed": 0}
+def counted(step: int, **counts: int) -> dict[str, Any]:
+    return {"event": "SamplesCounted", "step": step, "epoch": 0, "repeated": 0, "missed": 0, "at_unix": 1.0} | counts
 
 
-def test_only_an_epoch_after_which_another_began_has_missed_something() -> None:
-    passes = [SampledMicrobatch(0, 0, 10), SampledMicrobatch(0, 2, 7)]
-    assert sample_accounts(passes, 30) == {"seen": 17, "repeated": 0, "missed": 0}
-    assert sample_accounts([*passes, SampledMicrobatch(1, 0, 10)], 30) == {"seen": 27, "repeated": 0, "missed": 13}
-    assert sample_accounts([SampledMicrobatch(2, 0, 10)], 30) == {"seen": 10, "repeated": 0, "missed": 60}
-
-
-def test_a_last_microbatch_that_was_filled_up_repeats_what_it_was_filled_with() -> None:
-    passes = [SampledMicrobatch(0, number, 10) for number in range(3)]
-    assert sample_accounts(passes, 25) == {"seen": 25, "repeated": 5, "missed": 0}
-
-
-def test_without_samples_all_accounts_are_zero() -> None:
-    assert sample_accounts([], 0) == {"seen": 0, "repeated": 0, "missed": 0}
-
-
-def test_metrics_are_means_of_what_the_objective_sums_up() -> None:
-    assert tuning_metrics("sft", [6.0], 8) == {"token_accuracy": 0.75}
-    assert tuning_metrics("dpo", [1.0, -3.0, 3.0, 4.0], 99) == {
-        "rewards/chosen": 0.25,
-        "rewards/rejected": -0.75,
-        "rewards/margins": 1.0,
-        "rewards/accuracies": 0.75,
-    }
-    for objective, sums, tokens in (("lm", [], 8), ("sft", [], 8), ("sft", [0.0], 0), ("dpo", [0.0] * 4, 0)):
-        assert tuning_metrics(objective, sums, tokens) == {}
+def test_of_what_origins_count_that_of_the_one_who_knows_most_is_told() -> None:
+    totals = TuningTotals("sft", 10, step_tokens=16)
+    assert totals.fields()["samples"] == {"seen": 0, "repeated": 0, "missed": 0}
+    for line in (counted(1, seen=10), counted(2, seen=30, repeated=2, missed=1), counted(2, seen=25)):
+        totals.add(line)
+    assert totals.fields()["samples"] == {"seen": 30, "repeated": 2, "missed": 1}
 
 
 def test_metrics_are_of_the_last_whole_step_beside_the_first_one_and_the_held_out_ones() -> None:
-    totals = TuningTotals("sft", 10, step_microbatches=2)
+    totals = TuningTotals("sft", 10, step_tokens=16)
     for right in (1, 1, 2, 4, 8):
         totals.add(completed("m", metrics=[float(right)]))
-    totals.add(completed("e", purpose="evaluate", metrics=[5.0], samples=9))
+    totals.add(completed("e", purpose="evaluate", metrics=[5.0]))
     found = totals.fields()
     assert found["tuning"] == {
         "token_accuracy": 0.375,
         "first": {"token_accuracy": 0.125},
         "eval": {"token_accuracy": 0.625},
     }
-    assert found["samples"]["seen"] == 0, "evaluated samples are not learnt"
 
 
 def dpo_totals() -> DemoTotals:
-    totals = DemoTotals(1024, TuningTotals("dpo", 500, step_microbatches=2))
-    totals.add(0, {"event": "SamplesOpened", "samples": 4, "at_unix": 0.0})
+    totals = DemoTotals(16, TuningTotals("dpo", 500, step_tokens=16))
     for number in range(4):
-        more = {"metrics": [0.1, -0.1, 1.0, 1.0], "epoch": 0, "epoch_microbatch": number % 3, "samples": 1}
-        totals.add(0, completed(f"m{number}", **more))
+        totals.add(0, completed(f"m{number}", metrics=[0.1, -0.1, 1.0, 1.0]))
+    totals.add(0, counted(1, seen=3, repeated=1))
     return totals
 
 
 def test_a_demo_of_tuning_says_what_the_plain_one_says_and_more() -> None:
     totals = dpo_totals()
-    assert totals.losses == [0.5, 0.5], "a step is counted in microbatches: their supervised tokens differ"
+    assert totals.losses == [0.5, 0.5]
     value = result_of(DemoPlan(stages=1, steps=1), totals, MEASURED)
     assert (value["objective"], value["trainable_parameters"], value["tokens"]) == ("dpo", 500, 24)
     assert value["samples"] == {"seen": 3, "repeated": 1, "missed": 0}
@@ -120,7 +97,7 @@ def test_the_manifest_of_a_tuning_demo_is_that_of_swarm_new_with_the_plans_stage
     assert (manifest.stage_count, manifest.optimizer.total_steps, manifest.boundary.codec) == (3, 30, "int8")
     assert plan.flags() == ["--allow-files", "--base-model", str(base)]
     totals = tuning_totals(manifest)
-    assert totals is not None and (totals.objective, totals.step_microbatches) == ("sft", 8)
+    assert totals is not None and (totals.objective, totals.step_tokens) == ("sft", manifest.optimizer.target_tokens)
     plain = DemoPlan(stages=1, base_model=base).manifest()
     assert (plain.objective.kind, plain.data.corpus) == ("lm", ("stdlib",))
     assert tuning_totals(DemoPlan().manifest()) is None and DemoPlan(link="1Mbit,5ms").flags()[1] == "--link"
