@@ -73,6 +73,11 @@ class ChatTemplate:
         self._now = now
         self.has_spans = GENERATION.search(source) is not None
 
+    @property
+    def fingerprint(self) -> str:
+        """Returns the JSON of what decides its texts but the time: the source and the special tokens."""
+        return json.dumps([self._source, sorted(self._special_tokens.items())])
+
     def render(self, conversation: Conversation, where: str) -> str:
         """Returns the whole conversation as text. Raises DataError about `where` if the template refuses it."""
         return self._render(conversation, len(conversation.messages), where)

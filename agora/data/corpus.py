@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from agora_protocol.errors import DiskError, ManifestError
+from agora_protocol.errors import ManifestError
 
 from agora.data.text_sources import Piece, SourceFile, find_files, unreadable_file
 from agora.data.token_cache import CachedTokens
@@ -29,14 +29,7 @@ def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *
     """
     files = find_files(sources, base or Path.cwd())
     cached = CachedTokens(cache_dir, _signature(files, tokenizer), token_dtype(tokenizer.vocabulary))
-    if (tokens := cached.open()) is None:
-        with cached.lock():
-            if (tokens := cached.open()) is None:
-                cached.write(_tokenise(sources, files, tokenizer))
-                tokens = cached.open()
-    if tokens is None:
-        raise DiskError(f"The token cache in {cache_dir} reads back damaged; check that disk, or use --dir on another.")
-    return tokens
+    return cached.open_or_write(lambda: cached.write(_tokenise(sources, files, tokenizer)))
 
 
 def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:

@@ -1,9 +1,11 @@
 """Hashes numbers to uniform 64-bit numbers, alike on every machine and with every version of numpy.
 
-Knows: splitmix64. Must not know: what the numbers stand for.
+Knows: splitmix64, keys from the run's seed, the split of hashes in two. Must not know: what the numbers stand for.
 """
 
 from __future__ import annotations
+
+import hashlib
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,3 +19,18 @@ def mix(values: Hashes, key: int) -> Hashes:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def seed_key(seed: int, purpose: int) -> int:
+    """Returns a 64-bit hash key derived from the run's seed, different for each purpose."""
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def split_limit(hashes: Hashes, share: float) -> np.uint64:
+    """Returns the bound below which the hashes of the lowest `share`, above 0, of all possible ones are.
+
+    It is moved if else no hash, or every one, of a few would be below. hashes: [n], n >= 1.
+    """
+    limit = min(int(share * 2**64), 2**64 - 1)
+    return np.uint64(min(max(limit, int(hashes.min()) + 1), int(hashes.max())))

@@ -6,6 +6,7 @@ the chat template in its sandbox.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from agora_protocol.errors import DataError, DiskError
+from agora_protocol.errors import DataError, DiskError, ManifestError
 
 from agora.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from agora.data.tokenizer import BYTES, ByteTokenizer, JsonTokenizer, Tokenizer
@@ -26,6 +27,10 @@ MODEL_FILE: Final = "config.json"
 CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions")
 BYTES_END: Final = "\0"
 NO_END: Final = "\n"
+TRAINING_DATE: Final = datetime(2024, 7, 26)
+"""What templates that write the date write in training: all peers must render alike, whenever they start.
+
+It is the date that Llama 3's own template writes where there is no clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,38 @@ class ModelTokenizer:
     template_name: str
     end_of_turn: str
     longest_context: int | None
+
+    @property
+    def fingerprint(self) -> str:
+        """Returns the SHA-256 in hex of what decides a sample's ids: tokenizer, template, special tokens, end of turn.
+
+        Other keys of the settings, such as the version of transformers that wrote them, do not change it.
+        """
+        parts = ["agora tokenizer 1", self.tokenizer.fingerprint, self.template.fingerprint, self.end_of_turn]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = None) -> ModelTokenizer:
+    """Returns the tokenizer that a manifest names, with the template beside it and TRAINING_DATE as the time.
+
+    source: "bytes", or the path of a tokenizer.json or of its folder, relative to `base`. Raises ManifestError when the
+    model has fewer ids (`vocabulary`) than the tokenizer, and what open_model_tokenizer raises.
+    """
+    path = None if source == BYTES else (base or Path()) / Path(source).expanduser()
+    if path is not None and not path.is_dir():
+        if path.name != TOKENIZER_FILE:
+            raise ManifestError(
+                f"[data] tokenizer {source!r} is no {TOKENIZER_FILE}, beside which the chat template would be looked "
+                f"for; put the file into a folder of its own, as {TOKENIZER_FILE}."
+            )
+        path = path.parent
+    opened = open_model_tokenizer(path, TRAINING_DATE)
+    if opened.tokenizer.vocabulary > vocabulary:
+        raise ManifestError(
+            f"Tokenizer {source!r} has token id {opened.tokenizer.vocabulary - 1} but [model] vocabulary is "
+            f"{vocabulary}; use the tokenizer of the base model."
+        )
+    return opened
 
 
 def open_model_tokenizer(folder: Path | None, now: datetime) -> ModelTokenizer:

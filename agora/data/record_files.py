@@ -55,8 +55,20 @@ def read_records(path: Path, columns: Collection[str] | None = None) -> Iterator
     try:
         yield from read(path, columns)
     except OSError as error:
-        problem = f"Cannot read {path} ({error.strerror or error}); correct the path or its permissions."
-        raise DiskError(problem) from error
+        raise unreadable_data(path, error) from error
+
+
+def data_files(path: Path) -> list[Path]:
+    """Returns the files that hold the records of `path`, in the order in which they are read.
+
+    They are the file itself, or the arrow files of a `datasets` folder. Raises DataError for another folder.
+    """
+    return _arrow_files(path) if path.is_dir() else [path]
+
+
+def unreadable_data(path: Path, error: OSError) -> DiskError:
+    """Returns the error to raise when a data file cannot be read."""
+    return DiskError(f"Cannot read {path} ({error.strerror or error}); correct the path or its permissions.")
 
 
 Reader = Callable[[Path, Collection[str] | None], Iterator[RawRecord]]

@@ -17,7 +17,7 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 
 from agora.codec import encode_tokens
-from agora.data.hashing import Hashes, mix
+from agora.data.hashing import Hashes, mix, seed_key, split_limit
 from agora.data.tokenizer import Ids
 from agora.observe.events import DiskTrouble, Report
 
@@ -62,15 +62,13 @@ class Sampler:
                 f"{needed * context + 1}; add text to [data] corpus or lower the context."
             )
         self._tokens = tokens
-        self._draw_key = _key(seed, DRAW_KEY)
-        self._split_key = _key(seed, SPLIT_KEY)
+        self._draw_key = seed_key(seed, DRAW_KEY)
+        self._split_key = seed_key(seed, SPLIT_KEY)
         self._scanned = np.arange(0, self.windows, -(-self.windows // SCANNED_WINDOWS), dtype=np.uint64)
         self._limit = np.uint64(0)  # windows with a hash below it are held out
         if heldout > 0:
-            hashes = mix(self._scanned, self._split_key)
-            limit = min(int(heldout * 2**64), 2**64 - 1)
             # moved if else no window, or every window, of a small corpus would be held out
-            self._limit = np.uint64(min(max(limit, int(hashes.min()) + 1), int(hashes.max())))
+            self._limit = split_limit(mix(self._scanned, self._split_key), heldout)
 
     def is_held_out(self, windows: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Returns for each window number [n] whether its hash is below the limit, so that it is never trained on."""
@@ -162,9 +160,3 @@ class OriginBatches:
             temporary.replace(self._file)
         except OSError as error:
             self._report(DiskTrouble(str(self._file), error.strerror or str(error)))
-
-
-def _key(seed: int, purpose: int) -> int:
-    """Returns a 64-bit hash key derived from the run's seed, different for each purpose."""
-    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
-    return int.from_bytes(digest[:8], "little")

@@ -1,8 +1,8 @@
 """The cache of tokenised text: token ids on disk, written once, mapped into memory, checked for damage.
 
 `DIGEST.tokens` holds ids as little-endian unsigned integers. Its name is the SHA-256 of their dtype and the ids, so
-equal texts share a file. `index/SIGNATURE.json` names the digest, and the CRC-32 of each block of BLOCK_BYTES. Knows:
-bytes, files, folders. Must not know: text, tokenizers.
+equal texts share a file. `index/SIGNATURE.json` names the digest, the CRC-32 of each block of BLOCK_BYTES, and details
+that the writer has added. Knows: bytes, files, folders. Must not know: text, tokenizers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,14 +38,32 @@ LOCK_POLL_S = 0.05
 class CachedTokens:
     """Reads and writes the token ids of one corpus in the cache `folder`.
 
-    signature: the cache key in hex, the hash of what the ids are made of. dtype: the dtype of the ids. `lock` and
-    `write` raise DiskError when the folder cannot be written or the disk is full.
+    signature: the cache key in hex, the hash of what the ids are made of. dtype: the dtype of the ids. details: what
+    `write` was told about the ids, as JSON has it; empty before `open` has found them. `lock` and `write` raise
+    DiskError when the folder cannot be written or the disk is full.
     """
 
     def __init__(self, folder: Path, signature: str, dtype: np.dtype[Any]) -> None:
         self._folder = folder
         self._dtype = dtype
         self._index = folder / "index" / f"{signature}.json"
+        self.details: Mapping[str, Any] = {}
+
+    def open_or_write(self, write: Callable[[], None]) -> Ids:
+        """Maps the ids [n] into memory; if they are missing or damaged, `write` writes them first.
+
+        Of several processes, one writes and the others wait. Raises DiskError when they read back damaged.
+        """
+        if (ids := self.open()) is None:
+            with self.lock():
+                if (ids := self.open()) is None:
+                    write()
+                    ids = self.open()
+        if ids is None:
+            raise DiskError(
+                f"The token cache in {self._folder} reads back damaged; check that disk, or use --dir on another."
+            )
+        return ids
 
     def open(self) -> Ids | None:
         """Maps the ids [n] into memory, read-only. Returns None when they are missing or a checked block is damaged."""
@@ -58,9 +76,14 @@ class CachedTokens:
             is_intact = len(crcs) == blocks and all(
                 zlib.crc32(data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]) == crcs[i] for i in checked
             )
+            details = index.get("details", {})
+            is_intact = is_intact and index.get("details_crc32", _crc32_of({})) == _crc32_of(details)
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return ids if is_intact else None
+        if not is_intact:
+            return None
+        self.details = details
+        return ids
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -80,8 +103,11 @@ class CachedTokens:
                     break
             yield
 
-    def write(self, pieces: Iterable[NDArray[Any]]) -> None:
-        """Writes the ids of all pieces to a .tokens file, then its index; neither appears when `pieces` raises."""
+    def write(self, pieces: Iterable[NDArray[Any]], details: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """Writes the ids of all pieces to a .tokens file, then its index; neither appears when `pieces` raises.
+
+        details: is called after the last piece, and returns what the index is to hold beside the ids.
+        """
         for path in self._folder.glob(f"{BUILDING}*"):  # unfinished files of processes that were killed
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > ABANDONED_S:
@@ -96,8 +122,15 @@ class CachedTokens:
                 crcs.append(zlib.crc32(block))
             _publish(file, self._folder / f"{digest.hexdigest()}.tokens")
         with _disk_errors(self._folder), _unfinished_file(self._index.parent) as file:
-            file.write(json.dumps({"digest": digest.hexdigest(), "crc32": crcs}).encode())
+            told = details()
+            index = {"digest": digest.hexdigest(), "crc32": crcs, "details": told, "details_crc32": _crc32_of(told)}
+            file.write(json.dumps(index).encode())
             _publish(file, self._index)
+
+
+def _crc32_of(details: object) -> int:
+    """Returns the CRC-32 of details as canonical JSON."""
+    return zlib.crc32(json.dumps(details, sort_keys=True).encode())
 
 
 @contextlib.contextmanager

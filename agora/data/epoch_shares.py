@@ -1,0 +1,369 @@
+"""Decides which origin takes which microbatch of an epoch, so that each is done once an epoch across the swarm. Pure.
+
+Knows: origins by name, what they say of the epochs, who is live. Must not know: rows, tensors, messages, a clock.
+An EpochShares changes only itself, and only by the calls to it.
+
+Microbatch j of epoch e has the number e * count + j. An origin claims microbatches some time before it opens them, and
+tells the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from hashes
+(block_order.py): first the blocks in which it has the lowest hash of the live origins, then those in which one of them
+has a lower one, and so on. So origins that go on equally fast do not meet, and a fast one takes what the slow ones have
+not come to.
+
+| a microbatch | when |
+|---|---|
+| is free | it is not done, and no live origin has opened or claimed it: what a dead one had in flight is free again |
+| is claimed | it is the first free one: of the oldest epoch, next to the origin's last claim, else of its next block |
+| is claimed in a block where others work | they work in all blocks with free ones; a hash chooses the place |
+| is opened | its claim was told TOLD times, or the origin has the lowest hash of the block |
+| is given up | a live origin has opened it, or has claimed it with a lower hash; or nobody asks for one any more |
+
+An origin claims as many ahead as it opens in TOLD intervals of gossip. So others hear of a claim before it is opened,
+and one of two who claim the same gives it up. If all of its claims are too new, it takes one more in a block where it
+has the lowest hash. An origin that is paused holds up nobody, as its claims lapse.
+
+An epoch is complete when all of its microbatches are done. When none is free, origins go on with the next epoch. At
+most open_epochs are in progress; beyond them origins wait for the oldest one.
+
+A microbatch is repeated when its origin is taken for dead and is not, when two open it because a message was lost or
+late, or when an origin died before it told that it was done. Each session counts what it has completed, and all know
+the sum, so that repeats are counted but for what a dead origin has told nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agora_protocol.errors import DataError, ProtocolError
+
+from agora.data.block_order import BlockOrder
+from agora.data.epoch_state import (
+    MAX_STATE_INTS,
+    EpochPart,
+    EpochState,
+    OtherRows,
+    Tally,
+    open_epochs,
+    read_state,
+    write_state,
+)
+from agora.data.free_microbatches import HeldByOthers, first_free, next_free
+from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, Run
+
+TOLD: Final = 3
+"""Calls of `state` after which a claim counts as told to the others."""
+LAPSE: Final = 8
+"""Calls of `state` without one of `take_next` after which an origin gives up its claims.
+
+A new origin waits for at most so many until it has heard of all that are live."""
+KEPT_ORIGINS: Final = 256
+"""Of more origins, those that are not live are forgotten: what they had done is known, what they had opened is free."""
+PACE_DECAY: Final = 31 / 32
+"""By which the measured pace decays with each call of `state`, while nothing is opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochCounts:
+    """One epoch in progress: microbatches done, in flight at an origin that was live at the last decision, neither."""
+
+    epoch: int
+    done: int
+    in_flight: int
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCounts:
+    """What the swarm has done, in microbatches, as far as this origin knows.
+
+    seen: those done at least once, each in its epoch. repeated: completions beyond the first of each. missed: those not
+    done yet of epochs before the newest one that has begun. samples: in all completions, repeats included. epochs:
+    those in progress, the oldest first.
+    """
+
+    seen: int
+    repeated: int
+    missed: int
+    samples: int
+    epochs: tuple[EpochCounts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A microbatch that this origin means to open. told_before: calls of `state` before it was claimed."""
+
+    epoch: int
+    number: int
+    told_before: int
+
+
+class EpochShares:
+    """One origin's part in the epochs of a swarm.
+
+    seed: the run's. me: this origin's name. session: a number from 0 to 2^63 - 1 that no other start of any origin has.
+    count: microbatches in an epoch. rows_id: a number that other rows do not have. last_told: what `state` has returned
+    last, to answer the gossip of others with.
+    """
+
+    def __init__(self, seed: int, me: str, session: int, count: int, rows_id: int = 0) -> None:
+        self._me = me
+        self._session = session
+        self._rows_id = rows_id
+        self._layout = BlockLayout(count)
+        self._first = 0  # epochs before it are complete
+        self._parts: dict[int, EpochPart] = {}
+        self._in_flight: set[int] = set()  # numbers, of complete epochs too
+        self._claims: list[_Claim] = []
+        self._last_claimed: dict[int, int] = {}
+        self._tallies: dict[int, Tally] = {}
+        self._others: dict[str, EpochState] = {}
+        self._live = frozenset({me})
+        self._order = BlockOrder(seed, me, self._layout.blocks)
+        self._told = self._asked_at = self._version = 0
+        self._taken_since_told, self._pace = 0, 0.0
+        self.last_told: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """The number of microbatches in an epoch."""
+        return self._layout.count
+
+    def take_next(self, live: Collection[str]) -> int | None:
+        """Returns the number of the microbatch to open next, None if there is none until more is known.
+
+        live: the names of the origins that are live, with or without this one. After None, ask again when `merge` or
+        `completed` was called, and after each call of `state`.
+        """
+        self._asked_at = self._told
+        self._live = names = frozenset(live) | {self._me}
+        states = {name: state for name, state in self._others.items() if name in names}
+        if len(states) + 1 < len(names) and self._told < LAPSE:
+            return None
+        if len(self._others) > KEPT_ORIGINS:
+            self._others = states
+        seen = HeldByOthers(states, names, self._layout)
+        self._claims = [claim for claim in self._claims if self._keeps(claim, seen)]
+        while len(self._claims) <= self._ahead(len(names)) and (claim := self._find_free(seen)) is not None:
+            self._claims.append(claim)
+        ready = [claim for claim in self._claims if self._may_open(claim, names)]
+        if not ready:
+            if (own := self._find_free(seen, own_blocks=True)) is None:
+                return None
+            self._claims.append(own)
+            ready = [own]
+        chosen = min(ready, key=lambda claim: (claim.told_before + TOLD > self._told, claim.epoch))
+        self._claims.remove(chosen)
+        self._part(chosen.epoch).opened.add(chosen.number)
+        number = chosen.epoch * self.count + chosen.number
+        self._in_flight.add(number)
+        self._taken_since_told += 1
+        return number
+
+    def completed(self, number: int, samples: int = 1) -> None:
+        """Records that a microbatch which was taken is done. samples: how many it holds. ValueError if it was not."""
+        self._forget(number)
+        epoch, place = divmod(number, self.count)
+        before = self._tallies.pop(self._session, Tally())  # the tally that has changed last stands last
+        self._tallies[self._session] = Tally(before.microbatches + 1, before.samples + samples)
+        if epoch >= self._first:
+            self._part(epoch).done.add(place)
+            self._close_epochs()
+
+    def released(self, number: int) -> None:
+        """Records that a microbatch which was taken is given up, and free again. Raises ValueError if it was not."""
+        self._forget(number)
+
+    def state(self) -> tuple[int, ...]:
+        """Returns what to tell the others, at most MAX_STATE_INTS integers; equal to the last if nothing has changed.
+
+        Call it at every interval of gossip, whether or not it is sent: by these calls an origin measures its pace, and
+        knows for how long the others have known its claims.
+        """
+        self._told += 1
+        self._pace = max(self._taken_since_told, self._pace * PACE_DECAY)
+        self._taken_since_told = 0
+        if self._told - self._asked_at > LAPSE:
+            self._claims.clear()
+        self._mark_claims()
+        if self._write(MAX_STATE_INTS) != self.last_told:
+            self._version += 1
+            self.last_told = self._write(MAX_STATE_INTS)
+        return self.last_told
+
+    def merge(self, origin: str, values: Sequence[int]) -> None:
+        """Takes in what another origin has told.
+
+        Raises ProtocolError when it is malformed, and DataError when that origin trains on other rows.
+        """
+        try:
+            state = read_state(values, self._layout, self._rows_id)
+        except OtherRows:
+            raise DataError(
+                f"Peer {origin} trains on other rows than this one; compare samples, tokenizer.json and chat template, "
+                "and give their hashes in the manifest ([data] samples_hash and tokenizer_hash) of the next run."
+            ) from None
+        except ValueError as error:
+            raise ProtocolError("bad-message", f"The share of {origin} cannot be read: {error}.") from None
+        if origin == self._me:
+            return
+        known = self._others.get(origin)
+        if known is None or known.session != state.session or known.version < state.version:
+            self._others[origin] = state
+        self._learn(state)
+
+    def snapshot(self) -> tuple[int, ...]:
+        """Returns all that is known to be done, for a checkpoint; what is in flight is not."""
+        return self._write(None)
+
+    def restore(self, snapshot: Sequence[int]) -> None:
+        """Takes in a snapshot of this or of another origin. Raises DataError when it is of other rows, or malformed."""
+        try:
+            self._learn(read_state(snapshot, self._layout, self._rows_id))
+        except ValueError as error:
+            raise DataError(
+                f"The epoch of the checkpoint cannot be resumed: {error}; give the samples and the tokenizer with "
+                "which the run has begun."
+            ) from error
+
+    def done_runs(self, epoch: int) -> list[Run]:
+        """Returns the microbatches, from 0 to count - 1, of an epoch that are known to be done, as runs in order."""
+        if epoch < self._first:
+            return [(0, self.count)]
+        return list(self._parts[epoch].done.runs(full_blocks=True)) if epoch in self._parts else []
+
+    def counts(self) -> ShareCounts:
+        """Returns what the swarm has done so far, as far as this origin knows."""
+        epochs = [self._count_epoch(epoch) for epoch in range(self._first, self._newest() + 1)]
+        seen = self._first * self.count + sum(epoch.done for epoch in epochs)
+        total = Tally(*(sum(numbers) for numbers in zip(*self._tallies.values(), strict=True)))
+        return ShareCounts(
+            seen=seen,
+            repeated=max(0, total.microbatches - seen),
+            missed=sum(self.count - epoch.done for epoch in epochs[:-1]),
+            samples=total.samples,
+            epochs=tuple(epochs),
+        )
+
+    def _count_epoch(self, epoch: int) -> EpochCounts:
+        """Returns the counts of an epoch in progress."""
+        in_flight, done = MicrobatchSet(self._layout), self._part(epoch).done
+        in_flight.update(self._part(epoch).opened)
+        for name, state in self._others.items():
+            if name in self._live and (told := state.epochs.get(epoch)):
+                in_flight.update(told.opened)
+        flying = sum((mask & ~done.mask(block)).bit_count() for block, mask in in_flight.masks.items())
+        return EpochCounts(epoch, len(done), flying, self.count - len(done) - flying)
+
+    def _newest(self) -> int:
+        """Returns the newest epoch of which something is done or opened; the one before the first if none is."""
+        begun = [epoch for epoch, part in self._parts.items() if part.done.masks or part.opened.masks]
+        return max(begun, default=self._first - 1)
+
+    def _mark_claims(self) -> None:
+        """Notes in the parts of the epochs what is claimed, as it is told to others."""
+        for part in self._parts.values():
+            part.claimed.masks.clear()
+        for claim in self._claims:
+            if claim.epoch >= self._first:
+                self._part(claim.epoch).claimed.add(claim.number)
+
+    def _write(self, most: int | None) -> tuple[int, ...]:
+        """Returns this origin's state as at most `most` integers; None: what a snapshot holds."""
+        parts = {epoch: part for epoch, part in self._parts.items() if not part.is_empty()}
+        tallies = dict(reversed(list(self._tallies.items())))
+        if most is None:
+            nothing = MicrobatchSet(self._layout)
+            done = {epoch: EpochPart(part.done, nothing, nothing) for epoch, part in parts.items() if part.done.masks}
+            state = EpochState(0, 0, self._first, tallies, done)
+        else:
+            state = EpochState(self._session, self._version, self._first, tallies, parts)
+        return write_state(state, self._layout, self._rows_id, most)
+
+    def _learn(self, state: EpochState) -> None:
+        """Adds what another state knows to be done, and its tallies where they are ahead."""
+        for session, tally in reversed(list(state.tallies.items())):
+            if self._tallies.get(session, Tally()) < tally:
+                self._tallies.pop(session, None)
+                self._tallies[session] = tally
+        self._first = max(self._first, state.first)
+        for epoch, part in state.epochs.items():
+            if epoch >= self._first:
+                self._part(epoch).done.update(part.done)
+        self._close_epochs()
+
+    def _close_epochs(self) -> None:
+        """Goes on to the first epoch that is not complete, and forgets those before it."""
+        while (part := self._parts.get(self._first)) is not None and part.done.is_complete():
+            self._first += 1
+        for past in [epoch for epoch in self._parts if epoch < self._first]:
+            del self._parts[past]
+            self._last_claimed.pop(past, None)
+
+    def _part(self, epoch: int) -> EpochPart:
+        """Returns what is known of an epoch that is not complete."""
+        return self._parts.setdefault(epoch, EpochPart.empty(self._layout))
+
+    def _forget(self, number: int) -> None:
+        """Takes a microbatch out of those in flight. Raises ValueError if it is not."""
+        if number not in self._in_flight:
+            raise ValueError(f"microbatch {number} was not taken")
+        self._in_flight.remove(number)
+        epoch, place = divmod(number, self.count)
+        if epoch in self._parts:
+            self._parts[epoch].opened.discard(place)
+
+    def _ahead(self, origins: int) -> int:
+        """Returns how many microbatches to claim ahead: as many as are opened in TOLD intervals, but not too many.
+
+        Half of an equal share of an epoch is enough, and one is the least.
+        """
+        return max(1, min(math.ceil(TOLD * self._pace), self.count // (2 * origins)))
+
+    def _keeps(self, claim: _Claim, seen: HeldByOthers) -> bool:
+        """Returns whether a claim holds: not done, no live origin has opened it, or claimed it with a lower hash."""
+        if claim.epoch < self._first or claim.number in self._part(claim.epoch).done:
+            return False
+        block = claim.number // self._layout.size
+        for name, state in seen.states.items():
+            part = state.epochs.get(claim.epoch)
+            if part is None:
+                continue
+            if claim.number in part.opened:
+                return False
+            if claim.number in part.claimed and self._order.comes_after(name, claim.epoch, block):
+                return False
+        return True
+
+    def _may_open(self, claim: _Claim, live: frozenset[str]) -> bool:
+        """Returns whether a claim was told, or no live origin has a lower hash for its block."""
+        if claim.told_before + TOLD <= self._told:
+            return True
+        return claim.number // self._layout.size in self._order.order(claim.epoch, live).own
+
+    def _find_free(self, seen: HeldByOthers, *, own_blocks: bool = False) -> _Claim | None:
+        """Returns a claim of the first free microbatch in this origin's order, None if none is free.
+
+        own_blocks: only of blocks where it has the lowest hash and nobody else works, so that it may be opened at once.
+        """
+        for epoch in range(self._first, self._first + open_epochs(self._layout)):
+            number = self._find_free_in(epoch, seen, own_blocks)
+            if number is not None:
+                self._last_claimed[epoch] = number
+                return _Claim(epoch, number, self._told)
+        return None
+
+    def _find_free_in(self, epoch: int, seen: HeldByOthers, own_blocks: bool) -> int | None:
+        """Returns the free microbatch of an epoch that comes next in this origin's order, None if none is free."""
+        part, (held, workers) = self._part(epoch), seen.held(epoch)
+        taken = MicrobatchSet(self._layout)
+        for numbers in (part.done, part.opened, held):
+            taken.update(numbers)
+        for claim in self._claims:
+            if claim.epoch == epoch:
+                taken.add(claim.number)
+        order = self._order.order(epoch, seen.live)
+        if own_blocks:
+            return first_free(order.own, taken, workers)
+        return next_free(order, taken, workers, self._last_claimed.get(epoch))

@@ -1,0 +1,70 @@
+"""Decides which free microbatch of an epoch an origin comes to next. Pure.
+
+Knows: what is taken, in which blocks others work, the origin's order of the blocks. Must not know: who is who, claims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from agora.data.block_order import EpochOrder
+from agora.data.epoch_state import EpochState
+from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, bit_number, lowest_bit
+
+
+class HeldByOthers:
+    """What the live others have opened and claimed, for one decision. live: all names that are live, with this one."""
+
+    def __init__(self, states: Mapping[str, EpochState], live: frozenset[str], layout: BlockLayout) -> None:
+        self.states = states
+        self.live = live
+        self._layout = layout
+        self._held: dict[int, tuple[MicrobatchSet, dict[int, int]]] = {}
+
+    def held(self, epoch: int) -> tuple[MicrobatchSet, dict[int, int]]:
+        """Returns what others have opened or claimed of an epoch, and by block how many of them are at work in it."""
+        if epoch not in self._held:
+            held, workers = MicrobatchSet(self._layout), dict[int, int]()
+            for state in self.states.values():
+                if part := state.epochs.get(epoch):
+                    held.update(part.opened)
+                    held.update(part.claimed)
+                    for block in part.opened.masks.keys() | part.claimed.masks.keys():
+                        workers[block] = workers.get(block, 0) + 1
+            self._held[epoch] = held, workers
+        return self._held[epoch]
+
+
+def next_free(
+    order: EpochOrder, taken: MicrobatchSet, workers: Mapping[int, int], last_claimed: int | None
+) -> int | None:
+    """Returns the free microbatch to claim next, None if all are taken. workers: by block, how many others are in it.
+
+    | it is | if |
+    |---|---|
+    | the one after `last_claimed` | that is free and of the same block |
+    | the first free one of the first block in order | one has free ones and no workers |
+    | one that the order's hash chooses, of the block with the fewest workers | any is free |
+    """
+    layout = taken.layout
+    following = 0 if last_claimed is None else last_claimed + 1
+    if following % layout.size and following < layout.count and following not in taken:
+        return following
+    unshared = first_free(order.blocks, taken, workers)
+    if unshared is not None:
+        return unshared
+    shared = [block for block in order.blocks if not taken.is_full(block)]
+    if not shared:
+        return None
+    block = min(shared, key=lambda block: workers.get(block, 0))
+    free = layout.full_mask(block) & ~taken.mask(block)
+    return block * layout.size + bit_number(free, order.hashes[block] % free.bit_count())
+
+
+def first_free(blocks: Iterable[int], taken: MicrobatchSet, workers: Mapping[int, int]) -> int | None:
+    """Returns the first free microbatch of the first of these blocks that has one and no workers; None if none has."""
+    layout = taken.layout
+    for block in blocks:
+        if not workers.get(block) and not taken.is_full(block):
+            return block * layout.size + lowest_bit(~taken.mask(block))
+    return None

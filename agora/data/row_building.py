@@ -1,0 +1,235 @@
+"""Packs tokenised samples into rows of training, chunk by chunk, and keeps some samples apart to evaluate with.
+
+Knows: sequences of tokens, rows, marks (see "Marks" in protocol/SPEC.md). Must not know: files, text, epochs.
+
+A row has s + 1 places, for s inputs and the s targets after them. It is stored as one value a place, 4 * id + marks.
+
+| objective | a row holds | a sample is left out when |
+|---|---|---|
+| sft | as many sequences as fit, best-fit decreasing within a chunk | none of its tokens is supervised |
+| dpo | one sequence; the rows of a pair follow each other, the chosen one first | so is one of its sides |
+
+Sequences come cut to s + 1 tokens, and are counted. What is left out is counted too.
+
+The rest of a row is one sequence more, of id 0, without a supervised token. A chunk ends when it has CHUNK_TOKENS
+tokens, or enough for CHUNK_ROWS rows if that is more: so much is in memory, however long the file is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+from agora_protocol.errors import DataError
+from numpy.typing import NDArray
+
+from agora.data.hashing import mix, seed_key, split_limit
+from agora.data.record_formats import Objective
+from agora.data.sequence_packing import assign_rows, fill_rows
+from agora.data.supervision import TokenSample, TokenSequence
+from agora.data.tokenizer import Ids, token_dtype
+
+SUPERVISED: Final = 1  # bit 0 of a mark
+BEGINS: Final = 2  # bit 1
+MARK_BITS: Final = 2
+CHUNK_TOKENS: Final = 1 << 21
+CHUNK_ROWS: Final = 64
+SPLIT_KEY: Final = 0x73616D706C657370
+
+_NO_OFFSETS: Final = np.zeros((0, 2), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSummary:
+    """What the rows of a data file hold.
+
+    chunks: for each chunk its training rows and its held-out rows, in the order in which they are stored. fingerprint:
+    SHA-256 over all training rows, equal for peers that train on the same. samples: all of the file, of which `heldout`
+    are in held-out rows and `left_out` in none. truncated: samples that were cut. tokens and supervised: those of the
+    training rows, without the empty rest of rows. A pair is one sample.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
+    fingerprint: str
+    samples: int
+    heldout: int
+    left_out: int
+    truncated: int
+    tokens: int
+    supervised: int
+
+    @property
+    def rows(self) -> int:
+        """The number of training rows."""
+        return sum(training for training, _ in self.chunks)
+
+    @property
+    def heldout_rows(self) -> int:
+        """The number of held-out rows."""
+        return sum(heldout for _, heldout in self.chunks)
+
+    @property
+    def trained(self) -> int:
+        """The number of samples in the training rows."""
+        return self.samples - self.heldout - self.left_out
+
+    def to_details(self) -> dict[str, Any]:
+        """Returns it as values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_details(cls, details: Mapping[str, Any]) -> Self:
+        """Returns the summary of what `to_details` has returned."""
+        return cls(**{**details, "chunks": tuple((training, heldout) for training, heldout in details["chunks"])})
+
+
+def row_dtype(vocabulary: int, context: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """Returns the narrowest type that holds the values of a place, and the number of samples in a row."""
+    return token_dtype(max(vocabulary << MARK_BITS, context + 2))
+
+
+@dataclass(frozen=True, slots=True)
+class _SampleChunk:
+    """Samples that are packed together, and their numbers in the file [n]."""
+
+    samples: list[TokenSample]
+    numbers: list[int]
+
+
+class RowBuilder:
+    """Makes the rows of one data file.
+
+    name: the file, for errors. context: s, the inputs of a row. heldout: the share of samples to keep apart, by the
+    hash of (seed, number of the sample in the file). vocabulary: the number of token ids.
+    """
+
+    def __init__(
+        self, name: str, objective: Objective, context: int, vocabulary: int, *, seed: int, heldout: float
+    ) -> None:
+        self._name = name
+        self._is_packed = objective != "dpo"
+        self._context = context
+        self._vocabulary = vocabulary
+        self._heldout = heldout
+        self._dtype = row_dtype(vocabulary, context)
+        self._split_key = seed_key(seed, SPLIT_KEY)
+        self._digest = hashlib.sha256(f"agora rows 1\0{objective}\0{context}\0".encode())
+        self._chunks: list[tuple[int, int]] = []
+        self._samples_in_rows = array("q")
+        self._samples = self._held = self._left_out = self._truncated = self._tokens = self._supervised = 0
+
+    def pieces(self, samples: Iterable[TokenSample]) -> Iterator[Ids]:
+        """Yields the values of all rows, flat, each s + 1; then the number of samples that each row holds.
+
+        samples: sequences of at most s + 1 tokens. Of each chunk the training rows come first. Raises DataError when
+        too few samples can be learnt, or an id is not of the vocabulary.
+        """
+        for chunk in self._cut_chunks(samples):
+            training, heldout = self._split(chunk)
+            rows = self._pack(training)
+            self._digest.update(_as_tensor(rows).tobytes())
+            self._supervised += int(np.count_nonzero(rows & SUPERVISED))
+            self._tokens += sum(len(part.ids) for sample in training for part in sample)
+            yield rows.reshape(-1)
+            heldout_rows = self._pack(heldout)
+            yield heldout_rows.reshape(-1)
+            self._held += len(heldout)
+            self._chunks.append((len(rows), len(heldout_rows)))
+        self._check_enough()
+        yield np.array(self._samples_in_rows, self._dtype)
+
+    def summary(self) -> RowSummary:
+        """Returns the summary of all rows; call it after the last of `pieces`."""
+        return RowSummary(
+            chunks=tuple(self._chunks),
+            fingerprint=self._digest.hexdigest(),
+            samples=self._samples,
+            heldout=self._held,
+            left_out=self._left_out,
+            truncated=self._truncated,
+            tokens=self._tokens,
+            supervised=self._supervised,
+        )
+
+    def _cut_chunks(self, samples: Iterable[TokenSample]) -> Iterator[_SampleChunk]:
+        """Yields the samples that can be learnt, in chunks; counts the others and the truncated ones."""
+        most = max(CHUNK_TOKENS, CHUNK_ROWS * (self._context + 1))
+        chunk, tokens = _SampleChunk([], []), 0
+        for number, sample in enumerate(samples):
+            self._samples += 1
+            self._truncated += any(part.truncated for part in sample)
+            if not all(part.supervised.any() for part in sample):
+                self._left_out += 1
+                continue
+            chunk.samples.append(tuple(map(_without_text, sample)))
+            chunk.numbers.append(number)
+            tokens += sum(len(part.ids) for part in sample)
+            if tokens >= most:
+                yield chunk
+                chunk, tokens = _SampleChunk([], []), 0
+        if chunk.samples:
+            yield chunk
+
+    def _split(self, chunk: _SampleChunk) -> tuple[list[TokenSample], list[TokenSample]]:
+        """Returns the chunk's training samples and its held-out ones.
+
+        Those of the first chunk are never all on one side, so that a short file has both.
+        """
+        if not self._heldout:
+            return chunk.samples, []
+        hashes = mix(np.array(chunk.numbers, np.uint64), self._split_key)
+        is_first = not self._chunks
+        limit = split_limit(hashes, self._heldout) if is_first else np.uint64(int(self._heldout * 2**64))
+        is_held = hashes < limit
+        return list(itertools.compress(chunk.samples, ~is_held)), list(itertools.compress(chunk.samples, is_held))
+
+    def _pack(self, samples: Sequence[TokenSample]) -> Ids:
+        """Returns the rows of these samples [rows, s + 1] as they are stored, and keeps how many samples each holds."""
+        places = self._context + 1
+        sequences = [part for sample in samples for part in sample]
+        if self._is_packed:
+            members = assign_rows([len(part.ids) for part in sequences], places)
+            self._samples_in_rows.extend(map(len, members))
+        else:
+            members = [[number] for number in range(len(sequences))]
+            self._samples_in_rows.extend([1, 0] * len(samples))
+        packed = fill_rows(sequences, members, places)
+        if packed.tokens.size and not 0 <= packed.tokens.min() <= packed.tokens.max() < self._vocabulary:
+            raise DataError(
+                f"The tokenizer gave {self._name} token id {packed.tokens.max()} but says that its vocabulary is "
+                f"{self._vocabulary}; use another tokenizer file."
+            )
+        # the first place of a row, and each whose segment is another than that of the place before
+        begins = np.diff(packed.segments, prepend=-1) != 0
+        marks = packed.supervised * np.int32(SUPERVISED) | begins * np.int32(BEGINS)
+        values: Ids = ((packed.tokens << MARK_BITS) | marks).astype(self._dtype)
+        return values
+
+    def _check_enough(self) -> None:
+        """Raises DataError unless some sample can be learnt, and another one held out if one is to be."""
+        kept, needed = self._samples - self._left_out, 2 if self._heldout else 1
+        if kept >= needed:
+            return
+        why = "" if not self._left_out else f" ({self._left_out:,} have no supervised token in {self._context:,})"
+        remedy = " or set [data] heldout = 0" if kept else ""
+        remedy = f"raise [model] context{remedy}" if self._left_out else f"add samples{remedy}"
+        raise DataError(
+            f"{self._name} has {kept} of the {needed} samples that training needs at least{why}; {remedy}; "
+            "`swarm data` shows what is learnt of each."
+        )
+
+
+def _without_text(sequence: TokenSequence) -> TokenSequence:
+    """Returns a copy of a sequence that keeps neither its text nor the rest of what was cut off in memory."""
+    return TokenSequence(sequence.ids.copy(), sequence.supervised.copy(), _NO_OFFSETS, "", sequence.truncated)
+
+
+def _as_tensor(rows: Ids) -> NDArray[np.int32]:
+    """Returns stored rows [n, s + 1] as ids and marks, little-endian int32 [n, 2, s + 1]."""
+    values = rows.astype("<i4")
+    return np.stack([values >> MARK_BITS, values & (SUPERVISED | BEGINS)], axis=1)

@@ -1,0 +1,151 @@
+"""Opens the rows that a run trains on: made of its samples once per machine, and mapped into memory.
+
+Knows: manifest, data file, tokenizer, cache. Must not know: who takes which row, models, the pipeline. What a row is,
+and how it is stored, says row_building.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from agora_protocol.errors import ManifestError
+from agora_protocol.manifest import Manifest
+from numpy.typing import NDArray
+
+from agora.data.data_hashes import check_samples, check_tokenizer
+from agora.data.epochs import order
+from agora.data.hashing import seed_key
+from agora.data.model_tokenizer import TRAINING_DATE, ModelTokenizer, open_training_tokenizer
+from agora.data.record_files import data_files, unreadable_data
+from agora.data.row_building import MARK_BITS, RowBuilder, RowSummary, row_dtype
+from agora.data.sample_file import open_samples
+from agora.data.supervision import tokenise
+from agora.data.token_cache import CachedTokens
+from agora.data.tokenizer import Ids
+
+FORMAT: Final = "agora rows 1"
+HELDOUT_KEY: Final = 0x68656C646F757473
+PAIR: Final = 2
+
+MarkedRows = NDArray[np.int32]
+"""Rows of a microbatch [2, b, s + 1]: the token ids, and the marks."""
+
+
+class SampleRows:
+    """The training rows and the held-out rows of a run's samples.
+
+    values: what RowBuilder.pieces has yielded, flat. rows_together: how many rows follow each other as one item, 2 for
+    the pairs of dpo and 1 otherwise. The rows are numbered from 0, training and held-out ones each for themselves.
+    """
+
+    def __init__(self, values: Ids, summary: RowSummary, context: int, rows_together: int, seed: int) -> None:
+        self.summary = summary
+        self.context = context
+        self.rows_together = rows_together
+        self._seed = seed
+        counts = np.array(summary.chunks, np.int64).reshape(-1, 2)
+        stored = int(counts.sum())
+        self._rows = values[: stored * (context + 1)].reshape(stored, context + 1)
+        self._samples_in_rows = values[stored * (context + 1) :]
+        # stored place of a row = its number + what the other side has stored before it
+        ends = np.cumsum(counts, axis=0)
+        self._ends = ends
+        self._before = np.stack([ends[:, 1] - counts[:, 1], ends[:, 0]], axis=1)
+
+    @property
+    def items(self) -> int:
+        """The number of training rows; of dpo, that of training pairs."""
+        return self.summary.rows // self.rows_together
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 over all training rows, in hex: peers with the same fingerprint train on the same rows."""
+        return self.summary.fingerprint
+
+    def samples_in(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns how many samples each of these training rows [n] holds; the row of a pair's rejected side has 0."""
+        return self._samples_in_rows[self._stored(np.asarray(rows, np.int64), 0)].astype(np.int64)
+
+    def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> MarkedRows:
+        """Returns the training rows with these numbers [b], int32 [2, b, s + 1]; targets begin at place 1."""
+        return self._gather(np.asarray(rows, np.int64), 0)
+
+    def heldout_batches(self, batch: int, limit: int | None = None) -> Iterator[MarkedRows]:
+        """Yields at most `limit` batches of held-out rows, each int32 [2, batch, s + 1], the same at every call.
+
+        They come in an order that mixes long and short samples. Rows that do not fill a last batch are left out. When
+        there is less than one batch, they are repeated.
+        """
+        items = order(seed_key(self._seed, HELDOUT_KEY), 0, self.summary.heldout_rows // self.rows_together)
+        rows = (items[:, None] * self.rows_together + np.arange(self.rows_together)).reshape(-1)
+        if 0 < len(rows) < batch:
+            rows = np.resize(rows, batch)
+        count = len(rows) // batch
+        for i in range(count if limit is None else min(count, limit)):
+            yield self._gather(rows[i * batch : (i + 1) * batch], 1)
+
+    def _stored(self, rows: NDArray[np.int64], side: int) -> NDArray[np.int64]:
+        """Returns at which places rows [n] are stored. side: 0 for training rows, 1 for held-out ones."""
+        total = int(self._ends[-1, side])
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < total:
+            raise ValueError(f"a row is not in 0 to {total - 1}")
+        chunk = np.searchsorted(self._ends[:, side], rows, side="right")
+        before: NDArray[np.int64] = self._before[chunk, side]
+        return rows + before
+
+    def _gather(self, rows: NDArray[np.int64], side: int) -> MarkedRows:
+        """Copies rows [b] of one side out of the cache, int32 [2, b, s + 1]."""
+        values = self._rows[self._stored(rows, side)]
+        return np.stack([(values >> MARK_BITS).astype(np.int32), (values & ((1 << MARK_BITS) - 1)).astype(np.int32)])
+
+
+def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None = None) -> SampleRows:
+    """Returns the rows of a run whose objective is sft or dpo: from the cache if nothing has changed, else made now.
+
+    base: the folder at which relative paths in [data] start. Of several processes, one makes the rows and the others
+    wait; damaged ones are made again. Raises DataError for what is wrong in the samples, or when they or the tokenizer
+    have another hash than the manifest says; ManifestError, DiskError and LocalError as the parts do.
+    """
+    data, model = manifest.data, manifest.model
+    if manifest.objective.kind == "lm":
+        raise ManifestError("[objective] kind lm has no samples; it draws from [data] corpus.")
+    tokenizer = open_training_tokenizer(data.tokenizer, model.vocabulary, base)
+    check_tokenizer(tokenizer, data.tokenizer_hash)
+    path = (base or Path.cwd()) / Path(data.samples).expanduser()
+    dtype = row_dtype(tokenizer.tokenizer.vocabulary, model.context)
+    cached = CachedTokens(cache_dir, _signature(manifest, path, tokenizer), dtype)
+    values = cached.open_or_write(lambda: _write_rows(cached, manifest, path, tokenizer))
+    together = PAIR if manifest.objective.kind == "dpo" else 1
+    return SampleRows(values, RowSummary.from_details(cached.details), model.context, together, manifest.seed)
+
+
+def _write_rows(cached: CachedTokens, manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> None:
+    """Checks the samples' hash, makes their rows and writes them to the cache."""
+    data, context, objective = manifest.data, manifest.model.context, manifest.objective.kind
+    check_samples(path, data.samples_hash)
+    file = open_samples(path, dict(data.columns), objective)
+    builder = RowBuilder(
+        str(path), objective, context, tokenizer.tokenizer.vocabulary, seed=manifest.seed, heldout=data.heldout
+    )
+    samples = tokenise(file.samples(), tokenizer, context=context + 1, learn_all=False)
+    cached.write(builder.pieces(samples), lambda: builder.summary().to_details())
+
+
+def _signature(manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> str:
+    """Returns the cache key: SHA-256, in hex, of the data files' paths, sizes and times, and of all that makes rows."""
+    data = manifest.data
+    known: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.tokenizer.vocabulary, TRAINING_DATE.isoformat()]
+    known += [manifest.objective.kind, manifest.model.context, manifest.seed, data.heldout, sorted(data.columns)]
+    known.append(data.samples_hash)  # which was checked when the rows were made
+    for file in data_files(path.resolve()):
+        try:
+            stat = file.stat()
+        except OSError as error:
+            raise unreadable_data(path, error) from error
+        known.append((str(file), stat.st_size, stat.st_mtime_ns))
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()

@@ -1,0 +1,349 @@
+"""Every microbatch of an epoch is done, whoever dies or joins; repeats are few, and counted as they happened."""
+
+from __future__ import annotations
+
+import pytest
+from agora_protocol.errors import DataError, ProtocolError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agora.data.block_order import BlockOrder
+from agora.data.epoch_shares import LAPSE, TOLD, EpochShares
+from agora.data.epoch_state import MAX_STATE_INTS
+from tests.data.epoch_swarm import EpochSwarm
+
+
+def swarm_of(count: int, *seconds: float, seed: int = 1, delay: float = 0.05, loss: float = 0.0) -> EpochSwarm:
+    swarm = EpochSwarm(count, seed, delay=delay, loss=loss)
+    for number, each in enumerate(seconds):
+        swarm.join(f"peer{number}", each)
+    return swarm
+
+
+def finish(swarm: EpochSwarm, until: float) -> int:
+    """Runs, settles and checks; returns how often a microbatch was repeated."""
+    swarm.run(until)
+    swarm.settle()
+    swarm.check()
+    return len(swarm.log) - len(set(swarm.log))
+
+
+# --- one origin
+
+
+def test_a_single_origin_does_every_microbatch_once_and_goes_on_with_the_next_epoch() -> None:
+    shares = EpochShares(7, "me", 1, 10)
+    taken = []
+    for _ in range(35):
+        number = shares.take_next([])
+        assert number is not None
+        shares.completed(number, samples=3)
+        taken.append(number)
+    assert sorted(taken[:30]) == list(range(30)) and {number // 10 for number in taken[30:]} == {3}
+    counts = shares.counts()
+    assert (counts.seen, counts.repeated, counts.missed, counts.samples) == (35, 0, 0, 105)
+    assert [(epoch.epoch, epoch.done, epoch.in_flight, epoch.missing) for epoch in counts.epochs] == [(3, 5, 0, 5)]
+
+
+def test_seeds_and_epochs_have_other_orders() -> None:
+    orders = set()
+    for seed in range(3):
+        shares = EpochShares(seed, "me", 1, 300)
+        taken = [shares.take_next([]) for _ in range(600)]
+        orders |= {tuple(taken[:300]), tuple(number - 300 for number in taken[300:] if number is not None)}
+    assert len(orders) == 6
+
+
+def test_what_is_given_up_is_free_again() -> None:
+    shares = EpochShares(7, "me", 1, 300)
+    first = shares.take_next([])
+    assert first is not None
+    shares.released(first)
+    assert first in {shares.take_next([]) for _ in range(300)}
+
+
+def test_only_what_was_taken_can_be_completed() -> None:
+    shares = EpochShares(7, "me", 1, 300)
+    with pytest.raises(ValueError, match="microbatch 3 was not taken"):
+        shares.completed(3)
+
+
+def test_an_origin_waits_when_the_oldest_epoch_is_too_far_behind() -> None:
+    shares = EpochShares(7, "me", 1, 200)
+    taken = [shares.take_next([]) for _ in range(400)]
+    assert sorted(filter(None, taken)) == list(range(1, 400)) and shares.take_next([]) is None
+    for number in range(200):
+        shares.completed(number)
+    assert shares.take_next([]) in range(400, 600)
+
+
+# --- two origins, by hand
+
+
+def pair() -> tuple[EpochShares, EpochShares]:
+    """Two origins that have heard of each other."""
+    one, other = EpochShares(7, "a", 1, 40), EpochShares(7, "b", 2, 40)
+    tell(one, other)
+    return one, other
+
+
+def tell(one: EpochShares, other: EpochShares) -> None:
+    one.merge("b", other.state())
+    other.merge("a", one.state())
+
+
+def all_of_epoch_0(shares: EpochShares, live: str) -> set[int]:
+    """What an origin takes of epoch 0, once it has told of its claims."""
+    taken: set[int] = set()
+    for _ in range(200):
+        shares.state()
+        taken |= {number for _ in range(2) if (number := shares.take_next(live)) is not None}
+    return {number for number in taken if number < 40}
+
+
+def test_two_origins_that_agree_on_who_is_live_do_not_meet_without_a_word() -> None:
+    one, other = pair()
+    order = BlockOrder(7, "a", 40).order(0, frozenset("ab"))
+    mine = {one.take_next("ab") for _ in range(len(order.own))}
+    others = {other.take_next("ab") for _ in range(40 - len(order.own))}
+    assert mine == set(order.own) and not mine & others and mine | others == set(range(40))
+
+
+def test_of_two_that_claim_the_same_the_higher_hash_gives_up() -> None:
+    one, other = pair()
+    assert one.take_next("a") is not None and other.take_next("b") is not None  # neither knows of the other
+    claimed = {name: claims_of(shares) for name, shares in (("a", one), ("b", other))}
+    for _ in range(40):  # until both have claimed the same one
+        if claimed["a"] & claimed["b"]:
+            break
+        one.take_next("a")
+        other.take_next("b")
+        claimed = {name: claims_of(shares) for name, shares in (("a", one), ("b", other))}
+    (number,) = claimed["a"] & claimed["b"]
+    tell(one, other)
+    loser = one if BlockOrder(7, "a", 40).comes_after("b", 0, number) else other
+    winner = other if loser is one else one
+    assert number not in all_of_epoch_0(loser, "ab") and number in all_of_epoch_0(winner, "ab")
+
+
+def claims_of(shares: EpochShares) -> set[int]:
+    """What it has claimed of epoch 0, as another origin reads it."""
+    reader = EpochShares(7, "reader", 9, 40)
+    reader.merge("it", shares.state())
+    return {number for part in reader._others["it"].epochs.values() for number in range(40) if number in part.claimed}
+
+
+def test_what_a_dead_origin_had_opened_is_free_again_and_what_it_had_done_is_not() -> None:
+    one, other = pair()
+    opened = {other.take_next("ab") for _ in range(4)} - {None}
+    done = min(opened)
+    other.completed(done)
+    one.merge("b", other.state())
+    assert not all_of_epoch_0(one, "ab") & opened
+    assert all_of_epoch_0(one, "a") >= opened - {done} and done not in all_of_epoch_0(one, "a")
+
+
+def test_a_paused_origin_gives_up_its_claims() -> None:
+    _, other = pair()
+    other.take_next("ab")
+    assert claims_of(other)
+    for _ in range(LAPSE):
+        other.state()
+    assert not claims_of(other)
+
+
+def test_a_claim_in_the_block_of_another_is_opened_only_when_it_was_told() -> None:
+    one, _ = pair()
+    own = len(BlockOrder(7, "a", 40).order(0, frozenset("ab")).own)
+    first = [one.take_next("ab") for _ in range(own)]
+    assert all(number is not None and number < 40 for number in first)
+    assert one.take_next("ab") >= 40, "of the next epoch, where it has blocks of its own"
+    for _ in range(TOLD):
+        one.state()
+    assert one.take_next("ab") < 40
+
+
+def test_what_an_origin_had_opened_before_it_restarted_is_free_again() -> None:
+    one, other = pair()
+    opened = other.take_next("ab")
+    one.merge("b", other.state())
+    again = EpochShares(7, "b", 3, 40)
+    one.merge("b", again.state())
+    assert opened in all_of_epoch_0(one, "ab")
+
+
+def test_a_newcomer_opens_nothing_before_it_has_heard_of_all_that_are_live() -> None:
+    one, other = pair()
+    newcomer = EpochShares(7, "c", 3, 40)
+    newcomer.merge("a", one.state())
+    assert newcomer.take_next("ab") is None
+    newcomer.merge("b", other.state())
+    assert newcomer.take_next("ab") is not None
+    deaf = EpochShares(7, "d", 4, 40)
+    for _ in range(LAPSE):
+        assert deaf.take_next("ab") is None
+        deaf.state()
+    assert deaf.take_next("ab") is not None
+
+
+def test_an_older_message_does_not_replace_a_newer_one() -> None:
+    one, other = pair()
+    older = other.state()
+    opened = other.take_next("ab")
+    one.merge("b", other.state())
+    one.merge("b", older)
+    assert opened not in all_of_epoch_0(one, "ab")
+
+
+def test_the_state_is_equal_while_nothing_changes() -> None:
+    one, _ = pair()
+    idle = one.state()
+    assert idle == one.state() == one.last_told
+    one.take_next("ab")
+    busy = one.state()
+    assert busy != idle and busy == one.state()
+
+
+@pytest.mark.parametrize("values", [(), (1,), (2, 0, 40), (1, 0, 40, 1, 1, 0, 0, 0, 0), (1, 0, 40, 1, 1, -1, 0, 0)])
+def test_a_malformed_share_is_an_offence(values: tuple[int, ...]) -> None:
+    with pytest.raises(ProtocolError, match="The share of b cannot be read"):
+        pair()[0].merge("b", values)
+
+
+def test_an_origin_of_other_rows_is_told_what_to_compare() -> None:
+    one, other = EpochShares(7, "a", 1, 40, rows_id=5), EpochShares(7, "b", 2, 40, rows_id=6)
+    with pytest.raises(DataError, match="b trains on other rows than this one; compare samples, tokenizer.json"):
+        one.merge("b", other.state())
+    with pytest.raises(DataError, match="cannot be resumed: the state of the epochs is of other rows"):
+        one.restore(EpochShares(7, "a", 1, 41, rows_id=5).snapshot())
+
+
+def test_a_malformed_snapshot_says_what_to_do() -> None:
+    with pytest.raises(DataError, match="cannot be resumed: the state of the epochs ends too early; give the samples"):
+        pair()[0].restore((1, 0))
+
+
+# --- swarms
+
+
+@pytest.mark.parametrize("seconds", [(0.2,) * 3, (0.1, 0.2, 0.4, 1.0), (0.2,) * 8])
+@pytest.mark.parametrize("count", [1, 7, 50, 1000])
+def test_nothing_is_repeated_when_gossip_arrives(count: int, seconds: tuple[float, ...]) -> None:
+    swarm = swarm_of(count, *seconds)
+    assert finish(swarm, 15.0) == 0 == swarm.collisions
+
+
+def test_who_is_faster_does_more_and_nobody_waits() -> None:
+    swarm = swarm_of(400, 0.1, 0.2, 0.4)
+    swarm.run(60.0)
+    shares = [origin.shares._tallies[origin.shares._session].microbatches for origin in swarm.alive()]
+    assert shares[0] == pytest.approx(600, rel=0.1) and shares[1] == pytest.approx(300, rel=0.1)
+    assert shares[2] == pytest.approx(150, rel=0.1)
+    assert all(origin.stalls <= 4 for origin in swarm.alive()), "only until they have heard of each other"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_dead_origins_leave_is_done_by_others(seed: int) -> None:
+    swarm = swarm_of(60, 0.2, 0.2, 0.3, 0.1, seed=seed)
+    swarm.at(2.1, lambda: swarm.kill("peer0"))
+    swarm.at(3.3, lambda: swarm.kill("peer3"))
+    in_flight = 2 * 2
+    repeated = finish(swarm, 20.0)
+    assert repeated <= swarm.lost_with_dead + in_flight
+    assert set(range(60)) <= set(swarm.known_completions())
+
+
+def test_a_newcomer_goes_on_where_the_others_are() -> None:
+    swarm = swarm_of(300, 0.2, 0.2)
+    for second in range(2, 8):
+        swarm.at(second, lambda second=second: swarm.join(f"late{second}", 0.2))
+    assert finish(swarm, 20.0) == 0
+
+
+@pytest.mark.parametrize(("loss", "delay", "share"), [(0.1, 0.05, 0.005), (0.3, 0.05, 0.01), (0.3, 0.4, 0.06)])
+def test_lost_and_late_gossip_costs_few_repeats(loss: float, delay: float, share: float) -> None:
+    swarm = swarm_of(300, 0.05, 0.1, 0.1, 0.2, 0.5, loss=loss, delay=delay)
+    assert finish(swarm, 30.0) <= share * len(swarm.log)
+
+
+def test_an_origin_without_any_gossip_repeats_what_others_do_and_that_is_counted() -> None:
+    swarm = swarm_of(40, 0.2, 0.2, loss=1.0)
+    repeated = finish(swarm, 20.0)
+    assert repeated > 0
+
+
+def test_an_origin_that_is_taken_for_dead_for_a_while_costs_what_it_has_in_flight() -> None:
+    swarm = swarm_of(200, 0.2, 0.2, 0.2)
+    swarm.at(5.0, lambda: swarm.suspected.add("peer1"))
+    swarm.at(7.0, lambda: swarm.suspected.discard("peer1"))
+    assert finish(swarm, 20.0) <= 12
+
+
+def test_a_paused_origin_holds_up_nobody() -> None:
+    swarm = swarm_of(30, 0.2, 0.2, 0.2)
+    swarm.run(3.0)
+    swarm.origins["peer1"].is_paused = True
+    before = len(swarm.log)
+    swarm.run(33.0)
+    assert len(swarm.log) - before > 0.95 * 30.0 / 0.2 * 2
+    swarm.settle()
+    swarm.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_restart_of_all_goes_on_at_the_right_microbatch(seed: int) -> None:
+    swarm = swarm_of(70, 0.1, 0.2, 0.3, seed=seed)
+    swarm.at(4.6, swarm.restart)
+    swarm.at(9.1, swarm.restart)
+    assert finish(swarm, 20.0) <= 4, "what one had done in the last moment, and told nobody before all restarted"
+    assert max(swarm.log) > 70
+
+
+def test_a_restart_of_one_origin_repeats_nothing() -> None:
+    shares = EpochShares(7, "a", 1, 40)
+    done = [shares.take_next([]) for _ in range(10)]
+    for number in done[:8]:
+        assert number is not None
+        shares.completed(number)
+    again = EpochShares(7, "a", 2, 40)
+    again.restore(shares.snapshot())
+    assert {again.take_next([]) for _ in range(32)} == set(range(40)) - set(done[:8])
+    assert again.counts().seen == 8 and again.snapshot() == shares.snapshot()
+
+
+def test_a_million_microbatches_fit_into_a_message() -> None:
+    swarm = EpochSwarm(1_000_000, 1)
+    for number in range(8):
+        swarm.join(f"peer{number}", 0.02, credit=16)
+    finish(swarm, 5.0)
+    assert len(swarm.log) > 1000 and swarm.longest_state < MAX_STATE_INTS / 4
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    count=st.integers(1, 700),
+    seconds=st.lists(st.sampled_from([0.05, 0.1, 0.3, 1.0]), min_size=2, max_size=5),
+    deaths=st.lists(st.tuples(st.floats(0.5, 9.0), st.integers(1, 4)), max_size=3),
+    joins=st.lists(st.floats(0.5, 9.0), max_size=3),
+    restart=st.none() | st.floats(1.0, 9.0),
+    loss=st.sampled_from([0.0, 0.2, 0.5]),
+    seed=st.integers(0, 1000),
+)
+def test_whatever_happens_the_counts_are_what_happened(
+    count: int,
+    seconds: list[float],
+    deaths: list[tuple[float, int]],
+    joins: list[float],
+    restart: float | None,
+    loss: float,
+    seed: int,
+) -> None:
+    swarm = swarm_of(count, *seconds, seed=seed, loss=loss)
+    for number, time in enumerate(joins):
+        swarm.at(time, lambda number=number: swarm.join(f"late{number}", 0.2))
+    for time, victim in deaths:
+        name = f"peer{victim}"
+        swarm.at(time, lambda name=name: name in swarm.live_names() and swarm.kill(name))
+    if restart is not None:
+        swarm.at(restart, swarm.restart)
+    finish(swarm, 12.0)
