@@ -116,7 +116,7 @@ class ReplicaGroup:
         self.gradient_wire = GradientWire(self.reducer.exchange.gradient_wire, "")
         self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
         self._tasks: dict[int, _StageTasks] = {}
-        microbatch_tokens, target = signed.manifest.tokens_per_microbatch, config.target_tokens
+        microbatch_tokens, target = signed.manifest.quota_tokens, config.target_tokens
         for stage in stages.span.stages:
             slices = Slices(stages.layout(stage).numel, averaging.fraction, signed.manifest.seed)
             rounds = SliceRounds(stage, slices, averaging.every, stages, self.reducer, self, report)

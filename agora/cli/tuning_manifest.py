@@ -183,8 +183,7 @@ def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, An
     else:
         rows = ROWS_OF_A_STEP if trained_rows >= MANY_STEPS * ROWS_OF_A_STEP else FEWER_ROWS_OF_A_STEP
     tokens_of_a_row = data.found.supervised / data.rows if data.objective == "sft" else context
-    microbatch = MICROBATCH * context
-    target = max(1, round(rows * tokens_of_a_row / microbatch)) * microbatch
+    target = max(1, round(rows * tokens_of_a_row))
     steps = max(1, math.ceil(trained_rows * tokens_of_a_row / target))
     warmup = min(MOST_WARMUP_STEPS, math.ceil(WARMUP_SHARE * steps), steps - 1)
     return {"target_tokens": target, "total_steps": steps, "warmup_steps": warmup}
@@ -240,6 +239,9 @@ def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
 
 
 def _data_hashes(samples: Path, base_model: Path) -> dict[str, str]:
-    """Returns the SHA-256 of the samples and of tokenizer and chat template; "" where a joiner is not to check it."""
-    # The place of both hashes: hash_samples(samples) and hash_tokenizer(base_model) of agora.data.sample_rows.
-    return {"samples_hash": "", "tokenizer_hash": ""}
+    """Returns the SHA-256 of the samples, and of tokenizer and chat template."""
+    from agora.data.data_hashes import hash_samples, hash_tokenizer
+    from agora.data.model_tokenizer import open_training_tokenizer
+
+    tokenizer = open_training_tokenizer(str(base_model / TOKENIZER), 2**31)
+    return {"samples_hash": hash_samples(samples), "tokenizer_hash": hash_tokenizer(tokenizer)}

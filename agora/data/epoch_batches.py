@@ -22,17 +22,10 @@ from agora.codec import encode_tokens
 from agora.data.epoch_shares import EpochShares
 from agora.data.epochs import order
 from agora.data.sample_rows import SampleRows
+from agora.data.sampling import DrawnMicrobatch
 
 KEPT_ORDERS: Final = 4
 ID_DIGITS: Final = 15  # hex digits of the fingerprint that are told to others: 60 bits
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnMicrobatch:
-    """A microbatch [2, b, s + 1] of ids and marks, and its number: epoch * microbatches in an epoch + place."""
-
-    tokens: WireTensor
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +68,10 @@ class EpochBatches:
         self.shares = EpochShares(seed, me, session, count, int(rows.fingerprint[:ID_DIGITS], 16))
 
     def draw(self) -> DrawnMicrobatch | None:
-        """Returns the next training microbatch; None if there is none until other origins have told more."""
+        """Returns the next training microbatch, [2, b, s + 1] of ids and marks.
+
+        Its number is epoch * microbatches in an epoch + place. None if there is none until others have told more.
+        """
         number = self.shares.take_next(self._live())
         return (
             None if number is None else DrawnMicrobatch(encode_tokens(self._rows.batch(self.rows_of(number))), number)

@@ -22,7 +22,7 @@ from agora.swarm.conduct import Offence, ReportOffence
 INTERVAL_S: Final = 0.25
 HEARTBEAT_S: Final = 2.0
 """Seconds after which an origin without news tells its state again, to newcomers above all."""
-TARGETS: Final = 2
+TARGETS: Final = 4
 """Other origins that are told at once."""
 CALL_S: Final = 3.0
 REPEAT_S: Final = 60.0

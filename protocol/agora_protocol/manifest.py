@@ -173,6 +173,14 @@ class Manifest(Section):
         return self.schedule.microbatch * self.model.context
 
     @property
+    def quota_tokens(self) -> int:
+        """Returns the tokens whose multiples steps and shares of them hold: those of a microbatch, for sft 1.
+
+        Each microbatch of sft has another number of supervised tokens.
+        """
+        return 1 if self.objective.kind == "sft" else self.tokens_per_microbatch
+
+    @property
     def has_marks(self) -> bool:
         """Returns whether tokens travel with marks: which are learnt, and where sequences begin. So for samples."""
         return self.objective.kind != "lm"

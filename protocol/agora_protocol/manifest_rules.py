@@ -61,8 +61,8 @@ def _check_stages(manifest: Manifest) -> str | None:
 
 
 def _check_step_tokens(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless target_tokens is a multiple of the tokens of a microbatch."""
-    each, target = manifest.tokens_per_microbatch, manifest.optimizer.target_tokens
+    """Returns an error sentence unless target_tokens is a multiple of the tokens of a microbatch; for sft any number."""
+    each, target = manifest.quota_tokens, manifest.optimizer.target_tokens
     if target % each:
         return (
             f"[optimizer] target_tokens {target} is not a multiple of the {each} tokens of a "

@@ -70,7 +70,10 @@ class OptimizerSection(Section):
         description="decay of the weights' moving average, which is evaluated and exported; 0 keeps none",
     )
     target_tokens: int = Field(
-        default=16_384, ge=1, le=2**40, description="tokens per optimizer step, over all replicas; whole microbatches"
+        default=16_384,
+        ge=1,
+        le=2**40,
+        description="tokens per optimizer step, over all replicas; whole microbatches, for sft supervised tokens",
     )
 
 
