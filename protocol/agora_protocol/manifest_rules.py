@@ -61,7 +61,7 @@ def _check_stages(manifest: Manifest) -> str | None:
 
 
 def _check_step_tokens(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless target_tokens is a multiple of the tokens of a microbatch; for sft any number."""
+    """Returns an error sentence unless target_tokens is a multiple of quota_tokens."""
     each, target = manifest.quota_tokens, manifest.optimizer.target_tokens
     if target % each:
         return (
