@@ -27,6 +27,7 @@ from agora_protocol.fields import (
 )
 from agora_protocol.ids import MICROBATCH_BYTES, MicrobatchId, PeerId
 from agora_protocol.limits import (
+    MAX_BASE_TENSORS,
     MAX_DEADLINE_MS,
     MAX_GOSSIPED_REPLICAS,
     MAX_HINTS,
@@ -36,6 +37,7 @@ from agora_protocol.limits import (
     MAX_REFERENCES,
     MAX_STAGES,
     MAX_STATUS_BYTES,
+    MAX_TENSOR_LIST_BYTES,
     MAX_TEXT_BYTES,
 )
 
@@ -345,7 +347,32 @@ class Chunk(Message, kind=21, frames=(FrameType.ANSWER,), tensors=(1, 1)):
     """Answers GetChunk. Tensor: the chunk's bytes, uint8 [n]."""
 
 
-Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | GetState | GetChunk
+class GetBase(Message, kind=22, frames=(FrameType.REQUEST,)):
+    """Asks which tensors of the run's base model the receiver can give. Answered by BaseIndex."""
+
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=30_000, doc=_DEADLINE_DOC)
+
+
+class BaseIndex(Message, kind=23, frames=(FrameType.ANSWER,), tensors=(1, 1)):
+    """Answers GetBase. Tensor: a bit for each tensor of the list, uint8 [ceil(tensors / 8)]; section 14 says which."""
+
+    size: int = int_field(1, MAX_TENSOR_LIST_BYTES, doc="bytes of the tensor list")
+
+
+class GetPiece(Message, kind=24, frames=(FrameType.REQUEST,)):
+    """Asks for a piece of a tensor of the base model, or of the tensor list. Answered by TensorPiece."""
+
+    tensor: int = int_field(-1, MAX_BASE_TENSORS - 1, doc="the tensor's number in the list; -1: the list itself")
+    piece: int = int_field(0, MAX_UINT, doc="the piece's number: it has the bytes from piece * STATE_CHUNK_BYTES on")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
+
+
+class TensorPiece(Message, kind=25, frames=(FrameType.ANSWER,), tensors=(1, 1)):
+    """Answers GetPiece. Tensor: the piece's bytes, uint8 [n]."""
+
+
+_StateRequest = GetState | GetChunk | GetBase | GetPiece
+Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | _StateRequest
 ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Ping: Pong,
     GetManifest: ManifestAnswer,
@@ -356,6 +383,8 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Recall: Recalled,
     GetState: StateIndex,
     GetChunk: Chunk,
+    GetBase: BaseIndex,
+    GetPiece: TensorPiece,
 }
 
 

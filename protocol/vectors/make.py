@@ -47,6 +47,7 @@ from agora_protocol.messages import (
 )
 from agora_protocol.records import RECORD_TAG, Claim, Progress, Record, record_key, seal_record
 from agora_protocol.tensors import WireTensor
+from base_model_vectors import base_model_frames, tensor_lists
 
 HERE: Final = Path(__file__).parent
 FIRST: Final = Identity(bytes(range(32)))
@@ -181,7 +182,7 @@ def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
 
 
 def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
-    """Returns frames of state transfers: type, call, message, tensors."""
+    """Returns frames of transfers: type, call, message, tensors."""
     kind = FrameType
     chunk = WireTensor("uint8", (5,), memoryview(b"agora"))
     hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
@@ -191,6 +192,7 @@ def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTenso
         (kind.ANSWER, 13, StateIndex(b"", 0, 0, 0, 0, 0), []),
         (kind.REQUEST, 15, GetChunk(HASH, 0, 60_000), []),
         (kind.ANSWER, 15, Chunk(), [chunk]),
+        *base_model_frames(),
     ]
 
 
@@ -386,6 +388,7 @@ def build() -> dict[str, str]:
         "invites": invites(),
         "records": records(),
         "frames": frames(),
+        "tensor_lists": tensor_lists(),
         "refused": refused(),
     }
     return {f"{name}.json": json.dumps(_json(value), indent=1) + "\n" for name, value in made.items()}
