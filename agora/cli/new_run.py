@@ -59,7 +59,7 @@ def manifest_of_base_model(folder: Path, name: str) -> Manifest:
     Reads the weights files once, for their hashes. Raises Failure without a tokenizer in the folder, BaseModelError for
     missing or unreadable files, ManifestError for a config that cannot be trained, TuningMissing without transformers.
     """
-    from agora.model.base_model import file_hash, read_config, weight_files
+    from agora.model.base_model import file_hash, read_config, tensor_list_hash, weight_files
     from agora.model.hf_family import HfFamily
 
     folder = folder.expanduser().absolute()
@@ -81,7 +81,8 @@ def manifest_of_base_model(folder: Path, name: str) -> Manifest:
     weights = tuple((file, file_hash(folder / file)) for file in names)
     values = {
         "name": name,
-        "model": {"family": "hf", "config": text, "context": context, "weights": weights},
+        "model": {"family": "hf", "config": text, "context": context, "weights": weights}
+        | {"tensors_hash": tensor_list_hash(folder, names)},
         "stages": {"count": min(2, sizes.layers)},
         "schedule": {"microbatch": MICROBATCH},
         "optimizer": {**OPTIMIZER, "target_tokens": max(TARGET_TOKENS // tokens, 1) * tokens},

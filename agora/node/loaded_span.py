@@ -290,12 +290,12 @@ async def _fill_stages(local_peer: LocalPeer, compute: Compute, closing: AsyncEx
 
 async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
     """Claims the wanted span, or the best one, and returns it. Raises InputError or LocalError when it cannot."""
-    manifest, folder = local_peer.manifest, local_peer.startup.settings.base_model_folder
+    manifest, supply = local_peer.manifest, local_peer.base_supply
     count = manifest.stage_count
     if wanted is not None and wanted.last >= count:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
     with local_peer.startup.steps.step("placement") as note:
-        await run_in_thread(lambda: family_of(manifest.model).check_machine(folder))
+        await run_in_thread(lambda: family_of(manifest.model).check_machine(supply.folder_to_check()))
         placement = await local_peer.membership.claim_span(1, wanted)
         note.text = _check_placement_memory(local_peer, placement)
     return placement.span
@@ -350,6 +350,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
     batches = await _load_corpus(local_peer) if 0 in span else None
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    base_model = await local_peer.base_supply.provide(span)
     with startup.steps.step("model") as note:
         compute = await Compute.create(
             manifest,
@@ -358,7 +359,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
             device=settings.device,
             in_flight=usual_in_flight(manifest),
             fault=faults.reach_blocking,
-            base_model=settings.base_model_folder,
+            base_model=base_model,
         )
         count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
         note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
