@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from agora_protocol.ids import PeerId
-from agora_protocol.messages import Advance, Message
+from agora_protocol.message_base import Message
+from agora_protocol.messages import Advance
 from agora_protocol.tensors import WireTensor
 
 BROKEN: Final = "broken"

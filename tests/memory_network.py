@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
-from agora_protocol.messages import Advance, Message
+from agora_protocol.message_base import Message
+from agora_protocol.messages import Advance
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply

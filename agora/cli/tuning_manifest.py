@@ -23,7 +23,7 @@ from agora_protocol.manifest import HfSection, Manifest
 from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli.console import USAGE, Failure, print_line
-from agora.cli.training_data import TrainingData, known_objective, read_training_data
+from agora.cli.tuning_data import TrainingData, known_objective, read_training_data
 from agora.data.record_formats import Objective
 
 TRAINED: Final = ("all", "lora")
@@ -103,7 +103,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
     trained, epochs = chosen_parameters(choice, objective), choice.epochs or 1.0
     values: dict[str, Any] = {
         "name": name,
-        "model": {"family": "hf", "config": config, "context": context, "weights": _hash_weights(folder)},
+        "model": {"family": "hf", "config": config, "context": context, **_hash_weights(folder)},
         "stages": {"count": min(2, sizes.layers)},
         "schedule": {"microbatch": MICROBATCH, "staleness": STALENESS},
         "optimizer": optimizer_values(trained, objective, context),
@@ -216,14 +216,18 @@ def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
     return text, sizes
 
 
-def _hash_weights(folder: Path) -> tuple[tuple[str, str], ...]:
-    """Returns name and SHA-256 of each weights file. Raises BaseModelError for missing or unreadable ones."""
-    from agora.model.base_model import file_hash, weight_files
+def _hash_weights(folder: Path) -> dict[str, Any]:
+    """Returns what [model] says of the weights: each file's name and SHA-256, and the hash of the list of tensors.
+
+    Raises BaseModelError for missing or unreadable files.
+    """
+    from agora.model.base_model import file_hash, tensor_list_hash, weight_files
 
     names = weight_files(folder)
     size = sum((folder / file).stat().st_size for file in names)
     print_line(f"reading {len(names)} weights files of {size / 1e6:,.1f} MB, for their hashes")
-    return tuple((file, file_hash(folder / file)) for file in names)
+    weights = tuple((file, file_hash(folder / file)) for file in names)
+    return {"weights": weights, "tensors_hash": tensor_list_hash(folder, names)}
 
 
 def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:

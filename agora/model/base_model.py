@@ -1,5 +1,6 @@
-"""Reads single tensors of a base model from its safetensors files in a folder of this machine, after checking them.
+"""Reads single tensors of a base model from safetensors files of this machine, after checking them.
 
+The files are the model's own, or those of tensors that were fetched from peers (state.tensor_store), or some of each.
 Also says which files a folder has, for whoever writes a manifest. The header of each file says which tensors it has;
 only the files that hold wanted tensors are hashed and read, so a peer needs the shards of its own span alone. Peers do
 not ask the index file, which no hash in the manifest covers. Knows: safetensors files, names, shapes, hashes. Must not
@@ -14,25 +15,24 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
-from agora_protocol.errors import LocalError
+from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import MAX_CONFIG_BYTES
+from agora_protocol.tensor_list import ListedTensor
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from agora.state.base_tensors import malformed_list
+from agora.state.stored_tensors import DOWNLOAD_AGAIN, TensorBytes, is_intact, list_tensors
+from agora.state.stored_tensors import BaseModelError as BaseModelError
+from agora.state.tensor_store import TensorStore
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES: Final = 64 * 2**20
 READABLE: Final = ("F32", "BF16", "F16")
 """The dtypes, as safetensors calls them, that become float32 without a loss."""
-DOWNLOAD_AGAIN: Final = "download the model again, in the revision that the run's founder used"
-
-
-class BaseModelError(LocalError):
-    """Error: the files of the base model are not on this machine, or not those that the manifest names."""
-
-    code: ClassVar[str] = "base-model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,17 @@ class WantedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is stored: the file, its name there, its dtype as safetensors calls it, its shape."""
+    """Where a tensor is stored: the file, its name there, its dtype as safetensors calls it, its shape.
+
+    fetched: where its bytes lie and what they must be, of a tensor that was fetched from peers; None: the file is one
+    of the model's own.
+    """
 
     path: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
+    fetched: tuple[TensorBytes, ListedTensor] | None = None
 
     @property
     def is_readable(self) -> bool:
@@ -107,15 +112,19 @@ def read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields each wanted tensor's key and values, float32 on the CPU, one tensor at a time in memory.
 
-    folder: None if the machine's owner has named none. files: name and SHA-256 of each weights file, as the manifest
-    lists them. Raises BaseModelError; everything but the values is checked before the first tensor is yielded.
+    folder: that of the model, or a TensorStore's; None if the machine has neither. files: name and SHA-256 of each
+    weights file, as the manifest lists them. Raises BaseModelError; everything is checked, weights files by their
+    hashes and fetched tensors by those of their list, before the first tensor is yielded.
     """
-    located = locate_tensors(require_folder(folder), [name for name, _ in files], wanted)
+    folder = require_folder(folder)
+    located = locate_tensors(folder, [name for name, _ in files], wanted)
     used = {stored.path for stored in located.values()}
     for name, digest in files:
-        for path in used:
-            if path.name == name:
-                _check_hash(path, digest)
+        if folder / name in used:
+            _check_hash(folder / name, digest)
+    for stored in located.values():
+        if stored.fetched is not None and not is_intact(*stored.fetched):
+            raise BaseModelError(f"{stored.path} is damaged; start the daemon again: it fetches this tensor anew.")
     for path in sorted(used):
         with safe_open(path, framework="pt") as reader:
             for key, stored in located.items():
@@ -126,10 +135,11 @@ def read_tensors(
 def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, WantedTensor]) -> dict[str, StoredTensor]:
     """Returns for each wanted tensor where it is stored, in that order, by the headers of those `files` that are there.
 
-    Raises BaseModelError for a tensor that is missing, or whose shape or dtype is another.
+    Where no such file has a tensor, one that was fetched into the folder is taken. Raises BaseModelError for a tensor
+    that is missing, or whose shape or dtype is another.
     """
     present = [folder / name for name in files if (folder / name).is_file()]
-    stored = {tensor.name: tensor for path in present for tensor in read_header(path)}
+    stored = fetched_tensors(folder) | {tensor.name: tensor for path in present for tensor in read_header(path)}
     absent = [name for name in files if not (folder / name).is_file()]
     located = {}
     for key, tensor in wanted.items():
@@ -148,6 +158,35 @@ def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, Want
             )
         located[key] = place
     return located
+
+
+def fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Returns by name the tensors that were fetched into a TensorStore's folder; {} for any other folder.
+
+    Their values are not read. Raises BaseModelError for a list that is malformed.
+    """
+    store = TensorStore(folder)
+    try:
+        tensors = store.read_list()
+    except ProtocolError as error:
+        raise malformed_list(error) from error
+    found = {}
+    for number, listed in enumerate(tensors.tensors if tensors is not None else ()):
+        if (place := store.find(number, listed)) is not None:
+            found[listed.name] = StoredTensor(place.path, listed.name, listed.dtype, listed.shape, (place, listed))
+    return found
+
+
+def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
+    """Returns the SHA-256 of the tensor list of the folder's weights files `names`, in hex: the key `tensors_hash`.
+
+    "" for more tensors than a list may have: then peers cannot fetch them from each other. Reads all of the files.
+    Raises BaseModelError.
+    """
+    try:
+        return list_tensors([folder / name for name in names]).digest
+    except ProtocolError:
+        return ""
 
 
 def read_header(path: Path) -> list[StoredTensor]:

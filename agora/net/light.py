@@ -17,7 +17,7 @@ from agora_protocol.errors import AgoraError, ProtocolError, WrongRun
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PREFIX_BYTES, PROTOCOL_NAME, PROTOCOL_VERSION
-from agora_protocol.messages import Message
+from agora_protocol.message_base import Message
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol

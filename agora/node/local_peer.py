@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 
 import torch
 from agora_protocol.codec_names import parse_codec
@@ -24,8 +25,9 @@ from agora.net.network import Network
 from agora.net.uplink import SAMPLE_S, UplinkMeter
 from agora.node import joining, runs
 from agora.node.background import BackgroundTasks
+from agora.node.base_supply import BaseSupply
 from agora.node.node_report import NodeReport, progress_record, status_json
-from agora.node.requests import RequestHandler, SentTensors
+from agora.node.requests import BASE_REQUESTS, RequestHandler, SentTensors
 from agora.node.startup import Startup
 from agora.observe import events
 from agora.pipeline.interfaces import WireShapes
@@ -47,6 +49,7 @@ class LocalPeer:
     """This machine's place in the run, whichever stages it holds: network, membership, router and work ledger.
 
     It tells who replicates a stage (a ReplicaListing). seats: how many microbatches may be inside it at once.
+    base_supply: gives and fetches tensors of the run's base model.
     """
 
     def __init__(
@@ -88,7 +91,9 @@ class LocalPeer:
             offences=self.offences,
             round_trip_s=self.network.round_trip_s,
         )
+        self.base_supply = BaseSupply(startup, manifest, self.network, lambda: self.membership.view, report_offence)
         self.tasks = BackgroundTasks()
+        self._closing = ExitStack()
         self._directory = directory
         self._uplink = UplinkMeter()
 
@@ -114,6 +119,7 @@ class LocalPeer:
 
     async def start(self, others: tuple[str, ...]) -> None:
         """Begins to answer other peers, and to keep membership up to date. others: addresses of peers of the run."""
+        self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
         await self.network.start()
         self.tasks.start("membership", self.membership.run())
         self.tasks.start("rejoin", self._rejoin_when_alone(others))
@@ -123,6 +129,8 @@ class LocalPeer:
     async def close(self) -> None:
         """Ends the tasks and all calls. Host and directory stay open; whoever opened them closes them."""
         await self.tasks.close()
+        self._closing.close()
+        await self.base_supply.close()
         await self.network.close()
 
     def listed(self, stage: int) -> Mapping[PeerId, float]:

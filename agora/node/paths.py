@@ -8,6 +8,7 @@ because every command uses it before anything heavy. Layout of a data directory 
     daemon.lock                names the process that holds the directory
     events.jsonl               the journal
     corpus/                    tokenised texts, by content
+    base/<list hash>/          fetched tensors of a base model, by its tensor list
     runs/<run id>/run.toml     the signed manifest of each run this machine has joined
     runs/<run id>/peers.txt    addresses that answered last time
     runs/<run id>/checkpoints/ this machine's checkpoints, by stage and step
@@ -44,6 +45,10 @@ class Home:
     def runs(self) -> Path:
         """The directory with one directory for each run that this machine has joined."""
         return self.root / "runs"
+
+    def base_model(self, list_hash: str) -> Path:
+        """Returns the directory of the fetched tensors of the base model whose tensor list has this SHA-256."""
+        return self.root / "base" / list_hash
 
     def manifest(self, run: str) -> Path:
         """Returns the path of the signed manifest of a run."""

@@ -8,6 +8,7 @@ Knows: every request, and who may make it. Must not know: how anything of it is 
 | Process | members of the run | the work ledger for a repeat, else the span |
 | GossipSteps, GossipEpochs, Contribute, Recall | members of the run | the span |
 | GetState, GetChunk | peers of the run | the span |
+| GetBase, GetPiece | members of the run | the local peer's files of the base model, also while no span is held |
 
 While no span is held, what only the span can answer is refused Busy.
 """
@@ -24,7 +25,18 @@ from agora_protocol import messages
 from agora_protocol.errors import Busy, NotAdmitted, ProtocolError, Unsupported, WrongRun
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import Contribute, GetChunk, GetState, GossipEpochs, GossipSteps, Message, Process, Recall
+from agora_protocol.message_base import Message
+from agora_protocol.messages import (
+    Contribute,
+    GetBase,
+    GetChunk,
+    GetPiece,
+    GetState,
+    GossipEpochs,
+    GossipSteps,
+    Process,
+    Recall,
+)
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
@@ -38,11 +50,16 @@ WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
 """Requests that the span answers to members of the run."""
 STATE_REQUESTS: Final = (GetState, GetChunk)
 """Requests that the span answers to peers of the run."""
+BASE_REQUESTS: Final = (GetBase, GetPiece)
+"""Requests that the local peer answers to members of the run, whichever stages it holds."""
 
 
 @dataclass
 class SentTensors:
-    """Counts the bytes of tensors that this peer has sent: boundaries and their gradients, averaging, state."""
+    """Counts the bytes of tensors that this peer has sent: boundaries and their gradients, averaging, state.
+
+    state_bytes: of snapshots, and of the base model.
+    """
 
     boundary_bytes: int = 0
     averaging_bytes: int = 0
@@ -56,7 +73,7 @@ class SentTensors:
                 self.boundary_bytes += sum(sizes[:1])
             case Contribute() | Recall():
                 self.averaging_bytes += sum(sizes)
-            case GetState() | GetChunk():
+            case GetState() | GetChunk() | GetBase() | GetPiece():
                 self.state_bytes += sum(sizes)
 
 
@@ -92,7 +109,7 @@ class RequestHandler:
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers one request (the network's handler). An AgoraError that it raises becomes a typed refusal.
 
-        Raises as `_check_caller` and `_answer_by_span` do, and Unsupported for a request of another kind.
+        Raises as `_check_caller` and `_pass_on` do, and Unsupported for a request of another kind.
         """
         self._check_caller(call)
         match call.message:
@@ -102,13 +119,13 @@ class RequestHandler:
                 return Reply(messages.ManifestAnswer(self._manifest_bytes))
             case messages.Ping():
                 return Reply(messages.Pong())
-            case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS):
-                return await self._answer_by_span(call, request)
+            case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS + BASE_REQUESTS):
+                return await self._pass_on(call, request)
             case other:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
 
-    async def _answer_by_span(self, call: IncomingCall, request: Message) -> Reply:
-        """Answers a request by the span; without one, by what a former span answered to the same microbatch.
+    async def _pass_on(self, call: IncomingCall, request: Message) -> Reply:
+        """Answers by whoever answers such requests now; else by what a former span answered to the same microbatch.
 
         Raises Busy when there is neither. A malformed request (not Process, Contribute) is an offence of the caller.
         """
@@ -132,15 +149,15 @@ class RequestHandler:
         | caller                       | may not ask for                        | error       |
         |------------------------------|----------------------------------------|-------------|
         | of another run               | anything but Ping                      | WrongRun    |
-        | without a run: an observer   | WORK_REQUESTS and STATE_REQUESTS       | NotAdmitted |
-        | that the manifest bars       | WORK_REQUESTS                          | NotAdmitted |
+        | without a run: an observer   | WORK_, STATE_ and BASE_REQUESTS        | NotAdmitted |
+        | that the manifest bars       | WORK_REQUESTS and BASE_REQUESTS        | NotAdmitted |
         """
         request = call.message
         if call.run and call.run.hex() != self._run and not isinstance(request, messages.Ping):
             raise WrongRun(f"this peer takes part in run {self._run}; use an invite of that run")
-        if not call.run and isinstance(request, WORK_REQUESTS + STATE_REQUESTS):
+        if not call.run and isinstance(request, WORK_REQUESTS + STATE_REQUESTS + BASE_REQUESTS):
             raise NotAdmitted("an observer may ask but not train; say the run in HELLO")
-        if isinstance(request, WORK_REQUESTS) and not self._manifest.admits(call.peer):
+        if isinstance(request, WORK_REQUESTS + BASE_REQUESTS) and not self._manifest.admits(call.peer):
             raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
 
 

@@ -70,30 +70,10 @@ async def _fill_stages(
 ) -> StateKeeper:
     """Fills the stages from checkpoints or other replicas. Returns their keeper, which gives others copies of them.
 
-    epochs: whose state is written beside the checkpoints of stage 0.
+    epochs: as for _make_keeper.
     """
-    startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
-    holders = StageHolders(
-        startup.me,
-        serving=local_peer.steps_of,
-        claimants=lambda stage: {seen.peer: seen.step_of(stage) for seen in membership.view.claimants(stage)},
-    )
-
-    def on_written(stage: int, step: int) -> None:
-        """Called when a checkpoint was written: writes the state of the epochs beside that of stage 0."""
-        if epochs is not None and stage == 0:
-            epochs.record.write(step)
-
-    keeper = StateKeeper(
-        manifest,
-        startup.home.checkpoints(manifest.run_id),
-        stages=compute,
-        holders=holders,
-        caller=local_peer.network,
-        report=startup.report_event,
-        report_offence=local_peer.offences.report_offence,
-        on_written=on_written,
-    )
+    startup, membership = local_peer.startup, local_peer.membership
+    keeper = _make_keeper(local_peer, compute, epochs)
 
     async def answer(call: IncomingCall) -> Reply:
         """Answers a request of STATE_REQUESTS, by the keeper."""
@@ -113,14 +93,40 @@ async def _fill_stages(
     return keeper
 
 
+def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None) -> StateKeeper:
+    """Returns the keeper of the stages. epochs: what is written beside the checkpoints of stage 0, if anything."""
+    startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
+    holders = StageHolders(
+        startup.me,
+        serving=local_peer.steps_of,
+        claimants=lambda stage: {seen.peer: seen.step_of(stage) for seen in membership.view.claimants(stage)},
+    )
+
+    def on_written(stage: int, step: int) -> None:
+        """Called when a checkpoint was written: writes the state of the epochs beside that of stage 0."""
+        if epochs is not None and stage == 0:
+            epochs.record.write(step)
+
+    return StateKeeper(
+        manifest,
+        startup.home.checkpoints(manifest.run_id),
+        stages=compute,
+        holders=holders,
+        caller=local_peer.network,
+        report=startup.report_event,
+        report_offence=local_peer.offences.report_offence,
+        on_written=on_written,
+    )
+
+
 async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
     """Claims the wanted span, or the best one, and returns it. Raises InputError or LocalError when it cannot."""
-    manifest, folder = local_peer.manifest, local_peer.startup.settings.base_model_folder
+    manifest, supply = local_peer.manifest, local_peer.base_supply
     count = manifest.stage_count
     if wanted is not None and wanted.last >= count:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
     with local_peer.startup.steps.step("placement") as note:
-        await run_in_thread(lambda: family_of(manifest.model).check_machine(folder))
+        await run_in_thread(lambda: family_of(manifest.model).check_machine(supply.folder_to_check()))
         placement = await local_peer.membership.claim_span(1, wanted)
         note.text = _check_placement_memory(local_peer, placement)
     return placement.span
@@ -175,6 +181,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
     data = await open_training_data(local_peer) if 0 in span else None
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    base_model = await local_peer.base_supply.provide(span)
     with startup.steps.step("model") as note:
         compute = await Compute.create(
             manifest,
@@ -183,7 +190,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
             device=settings.device,
             in_flight=usual_in_flight(manifest),
             fault=faults.reach_blocking,
-            base_model=settings.base_model_folder,
+            base_model=base_model,
         )
         count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
         note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"

@@ -20,6 +20,9 @@ from agora.node.watchdog import Notifier
 from agora.observe import events
 from agora.observe.reporter import Reporter
 
+WAIT_USEC = 300_000_000
+"""Microseconds for which systemd waits for the next word of a start."""
+
 
 @dataclass
 class StepNote:
@@ -31,7 +34,7 @@ class StepNote:
 class StartSteps:
     """Times the steps of a start: `with steps.step("host") as note:` reports StartStep("host", seconds, note.text).
 
-    `current` names the step that runs, or the one that failed; "" when none does.
+    `current` names the step that runs, and how far it is, or the one that failed; "" when none does.
     """
 
     def __init__(self, report_event: events.Report, notifier: Notifier) -> None:
@@ -43,10 +46,16 @@ class StartSteps:
     def step(self, name: str) -> Iterator[StepNote]:
         """Tells systemd which step runs, times the block, and reports StartStep when it ends without an error."""
         note, began, self.current = StepNote(), time.perf_counter(), name
-        self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=300_000_000)
+        self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
         yield note
         self._report_event(events.StartStep(name, time.perf_counter() - began, note.text))
         self.current = ""
+
+    def report_progress(self, text: str) -> None:
+        """Says how far the step that runs is, to systemd, which then goes on waiting, and in `current`."""
+        name = self.current.partition(":")[0]
+        self.current = f"{name}: {text}"
+        self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,6 +276,17 @@ class CheckpointDamaged(Event, level="error", template="{text}"):
     text: str
 
 
+class BaseTensorDamaged(
+    Event,
+    level="error",
+    template="{path} does not have the tensor {name} as the run's list says; others get it no more",
+):
+    """Event: a tensor of the base model is not what the run's tensor list says, and is not given to others any more."""
+
+    path: str
+    name: str
+
+
 class StateFetched(
     Event, level="info", template="stage {stage} fetched at step {step}: {bytes:,} bytes in {seconds:.1f} s"
 ):

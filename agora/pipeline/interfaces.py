@@ -52,7 +52,7 @@ class SpanCompute(Protocol):
         """Drops the forward that entered at `first` and gets no backward; does nothing when there is none."""
 
 
-class DrawnMicrobatch(Protocol):
+class NewMicrobatch(Protocol):
     """A microbatch to train on, and the number by which its source knows it."""
 
     @property
@@ -64,7 +64,7 @@ class DrawnMicrobatch(Protocol):
 class MicrobatchSource(Protocol):
     """Where an origin's microbatches come from."""
 
-    def draw(self) -> DrawnMicrobatch | None:
+    def draw(self) -> NewMicrobatch | None:
         """Returns the next training microbatch; None if there is none until other origins have told more."""
 
     def completed(self, number: int) -> None:

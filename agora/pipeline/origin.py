@@ -25,7 +25,7 @@ from agora.observe import events
 from agora.pipeline import opening
 from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.hop import Hop
-from agora.pipeline.interfaces import DrawnMicrobatch, HopAnswer, MicrobatchSource
+from agora.pipeline.interfaces import HopAnswer, MicrobatchSource, NewMicrobatch
 from agora.pipeline.opening import Credit, Opening, Pace, StepQuota, Surroundings
 
 MIN_PATIENCE_S = 20.0
@@ -199,7 +199,7 @@ class Origin:
         self._report(result)
         return result
 
-    async def _next_drawn(self) -> DrawnMicrobatch | None:
+    async def _next_drawn(self) -> NewMicrobatch | None:
         """Waits until the next microbatch may be opened and returns it, or None once this origin is leaving."""
         while True:
             seen, quota = self._look(), self._quota

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from agora_protocol.ids import PeerId
@@ -39,21 +40,29 @@ class ChunkSchedule:
         """Whether every chunk has arrived."""
         return len(self.arrived_chunks) == self.count
 
-    def take(self, peer: PeerId, now: float) -> int | None:
+    def take(self, peer: PeerId, now: float, has: Callable[[int], bool] = lambda chunk: True) -> int | None:
         """Returns the chunk to ask `peer` for and records that the call begins `now`; None when there is none.
 
-        It is the lowest missing chunk; without one, the chunk whose latest call to another peer began first, if that
-        call has lasted longer than max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * median_s()).
+        has: whether the peer has a chunk. It is the lowest missing chunk of those; without one, the chunk whose latest
+        call to another peer began first, if that call has lasted longer than
+        max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * median_s()).
         """
-        if self._missing:
-            chunk = heapq.heappop(self._missing)
-        else:
-            open_calls = ((max(asked.values()), chunk) for chunk, asked in self._open.items() if peer not in asked)
+        if (chunk := self._take_missing(has)) is None:
+            open_calls = ((max(asked.values()), n) for n, asked in self._open.items() if peer not in asked and has(n))
             started_at, chunk = min(open_calls, default=(now, -1))
             if now - started_at <= max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * self.median_s()):
                 return None
             self.duplicated += 1
         self._open.setdefault(chunk, {})[peer] = now
+        return chunk
+
+    def _take_missing(self, has: Callable[[int], bool]) -> int | None:
+        """Removes and returns the lowest missing chunk for which `has` is true; None when there is none."""
+        if self._missing and has(self._missing[0]):
+            return heapq.heappop(self._missing)
+        if (chunk := min(filter(has, self._missing), default=None)) is not None:
+            self._missing.remove(chunk)
+            heapq.heapify(self._missing)
         return chunk
 
     def record_arrival(self, chunk: int, peer: PeerId, now: float) -> list[PeerId]:

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -21,22 +21,22 @@ from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 from agora.calls import Caller, Reply
 from agora.clock import loop_time
 from agora.state.chunk_schedule import ChunkSchedule
+from agora.state.chunk_source import (
+    CHUNK_S,
+    FAILURES,
+    PAUSE_S,
+    SLOW_S,
+    SOURCES,
+    TICK_S,
+    ChunkSource,
+    cancel_and_await,
+)
 from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, StageState, unpack_chunk
 from agora.swarm.conduct import Offence, ReportOffence
 
-SOURCES: Final = 4  # asked for chunks at once; the others wait to replace them
-WINDOW: Final = 3  # open calls to a source that gives a chunk in less than QUICK_S; other sources get one at a time
-QUICK_S: Final = 4.0
 OFFER_S: Final = 30.0  # for a source to make its snapshot
 GATHER_S: Final = 1.0  # after the first offer, before chunks are asked for: time for a newer one to come
-CHUNK_S: Final = 120.0  # for one chunk; a source that needs more counts as failed
-FAILURES: Final = 4  # of one source in a row, before it is given up
-PAUSE_S: Final = 0.5  # after a source's first failure, which doubles with each; and before an older offer is renewed
-MAX_PAUSE_S: Final = 10.0  # for which a busy source is left alone
-SLOW_S: Final = 5.0  # without an answer for this long, and for four median chunk times: an idle source is asked too
 STALL_S: Final = 60.0  # without a chunk from all sources that are fetched from, before other snapshots are chosen
-TICK_S: Final = 0.05  # how often slow sources are looked for while nothing arrives
-# With these numbers one source fills a link of 200 Mbit/s and 50 ms, and all chunks under way hold 48 MiB.
 
 
 class FalseStateError(ProtocolError):
@@ -69,19 +69,13 @@ class Offer:
 
 
 @dataclass(slots=True)
-class _Source:
-    """A peer that the state is fetched from. given_up: it is not asked any more; last_error says why.
+class _Source(ChunkSource[int | None]):
+    """A replica that the state is fetched from; its calls are by chunk, None: the call for the offer.
 
-    calls: the open ones with their start in loop time, by chunk; None: the call for the offer.
+    given_up: it is not asked any more; last_error says why.
     """
 
-    peer: PeerId
     offer: Offer | None = None
-    calls: dict[int | None, tuple[asyncio.Task[None], float]] = field(default_factory=dict)
-    failures: int = 0
-    not_before: float = 0.0
-    last_chunk_s: float = math.inf
-    last_error: str = ""
     given_up: bool = False
 
 
@@ -139,10 +133,7 @@ class StateFetch:
             while not self.schedule.complete:
                 await self._advance()
         finally:
-            calls = [task for source in self._sources for task, _ in source.calls.values()]
-            for task in calls:
-                task.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            await cancel_and_await([task for source in self._sources for task, _ in source.calls.values()])
             self._remove_ended_calls()
         indexes = self._chunk_snapshots.values()
         step, updates = min(index.step for index in indexes), min(index.updates for index in indexes)
@@ -175,8 +166,7 @@ class StateFetch:
     def _remove_ended_calls(self) -> None:
         """Removes ended calls; a chunk that they did not bring is missing again. Raises the exception of a call."""
         for source in self._sources:
-            for chunk, task in [(chunk, task) for chunk, (task, _) in source.calls.items() if task.done()]:
-                del source.calls[chunk]
+            for chunk, task in source.take_ended_calls():
                 if chunk is not None:
                     self.schedule.record_end(chunk, source.peer)
                 if not task.cancelled():
@@ -245,8 +235,7 @@ class StateFetch:
 
     def _is_slow(self, source: _Source, now: float) -> bool:
         """Returns whether the source's oldest open call lasts unusually long; an idle source is then asked as well."""
-        patience_s = max(SLOW_S, 4 * self.schedule.median_s()) if source.offer else SLOW_S
-        return now - min((started_at for _, started_at in source.calls.values()), default=now) > patience_s
+        return source.is_slow(now, max(SLOW_S, 4 * self.schedule.median_s()) if source.offer else SLOW_S)
 
     def _ask_for_chunks(self, now: float) -> None:
         """Fills the windows of the sources that are fetched from with calls."""
@@ -256,8 +245,7 @@ class StateFetch:
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
         """Starts a call for the source's next chunk. Returns False if its window is full or there is no chunk."""
-        window = WINDOW if source.last_chunk_s < QUICK_S and not source.failures else 1
-        if source.offer is None or len(source.calls) >= window:
+        if source.offer is None or len(source.calls) >= source.window:
             return False
         if (chunk := self.schedule.take(source.peer, now)) is None:
             return False
@@ -297,7 +285,7 @@ class StateFetch:
         except AgoraError as error:
             self._handle_failure(source, error, offer)
             return
-        source.failures, source.last_chunk_s = 0, loop_time() - started_at
+        source.record_chunk(loop_time() - started_at)
         if not self._is_chosen(offer):
             return  # other snapshots have been chosen meanwhile
         self._chunk_snapshots[chunk], self._last_arrival = offer.index, loop_time()
@@ -317,27 +305,22 @@ class StateFetch:
         """
         if source.given_up:
             return
-        source.last_error = str(error)
         if isinstance(error, FalseStateError):
             self._report_offence(source.peer, Offence.FALSE_STATE, f"{error.code}: {error}")
-        if isinstance(error, Busy):
-            source.not_before = loop_time() + min(max(error.retry_after_ms / 1000, PAUSE_S), MAX_PAUSE_S)
-        elif isinstance(error, ProtocolError) or (isinstance(error, Refused) and offer is None):
+        is_refusal = isinstance(error, Refused) and not isinstance(error, Busy)
+        if isinstance(error, ProtocolError) or (is_refusal and offer is None):
             self._give_up(source, str(error))
-        else:
-            if (now := loop_time()) >= source.not_before:  # else its other calls broke with the same stream
-                source.failures += 1
-                source.not_before = now + PAUSE_S * 2 ** (source.failures - 1)
-            if isinstance(error, Refused) and offer is source.offer:
-                source.offer = None  # after any other failure the source may still keep the snapshot
-            if source.failures >= FAILURES:
-                self._give_up(source, source.last_error)
+            return
+        source.record_failure(error, loop_time())
+        if is_refusal and offer is source.offer:
+            source.offer = None  # after any other failure the source may still keep the snapshot
+        if source.failures >= FAILURES:
+            self._give_up(source, source.last_error)
 
     def _give_up(self, source: _Source, reason: str) -> None:
         """Marks the source so that it is asked for nothing more, records `reason`, and cancels its open calls."""
         source.given_up, source.last_error, source.offer = True, reason, None
-        for task, _ in source.calls.values():
-            task.cancel()
+        source.cancel_calls()
 
 
 def milliseconds_until(moment: float) -> int:

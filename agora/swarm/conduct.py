@@ -32,6 +32,7 @@ class Offence(Enum):
     USELESS_GRADIENT = "useless-gradient"  # returned a gradient that backward cannot use: as for a bad answer
     BAD_AVERAGE = "bad-average"  # sent a part that no replica may send: it is refused; counted once for each round
     FALSE_STATE = "false-state"  # sent state that is not what it had announced: the transfer goes on with others
+    FALSE_BASE = "false-base"  # sent tensors of the base model that are not the manifest's: others are asked for them
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,10 @@ PART_ELEMENTS: Final = 131_072  # elements of a slice that are averaged by one o
 QUANTISER_BLOCK: Final = 64  # elements of an int8 part that share one exponent
 STATE_CHUNK_BYTES: Final = 4_194_304
 
+# The base model
+MAX_BASE_TENSORS: Final = 16_384  # in a tensor list
+MAX_TENSOR_LIST_BYTES: Final = 16_777_216
+
 # msgpack, whoever it comes from
 MAX_DEPTH: Final = 16
 MAX_ARRAY_ITEMS: Final = 1024

@@ -187,6 +187,9 @@ class HfSection(ModelSection):
     weights: tuple[tuple[str, str], ...] = Field(
         default=(), max_length=MAX_WEIGHT_FILES, description="name and SHA-256 of each of its safetensors files"
     )
+    tensors_hash: str = Field(
+        default="", description="SHA-256 of their tensor list; empty: peers without the files cannot fetch them"
+    )
     trained: Literal["all", "lora"] = Field(
         default="all", description="all parameters, or lora: small matrices beside frozen ones, which stay as they are"
     )
@@ -258,7 +261,8 @@ class HfSection(ModelSection):
     def _check_weights(self) -> str | None:
         """Returns an error sentence unless `weights` has distinct plain names of safetensors files, each with a hash.
 
-        A name is no path, so a manifest cannot make a machine read files elsewhere.
+        Also for a `tensors_hash` that is no hash. A name is no path, so a manifest cannot make a machine read files
+        elsewhere.
         """
         if not self.weights:
             return f"[model] weights names no file; {WRITE_ANEW}."
@@ -269,6 +273,8 @@ class HfSection(ModelSection):
                 return f"[model] weights has {describe(digest)} for {name}, which is no SHA-256; {WRITE_ANEW}."
         if len({name for name, _ in self.weights}) != len(self.weights):
             return "[model] weights names one file twice; remove the repetition."
+        if self.tensors_hash and not SHA256.fullmatch(self.tensors_hash):
+            return f"[model] tensors_hash is {describe(self.tensors_hash)}, which is no SHA-256; {WRITE_ANEW}."
         return None
 
 

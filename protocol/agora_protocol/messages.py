@@ -5,14 +5,12 @@ Knows what a message must be; not how frames carry it, nor what a receiver does.
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from agora_protocol.codec_names import WIRE_NAMES
 from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import (
     MAX_UINT,
-    Structure,
     addresses_field,
     bool_field,
     bytes_field,
@@ -27,6 +25,7 @@ from agora_protocol.fields import (
 )
 from agora_protocol.ids import MICROBATCH_BYTES, MicrobatchId, PeerId
 from agora_protocol.limits import (
+    MAX_BASE_TENSORS,
     MAX_DEADLINE_MS,
     MAX_EPOCH_STATE,
     MAX_GOSSIPED_REPLICAS,
@@ -37,45 +36,13 @@ from agora_protocol.limits import (
     MAX_REFERENCES,
     MAX_STAGES,
     MAX_STATUS_BYTES,
+    MAX_TENSOR_LIST_BYTES,
     MAX_TEXT_BYTES,
 )
+from agora_protocol.message_base import KINDS as KINDS
+from agora_protocol.message_base import FrameType as FrameType
+from agora_protocol.message_base import Message as Message
 
-
-class FrameType(IntEnum):
-    """The type of a frame: the second byte of its prefix."""
-
-    HELLO = 1
-    REQUEST = 2
-    PROGRESS = 3
-    ANSWER = 4
-    REFUSAL = 5
-    CANCEL = 6
-    GOODBYE = 7
-
-
-class Message(Structure):
-    """The base of all messages.
-
-    KIND: the message's number on the wire. FRAMES: the frame types that may carry it. TENSORS: the fewest and the most
-    tensors that come with it.
-    """
-
-    KIND: ClassVar[int] = 0
-    FRAMES: ClassVar[tuple[FrameType, ...]] = ()
-    TENSORS: ClassVar[tuple[int, int]] = (0, 0)
-
-    def __init_subclass__(
-        cls, *, kind: int, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
-    ) -> None:
-        """Registers the message under number `kind` with its FRAMES and TENSORS. Raises TypeError for a taken kind."""
-        super().__init_subclass__(**rest)
-        if kind in KINDS:
-            raise TypeError(f"kind {kind} is {KINDS[kind].__name__} already")
-        cls.KIND, cls.FRAMES, cls.TENSORS = kind, frames, tensors
-        KINDS[kind] = cls
-
-
-KINDS: Final[dict[int, type[Message]]] = {}
 _DEADLINE_DOC: Final = "milliseconds left for the answer, counted from arrival"
 
 
@@ -253,14 +220,14 @@ class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
     replicas: tuple[tuple[PeerId, int, int, int, int, int, int, int, int], ...] = _replica_steps("as in GossipSteps")
 
 
-class GossipEpochs(Message, kind=22, frames=(FrameType.REQUEST,)):
+class GossipEpochs(Message, kind=26, frames=(FrameType.REQUEST,)):
     """Sends an origin what the sender knows of the epochs in progress. Answered by GossipedEpochs."""
 
     state: tuple[int, ...] = list_field(int_field(0, MAX_UINT), MAX_EPOCH_STATE, doc="the state, as said below")
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
 
-class GossipedEpochs(Message, kind=23, frames=(FrameType.ANSWER,)):
+class GossipedEpochs(Message, kind=27, frames=(FrameType.ANSWER,)):
     """Answers GossipEpochs with what the answering origin knows."""
 
     state: tuple[int, ...] = list_field(int_field(0, MAX_UINT), MAX_EPOCH_STATE, doc="as in GossipEpochs")
@@ -359,7 +326,32 @@ class Chunk(Message, kind=21, frames=(FrameType.ANSWER,), tensors=(1, 1)):
     """Answers GetChunk. Tensor: the chunk's bytes, uint8 [n]."""
 
 
-Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | GetState | GetChunk
+class GetBase(Message, kind=22, frames=(FrameType.REQUEST,)):
+    """Asks which tensors of the run's base model the receiver can give. Answered by BaseIndex."""
+
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=30_000, doc=_DEADLINE_DOC)
+
+
+class BaseIndex(Message, kind=23, frames=(FrameType.ANSWER,), tensors=(1, 1)):
+    """Answers GetBase. Tensor: a bit for each tensor of the list, uint8 [ceil(tensors / 8)]; section 14 says which."""
+
+    size: int = int_field(1, MAX_TENSOR_LIST_BYTES, doc="bytes of the tensor list")
+
+
+class GetPiece(Message, kind=24, frames=(FrameType.REQUEST,)):
+    """Asks for a piece of a tensor of the base model, or of the tensor list. Answered by TensorPiece."""
+
+    tensor: int = int_field(-1, MAX_BASE_TENSORS - 1, doc="the tensor's number in the list; -1: the list itself")
+    piece: int = int_field(0, MAX_UINT, doc="the piece's number: it has the bytes from piece * STATE_CHUNK_BYTES on")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=60_000, doc=_DEADLINE_DOC)
+
+
+class TensorPiece(Message, kind=25, frames=(FrameType.ANSWER,), tensors=(1, 1)):
+    """Answers GetPiece. Tensor: the piece's bytes, uint8 [n]."""
+
+
+_StateRequest = GetState | GetChunk | GetBase | GetPiece
+Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | _StateRequest
 ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Ping: Pong,
     GetManifest: ManifestAnswer,
@@ -371,6 +363,8 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Recall: Recalled,
     GetState: StateIndex,
     GetChunk: Chunk,
+    GetBase: BaseIndex,
+    GetPiece: TensorPiece,
 }
 
 

@@ -37,17 +37,24 @@ def _sort_keys(value: Any) -> Any:
     return value
 
 
-def unpack(data: bytes | bytearray | memoryview, most: int, code: str = "bad-message") -> Any:
+def unpack(
+    data: bytes | bytearray | memoryview,
+    most: int,
+    code: str = "bad-message",
+    *,
+    most_items: int = MAX_ARRAY_ITEMS,
+    most_values: int = MAX_VALUES,
+) -> Any:
     """Returns the value in `data`; arrays become tuples. Raises ProtocolError(code), "too-large" beyond `most` bytes.
 
     Before anything is built, it bounds the size, the nesting depth, the number of values, and the length of every
     array, map, text and bytes. Neither a false length nor a million tiny values cost anything. Map keys must be texts,
-    and no key may appear twice.
+    and no key may appear twice. most_items: in one array. most_values: keys and values in all.
     """
     if len(data) > most:
         raise ProtocolError("too-large", f"{len(data)} bytes of msgpack where at most {most} are allowed.")
     plain = bytes(data)
-    _check_structure(plain, code)
+    _check_structure(plain, code, most_values)
     try:
         return msgpack.unpackb(
             plain,
@@ -55,7 +62,7 @@ def unpack(data: bytes | bytearray | memoryview, most: int, code: str = "bad-mes
             use_list=False,
             strict_map_key=True,
             object_pairs_hook=_dict_of_unique,
-            max_array_len=MAX_ARRAY_ITEMS,
+            max_array_len=most_items,
             max_map_len=MAX_MAP_ITEMS,
             max_ext_len=0,
             ext_hook=_refuse_extension,
@@ -87,14 +94,16 @@ def _dict_of_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _check_structure(data: bytes, code: str) -> None:
-    """Raises ProtocolError(code) for nesting deeper than MAX_DEPTH and for more than MAX_VALUES values.
+def _check_structure(data: bytes, code: str, most_values: int) -> None:
+    """Raises ProtocolError(code) for nesting deeper than MAX_DEPTH and for more than `most_values` values.
 
     This comes before msgpack's own reader, which allows 1024 levels and could reserve an array for each. Both need many
     bytes that open a container. A fast count shows that honest headers have few; only where there are many are the
     tokens walked, and that walk is bounded too.
     """
-    if len(data) - len(data.translate(None, _CONTAINERS)) > MAX_DEPTH and (problem := _structure_problem(data)):
+    if len(data) - len(data.translate(None, _CONTAINERS)) > MAX_DEPTH and (
+        problem := _find_structure_problem(data, most_values)
+    ):
         raise ProtocolError(code, f"The msgpack {problem}.")
 
 
@@ -143,9 +152,9 @@ def _items_opened(data: bytes, at: int) -> int:
     return unit * int.from_bytes(data[at + 1 : at + 1 + length], "big") if unit else -1
 
 
-def _structure_problem(data: bytes) -> str | None:
+def _find_structure_problem(data: bytes, most_values: int) -> str | None:
     """Returns what is wrong with the first value in `data`, or None: it nests deeper than MAX_DEPTH or has more than
-    MAX_VALUES values. Walks the tokens and builds nothing.
+    `most_values` values. Walks the tokens and builds nothing.
     """
     open_items, at, end, seen = [1], 0, len(data), 0
     while open_items and at < end:
@@ -158,8 +167,8 @@ def _structure_problem(data: bytes) -> str | None:
             open_items.append(items)
         if len(open_items) > MAX_DEPTH + 1:
             return f"nests deeper than {MAX_DEPTH} levels"
-        if seen > MAX_VALUES:
-            return f"has more than {MAX_VALUES} values"
+        if seen > most_values:
+            return f"has more than {most_values} values"
         while open_items and open_items[-1] == 0:
             open_items.pop()
     return None

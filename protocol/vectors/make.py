@@ -22,8 +22,10 @@ from agora_protocol.ids import RunId, Span, microbatch_id, peer_name
 from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_RECORD_BYTES
 from agora_protocol.manifest import Manifest, SignedManifest, preset
+from agora_protocol.message_base import Message
 from agora_protocol.records import RECORD_TAG, Claim, Progress, Record, record_key, seal_record
 from agora_protocol.tensors import WireTensor
+from base_model_vectors import base_model_frames, tensor_lists
 
 HERE: Final = Path(__file__).parent
 FIRST: Final = Identity(bytes(range(32)))
@@ -135,7 +137,7 @@ def _tensors() -> tuple[WireTensor, WireTensor]:
     return WireTensor("bf16", (2, 3, 2), memoryview(boundary)), WireTensor("int32", (2, 4), memoryview(tokens))
 
 
-def _averaging_frames() -> list[tuple[FrameType, int, messages.Message | None, list[WireTensor]]]:
+def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
     """Returns frames of step gossip and averaging: type, call, message, tensors."""
     kind = FrameType
     values = WireTensor("float32", (3,), memoryview(struct.pack("<3f", 0.5, -1.25, 3.0)))
@@ -169,7 +171,7 @@ def _averaging_frames() -> list[tuple[FrameType, int, messages.Message | None, l
     ]
 
 
-def _state_frames() -> list[tuple[FrameType, int, messages.Message | None, list[WireTensor]]]:
+def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
     """Returns frames of state transfers: type, call, message, tensors."""
     kind = FrameType
     chunk = WireTensor("uint8", (5,), memoryview(b"agora"))
@@ -180,10 +182,11 @@ def _state_frames() -> list[tuple[FrameType, int, messages.Message | None, list[
         (kind.ANSWER, 13, messages.StateIndex(b"", 0, 0, 0, 0, 0), []),
         (kind.REQUEST, 15, messages.GetChunk(HASH, 0, 60_000), []),
         (kind.ANSWER, 15, messages.Chunk(), [chunk]),
+        *base_model_frames(),
     ]
 
 
-def _frames() -> list[tuple[FrameType, int, messages.Message | None, list[WireTensor]]]:
+def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
     """Returns all frames of the vectors: type, call, message, tensors."""
     boundary, tokens = _tensors()
     kind = FrameType
@@ -375,6 +378,7 @@ def build() -> dict[str, str]:
         "invites": invites(),
         "records": records(),
         "frames": frames(),
+        "tensor_lists": tensor_lists(),
         "refused": refused(),
     }
     return {f"{name}.json": json.dumps(_json(value), indent=1) + "\n" for name, value in made.items()}

@@ -16,7 +16,8 @@ import uvloop
 from agora_protocol.errors import PeerFailed, ProtocolError
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest import AveragingSection
-from agora_protocol.messages import Contribute, Message, Recall
+from agora_protocol.message_base import Message
+from agora_protocol.messages import Contribute, Recall
 
 from agora.averaging.exchange import INT8_ROUNDS, Part, RoundConfig
 from agora.averaging.partition import cut_into_parts

@@ -14,7 +14,7 @@ from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli import new_run
 from agora.cli.console import USAGE, Failure
-from agora.cli.training_data import TrainingData, read_training_data
+from agora.cli.tuning_data import TrainingData, read_training_data
 from agora.cli.tuning_manifest import (
     FEWER_ROWS_OF_A_STEP,
     ROWS_OF_A_STEP,

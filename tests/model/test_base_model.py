@@ -15,9 +15,21 @@ from agora_protocol.manifest import Manifest
 from safetensors.torch import load_file, save_file
 
 from agora.model import base_model, family_of, tuning_packages
-from agora.model.base_model import BaseModelError, read_config, weight_files
+from agora.model.base_model import BaseModelError, WantedTensor, read_config, tensor_list_hash, weight_files
+from agora.model.base_needs import needed_tensors
 from agora.model.tuning_packages import TuningMissing
-from tests.model.tiny_models import logits_of, make_model, manifest_of, save, some_tokens, stages_of
+from agora.state.stored_tensors import list_tensors, read_tensor_places
+from agora.state.tensor_store import TensorStore
+from tests.model.tiny_models import (
+    CONFIGS,
+    hashes,
+    logits_of,
+    make_model,
+    manifest_of,
+    save,
+    some_tokens,
+    stages_of,
+)
 
 
 @pytest.fixture
@@ -142,6 +154,100 @@ def test_a_file_is_hashed_once_while_nobody_changes_it(single: Path, monkeypatch
     rewrite(path, lambda tensors: tensors["lm_head.weight"].add_(1))
     with pytest.raises(BaseModelError, match="has the SHA-256"):
         build(manifest, 2, single)
+
+
+# --- tensors that were fetched
+
+
+@pytest.fixture
+def store(single: Path, tmp_path: Path) -> TensorStore:
+    """A store with every second tensor of the model in `single`, as if they had been fetched."""
+    tensors = list_tensors([single / "model.safetensors"])
+    made = TensorStore(tmp_path / tensors.digest)
+    made.keep_list(tensors)
+    places = read_tensor_places(single / "model.safetensors")
+    for number, listed in list(enumerate(tensors.tensors))[::2]:
+        made.begin(number, listed)
+        data = places[listed.name].read_piece(listed, 0)
+        assert data is not None
+        made.write_piece(number, listed, 0, data)
+        made.finish(number)
+    return made
+
+
+def test_a_stage_takes_what_the_owners_files_lack_from_those_that_were_fetched(
+    single: Path, store: TensorStore, tmp_path: Path
+) -> None:
+    manifest, tokens = manifest_of(single), some_tokens()
+    expected = logits_of(stages_of(manifest, single), tokens)
+    owner = tmp_path / "owner"
+    owner.mkdir()
+    values = load_file(single / "model.safetensors")
+    fetched = base_model.fetched_tensors(store.folder)
+    assert 0 < len(fetched) < len(values)
+    rest = {name: tensor for name, tensor in values.items() if name not in fetched}
+    save_file(rest, owner / "model.safetensors", {"format": "pt"})
+    manifest = manifest_of(single, model={"weights": hashes(owner)})  # the hash of what the owner has
+    with pytest.raises(BaseModelError, match="No weights file in"):
+        stages_of(manifest, owner)
+    store.link_files(owner, ["model.safetensors"])
+    assert torch.equal(logits_of(stages_of(manifest, store.folder), tokens), expected)
+
+
+def test_a_weights_file_comes_before_a_fetched_tensor_and_is_checked_by_its_own_hash(
+    single: Path, store: TensorStore
+) -> None:
+    manifest = manifest_of(single)
+    store.link_files(single, ["model.safetensors"])
+    wanted = {"w": WantedTensor(("model.norm.weight",), (32,))}
+    for stored in base_model.locate_tensors(store.folder, ["model.safetensors"], wanted).values():
+        assert stored.path.name == "model.safetensors" and stored.fetched is None
+    _flip_a_bit(single / "model.safetensors")
+    with pytest.raises(BaseModelError, match="has the SHA-256"):
+        stages_of(manifest, store.folder)
+
+
+def test_a_damaged_fetched_tensor_is_one_sentence_before_any_value_is_read(
+    single: Path, store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, stored = next(iter(base_model.fetched_tensors(store.folder).items()))
+    wanted = {"w": WantedTensor((name,), stored.shape)}
+    assert [key for key, _ in base_model.read_tensors(store.folder, [], wanted)] == ["w"]
+    _flip_a_bit(stored.path)
+    recorder = RecordingReader()
+    monkeypatch.setattr(base_model, "safe_open", recorder)
+    with pytest.raises(BaseModelError, match=r"\.safetensors is damaged; start the daemon again"):
+        list(base_model.read_tensors(store.folder, [], wanted))
+    assert not recorder.read
+
+
+def test_fetched_tensors_count_only_beside_the_list_that_the_folder_is_named_by(store: TensorStore) -> None:
+    other = store.folder.rename(store.folder.with_name("0" * 64))
+    assert base_model.fetched_tensors(other) == {} and base_model.fetched_tensors(other / "tensors") == {}
+
+
+def test_the_hash_of_the_list_is_that_of_the_model_however_it_is_cut(single: Path, tmp_path: Path) -> None:
+    shards = save(make_model("llama"), tmp_path / "shards", "14KB")
+    assert len(weight_files(shards)) > 5
+    expected = list_tensors([single / "model.safetensors"]).digest
+    assert tensor_list_hash(single, ["model.safetensors"]) == expected
+    assert tensor_list_hash(shards, weight_files(shards)) == expected
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_what_a_span_needs_is_what_its_stages_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(make_model(name), tmp_path / "base")
+    manifest = manifest_of(folder, 3)
+    for stage in range(3):
+        with monkeypatch.context() as patch:
+            recorder = RecordingReader()
+            patch.setattr(base_model, "safe_open", recorder)
+            build(manifest, stage, folder)
+        stored = load_file(folder / "model.safetensors")
+        needed = needed_tensors(manifest.model, manifest.layers_of(stage))
+        found = {next(n for n in wanted.names if n in stored): wanted.shape for wanted in needed}
+        assert found.keys() == set(recorder.read)
+        assert all(tuple(stored[name].shape) == shape for name, shape in found.items())
 
 
 # --- what is wrong

@@ -9,7 +9,8 @@ from typing import Any
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PREFIX_BYTES
-from agora_protocol.messages import Advance, Hello, Message, Processed
+from agora_protocol.message_base import Message
+from agora_protocol.messages import Advance, Hello, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply

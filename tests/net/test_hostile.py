@@ -16,11 +16,11 @@ from agora_protocol.errors import PROTOCOL_CODES, NotAdmitted
 from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES, PROTOCOL_NAME
+from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     Advance,
     GetStatus,
     Hello,
-    Message,
     Ping,
     Pong,
     Processed,

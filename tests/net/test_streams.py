@@ -12,7 +12,8 @@ import pytest
 from agora_protocol.errors import PROTOCOL_CODES, ProtocolError
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
-from agora_protocol.messages import Advance, Message, Ping, Refusal, StatusAnswer
+from agora_protocol.message_base import Message
+from agora_protocol.messages import Advance, Ping, Refusal, StatusAnswer
 
 from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import MAX_BULK_BYTES, MAX_SMALL_BYTES

@@ -13,13 +13,16 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, microbatch_id
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest, preset
+from agora_protocol.message_base import Message
 from agora_protocol.messages import (
+    BaseIndex,
+    GetBase,
     GetManifest,
+    GetPiece,
     GetState,
     GetStatus,
     GossipSteps,
     ManifestAnswer,
-    Message,
     Ping,
     Pong,
     Process,
@@ -31,7 +34,7 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import Reply
 from agora.clock import loop_time
 from agora.net.incoming import IncomingCall
-from agora.node.requests import RequestHandler, SentTensors, fitting
+from agora.node.requests import BASE_REQUESTS, RequestHandler, SentTensors, fitting
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.ledger import Work, WorkKey, WorkLedger
 from agora.swarm.conduct import Offence
@@ -85,6 +88,9 @@ def test_everybody_may_ask_for_status_and_manifest_and_only_peers_of_the_run_for
         refused: list[tuple[Message, bytes | None, type[AgoraError]]] = [
             (process(1), None, NotAdmitted),
             (GetState(0), None, NotAdmitted),
+            (GetBase(), None, NotAdmitted),
+            (GetPiece(-1, 0), None, NotAdmitted),
+            (GetBase(), bytes(32), WrongRun),
             (process(1), bytes(32), WrongRun),
             (GetStatus(), bytes(32), WrongRun),
             (Pong(), RUN, Unsupported),
@@ -96,15 +102,16 @@ def test_everybody_may_ask_for_status_and_manifest_and_only_peers_of_the_run_for
     run(work)
 
 
-def test_peers_that_a_manifest_does_not_list_may_fetch_state_and_not_train() -> None:
+def test_peers_that_a_manifest_does_not_list_may_fetch_state_and_neither_train_nor_get_the_base_model() -> None:
     admission = {"mode": "listed", "peers": [ME.peer]}
 
     signed = SignedManifest.sign(preset("tiny", admission=admission), ME)
 
     async def work() -> None:
         peer, own = Peer(signed), bytes.fromhex(signed.run_id)
-        with pytest.raises(NotAdmitted):
-            await peer.ask(process(1), run=own)
+        for message in (process(1), GetBase(), GetPiece(0, 0)):
+            with pytest.raises(NotAdmitted):
+                await peer.ask(message, run=own)
         with pytest.raises(Busy):
             await peer.ask(GetState(0), run=own)
 
@@ -140,6 +147,23 @@ def test_a_span_answers_its_kinds_of_requests_until_it_ends() -> None:
     run(work)
 
 
+def test_tensors_of_the_base_model_are_given_without_a_span_and_a_malformed_request_for_one_is_an_offence() -> None:
+    async def answer(call: IncomingCall) -> Reply:
+        if isinstance(call.message, GetBase):
+            return Reply(BaseIndex(5), [GRADIENT])
+        raise ProtocolError("bad-message", "no such piece")
+
+    async def work() -> None:
+        peer = Peer()
+        with peer.requests.answering(BASE_REQUESTS, answer):
+            assert await peer.ask(GetBase()) == BaseIndex(5)
+            with pytest.raises(ProtocolError):
+                await peer.ask(GetPiece(7, 0))
+        assert peer.offences == [(OTHER.peer, Offence.BAD_REQUEST)]
+
+    run(work)
+
+
 def test_a_malformed_request_for_state_is_an_offence_and_a_malformed_microbatch_may_be_anothers_fault() -> None:
     async def refuse(call: IncomingCall) -> Reply:
         raise ProtocolError("bad-message", "no such chunk")
@@ -158,7 +182,8 @@ def test_a_malformed_request_for_state_is_an_offence_and_a_malformed_microbatch_
 def test_of_a_microbatch_that_is_sent_the_boundary_is_counted_and_the_tokens_are_not() -> None:
     sent = SentTensors()
     sent.add(process(1), [GRADIENT, GRADIENT])
-    sent.add(GetState(0), [GRADIENT, GRADIENT])
+    sent.add(GetState(0), [GRADIENT])
+    sent.add(GetPiece(0, 0), [GRADIENT])
     sent.add(GossipSteps(0, ()), [])
     assert sent == SentTensors(boundary_bytes=GRADIENT.nbytes, state_bytes=2 * GRADIENT.nbytes)
 

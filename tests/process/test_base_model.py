@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from agora.cli import export
+from agora.model.base_needs import needed_tensors
+from agora.state.stored_tensors import list_tensors
 from tests.model.tiny_models import make_model, manifest_of, save
 from tests.process.harness import drained, last_step, swarm
 
@@ -49,4 +51,26 @@ def test_a_daemon_without_the_folder_says_what_to_do(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path / "base")
     with swarm(tmp_path, manifest_of(folder, stages=1, **SECTIONS)) as made:
         with pytest.raises(AssertionError, match="(?s)ended by itself with exit code 1: .*--base-model DIR"):
-            made.start("alone", "0")
+            made.start("alone", "0")  # it may give its invite before it finds out
+            made.until(lambda: False, "its end")
+
+
+def test_a_peer_without_any_files_fetches_its_own_spans_tensors_and_trains(tmp_path: Path) -> None:
+    folder = save(make_model("qwen2", tie_word_embeddings=False), tmp_path / "base", shard="40KB")
+    tensors = list_tensors(sorted(folder.glob("*.safetensors")))
+    manifest = manifest_of(folder, stages=2, **SECTIONS, model={"tensors_hash": tensors.digest})
+    with swarm(tmp_path, manifest) as made:
+        first = made.start("first", "0", flags=["--base-model", str(folder)])
+        second = made.start("second", "1")
+        made.until(lambda: min(last_step(first), last_step(second)) >= 2, "steps of both stages", within_s=90)
+        (start,) = second.events("StartStep", name="base")
+        needed = [tensor.names[0] for tensor in needed_tensors(manifest.model, manifest.layers_of(1))]
+        assert start["note"].startswith(f"fetched {len(needed)} of {len(tensors.tensors)} tensors, ")
+        assert start["note"].endswith("from 1 peer") and not first.events("StartStep", name="base")
+        store = second.root / "base" / tensors.digest / "tensors"
+        written = {name: values for file in store.iterdir() for name, values in load_file(file).items()}
+        assert sorted(written) == sorted(needed) and len(written) < len(tensors.tensors)
+        whole = {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
+        assert all(torch.equal(values, whole[name]) for name, values in written.items())
+        assert second.events("MicrobatchCounted") and not first.events("MicrobatchDropped")
+        made.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -55,7 +56,9 @@ def vectors() -> Callable[[str], Any]:
 
 
 def script(path: Path) -> ModuleType:
-    """A script of protocol/ as a module."""
+    """A script of protocol/ as a module; what lies beside it can be imported, as when it is run."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(f"protocol_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

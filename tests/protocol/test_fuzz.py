@@ -19,6 +19,7 @@ from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.records import RECORD_TAG, open_record, seal_record
+from agora_protocol.tensor_list import TensorList, bits_to_held, held_to_bits
 
 from .mutator import Mutator
 
@@ -120,6 +121,35 @@ def text_case(invites: list[str], tomls: list[str], mutator: Mutator) -> tuple[i
     return len(text), "accepted"
 
 
+def tensor_list_case(seeds: list[bytes], mutator: Mutator) -> tuple[int, str]:
+    seed = mutator.choice(seeds)
+    data = seed
+    while data == seed and mutator.random() < 0.9:
+        if mutator.random() < 0.5:
+            data = mutator.packed(mutator.value_of(msgpack.unpackb(seed)))
+        else:
+            data = mutator.bytes_of(data, seeds)
+    try:
+        made = TensorList.from_bytes(data)
+    except ProtocolError as error:
+        assert len(str(error)) < 1000
+        return len(data), error.code
+    assert made.to_bytes() == data
+    assert all(len(it.hashes) == 32 * it.piece_count and it.piece_bytes(it.piece_count - 1) > 0 for it in made.tensors)
+    return len(data), "accepted"
+
+
+def bits_case(mutator: Mutator) -> tuple[int, str]:
+    count = mutator.randint(1, 100)
+    bits = mutator.randbytes(mutator.choice([-(-count // 8)] * 4 + [0, 1, 13]))
+    try:
+        held = bits_to_held(bits, count)
+    except ProtocolError as error:
+        return len(bits), error.code
+    assert held_to_bits(held, count) == bits
+    return len(bits), "accepted"
+
+
 def judge(case: Case, first: int, count: int) -> Counter[str]:
     """Runs cases first..first+count; how often each outcome was seen."""
     outcomes: Counter[str] = Counter()
@@ -158,6 +188,8 @@ def cases(vectors: Vectors, make_script: Any) -> dict[str, Case]:
         "frames": partial(frame_case, [it["bytes"] for it in vectors("frames")]),
         "records": partial(record_case, vectors("records"), signers),
         "manifests": partial(manifest_case, manifests, signers),
+        "tensor lists": partial(tensor_list_case, [it["bytes"] for it in vectors("tensor_lists")["lists"]]),
+        "bits": bits_case,
         "texts": partial(text_case, [it["text"] for it in vectors("invites")], [it["toml"] for it in manifests]),
     }
 
@@ -169,8 +201,10 @@ EXPECTED = {
     },
     "manifests": {"accepted", "bad-manifest"},
     "texts": {"accepted", "bad-manifest", "bad-input"},
+    "tensor lists": {"accepted", "bad-message"},
+    "bits": {"accepted", "bad-tensor"},
 }  # fmt: skip
-SHARE = {"frames": 0.5, "records": 0.25, "manifests": 0.1, "texts": 0.15}
+SHARE = {"frames": 0.5, "records": 0.25, "manifests": 0.1, "texts": 0.15, "tensor lists": 0.1, "bits": 0.02}
 
 
 @pytest.mark.parametrize("target", SHARE)

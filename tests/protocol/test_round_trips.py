@@ -12,7 +12,15 @@ from agora_protocol.ids import PeerId, RunId, Span, peer_id_of
 from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_DEADLINE_MS, MAX_METRICS, MAX_STAGES, RECENT_STEPS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
-from agora_protocol.messages import Advance, Hello, Message, Ping, Process, Processed, Refusal
+from agora_protocol.message_base import Message
+from agora_protocol.messages import (
+    Advance,
+    Hello,
+    Ping,
+    Process,
+    Processed,
+    Refusal,
+)
 from agora_protocol.packing import pack, pack_canonical, unpack
 from agora_protocol.records import Claim, Progress, Record, open_record, record_key, seal_record
 from agora_protocol.tensors import ITEM_BYTES, WireTensor

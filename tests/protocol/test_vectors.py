@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,9 @@ from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import peer_name
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest
-from agora_protocol.messages import KINDS
+from agora_protocol.message_base import KINDS
 from agora_protocol.records import RECORDS, open_record, seal_record
+from agora_protocol.tensor_list import TensorList, bits_to_held, held_to_bits
 from agora_protocol.tensors import WireTensor
 
 from .conftest import PROTOCOL
@@ -90,6 +92,24 @@ def test_frames(vectors: Vectors) -> None:
         assert b"".join(encode_frame(kind, vector["call"], message, tensors)) == data
         seen |= {kind, type(message)}
     assert seen == {*FrameType, *KINDS.values(), type(None)}
+
+
+def test_tensor_lists(vectors: Vectors) -> None:
+    vector: dict[str, Any]
+    for vector in vectors("tensor_lists")["lists"]:
+        made = TensorList.from_bytes(vector["bytes"])
+        assert tuple((it.name, it.dtype, it.shape, it.hashes) for it in made.tensors) == vector["tensors"]
+        sizes = tuple(tuple(it.piece_bytes(piece) for piece in range(it.piece_count)) for it in made.tensors)
+        assert sizes == vector["piece_bytes"]
+        assert made.to_bytes() == vector["bytes"] and made.digest == vector["tensors_hash"]
+        assert hashlib.sha256(vector["bytes"]).hexdigest() == vector["tensors_hash"]
+        count = len(made.tensors)
+        assert held_to_bits(vector["held"], count) == vector["bits"]
+        assert sorted(bits_to_held(vector["bits"], count)) == list(vector["held"])
+    for vector in vectors("tensor_lists")["refused"]:
+        with pytest.raises(ProtocolError) as caught:
+            TensorList.from_bytes(vector["bytes"])
+        assert caught.value.code == vector["code"], (vector["why"], str(caught.value))
 
 
 def test_what_must_be_refused_is_refused_with_its_word(vectors: Vectors) -> None:

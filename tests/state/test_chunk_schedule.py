@@ -88,3 +88,17 @@ def test_what_failed_is_asked_again_first_and_counted() -> None:
     schedule.record_end(2, A)
     assert schedule.refetched == 2
     assert [schedule.take(B, 0.0) for _ in range(4)] == [1, 2, 3, 4]
+
+
+def test_a_source_gets_the_lowest_missing_chunk_of_those_that_it_has() -> None:
+    schedule = ChunkSchedule(4)
+    assert schedule.take(A, 0.0, lambda chunk: chunk in (1, 3)) == 1
+    assert schedule.take(A, 0.0, lambda chunk: chunk in (1, 3)) == 3
+    assert schedule.take(A, 0.0, lambda chunk: chunk in (1, 3)) is None
+    assert [schedule.take(B, 0.0), schedule.take(B, 0.0)] == [0, 2]
+    late = 10 * ASSUMED_CHUNK_S
+    assert schedule.take(C, late, lambda chunk: chunk == 2) == 2, "a chunk that takes long, if it has that"
+    assert schedule.take(C, late, lambda chunk: False) is None
+    for chunk, peer in ((0, B), (1, A), (2, C), (3, A)):
+        schedule.record_arrival(chunk, peer, late)
+    assert schedule.complete

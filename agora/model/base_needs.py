@@ -1,0 +1,23 @@
+"""Says which tensors of the base model the stages of a span need, before any of them is built.
+
+Knows: the hf family. Must not know: files, peers.
+"""
+
+from __future__ import annotations
+
+import torch
+from agora_protocol.manifest import HfSection
+
+from agora.model.base_model import WantedTensor
+from agora.model.hf_family import _wanted_tensors
+from agora.model.hf_stage import HfStage
+
+
+def needed_tensors(model: HfSection, layers: range) -> list[WantedTensor]:
+    """Returns what files must have for the stages of `layers`, each tensor once, without allocating any.
+
+    May import for seconds. Raises TuningMissing, ManifestError.
+    """
+    with torch.device("meta"):
+        stage = HfStage(model, layers)
+    return list(dict.fromkeys(_wanted_tensors(stage).values()))

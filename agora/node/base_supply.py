@@ -1,0 +1,191 @@
+"""Supplies the base model's tensors on this machine: fetches those that a span lacks, and gives others what is here.
+
+Lives as long as the local peer. Knows: the owner's folder, the store of fetched tensors, who may have more. Must not
+know: how pieces are fetched or given (state.base_fetch, state.base_giving), or what becomes of the tensors.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agora_protocol.errors import Refused
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.manifest import HfSection, Manifest
+from agora_protocol.tensor_list import TensorList
+
+from agora.calls import Caller, Reply
+from agora.model.base_model import WantedTensor
+from agora.model.base_needs import needed_tensors
+from agora.net.incoming import IncomingCall
+from agora.node.requests import BASE_REQUESTS
+from agora.node.startup import Startup
+from agora.state.base_fetch import BaseFetch
+from agora.state.base_giving import BaseGiver
+from agora.state.base_tensors import MALFORMED, BaseTensors
+from agora.state.stored_tensors import BaseModelError
+from agora.state.tensor_store import TensorStore
+from agora.swarm.conduct import ReportOffence
+from agora.swarm.view import View
+from agora.threads import run_in_thread
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """What to fetch. missing: the numbers of the pieces that are not here, by the number of their tensor."""
+
+    missing: Mapping[int, Sequence[int]]
+    nbytes: int
+    here: int  # tensors that were fetched earlier
+
+
+class BaseSupply:
+    """Supplies the base model's tensors to the spans of this daemon, and to other peers.
+
+    It fetches and gives nothing in runs without a tensor list: those of other families, and those whose `tensors_hash`
+    is empty, where each machine needs the files.
+    """
+
+    def __init__(
+        self,
+        startup: Startup,
+        manifest: Manifest,
+        caller: Caller,
+        view: Callable[[], View],
+        report_offence: ReportOffence,
+    ) -> None:
+        self._startup = startup
+        self._manifest = manifest
+        self._caller = caller
+        self._view = view
+        self._report_offence = report_offence
+        self._owner_folder = startup.settings.base_model_folder
+        self._random = random.Random()
+        self._base: BaseTensors | None = None
+        self._giver: BaseGiver | None = None
+        model = manifest.model
+        if isinstance(model, HfSection) and model.tensors_hash:
+            names = [name for name, _ in model.weights]
+            store = TensorStore(startup.home.base_model(model.tensors_hash))
+            self._base = BaseTensors(model.tensors_hash, self._owner_folder, names, store)
+            self._giver = BaseGiver(self._base, startup.report_event)
+
+    async def close(self) -> None:
+        """Ends what is done for other peers."""
+        if self._giver is not None:
+            await self._giver.close()
+
+    async def answer(self, call: IncomingCall) -> Reply:
+        """Answers a request of BASE_REQUESTS. Raises Refused in a run without a tensor list, and as BaseGiver does."""
+        assert isinstance(call.message, BASE_REQUESTS)
+        if self._giver is None:
+            raise Refused("this run has no list of a base model's tensors; nobody can give them")
+        return await self._giver.answer(call.message)
+
+    def folder_to_check(self) -> Path | None:
+        """Returns the folder for Family.check_machine: the owner's, else the store's, which is made. Blocks.
+
+        None when this machine has no folder and cannot fetch. Raises DiskError.
+        """
+        if self._owner_folder is not None or self._base is None:
+            return self._owner_folder
+        self._base.store.create()
+        return self._base.store.folder
+
+    async def provide(self, span: Span) -> Path | None:
+        """Returns the folder in which all that the span needs of the base model is; what lacks is fetched before.
+
+        It is the owner's folder if that has it all, or if nothing can be fetched. Raises BaseModelError, DiskError.
+        """
+        model, base = self._manifest.model, self._base
+        if base is None or not isinstance(model, HfSection):
+            return self._owner_folder
+
+        def find_lacking() -> list[WantedTensor]:
+            """Returns what the span needs and the owner's files do not have."""
+            owned = base.owned()
+            wanted = needed_tensors(model, self._manifest.layers_in(span))
+            return [tensor for tensor in wanted if not any(name in owned for name in tensor.names)]
+
+        lacking = await run_in_thread(find_lacking)
+        if not lacking:
+            return self._owner_folder
+        with self._startup.steps.step("base") as note:
+            note.text = await self._fetch(base, span, lacking)
+        return base.store.folder
+
+    async def _fetch(self, base: BaseTensors, span: Span, lacking: Sequence[WantedTensor]) -> str:
+        """Fetches what is not in the store yet. Returns in words what came from where."""
+        fetch = BaseFetch(
+            self._caller,
+            base.list_hash,
+            base.store,
+            self._list_sources,
+            self._report_offence,
+            on_tensor=lambda number: add_fetched(base, number),
+        )
+        self._startup.steps.report_progress("asking who has the base model's files")
+        tensors = await fetch.fetch_list(await run_in_thread(base.open_list))
+        plan = await run_in_thread(lambda: make_plan(base, tensors, lacking, f"The base model for stages {span}"))
+        fetch.on_piece = lambda: self._startup.steps.report_progress(
+            f"fetched {sum(fetch.bytes_from.values()) / 1e6:,.1f} of {plan.nbytes / 1e6:,.1f} MB"
+        )
+        await fetch.fetch(plan.missing)
+        await run_in_thread(lambda: base.store.link_files(self._owner_folder, base.file_names))
+        return describe_fetch(len(tensors.tensors), plan, len(fetch.bytes_from))
+
+    def _list_sources(self) -> list[PeerId]:
+        """Returns the other peers of the run: first those that serve, else in any order, so that all get calls."""
+        seen = [peer for peer in self._view().peers.values() if peer.peer != self._startup.me]
+        self._random.shuffle(seen)
+        return [peer.peer for peer in sorted(seen, key=lambda peer: peer.state != "serving")]
+
+
+def add_fetched(base: BaseTensors, number: int) -> None:
+    """Makes a tensor that has just become whole in the store one that others can get."""
+    listed = base.listed(number)
+    place = base.store.find(number, listed) if listed is not None else None
+    if place is not None:
+        base.add(number, place)
+
+
+def make_plan(base: BaseTensors, tensors: TensorList, lacking: Sequence[WantedTensor], what: str) -> FetchPlan:
+    """Returns what to fetch of the tensors that lack, and makes room for it in the store. Reads what is there. Blocks.
+
+    what: needs the room, for the sentence. Raises BaseModelError for a tensor that the list does not have, or has in
+    another shape, DiskError.
+    """
+    base.store.keep_list(tensors)
+    base.adopt_list(tensors)
+    numbers = {listed.name: number for number, listed in enumerate(tensors.tensors)}
+    missing: dict[int, list[int]] = {}
+    nbytes = here = 0
+    for wanted in lacking:
+        number = next((numbers[name] for name in wanted.names if name in numbers), None)
+        if number is None or tensors.tensors[number].shape != wanted.shape:
+            raise BaseModelError(
+                f"The manifest's tensor list has no {wanted.names[0]} of the shape {list(wanted.shape)}, which its "
+                f"config needs; {MALFORMED}."
+            )
+        listed = tensors.tensors[number]
+        if base.store.find_intact(number, listed) is not None:
+            here += 1
+            continue
+        base.drop(number)
+        arrived = base.store.begin(number, listed)
+        missing[number] = [piece for piece in range(listed.piece_count) if piece not in arrived]
+        nbytes += sum(listed.piece_bytes(piece) for piece in missing[number])
+    base.store.require_room(nbytes, what)
+    return FetchPlan(missing, nbytes, here)
+
+
+def describe_fetch(listed: int, plan: FetchPlan, sources: int) -> str:
+    """Returns in words what was fetched, such as "fetched 34 of 291 tensors, 1.2 GB from 3 peers"."""
+    if not plan.missing:
+        return f"{plan.here} of {listed} tensors are here from earlier"
+    size = f"{plan.nbytes / 1e9:,.1f} GB" if plan.nbytes >= 1e9 else f"{plan.nbytes / 1e6:,.1f} MB"
+    peers = f"{sources} peer" + "s" * (sources != 1)
+    fetched = f"fetched {len(plan.missing)} of {listed} tensors, {size} from {peers}"
+    return fetched + f"; {plan.here} were here already" * bool(plan.here)

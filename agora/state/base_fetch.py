@@ -1,0 +1,361 @@
+"""Fetches tensors of the base model from several peers at once, piece by piece; sources may die, hang or send lies.
+
+Knows: what to ask which peer for, and the store that pieces go into. Must not know: how calls travel, who the peers
+are, which stages need the tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import STATE_CHUNK_BYTES
+from agora_protocol.messages import BaseIndex, GetBase, GetPiece, TensorPiece
+from agora_protocol.tensor_list import ListedTensor, TensorList, bits_to_held, count_pieces
+
+from agora.calls import Caller, Reply
+from agora.clock import loop_time
+from agora.state.base_giving import LIST
+from agora.state.base_tensors import malformed_list
+from agora.state.chunk_schedule import ChunkSchedule
+from agora.state.chunk_source import CHUNK_S, FAILURES, SLOW_S, SOURCES, TICK_S, ChunkSource, cancel_and_await
+from agora.state.stored_tensors import BaseModelError
+from agora.state.tensor_store import TensorStore
+from agora.state.transfer import milliseconds_until
+from agora.swarm.conduct import Offence, ReportOffence
+
+INDEX_S: Final = 30.0  # for a source to say what it has
+AGAIN_S: Final = 5.0  # after which a source is asked anew what it has, where it had nothing that is missing
+REVIVE_S: Final = 30.0  # after which a source that has failed FAILURES times in a row is tried again
+LOOK_S: Final = 2.0  # between two looks for new sources
+PATIENCE_S: Final = 60.0  # without an open call for a piece, and without a Busy answer, before the fetch fails
+BUSY_PATIENCE_S: Final = 1800.0  # without a piece, after which Busy answers do not count
+LONELY_S: Final = 15.0  # the same, while there is no other peer at all
+
+ListSources = Callable[[], Sequence[PeerId]]
+"""Returns the peers that may be asked now, the likeliest first."""
+
+
+class FalseBaseError(ProtocolError):
+    """Error: an answer cannot be what the manifest's tensor list says, which no network fault causes: an offence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceKey:
+    """One piece that is fetched: of the tensor of this number."""
+
+    number: int
+    piece: int
+
+
+@dataclass(slots=True)
+class _BaseSource(ChunkSource[int | None]):
+    """A peer that is asked; its calls are by the pieces' places in the schedule, None: what it has.
+
+    held: the numbers of the tensors that it has, None until it has said so. is_excluded: it is asked for nothing more.
+    """
+
+    held: frozenset[int] | None = None
+    is_excluded: bool = False
+
+
+class BaseFetch:
+    """Fetches first the tensor list, then tensors, each piece checked by its hash before it is written to the store.
+
+    A source that has none of what is missing is asked again later what it has: it may be fetching, too. A liar is asked
+    no more. The fetch fails when nobody has had anything to give for PATIENCE_S. What has arrived stays in the store.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        list_hash: str,
+        store: TensorStore,
+        list_sources: ListSources,
+        report_offence: ReportOffence,
+        on_tensor: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """on_tensor: called with the number of each tensor that has become whole in the store."""
+        self.on_piece: Callable[[], None] = lambda: None
+        """Called when a piece has been written."""
+        self.tensor_list: TensorList | None = None
+        self.bytes_from: Counter[PeerId] = Counter()
+        """Bytes of tensors that each peer has given."""
+        self.schedule = ChunkSchedule(0)
+        self._caller = caller
+        self._list_hash = list_hash
+        self._store = store
+        self._list_sources = list_sources
+        self._report_offence = report_offence
+        self._on_tensor = on_tensor
+        self._sources: dict[PeerId, _BaseSource] = {}
+        self._pieces: Sequence[PieceKey] = ()
+        self._listed: Mapping[int, ListedTensor] = {}
+        self._missing: Counter[int] = Counter()  # of each tensor, how many pieces are not in the store
+        self._next_look = 0.0
+        self._finishing: dict[int, asyncio.Task[None]] = {}  # tensors of which every piece is written, by number
+        self._last_arrival = 0.0  # of a piece
+        self._last_hope = 0.0  # when a piece last came or was on its way, or somebody was Busy
+
+    async def fetch_list(self, known: TensorList | None) -> TensorList:
+        """Returns the list, `known` or fetched. Raises BaseModelError when nobody gives it, or it is malformed."""
+        self.tensor_list = known
+        await self._run(lambda: self.tensor_list is not None)
+        assert self.tensor_list is not None
+        return self.tensor_list
+
+    async def fetch(self, missing: Mapping[int, Sequence[int]]) -> None:
+        """Fetches pieces of tensors into the store, where the tensors were begun. After fetch_list.
+
+        missing: the numbers of the pieces by the number of their tensor. Raises BaseModelError when nobody gives one of
+        them, DiskError when one cannot be written.
+        """
+        assert self.tensor_list is not None
+        self._listed = {number: self.tensor_list.tensors[number] for number in missing}
+        self._pieces = [PieceKey(number, piece) for number in sorted(missing) for piece in missing[number]]
+        self._missing = Counter({number: len(pieces) for number, pieces in missing.items()})
+        for number in [number for number, pieces in missing.items() if not pieces]:
+            self._finish(number)
+        self.schedule = ChunkSchedule(len(self._pieces))
+        await self._run(lambda: self.schedule.complete and not self._missing)
+
+    async def _run(self, is_done: Callable[[], bool]) -> None:
+        """Asks sources until `is_done`; whatever ends it, no call stays open."""
+        self._last_hope = self._last_arrival = loop_time()
+        self._next_look = 0.0
+        try:
+            while not is_done():
+                await self._advance()
+        finally:
+            await cancel_and_await([task for source in self._sources.values() for task, _ in source.calls.values()])
+            await asyncio.gather(*self._finishing.values(), return_exceptions=True)
+            self._take_ended()
+
+    async def _advance(self) -> None:
+        """Starts due calls and waits up to TICK_S until one ends. Raises BaseModelError when there is no hope left."""
+        now = loop_time()
+        self._look_for_sources(now)
+        self._ask_what_they_have(now)
+        self._ask_for_pieces(now)
+        calls = [task for source in self._sources.values() for task, _ in source.calls.values()]
+        calls += self._finishing.values()
+        if any(key is not None for source in self._sources.values() for key in source.calls):
+            self._last_hope = now
+        if now - self._last_hope > (PATIENCE_S if self._sources else LONELY_S):
+            raise BaseModelError(self._explain_failure())
+        if calls:
+            await asyncio.wait(calls, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(TICK_S)
+        self._take_ended()
+
+    def _take_ended(self) -> None:
+        """Removes what has ended: of calls, pieces that they did not bring are missing again. Raises its exceptions."""
+        for source in self._sources.values():
+            for chunk, task in source.take_ended_calls():
+                if chunk is not None:
+                    self.schedule.record_end(chunk, source.peer)
+                if not task.cancelled():
+                    task.result()
+        for number, task in [(number, task) for number, task in self._finishing.items() if task.done()]:
+            del self._finishing[number]
+            task.result()
+            del self._missing[number]
+            self._on_tensor(number)
+
+    def _explain_failure(self) -> str:
+        """Returns the error sentence for a fetch that nobody can go on with: the peers' reasons, and what to do."""
+        what = "the list of the base model's tensors"
+        if self.tensor_list is not None and self._missing:
+            first = self._listed[min(self._missing)].name
+            what = f"the base model's tensor {first}" + (f" and {n - 1} more" if (n := len(self._missing)) > 1 else "")
+        reasons = [f"{source.peer[-6:]}: {source.last_error}" for source in self._sources.values() if source.last_error]
+        why = "; ".join(reasons[:3]) or ("they say that they have none" if self._sources else "there is no other peer")
+        return (
+            f"No peer of the run gives {what} ({why}); start a peer that has the model's files, or name a folder here "
+            "that has them: --base-model DIR"
+        )
+
+    # --- starting calls
+
+    def _look_for_sources(self, now: float) -> None:
+        """Every LOOK_S, takes in peers that have come, and forgets idle ones that have gone."""
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        listed = list(self._list_sources())
+        for peer in listed:
+            self._sources.setdefault(peer, _BaseSource(peer))
+        gone = [peer for peer, source in self._sources.items() if peer not in listed and not source.calls]
+        for peer in gone:
+            if not self._sources[peer].is_excluded:
+                del self._sources[peer]
+
+    def _ask_what_they_have(self, now: float) -> None:
+        """Asks idle sources until SOURCES of them, without slow ones, have something that is missing or are asked."""
+        usable = [source for source in self._sources.values() if not source.is_excluded]
+        for source in usable:
+            if source.held is not None and not source.calls and not self._has_missing(source):
+                source.held, source.not_before = None, now + AGAIN_S
+        engaged = [s for s in usable if None in s.calls or (s.held is not None and not s.failures)]
+        not_slow = sum(1 for s in engaged if not s.is_slow(now, self._patience_s(s)))
+        idle = [s for s in usable if s.held is None and not s.calls and now >= s.not_before]
+        for source in idle[: max(SOURCES - not_slow, 0)]:
+            source.calls[None] = (asyncio.create_task(self._fetch_index(source)), now)
+
+    def _has_missing(self, source: _BaseSource) -> bool:
+        """Returns whether the source has a tensor of which pieces are missing."""
+        return source.held is not None and any(number in source.held for number in self._missing)
+
+    def _patience_s(self, source: _BaseSource) -> float:
+        """Returns how long a call to the source may last before an idle source is asked as well."""
+        return SLOW_S if source.held is None else max(SLOW_S, 4 * self.schedule.median_s())
+
+    def _ask_for_pieces(self, now: float) -> None:
+        """Fills the windows of the sources with calls, one piece each in turn, so that all of them have work."""
+        free = [s for s in self._sources.values() if s.held is not None and not s.is_excluded and now >= s.not_before]
+        while free:
+            free = [source for source in free if self._start_piece(source, now)]
+
+    def _start_piece(self, source: _BaseSource, now: float) -> bool:
+        """Starts a call for the source's next piece. Returns False if its window is full or it has none to give."""
+        held = source.held
+        if held is None or len(source.calls) >= source.window:
+            return False
+        chunk = self.schedule.take(source.peer, now, lambda chunk: self._pieces[chunk].number in held)
+        if chunk is None:
+            return False
+        source.calls[chunk] = (asyncio.create_task(self._fetch_piece(source, chunk)), now)
+        return True
+
+    # --- calls; each runs as a task of its own
+
+    async def _fetch_index(self, source: _BaseSource) -> None:
+        """Asks a source what it has, and for the list if that is not known yet."""
+        try:
+            reply = await self._call(source, GetBase, INDEX_S)
+            tensors = self.tensor_list or await self._fetch_list_of(source, _check_index(reply))
+            source.held = _check_held(reply, tensors)
+        except AgoraError as error:
+            self._handle_failure(source, error)
+            return
+        self.tensor_list = self.tensor_list or tensors
+        source.failures = 0
+
+    async def _fetch_list_of(self, source: _BaseSource, size: int) -> TensorList:
+        """Returns the list, of `size` bytes, that a source gives. Raises FalseBaseError if it is not the run's."""
+        data = bytearray()
+        for piece in range(count_pieces(size)):
+            reply = await self._call(source, partial(GetPiece, LIST, piece), CHUNK_S)
+            data += _check_piece(reply, min(STATE_CHUNK_BYTES, size - len(data)))
+            self._last_hope = self._last_arrival = loop_time()
+        if hashlib.sha256(data).hexdigest() != self._list_hash:
+            raise FalseBaseError("bad-message", "The tensor list is not the one that the manifest names.")
+        try:
+            return await asyncio.to_thread(TensorList.from_bytes, bytes(data))
+        except ProtocolError as error:
+            raise malformed_list(error) from error
+
+    async def _fetch_piece(self, source: _BaseSource, chunk: int) -> None:
+        """Asks a source for a piece, checks it and writes it; a tensor whose last piece this is becomes whole."""
+        key, started_at = self._pieces[chunk], loop_time()
+        listed = self._listed[key.number]
+        try:
+            reply = await self._call(source, partial(GetPiece, key.number, key.piece), CHUNK_S)
+            data = _check_piece(reply, listed.piece_bytes(key.piece))
+            if not await asyncio.to_thread(listed.is_piece, key.piece, data):
+                raise FalseBaseError("bad-tensor", f"Piece {key.piece} of {listed.name} has another SHA-256.")
+        except AgoraError as error:
+            self._handle_failure(source, error, key)
+            return
+        source.record_chunk(loop_time() - started_at)
+        await asyncio.to_thread(self._store.write_piece, key.number, listed, key.piece, data)
+        if chunk in self.schedule.arrived_chunks:
+            return
+        for peer in self.schedule.record_arrival(chunk, source.peer, loop_time()):
+            self._sources[peer].calls[chunk][0].cancel()
+        self._last_arrival = loop_time()
+        self.bytes_from[source.peer] += len(data)
+        self._missing[key.number] -= 1
+        if not self._missing[key.number]:
+            self._finish(key.number)
+        self.on_piece()
+
+    def _finish(self, number: int) -> None:
+        """Begins to make a tensor whole of which every piece is written."""
+        self._finishing[number] = asyncio.create_task(asyncio.to_thread(self._store.finish, number))
+
+    async def _call(self, source: _BaseSource, make: Callable[[int], GetBase | GetPiece], within_s: float) -> Reply:
+        """Makes a call to the source. make: returns the request, given the milliseconds that it has."""
+        deadline = loop_time() + within_s
+        return await self._caller.call(source.peer, make(milliseconds_until(deadline)), deadline=deadline)
+
+    # --- failures
+
+    def _handle_failure(self, source: _BaseSource, error: AgoraError, key: PieceKey | None = None) -> None:
+        """Lets a source whose call failed pause. key: the piece that it was asked for, None: what it has.
+
+        | error                         | what follows                                                     |
+        |-------------------------------|------------------------------------------------------------------|
+        | an answer that cannot be true | an offence; the source is asked for nothing more                 |
+        | another ProtocolError         | the source is asked for nothing more                             |
+        | BaseModelError                | raised: the manifest itself is wrong                             |
+        | Busy                          | it is asked again when it said                                   |
+        | refused to say what it has    | it is asked again after AGAIN_S                                  |
+        | refused a tensor              | the source counts as not having it                               |
+        | else                          | a pause, longer each time; from FAILURES in a row on, REVIVE_S   |
+        """
+        if isinstance(error, BaseModelError):
+            raise error
+        now, source.last_error = loop_time(), str(error)
+        if isinstance(error, FalseBaseError):
+            self._report_offence(source.peer, Offence.FALSE_BASE, f"{error.code}: {error}")
+        if isinstance(error, ProtocolError):
+            source.is_excluded, source.held = True, None
+            source.cancel_calls()
+        elif isinstance(error, Refused) and not isinstance(error, Busy):
+            if key is None:
+                source.not_before = now + AGAIN_S
+            elif source.held is not None:
+                source.held -= {key.number}
+        else:
+            source.record_failure(error, now)
+            if isinstance(error, Busy) and now < self._last_arrival + BUSY_PATIENCE_S:
+                self._last_hope = now
+            if source.failures >= FAILURES:
+                source.held, source.failures, source.not_before = None, 0, now + REVIVE_S
+
+
+def _check_index(reply: Reply) -> int:
+    """Returns the size of the list in the answer to GetBase. Raises FalseBaseError for another message."""
+    if not isinstance(reply.message, BaseIndex):
+        raise FalseBaseError("bad-message", f"GetBase was answered by {type(reply.message).__name__}.")
+    return reply.message.size
+
+
+def _check_held(reply: Reply, tensors: TensorList) -> frozenset[int]:
+    """Returns the tensors that the answer to GetBase says its sender has. Raises FalseBaseError for a false answer."""
+    if _check_index(reply) != len(tensors.to_bytes()):
+        raise FalseBaseError("bad-message", "The list has another size than a peer says.")
+    (bits,) = reply.tensors
+    if bits.dtype != "uint8" or len(bits.shape) != 1:
+        raise FalseBaseError("bad-tensor", "What a peer has is not uint8 [n].")
+    try:
+        return bits_to_held(bits.data, len(tensors.tensors))
+    except ProtocolError as error:
+        raise FalseBaseError(error.code, str(error)) from error
+
+
+def _check_piece(reply: Reply, nbytes: int) -> memoryview:
+    """Returns the bytes in the answer to GetPiece. Raises FalseBaseError unless there are `nbytes`."""
+    tensor = reply.tensors[0] if isinstance(reply.message, TensorPiece) and reply.tensors else None
+    if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (nbytes,)):
+        raise FalseBaseError("bad-tensor", f"A piece is not uint8 [{nbytes}].")
+    return tensor.data

@@ -1,0 +1,120 @@
+"""Gives other peers tensors of the base model: answers GetBase and GetPiece for as long as the daemon lives.
+
+A piece is hashed before it is given, so a damaged file costs its asker nothing. Knows: what this machine has, and how
+much it gives at once. Must not know: who asks, how calls travel, which span is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused
+from agora_protocol.limits import STATE_CHUNK_BYTES
+from agora_protocol.messages import BaseIndex, GetBase, GetPiece, TensorPiece
+from agora_protocol.tensor_list import TensorList, count_pieces, held_to_bits
+from agora_protocol.tensors import WireTensor
+
+from agora.calls import Reply
+from agora.observe import events
+from agora.observe.events import Report
+from agora.state.base_tensors import BaseTensors
+from agora.threads import run_in_thread
+
+MOST_AT_ONCE: Final = 8  # pieces that are read at the same time; each holds STATE_CHUNK_BYTES
+RETRY_MS: Final = 500
+LIST_WAIT_S: Final = 5.0  # for which an asker waits while the owner's files are hashed for the list; then it is Busy
+LIST_RETRY_MS: Final = 5000
+LIST: Final = -1
+"""The number in GetPiece that stands for the list itself."""
+
+
+class BaseGiver:
+    """Answers requests for the tensors that `base` has. The owner calls `close` at the daemon's end."""
+
+    def __init__(self, base: BaseTensors, report: Report) -> None:
+        self._base = base
+        self._report = report
+        self._opening: asyncio.Task[TensorList | None] | None = None  # finds or makes the list
+        self._reading = 0  # pieces
+
+    async def close(self) -> None:
+        """Stops waiting for the list, if it is being made."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+
+    async def answer(self, request: GetBase | GetPiece) -> Reply:
+        """Returns the answer. Raises Refused for what is not here, Busy, ProtocolError for what no list has."""
+        tensors = self._base.tensor_list or await self._open_list()
+        if isinstance(request, GetPiece):
+            return await self._give_piece(tensors, request)
+        if not self._base.held:
+            raise Refused("this peer has no tensor of the base model; ask another")
+        bits = held_to_bits(self._base.held, len(tensors.tensors))
+        index = BaseIndex(len(tensors.to_bytes()))
+        return Reply(index, [WireTensor("uint8", (len(bits),), memoryview(bits))])
+
+    async def _open_list(self) -> TensorList:
+        """Returns the list, which may have to be made first. Raises Busy while that lasts, Refused if it cannot be."""
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._find_list(), name="tensor list")
+        await asyncio.wait([self._opening], timeout=LIST_WAIT_S)
+        if not self._opening.done():
+            raise Busy("this peer is hashing its files of the base model; ask again", LIST_RETRY_MS)
+        try:
+            tensors = self._opening.result()
+        except AgoraError as error:
+            raise Refused("this peer's files of the base model are not usable; ask another") from error
+        if tensors is None:
+            self._opening = None  # they may be fetched later
+            raise Refused("this peer has neither all files of the base model nor their list; ask another")
+        return tensors
+
+    async def _find_list(self) -> TensorList | None:
+        """Returns the list, None without one here. Reports and raises BaseModelError for files of another model."""
+        try:
+            return await run_in_thread(self._base.open_list)
+        except AgoraError as error:
+            self._report(events.TaskFailed("tensor list", str(error)))
+            raise
+
+    async def _give_piece(self, tensors: TensorList, request: GetPiece) -> Reply:
+        """Returns a piece of the list or of a tensor. Raises as `answer` does."""
+        if request.tensor == LIST:
+            data = tensors.to_bytes()
+            _require_piece(request, len(data))
+            begin = request.piece * STATE_CHUNK_BYTES
+            return _piece(data[begin : begin + STATE_CHUNK_BYTES])
+        listed = self._base.listed(request.tensor)
+        if listed is None:
+            raise ProtocolError("bad-message", f"The list has {len(tensors.tensors)} tensors; ask for one of them.")
+        _require_piece(request, listed.nbytes)
+        place = self._base.place_of(request.tensor)
+        if place is None:
+            raise Refused("this peer does not have this tensor; ask another")
+        if self._reading >= MOST_AT_ONCE:
+            raise Busy(f"this peer gives {MOST_AT_ONCE} pieces already; ask again, or another", RETRY_MS)
+        self._reading += 1
+        try:
+            data_read = await asyncio.to_thread(place.read_piece, listed, request.piece)
+        except OSError:
+            data_read = None
+        finally:
+            self._reading -= 1
+        if data_read is None:
+            self._base.drop(request.tensor)
+            self._report(events.BaseTensorDamaged(str(place.path), listed.name))
+            raise Refused("this peer does not have this tensor any more; ask another")
+        return _piece(data_read)
+
+
+def _require_piece(request: GetPiece, nbytes: int) -> None:
+    """Raises ProtocolError unless so many bytes have the piece."""
+    if request.piece >= (count := count_pieces(nbytes)):
+        raise ProtocolError("bad-message", f"There are {count} pieces; ask for one of them.")
+
+
+def _piece(data: bytes) -> Reply:
+    """Returns the answer to GetPiece."""
+    return Reply(TensorPiece(), [WireTensor("uint8", (len(data),), memoryview(data))])

@@ -1,0 +1,168 @@
+"""The tensors of a base model that this machine has fetched, in a folder named by the SHA-256 of their tensor list.
+
+    STORE/tensors.list               the tensor list; STORE's own name is its SHA-256
+    STORE/tensors/00034.safetensors  tensor number 34 of the list, whole, alone in its file
+    STORE/tensors/00034.part         the same while it is fetched; pieces that have not come yet are zeros
+    STORE/NAME.safetensors           a link to a weights file of the folder that this machine's owner has named
+
+Because the name says which list is meant, the folder can be checked by whoever finds it, and serves every run that
+begins with this model. Every function blocks. Knows: files, hashes. Must not know: peers, stages, layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from agora_protocol.errors import DiskError
+from agora_protocol.limits import MAX_TENSOR_LIST_BYTES, STATE_CHUNK_BYTES
+from agora_protocol.tensor_list import ListedTensor, TensorList
+
+from agora.state.files import safetensors_header, sync_folder, write_file
+from agora.state.stored_tensors import BaseModelError, TensorBytes, is_intact, read_at, read_tensor_places
+
+LIST: Final = "tensors.list"
+SPARE_BYTES: Final = 64 * 2**20
+"""What stays free on the disk."""
+
+
+class TensorStore:
+    """The fetched tensors below `folder`, whose name is the digest of their list; it need not exist yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read_list(self) -> TensorList | None:
+        """Returns the list that is kept here; None without one whose SHA-256 is the folder's name.
+
+        Raises ProtocolError for a list that is malformed although its hash is right.
+        """
+        try:
+            with (self.folder / LIST).open("rb") as file:
+                data = file.read(MAX_TENSOR_LIST_BYTES + 1)
+        except OSError:
+            return None
+        return TensorList.from_bytes(data) if hashlib.sha256(data).hexdigest() == self.folder.name else None
+
+    def create(self) -> None:
+        """Makes the folder. Raises DiskError."""
+        with self._disk_errors():
+            self._tensors.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def keep_list(self, tensors: TensorList) -> None:
+        """Writes the list, whose digest is the folder's name. Raises DiskError."""
+        self.create()
+        with self._disk_errors():
+            fresh = (self.folder / LIST).with_suffix(".new")
+            fresh.unlink(missing_ok=True)
+            write_file(fresh, [tensors.to_bytes()])
+            os.replace(fresh, self.folder / LIST)
+            sync_folder(self.folder)
+
+    # --- whole tensors
+
+    def find(self, number: int, listed: ListedTensor) -> TensorBytes | None:
+        """Returns where the tensor of this number lies; None if it is not here whole. Its values are not read."""
+        path = self._tensors / f"{number:05d}.safetensors"
+        if not path.is_file():
+            return None
+        try:
+            place = read_tensor_places(path).get(listed.name)
+        except BaseModelError:
+            return None
+        return place if place is not None and place.is_like(listed) else None
+
+    def find_intact(self, number: int, listed: ListedTensor) -> TensorBytes | None:
+        """Returns as `find` does, but None too if any of its bytes is not the list's; reads them all."""
+        place = self.find(number, listed)
+        return place if place is not None and is_intact(place, listed) else None
+
+    # --- tensors on their way
+
+    def begin(self, number: int, listed: ListedTensor) -> set[int]:
+        """Makes room for the pieces of a tensor. Returns those that an earlier process has left here, and are right.
+
+        Raises DiskError.
+        """
+        header, part = _header_of(listed), self._part(number)
+        self.create()
+        with self._disk_errors():
+            if part.is_file() and part.stat().st_size == len(header) + listed.nbytes:
+                place = TensorBytes(part, listed.name, listed.dtype, listed.shape, len(header))
+                if read_at(part, 0, len(header)) == header:
+                    return {n for n in range(listed.piece_count) if place.read_piece(listed, n) is not None}
+            with part.open("wb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(header)
+                file.truncate(len(header) + listed.nbytes)
+        return set()
+
+    def require_room(self, need_bytes: int, what: str) -> None:
+        """Raises DiskError if less than `need_bytes` and SPARE_BYTES are free. what: needs them, for the sentence."""
+        with self._disk_errors():
+            free = shutil.disk_usage(self.folder).free
+        if need_bytes + SPARE_BYTES > free:
+            raise DiskError(
+                f"{what} needs {need_bytes / 1e9:.1f} GB in {self.folder}, and {free / 1e9:.1f} GB are free; free some "
+                "space, choose another --dir, or name a folder that has the base model's files: --base-model DIR."
+            )
+
+    def write_piece(self, number: int, listed: ListedTensor, piece: int, data: bytes | memoryview) -> None:
+        """Writes a piece that was checked, of a tensor that was begun. Raises DiskError."""
+        with self._disk_errors(), self._part(number).open("r+b") as file:
+            file.seek(len(_header_of(listed)) + piece * STATE_CHUNK_BYTES)
+            file.write(data)
+
+    def finish(self, number: int) -> None:
+        """Makes a tensor of which every piece is written a whole one, also after a power cut. Raises DiskError."""
+        part = self._part(number)
+        with self._disk_errors():
+            with part.open("r+b") as file:
+                os.fsync(file.fileno())
+            os.replace(part, part.with_suffix(".safetensors"))
+            sync_folder(self._tensors)
+
+    # --- beside them
+
+    def link_files(self, owner_folder: Path | None, names: Sequence[str]) -> None:
+        """Links the weights files that the owner's folder has into this one, in place of former links.
+
+        So readers of this folder find in it all that the machine has of the model. Raises DiskError.
+        """
+        with self._disk_errors():
+            for name in names:
+                link, target = self.folder / name, owner_folder / name if owner_folder is not None else None
+                if link.is_symlink():
+                    link.unlink()
+                if target is not None and target.is_file() and not link.exists():
+                    link.symlink_to(target.absolute())
+
+    @property
+    def _tensors(self) -> Path:
+        """The folder with a file for each tensor."""
+        return self.folder / "tensors"
+
+    def _part(self, number: int) -> Path:
+        """Returns the path of a tensor that is on its way."""
+        return self._tensors / f"{number:05d}.part"
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Turns an OSError in the block into a DiskError."""
+        try:
+            yield
+        except OSError as error:
+            raise DiskError(
+                f"Cannot write in {self.folder} ({error.strerror or error}); free some space, choose another --dir, or "
+                "name a folder that has the base model's files: --base-model DIR."
+            ) from error
+
+
+def _header_of(listed: ListedTensor) -> bytes:
+    """Returns how the file of a fetched tensor begins."""
+    return safetensors_header({listed.name: (listed.dtype, listed.shape, listed.nbytes)}, {})
