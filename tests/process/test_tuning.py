@@ -1,0 +1,125 @@
+"""Fine-tuning in real processes: every sample once an epoch, though origins are killed, and over a restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agora_protocol.manifest import Manifest
+
+from agora.cli.local_swarm import LocalDaemon as Daemon
+from agora.data.data_hashes import hash_samples
+from tests.model.tiny_models import make_model, manifest_of, save
+from tests.process.harness import Swarm, counted_twice, drained, nothing_lost, swarm
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+MICROBATCH = 2
+SAMPLES = 1200
+MOST_IN_A_ROW = 6
+"""Samples that fit into a row: they have 11 tokens at least, end of turn included, and a row 64."""
+MOST_IN_FLIGHT = 16
+"""Microbatches that an origin may have open, at most, when it is killed."""
+
+
+def samples(path: Path, count: int) -> Path:
+    lines = [json.dumps({"prompt": f"{n} is ", "completion": f"no {n * 7 % 1000}."}) for n in range(1000, 1000 + count)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def tuning(tmp_path: Path, kind: str = "sft", **sections: Any) -> tuple[Manifest, list[str]]:
+    """A run with LoRA on a tiny model, and what its daemons are started with."""
+    folder = save(make_model("qwen2"), tmp_path / "base")
+    values: dict[str, Any] = {
+        "model": {"trained": "lora", "frozen_as": "float32", "lora_rank": 4, "context": 63},
+        "schedule": {"microbatch": MICROBATCH, "max_in_flight": 4},
+        "optimizer": {"target_tokens": 400, "learning_rate": 1e-3, "average_decay": 0.0},
+        "averaging": {"gradient_wire": "float32"},
+        "checkpoint": {"every": 4},
+        "objective": {"kind": kind},
+        "data": {"samples": str(samples(tmp_path / "samples.jsonl", SAMPLES)), "heldout": 0.05, "tokenizer": "bytes"},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return manifest_of(folder, stages=2, **values), ["--base-model", str(folder), "--allow-files"]
+
+
+def counted(daemon: Daemon) -> dict[str, Any]:
+    """What this origin knew of the samples at its last step."""
+    told = daemon.events("SamplesCounted")
+    return told[-1] if told else {"epoch": 0, "seen": 0, "repeated": 0, "missed": 0}
+
+
+def trained_samples(daemon: Daemon) -> int:
+    """How many samples an epoch has, as the daemon found them."""
+    (step,) = [event for event in daemon.events("StartStep") if event["name"] == "samples"][:1]
+    return int(step["note"].split(" ")[0].replace(",", ""))
+
+
+def first_epoch_done(made: Swarm, *origins: Daemon) -> dict[str, Any]:
+    """Waits until some origin knows that the first epoch is complete, and returns what it counted then."""
+    done = made.until(
+        lambda: next((e for o in origins for e in o.events("SamplesCounted") if e["epoch"] >= 1), None),
+        "the first epoch to be complete",
+        within_s=120,
+    )
+    return dict(done)
+
+
+def test_an_epoch_covers_every_sample_though_origins_are_killed(tmp_path: Path) -> None:
+    manifest, flags = tuning(tmp_path)
+    with swarm(tmp_path, manifest) as made:
+        origins = [made.start(f"origin-{n}", "0", flags=flags) for n in range(3)]
+        last = [made.start(f"last-{n}", "1", flags=flags) for n in range(2)]
+        made.serving()
+        first = origins[0]
+        made.until(lambda: counted(first)["seen"] > SAMPLES / 10, "samples to be seen", within_s=60)
+        origins.pop().kill()
+        made.until(lambda: counted(first)["seen"] > SAMPLES / 4, "others to go on", within_s=60)
+        last.pop().kill()
+        joiner = made.start("joiner", "0", flags=flags)
+        done = first_epoch_done(made, *origins, joiner)
+        each = trained_samples(first)
+        assert SAMPLES * 0.9 < each < SAMPLES
+        assert done["seen"] >= each and done["missed"] == 0
+        assert done["repeated"] <= (MOST_IN_FLIGHT + 2) * MICROBATCH * MOST_IN_A_ROW, "what the killed one had in hand"
+        assert joiner.events("MicrobatchCompleted", purpose="train") or counted(first)["epoch"] > 0
+        drained(made, *origins)
+        made.stop()
+        nothing_lost(made, *origins)
+        assert not counted_twice([*made.daemons.values()])
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    manifest, flags = tuning(tmp_path)
+    with swarm(tmp_path, manifest) as made:
+        before = [made.start("a", "0", flags=flags), made.start("b", "1", flags=flags)]
+        made.until(lambda: counted(before[0])["seen"] > SAMPLES / 4, "a quarter of the epoch", within_s=90)
+        assert made.stop() == {"a": 0, "b": 0}
+        seen, told = counted(before[0]), len(before[0].events("SamplesCounted"))
+        each = trained_samples(before[0])
+        assert 0 < seen["seen"] < each, "it was stopped in the middle"
+        made.invite = ""
+        after = [made.start("a", "0", flags=flags), made.start("b", "1", flags=flags)]
+        made.serving()
+        made.until(lambda: len(after[0].events("SamplesCounted")) > told, "a step after the restart", within_s=60)
+        first = after[0].events("SamplesCounted")[told]
+        assert first["seen"] >= seen["seen"], "what was trained on before is not trained on again"
+        done = first_epoch_done(made, after[0])
+        assert done["missed"] == 0 and done["repeated"] <= 2 * MICROBATCH * MOST_IN_A_ROW
+        assert made.completed(after[0]) * MICROBATCH * MOST_IN_A_ROW >= each
+        made.stop()
+
+
+def test_a_machine_with_other_samples_than_the_manifest_says_does_not_train(tmp_path: Path) -> None:
+    manifest, flags = tuning(tmp_path)
+    path = Path(manifest.data.samples)
+    manifest = manifest.replaced(data={"samples_hash": hash_samples(path)})
+    with swarm(tmp_path, manifest) as made:
+        path.write_text(path.read_text().replace("1000 is", "1001 is"))
+        with pytest.raises(AssertionError, match="(?s)ended by itself with exit code 1: .*samples"):
+            made.start("origin", "0", flags=flags)
+            made.serving()
