@@ -9,7 +9,7 @@ import torch
 from agora_protocol.manifest import HfSection
 
 from agora.model.base_model import WantedTensor
-from agora.model.hf_family import _wanted_tensors
+from agora.model.hf_family import wanted_tensors
 from agora.model.hf_stage import HfStage
 
 
@@ -20,4 +20,4 @@ def needed_tensors(model: HfSection, layers: range) -> list[WantedTensor]:
     """
     with torch.device("meta"):
         stage = HfStage(model, layers)
-    return list(dict.fromkeys(_wanted_tensors(stage).values()))
+    return list(dict.fromkeys(wanted_tensors(stage).values()))

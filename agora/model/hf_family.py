@@ -74,7 +74,7 @@ class HfFamily(Family):
     def _read_files(self, stage: Stage, base_model: Path | None) -> None:
         """Gives `stage` what files have of it. A frozen matrix is quantised before the next tensor is read."""
         assert isinstance(stage, HfStage)
-        for name, values in read_tensors(base_model, self._model.weights, _wanted_tensors(stage)):
+        for name, values in read_tensors(base_model, self._model.weights, wanted_tensors(stage)):
             stage.load(name, values)
             del values  # or it would live until the next one is read
 
@@ -85,7 +85,7 @@ class HfFamily(Family):
         """
         with torch.device("meta"):
             whole = HfStage(self._model, range(self._model.layers))
-        locate_tensors(base_model, [name for name, _ in self._model.weights], _wanted_tensors(whole))
+        locate_tensors(base_model, [name for name, _ in self._model.weights], wanted_tensors(whole))
 
     def memory_bytes(self, layers: range, tokens: int) -> int:
         """Returns the bytes of frozen parameters, TRAINING_BYTES for each trained one, and the activations.
@@ -124,6 +124,6 @@ class HfFamily(Family):
         )
 
 
-def _wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
+def wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
     """Returns what files must have for each parameter of the stage that comes from them, by its name."""
     return {name: WantedTensor(stage.file_names(name), shape) for name, shape in stage.file_shapes().items()}
