@@ -36,6 +36,13 @@ TEXTS = Annotated[
     list[str] | None,
     typer.Option(metavar="stdlib|PATH...", help="Texts; with --base-model one data file. Default stdlib."),
 ]
+SHARD_SIZE = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="The most that a weights file holds; default 5GB.")
+]
+MERGE = Annotated[bool, typer.Option("--merge", help="Write the base model with the run's LoRA adapter added to it.")]
+MERGED_MODEL = Annotated[
+    Path | None, typer.Option("--base-model", metavar="DIR", help="The base model's folder; --merge needs it.")
+]
 
 
 @app.command()
@@ -155,12 +162,18 @@ def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write; it appears when it is complete.")],
     average: console.AVERAGE = True,
     dtype: Annotated[str, typer.Option(metavar="float32|bf16", help="What the weights are written as.")] = "float32",
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The most that a weights file holds.")] = "5GB",
+    shard_size: SHARD_SIZE = None,
+    merge: MERGE = False,
+    base_model: MERGED_MODEL = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is an earlier export.")] = False,
     directories: console.CHECKPOINTS = None,
     as_json: JSON = False,
 ) -> None:
     """Write the run's model as a Hugging Face folder: AutoModelForCausalLM.from_pretrained(DIR) loads it.
+
+    Of a run that trains LoRA it writes the adapter, which PeftModel.from_pretrained(base, DIR) loads beside the base
+    model; with --merge the whole model. Without --base-model, AGORA_BASE_MODEL or the data directory's agora.toml names
+    the folder to merge into, as for a daemon.
 
     A daemon of the run on this machine collects every stage from the swarm; without one, the newest whole checkpoints
     in the data directories are taken. Everything is checked against the manifest before anything is written.
@@ -170,12 +183,23 @@ def export(
     Examples:
       swarm export run.toml --out model
       swarm export agora://... --out model --dtype bf16 --dir ./one --dir ./two
+      swarm export tuned.toml --out merged --merge --base-model ./Qwen3-0.6B
     """
     from agora.cli import export as command
 
-    places = directories or ()
     raise typer.Exit(
-        command.run(run, out, places, average=average, dtype=dtype, shard_size=shard_size, force=force, as_json=as_json)
+        command.run(
+            run,
+            out,
+            directories or (),
+            average=average,
+            dtype=dtype,
+            shard_size=shard_size,
+            merge=merge,
+            base_model=base_model,
+            force=force,
+            as_json=as_json,
+        )
     )
 
 

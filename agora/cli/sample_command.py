@@ -1,6 +1,6 @@
 """`swarm sample`: the present model of a run continues a text.
 
-Knows: the flags, where weights come from (cli.export), what is printed. Must not know: how a model computes. Loads
+Knows: the flags, where weights come from (stage_sources), what is printed. Must not know: how a model computes. Loads
 torch only once there are weights.
 """
 
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from agora.cli import console
-from agora.cli.export import find_stages, steps_by_stage
+from agora.cli.stage_sources import base_model_folder, find_stages, steps_by_stage
 from agora.cli.text_sample import WholeModel, load_model
-from agora.node import paths, settings
 
 UNFINISHED: Final = "�"
 """What decoding puts for the bytes of a character that is not whole yet."""
@@ -72,16 +71,6 @@ def run(
         print(flush=True)
         console.print_line(f"{len(taken)} tokens in {seconds:.1f} s; --seed {seed} draws them again")
     return console.DONE
-
-
-def base_model_folder(flag: Path | None, directories: Sequence[Path]) -> Path | None:
-    """Returns the base model's folder: of `flag`, else the setting of the daemon in the first of `directories`.
-
-    Without any, of that in the default data directory. None where none is named. Raises SettingsError.
-    """
-    home = paths.home_at(next(iter(directories), None))
-    flags = {"base_model": str(flag.absolute()) if flag else None}
-    return settings.load(home.root / "agora.toml", flags).base_model_folder
 
 
 def _pieces(model: WholeModel, prompt: str, sampling: Sampling, seed: int, taken: list[int]) -> Iterator[str]:

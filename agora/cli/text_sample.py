@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from agora_protocol.errors import AgoraError
 
 from agora.cli.console import Failure, print_line
-from agora.cli.export import Sources, exported_tensors, find_stages
+from agora.cli.export import exported_tensors
+from agora.cli.stage_sources import Sources, find_stages
 from agora.data.tokenizer import Tokenizer, open_tokenizer
 from agora.state.merged_model import open_stages
 

@@ -1,10 +1,13 @@
 """The files of a LoRA adapter as peft reads them: adapter_config.json, and the names in adapter_model.safetensors.
 
-Knows: peft's keys and names. Must not know: the package peft, layers, where files are written.
+Also says which matrices are added to which weight, and how often. Knows: peft's keys and names. Must not know: the
+package peft, layers, where files are written.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, Final
 
 from agora_protocol.manifest import HfSection
@@ -44,3 +47,17 @@ def adapter_config(model: HfSection) -> dict[str, Any]:
 def adapter_tensor_name(name: str) -> str:
     """Returns the name in adapter_model.safetensors of a trained matrix with this name in the run."""
     return ADAPTER_ROOT + name.replace(f".{ADAPTER}.", ".")
+
+
+def matrices_by_weight(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Returns the names in the run of the matrices A and B of each adapted weight, by its name in the base model.
+
+    names: those of all trained matrices.
+    """
+    first, second = f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
+    return {name.replace(first, "."): (name, name.replace(first, second)) for name in names if first in name}
+
+
+def product_scale(model: HfSection) -> float:
+    """Returns how often the product of two matrices counts: alpha / r, or alpha / sqrt(r) with lora_rslora."""
+    return model.lora_alpha / (math.sqrt(model.lora_rank) if model.lora_rslora else model.lora_rank)

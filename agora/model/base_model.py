@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from agora_protocol.errors import ProtocolError
@@ -30,6 +30,7 @@ from agora.state.stored_tensors import BaseModelError as BaseModelError
 from agora.state.tensor_store import TensorStore
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION: Final = "generation_config.json"
 MAX_INDEX_BYTES: Final = 64 * 2**20
 READABLE: Final = ("F32", "BF16", "F16")
 """The dtypes, as safetensors calls them, that become float32 without a loss."""
@@ -92,6 +93,23 @@ def weight_files(folder: Path) -> list[str]:
     return names
 
 
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Returns the folder's generation_config.json: how text is sampled, and which ids end it; {} without such a file.
+
+    No hash in the manifest covers it. Raises BaseModelError for a file that is not a JSON object of sensible size.
+    """
+    path = folder / GENERATION
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(_read_text(path, MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise BaseModelError(f"{path} is not a JSON object; {DOWNLOAD_AGAIN}.")
+    return values
+
+
 def _read_text(path: Path, most: int) -> str:
     """Returns the text of a file of at most `most` bytes.
 
@@ -116,6 +134,21 @@ def read_tensors(
     weights file, as the manifest lists them. Raises BaseModelError; everything is checked, weights files by their
     hashes and fetched tensors by those of their list, before the first tensor is yielded.
     """
+    located = locate_checked(folder, files, wanted)
+    for path in sorted({stored.path for stored in located.values()}):
+        with safe_open(path, framework="pt") as reader:
+            for key, stored in located.items():
+                if stored.path == path:
+                    yield key, reader.get_tensor(stored.name).to(torch.float32)
+
+
+def locate_checked(
+    folder: Path | None, files: Sequence[tuple[str, str]], wanted: Mapping[str, WantedTensor]
+) -> dict[str, StoredTensor]:
+    """Returns for each wanted tensor where it is stored, after it has hashed the files that have any.
+
+    The arguments are those of read_tensors. Raises BaseModelError as locate_tensors does, and for another hash.
+    """
     folder = require_folder(folder)
     located = locate_tensors(folder, [name for name, _ in files], wanted)
     used = {stored.path for stored in located.values()}
@@ -125,11 +158,7 @@ def read_tensors(
     for stored in located.values():
         if stored.fetched is not None and not is_intact(*stored.fetched):
             raise BaseModelError(f"{stored.path} is damaged; start the daemon again: it fetches this tensor anew.")
-    for path in sorted(used):
-        with safe_open(path, framework="pt") as reader:
-            for key, stored in located.items():
-                if stored.path == path:
-                    yield key, reader.get_tensor(stored.name).to(torch.float32)
+    return located
 
 
 def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, WantedTensor]) -> dict[str, StoredTensor]:

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agora.state.merged_model import ExportedTensor
+from agora.model.lora_merge import ReadTrained
+from agora.state.merged_model import ExportedTensor, TensorBlocks
 from agora.state.model_card import ModelDescription
 
 IGNORED: Final = -1
@@ -128,6 +129,22 @@ class Family(abc.ABC):
 
         dtype: "float32" or "bfloat16". end_of_text: the id that ends a document; None where there is none.
         """
+
+    def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
+        """Returns the tensors of a whole Hugging Face model: those of the base model, with what was trained added.
+
+        base_model: the folder with the base model's files. read_trained is called when blocks are read. Raises
+        LocalError unless the files are those of the run. The base class raises LookupError: only a model whose section
+        `has_reference` is asked.
+        """
+        raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
+
+    def merged_config_files(self, base_model: Path, dtype: str) -> dict[str, dict[str, Any]]:
+        """Returns the JSON files beside merged_tensors, by name; dtype as for config_files. Raises as merged_tensors.
+
+        The base class raises LookupError.
+        """
+        raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
     @abc.abstractmethod
     def describe(self) -> ModelDescription:

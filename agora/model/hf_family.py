@@ -2,12 +2,14 @@
 
 Either all parameters are trained, or the matrices of LoRA beside the frozen others; only trained ones are counted,
 averaged and exported. A tied head is untied: the first and the last stage are different peers, so the head begins as a
-copy of the embedding, and where all is trained both learn on their own. Knows: names of tensors, keys of config.json.
-Must not know: where files lie, peers.
+copy of the embedding, and where all is trained both learn on their own. Beside LoRA both stay as they are, so that a
+merged model is tied as the base model is. Knows: names of tensors, keys of config.json. Must not know: where files lie,
+peers.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,14 +17,30 @@ import torch
 from agora_protocol.base_config import parse_config
 from agora_protocol.manifest import HfSection
 
-from agora.model.adapter_files import ADAPTER_CONFIG, adapter_config, adapter_tensor_name
-from agora.model.base_model import WantedTensor, locate_tensors, read_tensors, require_folder
+from agora.model.adapter_files import (
+    ADAPTER_CONFIG,
+    adapter_config,
+    adapter_tensor_name,
+    matrices_by_weight,
+    product_scale,
+)
+from agora.model.base_model import (
+    CONFIG,
+    GENERATION,
+    WantedTensor,
+    locate_checked,
+    locate_tensors,
+    read_generation_config,
+    read_tensors,
+    require_folder,
+)
 from agora.model.family import TRAINING_BYTES, Family, Stage
 from agora.model.frozen_layers import frozen_bytes
 from agora.model.hf_architecture import architecture_of
 from agora.model.hf_stage import HfStage
-from agora.model.lora_layers import initial_lora_values
-from agora.state.merged_model import ExportedTensor
+from agora.model.lora_layers import initial_lora_values, lora_targets
+from agora.model.lora_merge import LoraProduct, ReadTrained, merged_tensor
+from agora.state.merged_model import ExportedTensor, TensorBlocks
 from agora.state.model_card import ModelDescription
 
 ACTIVATION_BYTES: Final = 64
@@ -111,17 +129,59 @@ class HfFamily(Family):
         """
         if self._has_lora:
             return {ADAPTER_CONFIG: adapter_config(self._model)}
-        config = parse_config(self._model.config)
-        return {"config.json": {**config, "dtype": dtype, "torch_dtype": dtype, "tie_word_embeddings": False}}
+        return {CONFIG: {**self._base_config(dtype), "tie_word_embeddings": False}}
+
+    def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
+        """Returns the tensors of the base model, with LoRA's products added to those that have LoRA. A tied head is
+        none of them.
+
+        The weights are those of the files, whatever the stages kept them as. Raises BaseModelError unless all of the
+        base model's files are in the folder, with the manifest's hashes.
+        """
+        whole_section = self._model.model_copy(update={"trained": "all"})
+        with torch.device("meta"):
+            whole = HfStage(whole_section, range(self._model.layers))
+        wanted = {whole.file_names(name)[0]: tensor for name, tensor in wanted_tensors(whole).items()}
+        stored = locate_checked(base_model, self._model.weights, wanted)
+        matrices = matrices_by_weight(self.parameter_shapes(range(self._model.layers)))
+        products = {weight: self._product(*names, read_trained) for weight, names in matrices.items()}
+        return [merged_tensor(name, place, products.get(name)) for name, place in stored.items()]
+
+    def _product(self, name_a: str, name_b: str, read_trained: ReadTrained) -> LoraProduct:
+        """Returns what the matrices of these names in the run add to their weight, as files have it."""
+        is_transposed = architecture_of(self._model).is_transposed
+        reads = partial(read_trained, name_a), partial(read_trained, name_b)
+        return LoraProduct(*reads, product_scale(self._model), is_transposed)
+
+    def merged_config_files(self, base_model: Path, dtype: str) -> dict[str, dict[str, Any]]:
+        """Returns config.json as it came but with the export's dtype, and the folder's generation_config.json, if any.
+
+        Raises BaseModelError for a malformed one.
+        """
+        generation = read_generation_config(base_model)
+        return {CONFIG: self._base_config(dtype), **({GENERATION: generation} if generation else {})}
+
+    def _base_config(self, dtype: str) -> dict[str, Any]:
+        """Returns the base model's config.json with the dtype of an export, by its keys of transformers 5 and 4."""
+        return {**parse_config(self._model.config), "dtype": dtype, "torch_dtype": dtype}
 
     def describe(self) -> ModelDescription:
-        """Returns the kind and the sizes of the decoder in words, for the model card."""
+        """Returns the kind and the sizes of the decoder in words, for the model card, and what is trained beside it."""
         model = self._model
         return ModelDescription(
             kind=f"A {architecture_of(model).words} decoder",
             shape=f"width {model.width}, {model.layers} layers, vocabulary {model.vocabulary}",
             is_pretrained=True,
+            adapter=self._adapter_words() if self._has_lora else "",
+            frozen_as=model.frozen_as if self._has_lora else "",
         )
+
+    def _adapter_words(self) -> str:
+        """Returns LoRA's sizes and targets in words. Raises ManifestError for targets that the model does not have."""
+        model = self._model
+        targets = ", ".join(sorted(lora_targets(model, architecture_of(model).linears)))
+        scale = f"{model.lora_alpha:g} / {'sqrt(rank)' if model.lora_rslora else 'rank'}"
+        return f"LoRA of rank {model.lora_rank}, scale {scale}, dropout {model.lora_dropout:g}, in {targets}"
 
 
 def wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:

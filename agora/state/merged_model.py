@@ -1,6 +1,8 @@
-"""Merges the weight files of all stages into the shards of one model, with one tensor at a time in memory.
+"""Joins the weight files of all stages into one model, and writes tensors as safetensors files, block by block.
 
-Knows: safetensors files, tensors' names and shapes, float32 and bf16. Must not know: families, peers, or who asks.
+At most one tensor of the stages is in memory at a time; of tensors that come from elsewhere, at most what their reader
+holds. Knows: safetensors files, tensors' names and shapes, float32 and bf16. Must not know: families, peers, LoRA, or
+who asks.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -28,6 +31,8 @@ SOURCE_BYTES: Final = 4
 ITEM_BYTES: Final[Mapping[Dtype, int]] = {"float32": 4, "bf16": 2}
 FILE_DTYPES: Final[Mapping[Dtype, str]] = {"float32": "F32", "bf16": "BF16"}
 INDEX: Final = "model.safetensors.index.json"
+PIECE_VALUES: Final = 1 << 20
+"""How many values are converted and written at a time."""
 
 
 class ExportError(LocalError):
@@ -70,6 +75,25 @@ class ExportedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorBlocks:
+    """A tensor that is to be written, whose values are read block by block.
+
+    name, shape: those in the file. read_blocks: yields the values in row-major order, float32, in blocks of any shape.
+    origin: where they come from, for error sentences.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read_blocks: Callable[[], Iterator[NDArray[np.float32]]]
+    origin: str
+
+    @property
+    def numel(self) -> int:
+        """Returns how many elements the tensor has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class OpenStageFile:
     """An open file of a stage: its tensors by their names in the run, which begin with `prefix` in the file."""
 
@@ -86,69 +110,64 @@ class OpenStageFile:
         """Reads the tensor."""
         return self.reader.get_tensor(self.prefix + name)  # type: ignore[no-any-return]
 
+    def place_of(self, name: str) -> str:
+        """Returns the file and the tensor's name in it, for error sentences."""
+        return f"{self.path}: {self.prefix}{name}"
+
 
 @dataclass(frozen=True, slots=True)
-class MergedModel:
-    """A whole model in the open files of its stages (`open_stages`), of which one tensor at a time is in memory.
-
-    sources: for each exported tensor the file of its stage.
-    """
+class OpenStages:
+    """The weights of all stages in their open files (`open_stages`). sources: for each exported tensor its file."""
 
     sources: Mapping[ExportedTensor, OpenStageFile]
 
     @property
     def numel(self) -> int:
-        """Returns how many elements the whole model has."""
+        """Returns how many elements the exported tensors have."""
         return sum(tensor.numel for tensor in self.sources)
 
     def read_weights(self) -> dict[str, NDArray[np.float32]]:
         """Reads the tensors of all stages by their names in the run, as they were trained. `check` comes first."""
         return {tensor.source: file.tensor(tensor.source) for tensor, file in self.sources.items()}
 
+    def read_tensor(self, source: str) -> NDArray[np.float32]:
+        """Reads one tensor by its name in the run, as it was trained. `check` comes first. Raises KeyError."""
+        for tensor, file in self.sources.items():
+            if tensor.source == source:
+                return file.tensor(source)
+        raise KeyError(source)
+
     def check(self, report: ReportBytes = lambda nbytes: None) -> None:
         """Reads every tensor. Raises ExportError for a wrong type or shape, and for NaN and infinity."""
         for tensor, file in self.sources.items():
             dtype, shape = file.header(tensor.source)
             expected = tensor.shape if tensor.source_shape is None else tensor.source_shape
-            place = f"{file.path}: {file.prefix}{tensor.source}"
+            place = file.place_of(tensor.source)
             if (dtype, shape) != ("F32", expected):
                 raise ExportError(f"{place} is {dtype} {shape}; the manifest says F32 {expected}.")
             if not np.isfinite(file.tensor(tensor.source)).all():
                 raise ExportError(f"{place} has values that are not finite.")
             report(SOURCE_BYTES * tensor.numel)
 
-    def write(self, folder: Path, dtype: Dtype, shard_bytes: int, report: ReportBytes) -> dict[str, FileDigest]:
-        """Writes the tensors as `dtype` in shards of up to `shard_bytes`, and an index; returns each file's digest."""
-        shards = cut_shards(list(self.sources), ITEM_BYTES[dtype], shard_bytes)
-        written: dict[str, FileDigest] = {}
-        file_of: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            written[name] = write_file(folder / name, self._shard_pieces(shard, dtype, report), PUBLIC)
-            file_of |= {tensor.name: name for tensor in shard}
-        index = {"metadata": {"total_size": ITEM_BYTES[dtype] * self.numel}, "weight_map": file_of}
-        written[INDEX] = write_file(folder / INDEX, [json.dumps(index, indent=2).encode() + b"\n"], PUBLIC)
-        return written
+    def converted(self) -> list[TensorBlocks]:
+        """Returns the exported tensors with their names, shapes and values as Hugging Face has them."""
+        return [
+            TensorBlocks(t.name, t.shape, partial(_converted_blocks, t, file), file.place_of(t.source))
+            for t, file in self.sources.items()
+        ]
 
-    def _shard_pieces(
-        self, shard: Sequence[ExportedTensor], dtype: Dtype, report: ReportBytes
-    ) -> Iterator[bytes | memoryview]:
-        """Yields the bytes of a shard's safetensors file: its header, then each tensor as it is read and converted."""
-        specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in shard}
-        yield safetensors_header(specs, {"format": "pt"})
-        for tensor in shard:
-            values = self.sources[tensor].tensor(tensor.source)
-            values = values if tensor.convert is None else tensor.convert(values)
-            values = np.ascontiguousarray(values, "<f4").reshape(-1)
-            yield (to_bf16(values) if dtype == "bf16" else values).data.cast("B")
-            report(SOURCE_BYTES * tensor.numel)
+
+def _converted_blocks(tensor: ExportedTensor, file: OpenStageFile) -> Iterator[NDArray[np.float32]]:
+    """Yields the values of an exported tensor in one block."""
+    values = file.tensor(tensor.source)
+    yield values if tensor.convert is None else tensor.convert(values)
 
 
 @contextlib.contextmanager
 def open_stages(
     run: str, files: Sequence[StageFile], tensors: Mapping[int, Sequence[ExportedTensor]]
-) -> Iterator[MergedModel]:
-    """Opens the files of all stages, and yields the model in them until the end of the `with`.
+) -> Iterator[OpenStages]:
+    """Opens the files of all stages, and yields the weights in them until the end of the `with`.
 
     tensors: those exported from each stage. Raises ExportError for a file that cannot be read, is of another run, stage
     or step, or has not exactly the tensors, of those with its prefix, that are exported from it.
@@ -170,12 +189,54 @@ def open_stages(
                 problem = "is missing" if unmatched[0] in expected else "is no tensor of this stage"
                 raise ExportError(f"{file.path}: {unmatched[0]} {problem}.")
             sources |= dict.fromkeys(tensors[file.stage], OpenStageFile(file.path, file.prefix, reader))
-        yield MergedModel(sources)
+        yield OpenStages(sources)
 
 
-def cut_shards(tensors: Sequence[ExportedTensor], item_bytes: int, shard_bytes: int) -> list[list[ExportedTensor]]:
+def check_finite(tensors: Sequence[TensorBlocks], report: ReportBytes) -> None:
+    """Reads every block of `tensors`. Raises ExportError for NaN and infinity."""
+    for tensor in tensors:
+        if not all(np.isfinite(block).all() for block in tensor.read_blocks()):
+            raise ExportError(f"{tensor.origin} has values that are not finite.")
+        report(SOURCE_BYTES * tensor.numel)
+
+
+def write_shards(
+    folder: Path, tensors: Sequence[TensorBlocks], dtype: Dtype, shard_bytes: int, report: ReportBytes
+) -> dict[str, FileDigest]:
+    """Writes the tensors as `dtype` in shards of up to `shard_bytes`, and an index; returns each file's digest."""
+    shards = cut_shards(tensors, ITEM_BYTES[dtype], shard_bytes)
+    written: dict[str, FileDigest] = {}
+    file_of: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        written[name] = write_weights_file(folder / name, shard, dtype, report)
+        file_of |= {tensor.name: name for tensor in shard}
+    index = {"metadata": {"total_size": ITEM_BYTES[dtype] * sum(t.numel for t in tensors)}, "weight_map": file_of}
+    written[INDEX] = write_file(folder / INDEX, [json.dumps(index, indent=2).encode() + b"\n"], PUBLIC)
+    return written
+
+
+def write_weights_file(path: Path, tensors: Sequence[TensorBlocks], dtype: Dtype, report: ReportBytes) -> FileDigest:
+    """Writes the tensors as `dtype` into the safetensors file `path`, and returns its digest. Raises OSError."""
+    return write_file(path, _file_pieces(tensors, dtype, report), PUBLIC)
+
+
+def _file_pieces(tensors: Sequence[TensorBlocks], dtype: Dtype, report: ReportBytes) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a safetensors file: its header, then the values of each tensor as they are read."""
+    specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in tensors}
+    yield safetensors_header(specs, {"format": "pt"})
+    for tensor in tensors:
+        for block in tensor.read_blocks():
+            values = np.ascontiguousarray(block, "<f4").reshape(-1)
+            for start in range(0, len(values), PIECE_VALUES):
+                piece = values[start : start + PIECE_VALUES]
+                yield (to_bf16(piece) if dtype == "bf16" else piece).data.cast("B")
+        report(SOURCE_BYTES * tensor.numel)
+
+
+def cut_shards(tensors: Sequence[TensorBlocks], item_bytes: int, shard_bytes: int) -> list[list[TensorBlocks]]:
     """Cuts the tensors, in their order, into shards of at most `shard_bytes`; a larger tensor is a shard alone."""
-    shards: list[list[ExportedTensor]] = []
+    shards: list[list[TensorBlocks]] = []
     bytes_left = 0
     for tensor in tensors:
         size = item_bytes * tensor.numel

@@ -1,32 +1,64 @@
 """Writes the model card of an export: what the model is, where it comes from, how to load it, what its limits are.
 
+| kind    | what is exported                                                           |
+|---------|----------------------------------------------------------------------------|
+| model   | a whole model, all of whose parameters were trained                        |
+| adapter | the matrices of LoRA, which peft puts beside their base model              |
+| merged  | the whole base model, with the matrices of LoRA added to its own           |
+
 Knows: the manifest, the family's own words, the step of each stage. Must not know: weights, files, peers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.manifest import Manifest
 
+Kind = Literal["model", "adapter", "merged"]
+
 BYTES: Final = "bytes"
 BEGINNINGS: Final = {False: "trained from nothing", True: "trained further from a model that others had trained"}
 """How a model came to be, by whether the run began with a trained model."""
+LIBRARIES: Final[Mapping[Kind, str]] = {"model": "transformers", "adapter": "peft", "merged": "transformers"}
+FOLDER_CODE: Final = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."
+model = AutoModelForCausalLM.from_pretrained(folder)"""
+ADAPTER_CODE: Final = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."
+base = AutoModelForCausalLM.from_pretrained("BASE-MODEL")  # the folder or the name of the base model
+model = PeftModel.from_pretrained(base, folder)"""
+CHAT_CODE: Final = """\
+messages = [{"role": "user", "content": "Hello"}]
+chat = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+inputs = tokenizer.apply_chat_template(messages, **chat)"""
+PLAIN_PROMPTS: Final = (
+    "If the samples were texts as prompts and completions, they were learnt without the chat template: take "
+    '`tokenizer(prompt, return_tensors="pt")` as inputs.'
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
     """What only the family can say of a model. kind: such as "A Llama-style decoder"; shape: its sizes, in words.
 
-    is_pretrained: whether the run began with a model that others had trained.
+    is_pretrained: whether the run began with a model that others had trained. adapter: if only an adapter was trained,
+    its sizes in words, else "". frozen_as: what the weights beside it were kept as, else "".
     """
 
     kind: str
     shape: str
     is_pretrained: bool = False
+    adapter: str = ""
+    frozen_as: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +66,15 @@ class ExportInWords:
     """What the card says of the exported weights. parameters: how many. dtype: as transformers calls it.
 
     source: where the stages come from, in words. average: whether they are the moving averages of the trained weights.
+    metrics: what the swarm reported when the stages were collected, by name; {} where nobody was asked.
     """
 
     parameters: int
     dtype: str
     source: str
     average: bool
+    kind: Kind = "model"
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def model_card(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], exported: ExportInWords) -> str:
@@ -49,15 +84,14 @@ def model_card(manifest: Manifest, model: ModelDescription, steps: Mapping[int, 
     """
     return "\n\n".join(
         [
-            "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- agora\n---",
+            _front_matter(exported.kind),
             f"# {manifest.name}",
-            f"{model.kind} of {exported.parameters:,} parameters, {BEGINNINGS[model.is_pretrained]} by a swarm of "
-            f"peers: the agora run `{manifest.run_id}`.",
+            _summary(manifest, model, exported),
             _facts_table(manifest, model, steps, exported),
             "## Load",
-            _loading_code(manifest),
+            _loading_code(manifest, exported.kind),
             "## Limits",
-            _limits_list(manifest, steps, model.is_pretrained),
+            _limits_list(manifest, model, steps, exported.kind),
             "## The run",
             "All that its peers agreed on; `run.toml` is the same with its founder's signature, and `export.json` "
             "lists the SHA-256 of every file here.",
@@ -66,40 +100,103 @@ def model_card(manifest: Manifest, model: ModelDescription, steps: Mapping[int, 
     )
 
 
+def _front_matter(kind: Kind) -> str:
+    """Returns the YAML block by which sites that host models know what it is."""
+    tags = "- agora\n- lora" if kind == "adapter" else "- agora"
+    return f"---\nlibrary_name: {LIBRARIES[kind]}\npipeline_tag: text-generation\ntags:\n{tags}\n---"
+
+
+def _summary(manifest: Manifest, model: ModelDescription, exported: ExportInWords) -> str:
+    """Returns the card's first paragraph: what is exported, and which run it is of."""
+    count, run = f"{exported.parameters:,} parameters", f"the agora run `{manifest.run_id}`"
+    match exported.kind:
+        case "adapter":
+            return (
+                f"A LoRA adapter of {count} for {_lower_first(model.kind)}, trained by a swarm of peers: {run}. It is "
+                "no model alone: it is loaded beside its base model, whose files `[model] weights` below names, each "
+                "with its SHA-256."
+            )
+        case "merged":
+            return (
+                f"{model.kind} of {count}: a model that others had trained, with a LoRA adapter merged into it that a "
+                f"swarm of peers trained: {run}."
+            )
+    return f"{model.kind} of {count}, {BEGINNINGS[model.is_pretrained]} by a swarm of peers: {run}."
+
+
+def _lower_first(text: str) -> str:
+    """Returns the text with a small first letter."""
+    return text[:1].lower() + text[1:]
+
+
 def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], exported: ExportInWords) -> str:
-    """Returns a Markdown table: the model's sizes, weights, steps of each stage, their target, schedule and source."""
+    """Returns a Markdown table: sizes, weights, objective, data, steps of each stage, schedule, source and metrics."""
     average = f"exponential moving average over the steps, decay up to {manifest.optimizer.average_decay:g}"
     rows = {
         "shape": model.shape,
         "context": f"{manifest.model.context} tokens",
+        **({"adapter": model.adapter, "base model while training": model.frozen_as} if model.adapter else {}),
         "weights": f"{exported.dtype}, {average if exported.average else 'those of the last step'}",
+        "objective": _objective_words(manifest),
+        "data": _data_words(manifest),
         "optimizer steps": ", ".join(f"stage {stage}: {step:,}" for stage, step in sorted(steps.items())),
         "target of a step": f"{manifest.optimizer.target_tokens:,} tokens",
         "schedule": manifest.schedule.kind,
         "stages from": exported.source,
+        **{f"{name}, when the stages were collected": f"{value:.4g}" for name, value in exported.metrics.items()},
     }
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows.items())])
 
 
-def _loading_code(manifest: Manifest) -> str:
-    """Returns Python code, in Markdown, that loads the model and samples text."""
+def _cell(text: str) -> str:
+    """Returns the text in one line, without what would end a cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _objective_words(manifest: Manifest) -> str:
+    """Returns what the run learnt of its data."""
+    objective = manifest.objective
+    match objective.kind:
+        case "sft":
+            return "sft: the answers and completions of samples"
+        case "dpo":
+            smoothing = f", label smoothing {objective.label_smoothing:g}" if objective.label_smoothing else ""
+            loss = f"{objective.preference_loss} loss, beta {objective.beta:g}{smoothing}"
+            return f"dpo: which of two answers is preferred ({loss})"
+    return "lm: every next token of text"
+
+
+def _data_words(manifest: Manifest) -> str:
+    """Returns which files the run learnt from, and what their columns are called."""
+    data = manifest.data
+    if manifest.objective.kind == "lm":
+        return ", ".join(data.corpus)
+    columns = ", ".join(f"{name} from {column}" for name, column in data.columns)
+    return f"{data.samples} ({columns})" if columns else data.samples
+
+
+def _loading_code(manifest: Manifest, kind: Kind) -> str:
+    """Returns Python code, in Markdown, that loads the model or the adapter and samples text."""
     no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"  # nor does training
-    return f"""\
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+    is_text = manifest.objective.kind == "lm"
+    code = "\n".join(
+        [
+            "```python",
+            ADAPTER_CODE if kind == "adapter" else FOLDER_CODE,
+            "tokenizer = AutoTokenizer.from_pretrained(folder)",
+            f'inputs = tokenizer("The", return_tensors="pt"{no_special_tokens})' if is_text else CHAT_CODE,
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))",
+            "```",
+        ]
+    )
+    return code if is_text else f"{code}\n\n{PLAIN_PROMPTS}"
 
-folder = "."
-model = AutoModelForCausalLM.from_pretrained(folder)
-tokenizer = AutoTokenizer.from_pretrained(folder)
-text = tokenizer("The", return_tensors="pt"{no_special_tokens})
-print(tokenizer.decode(model.generate(**text, max_new_tokens=100)[0]))
-```"""
 
-
-def _limits_list(manifest: Manifest, steps: Mapping[int, int], is_pretrained: bool) -> str:
+def _limits_list(manifest: Manifest, described: ModelDescription, steps: Mapping[int, int], kind: Kind) -> str:
     """Returns a Markdown list of the model's limits, some of which depend on the manifest and the steps."""
     model = manifest.model
     pretrained = [
+        *_precision_limits(described.frozen_as, kind),
         f"- This run trained it on {model.context} tokens at once; what it makes of more comes from before.",
         "- What it could do before may have become better or worse; nothing filters what it says.",
         "- Whoever publishes it answers for the terms of the base model, and of the text that `[data]` below names.",
@@ -110,7 +207,7 @@ def _limits_list(manifest: Manifest, steps: Mapping[int, int], is_pretrained: bo
         "- What it knows and repeats is what `[data]` below names; whoever publishes it answers for that data's terms.",
     ]
     lines = [
-        *(pretrained if is_pretrained else from_nothing),
+        *(pretrained if described.is_pretrained else from_nothing),
         "- Exporting checks that every tensor is whole, not that the model is good: measure it on text of your own.",
     ]
     columns = parse_codec(manifest.boundary.codec).columns
@@ -124,3 +221,19 @@ def _limits_list(manifest: Manifest, steps: Mapping[int, int], is_pretrained: bo
     if len(set(steps.values())) > 1:
         lines.append("- The stages were at different steps when they were collected, as they are all through the run.")
     return "\n".join(lines)
+
+
+def _precision_limits(frozen_as: str, kind: Kind) -> list[str]:
+    """Returns what follows for an adapter, or for a merged model, from what the frozen weights were kept as."""
+    if kind == "adapter":
+        return [
+            f"- It was trained beside weights kept as {frozen_as}. Beside the same model in another precision its "
+            "answers differ a little; beside another model they mean nothing."
+        ]
+    if kind == "merged" and frozen_as != "float32":
+        return [
+            f"- The adapter was trained beside the base model's weights kept as {frozen_as}, and is merged into the "
+            "weights of the base model's files, which were not rounded so. What it learnt to correct of the rounding "
+            "is not there any more: the loss may differ a little from the swarm's, in either direction."
+        ]
+    return []

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -298,12 +298,19 @@ def test_a_manifest_that_nobody_signed_was_never_trained(tmp_path: Path) -> None
 
 
 @contextlib.contextmanager
-def daemon(home: paths.Home, signed: SignedManifest, collect: Callable[[bool], Awaitable[Answer]]) -> Iterator[None]:
-    """A control socket of a daemon that does nothing but `collect`, in a thread of its own."""
+def daemon(
+    home: paths.Home,
+    signed: SignedManifest,
+    collect: Callable[[bool], Awaitable[Answer]],
+    others: Mapping[str, Callable[[], Awaitable[Answer]]] | None = None,
+) -> Iterator[None]:
+    """A control socket of a daemon that does `collect` and answers `others` alone, in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    socket = ControlSocket(paths.socket_of(home), {"collect": Question(collect, {"average": bool}, 30.0)})
+    questions = {name: Question(answer, {}) for name, answer in (others or {}).items()}
+    questions["collect"] = Question(collect, {"average": bool}, 30.0)
+    socket = ControlSocket(paths.socket_of(home), questions)
     try:
         asyncio.run_coroutine_threadsafe(socket.start(), loop).result(10)
         entry = paths.Entry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), str(socket.path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,20 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from agora.state.files import replace_tensors
-from agora.state.merged_model import INDEX, ExportedTensor, ExportError, StageFile, cut_shards, open_stages, to_bf16
+from agora.state.merged_model import (
+    INDEX,
+    PIECE_VALUES,
+    ExportedTensor,
+    ExportError,
+    StageFile,
+    TensorBlocks,
+    check_finite,
+    cut_shards,
+    open_stages,
+    to_bf16,
+    write_shards,
+    write_weights_file,
+)
 
 RUN = "ab" * 32
 EXPORTED = {
@@ -58,7 +72,7 @@ def test_shards_hold_every_tensor_under_its_new_name(
     out = tmp_path / "out"
     out.mkdir()
     with open_stages(RUN, files, EXPORTED) as model:
-        written = model.write(out, "float32", shard_bytes, lambda _: None)
+        written = write_shards(out, model.converted(), "float32", shard_bytes, lambda _: None)
     index = json.loads((out / INDEX).read_text())
     assert index["metadata"]["total_size"] == 84
     assert sorted(written) == sorted(path.name for path in out.iterdir()) and len(written) == shards + 1
@@ -70,7 +84,7 @@ def test_shards_hold_every_tensor_under_its_new_name(
 
 def test_bf16_halves_the_files_and_rounds_as_torch_does(files: list[StageFile], tmp_path: Path) -> None:
     with open_stages(RUN, files, EXPORTED) as model:
-        model.write(tmp_path, "bf16", 10**9, lambda _: None)
+        write_shards(tmp_path, model.converted(), "bf16", 10**9, lambda _: None)
     found = load_file(tmp_path / "model-00001-of-00001.safetensors")
     for part in ALL:
         assert torch.equal(found[part.name], torch.from_numpy(values(part)).bfloat16())
@@ -84,13 +98,47 @@ def test_bf16_is_torchs_for_every_finite_value(numbers: list[float]) -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 100))
 def test_shards_keep_the_order_and_the_limit(sizes: list[int], limit: int) -> None:
-    parts = [ExportedTensor(str(i), str(i), (size,)) for i, size in enumerate(sizes)]
+    parts = [in_blocks(str(i), np.zeros(size, np.float32), 1) for i, size in enumerate(sizes)]
     shards = cut_shards(parts, 2, limit)
     assert [part for shard in shards for part in shard] == parts
     for shard, following in zip(shards, [*shards[1:], None], strict=True):
         total = sum(2 * part.numel for part in shard)
         assert total <= limit or len(shard) == 1
         assert following is None or total + 2 * following[0].numel > limit
+
+
+def in_blocks(name: str, array: np.ndarray, count: int) -> TensorBlocks:
+    """A tensor that is read in up to `count` blocks of rows."""
+    return TensorBlocks(name, array.shape, lambda: iter(np.array_split(array, count)), f"some.file: {name}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_one_file_holds_tensors_that_are_read_block_by_block(tmp_path: Path, dtype: Any) -> None:
+    random = np.random.default_rng(0)
+    arrays = {"m": random.normal(size=(7, 5)), "long": random.normal(size=PIECE_VALUES + 3), "transposed": None}
+    arrays["transposed"] = arrays["m"].T
+    tensors = [in_blocks(name, array.astype("f4"), 3) for name, array in arrays.items()]
+    reported: list[int] = []
+    check_finite(tensors, reported.append)
+    digest = write_weights_file(tmp_path / "one.safetensors", tensors, dtype, reported.append)
+    assert reported == 2 * [4 * array.size for array in arrays.values()]
+    assert digest.size == (tmp_path / "one.safetensors").stat().st_size
+    for name, values in load_file(tmp_path / "one.safetensors").items():
+        expected = torch.from_numpy(arrays[name].astype("f4"))
+        assert torch.equal(values, expected.bfloat16() if dtype == "bf16" else expected)
+
+
+def test_a_block_that_is_not_finite_is_named_by_its_origin() -> None:
+    tensors = [in_blocks("fine", np.ones((3, 2), np.float32), 3), in_blocks("bad", nan(np.eye(4, 2)), 4)]
+    with pytest.raises(ExportError, match="^some.file: bad has values that are not finite"):
+        check_finite(tensors, lambda _: None)
+
+
+def test_one_tensor_is_read_by_its_name_in_the_run(files: list[StageFile]) -> None:
+    with open_stages(RUN, files, EXPORTED) as model:
+        assert np.array_equal(model.read_tensor("c"), values(EXPORTED[1][0]))
+        with pytest.raises(KeyError):
+            model.read_tensor("model.c")
 
 
 def nan(array: np.ndarray) -> np.ndarray:

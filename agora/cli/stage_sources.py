@@ -1,0 +1,181 @@
+"""Finds the weights of all stages of a run, and the folder of its base model, for the commands that use the model.
+
+Knows: data directories, checkpoints, daemons of this machine. Must not know: what is made of the weights, torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agora_protocol.errors import InputError
+from agora_protocol.manifest import SignedManifest
+
+from agora.cli.console import STALLED, Failure, ProgressDisplay, print_line
+from agora.node import control_client, paths, runs, settings
+from agora.node.runs import RunReference
+from agora.state.checkpoint import MOMENTS, WEIGHTS, newest_checkpoint
+from agora.state.layout import AVERAGE
+from agora.state.merged_model import StageFile
+
+COLLECT_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What an export reads: a weights file for every stage, and the signed manifest."""
+
+    signed: SignedManifest
+    kind: str  # "daemon" or "checkpoints", where the files came from
+    average: bool  # whether the files hold the moving averages of the weights
+    files: tuple[StageFile, ...]
+    base: Path  # the folder that the paths in the manifest begin in
+    daemon: paths.Entry | None = None  # which collected the files
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """A run that this machine knows. homes: data directories that may have checkpoints of it. daemons: those here."""
+
+    signed: SignedManifest
+    homes: tuple[paths.Home, ...]
+    daemons: tuple[paths.Entry, ...]
+    base: Path  # the folder that the paths in the manifest begin in
+
+
+def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_daemons: bool = True) -> Sources:
+    """Returns the weights of every stage of a run: collect_stages(find_run(...)), whose arguments these are."""
+    return collect_stages(find_run(run, directories, ask_daemons=ask_daemons), average=average)
+
+
+def find_run(run: str, directories: Sequence[Path], *, ask_daemons: bool = True) -> FoundRun:
+    """Returns the run, the data directories to look in, and its daemons on this machine.
+
+    run: a name, run id, manifest file or invite. directories: data directories, or folders of them; without any, the
+    default one and those beside a manifest file. ask_daemons: if not, no daemon counts. Raises InputError or Failure
+    for a run that this machine does not know, ManifestError or DiskError for a stored manifest that is malformed.
+    """
+    homes = [home for directory in directories for home in _homes_in(directory)]
+    if not directories:
+        homes = [paths.home_at(), *(_homes_below(Path(run).parent) if Path(run).is_file() else ())]
+    reference = _resolve(run, homes)
+    daemons = tuple(entry for entry in paths.daemons() if ask_daemons and reference.is_of(entry))
+    homes = list(dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)]))
+    return FoundRun(_find_signed_manifest(reference, homes, daemons), tuple(homes), daemons, reference.base)
+
+
+def collect_stages(found: FoundRun, *, average: bool) -> Sources:
+    """Returns the weights of every stage: collected by a daemon of the run, else the newest checkpoints.
+
+    average: prefers the moving averages of the weights, which most runs keep. Raises Failure with exit code 4 when a
+    stage has none.
+    """
+    signed, reasons = found.signed, list[str]()
+    average = average and signed.manifest.optimizer.average_decay > 0
+    for entry in found.daemons:
+        try:
+            files = _ask_to_collect(entry, signed.manifest.stage_count, average)
+        except (control_client.DaemonUnreachable, control_client.DaemonRefused) as error:
+            reasons.append(f"the daemon in {entry.root} could not collect the stages: {error}")
+            print_line(f"{reasons[-1]}; looking for checkpoints")
+            continue
+        return Sources(signed, "daemon", average, files, found.base, entry)
+    reasons = reasons or ["no daemon of this run answers on this machine"]
+    files = _newest_checkpoints(signed, found.homes, reasons, average)
+    return Sources(signed, "checkpoints", average, files, found.base)
+
+
+def _homes_in(directory: Path) -> list[paths.Home]:
+    """Returns `directory` if it is a data directory, else those in it: `swarm demo --dir` keeps one for each peer."""
+    home = paths.home_at(directory)
+    if home.runs.is_dir():
+        return [home]
+    return _homes_below(home.root) or [home]
+
+
+def _homes_below(folder: Path) -> list[paths.Home]:
+    """Returns the data directories in `folder`, sorted by name."""
+    return [paths.Home(runs.parent) for runs in sorted(folder.glob("*/runs"))]
+
+
+def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
+    """Returns the run that `run` means in the first data directory that knows it. Raises InputError if none does."""
+    for home in homes[:-1]:
+        with contextlib.suppress(InputError):
+            return runs.resolve(run, home)
+    return runs.resolve(run, homes[-1])
+
+
+def _find_signed_manifest(
+    reference: RunReference, homes: Sequence[paths.Home], daemons: Sequence[paths.Entry]
+) -> SignedManifest:
+    """Returns the run's signed manifest: that of `reference`, else the one stored in a data directory of `homes`.
+
+    A draft is the run of the first of `daemons`. Raises Failure for a draft without a daemon and for a manifest that is
+    in no data directory, ManifestError or DiskError for a stored one that is malformed or cannot be read.
+    """
+    if reference.signed is not None:
+        return reference.signed
+    run = reference.run or next((entry.run for entry in daemons), "")
+    if not run:
+        raise Failure(f"{reference.file} is not signed, so nobody has trained it; start it with `agora-node join`")
+    for home in homes:
+        if (path := home.manifest(run)).is_file():
+            signed = runs.from_file(path, home).signed
+            if signed is not None and signed.run_id == run:
+                return signed
+    raise Failure(
+        f"this machine has not joined run {run[:12]}; export where a daemon of it runs, or name its data directory "
+        "with --dir DIR",
+        STALLED,
+    )
+
+
+def _ask_to_collect(entry: paths.Entry, count: int, average: bool) -> tuple[StageFile, ...]:
+    """Has a daemon fetch every stage's weights from the swarm. Raises DaemonUnreachable or DaemonRefused."""
+    with ProgressDisplay(f"the daemon in {entry.root} collects {count} stages from the swarm"):
+        answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS, average=average)
+    try:
+        steps, files = answer["steps"], answer["files"]
+        return tuple(StageFile(stage, int(steps[str(stage)]), Path(files[str(stage)])) for stage in range(count))
+    except (KeyError, TypeError, ValueError):
+        raise control_client.DaemonRefused("bad-answer", "its answer does not name a file for every stage") from None
+
+
+def _newest_checkpoints(
+    signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str], average: bool
+) -> tuple[StageFile, ...]:
+    """Returns the newest whole checkpoint of every stage. Raises Failure, with `reasons`, when a stage has none."""
+    run, count, files = signed.run_id, signed.manifest.stage_count, dict[int, StageFile]()
+    name, prefix = (MOMENTS, f"{AVERAGE}.") if average else (WEIGHTS, "")
+    for stage, home in itertools.product(range(count), homes):
+        newest = newest_checkpoint(home.checkpoints(run), run, stage, lambda error: print_line(f"passed over: {error}"))
+        if newest is not None and (stage not in files or newest.step > files[stage].step):
+            files[stage] = StageFile(stage, newest.step, newest.path / name, prefix)
+    missing = [str(stage) for stage in range(count) if stage not in files]
+    if missing:
+        stages, places = ", ".join(missing), ", ".join(str(home.root) for home in homes)
+        raise Failure(
+            f"stage {stages} is missing: {'; '.join(reasons)}; no whole checkpoint of it is in {places}; export while "
+            "`agora-node join RUN` runs here, or name the data directories of those who held it with --dir DIR",
+            STALLED,
+        )
+    return tuple(files[stage] for stage in range(count))
+
+
+def steps_by_stage(sources: Sources) -> list[dict[str, int]]:
+    """Returns for each stage its number and the step of its weights, as --json shows them."""
+    return [{"stage": file.stage, "step": file.step} for file in sources.files]
+
+
+def base_model_folder(flag: Path | None, directories: Sequence[Path]) -> Path | None:
+    """Returns the base model's folder: of `flag`, else the setting of the daemon in the first of `directories`.
+
+    Without any, of that in the default data directory. None where none is named. Raises SettingsError.
+    """
+    home = paths.home_at(next(iter(directories), None))
+    flags = {"base_model": str(flag.absolute()) if flag else None}
+    return settings.load(home.root / "agora.toml", flags).base_model_folder

@@ -1,0 +1,73 @@
+"""Gives the tokenizer's files of an export: those of the base model's folder with its chat template, or ones made anew.
+
+Knows: the names of those files, the plain chat template. Must not know: weights, samples, where an export is written.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from agora_protocol.errors import DataError, DiskError
+
+from agora.data.chat_template import PLAIN_TEMPLATE
+from agora.data.model_tokenizer import (
+    SETTINGS_FILE,
+    SPECIAL_TOKENS_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    open_model_tokenizer,
+)
+from agora.data.tokenizer import BYTES, tokenizer_files
+
+COPIED: Final = (SETTINGS_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE)
+"""What stands beside a model folder's tokenizer.json and belongs to it. Any of these may be missing."""
+
+
+def pretrained_tokenizer_files(
+    source: str, vocabulary: int, context: int, base: Path | None = None, *, learns_samples: bool
+) -> dict[str, bytes]:
+    """Returns the files of the tokenizer of a run that begins with a trained model, by name.
+
+    source: as in [data] tokenizer. The files beside a tokenizer.json are returned as they are; for any other source
+    they are made as by tokenizer_files, whose other arguments these are. learns_samples: whether the run learns from
+    samples; then a tokenizer without a chat template gets the plain one, by which its conversations were rendered.
+    Raises what open_tokenizer raises, DiskError and DataError for a file that cannot be read or is malformed.
+    """
+    files, _ = tokenizer_files(source, vocabulary, context, base)
+    place = (base or Path()) / source
+    folder = place.parent if source != BYTES and place.name == TOKENIZER_FILE else None
+    if folder is not None:
+        files |= {name: _read(folder / name) for name in COPIED if (folder / name).is_file()}
+    if learns_samples and (folder is not None or source == BYTES) and not _has_template(files):
+        end_of_turn = open_model_tokenizer(folder, datetime.now()).end_of_turn
+        files[TEMPLATE_FILE] = plain_template(end_of_turn).encode()
+    return files
+
+
+def plain_template(end_of_turn: str) -> str:
+    """Returns the plain chat template with this text at the end of each answer, whatever special tokens there are."""
+    return f"{{%- set eos_token = {json.dumps(end_of_turn, ensure_ascii=False)} -%}}\n{PLAIN_TEMPLATE}"
+
+
+def _has_template(files: dict[str, bytes]) -> bool:
+    """Returns whether the files have a chat template: one of its own, or one in the settings."""
+    settings: dict[str, Any] = json.loads(files[SETTINGS_FILE])
+    return TEMPLATE_FILE in files or bool(settings.get("chat_template"))
+
+
+def _read(path: Path) -> bytes:
+    """Returns a file's content. Raises DiskError if it cannot be read, DataError unless it is a template or JSON."""
+    try:
+        content = path.read_bytes()
+        is_right = bool(content.decode()) if path.name == TEMPLATE_FILE else isinstance(json.loads(content), dict)
+    except OSError as error:
+        raise DiskError(f"Cannot read {path} ({error.strerror or error}); correct its permissions.") from error
+    except (ValueError, RecursionError):
+        is_right = False
+    if not is_right:
+        kind = "text" if path.name == TEMPLATE_FILE else "a JSON object"
+        raise DataError(f"{path} is not {kind}; fetch or write it again.")
+    return content
