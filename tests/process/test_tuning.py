@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from agora_protocol.manifest import Manifest
+from peft import PeftModel
 
+from agora.cli import export
 from agora.cli.local_swarm import LocalDaemon as Daemon
 from agora.data.data_hashes import hash_samples
+from agora.data.row_building import BEGINS, SUPERVISED
+from agora.data.sample_rows import SampleRows, open_sample_rows
 from tests.model.tiny_models import make_model, manifest_of, save
-from tests.process.harness import Swarm, counted_twice, drained, nothing_lost, swarm
+from tests.process.harness import Swarm, counted_twice, drained, last_step, nothing_lost, swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
@@ -127,3 +134,41 @@ def test_a_machine_with_other_samples_than_the_manifest_says_does_not_train(tmp_
         with pytest.raises(AssertionError, match="(?s)ended by itself with exit code 1: .*samples"):
             made.start("origin", "0", flags=flags)
             made.serving()
+
+
+def heldout_loss(model: torch.nn.Module, rows: SampleRows, batches: int) -> float:
+    """The mean loss per supervised token of held-out rows, sample by sample, as transformers computes it."""
+    loss_sum, tokens = 0.0, 0
+    held = (batch[:, row] for batch in rows.heldout_batches(MICROBATCH, batches) for row in range(MICROBATCH))
+    for ids, marks in held:
+        begins = [*np.flatnonzero(marks & BEGINS), len(ids)]
+        for start, end in pairwise(begins):
+            supervised = np.flatnonzero(marks[start:end] & SUPERVISED)
+            if not len(supervised):
+                continue
+            sample = torch.from_numpy(ids[start:end].copy()).long()
+            with torch.no_grad():
+                chances = model(sample[None]).logits[0].log_softmax(dim=-1)
+            loss_sum -= float(sum(chances[place - 1, sample[place]] for place in supervised))
+            tokens += len(supervised)
+    return loss_sum / tokens
+
+
+@pytest.mark.parametrize("frozen_as", ["float32", "bf16"])
+def test_the_exported_adapter_gives_the_swarms_held_out_loss(frozen_as: str, tmp_path: Path) -> None:
+    manifest, flags = tuning(tmp_path, model={"frozen_as": frozen_as}, optimizer={"learning_rate": 1e-2})
+    with swarm(tmp_path, manifest) as made:
+        origin, last = made.start("origin", "0", flags=flags), made.start("last", "1", flags=flags)
+        made.until(lambda: min(last_step(origin), last_step(last)) >= 20, "some steps", within_s=90)
+        drained(made, origin)
+        evaluated = origin.ask("evaluate", timeout_s=60, batches=4)
+        assert 0 <= evaluated["tuning"]["token_accuracy"] <= 1
+        made.stop()
+        out = tmp_path / "adapter"
+        assert export.run(str(made.directory / "run.toml"), out, [origin.root, last.root]) == 0
+    rows = open_sample_rows(manifest, tmp_path / "corpus")
+    base = make_model("qwen2")
+    before = heldout_loss(base, rows, 4)
+    tuned = heldout_loss(PeftModel.from_pretrained(base, str(out)).eval(), rows, 4)
+    assert tuned == pytest.approx(evaluated["loss"], abs=1e-3 if frozen_as == "float32" else 2e-2)
+    assert tuned < before - 0.1, "it has learnt"
