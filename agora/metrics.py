@@ -17,16 +17,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-SUM_COUNTS: Final = {"lm": 0, "sft": 1, "dpo": 4}
-"""How many sums an answer carries, by the manifest's `objective.kind`."""
-
-
 METRIC_NAMES: Final = {
     "lm": (),
     "sft": ("token_accuracy",),
     "dpo": ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
 }
 """The names of the metrics, by the manifest's `objective.kind`, in the order in which a progress record has them."""
+
+
+MAX_REWARD: Final = 1e12
+"""The most that a microbatch's rewards may sum up to, either way."""
+
+
+def are_plausible(kind: str, sums: Sequence[float], tokens: int, rows: int) -> bool:
+    """Returns whether a microbatch of `tokens` counted tokens and `rows` rows can have these sums."""
+    match kind, tuple(sums):
+        case "lm", ():
+            return True
+        case "sft", (correct,):
+            return 0 <= correct <= tokens
+        case "dpo", (chosen, rejected, accurate, pairs):
+            return pairs == rows // 2 and 0 <= accurate <= pairs and max(abs(chosen), abs(rejected)) <= MAX_REWARD
+    return False
 
 
 def add_sums(sums: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:

@@ -40,7 +40,9 @@ from agora_protocol.errors import DataError, ProtocolError
 
 from agora.data.block_order import BlockOrder
 from agora.data.epoch_state import (
+    KEPT_TALLIES,
     MAX_STATE_INTS,
+    MAX_TALLIES,
     EpochPart,
     EpochState,
     OtherRows,
@@ -198,7 +200,7 @@ class EpochShares:
         Raises ProtocolError when it is malformed, and DataError when that origin trains on other rows.
         """
         try:
-            state = read_state(values, self._layout, self._rows_id)
+            state = read_state(values, self._layout, self._rows_id, most_tallies=MAX_TALLIES)
         except OtherRows:
             raise DataError(
                 f"Peer {origin} trains on other rows than this one; compare samples, tokenizer.json and chat template, "
@@ -218,10 +220,13 @@ class EpochShares:
         return self._write(None)
 
     def restore(self, snapshot: Sequence[int]) -> None:
-        """Takes in a snapshot of this or of another origin. Raises DataError when it is of other rows, or malformed."""
+        """Takes in a snapshot of this or of another origin. Raises DataError when it is of other rows.
+
+        Raises ValueError when it is malformed; then nothing has changed.
+        """
         try:
             self._learn(read_state(snapshot, self._layout, self._rows_id))
-        except ValueError as error:
+        except OtherRows as error:
             raise DataError(
                 f"The epoch of the checkpoint cannot be resumed: {error}; give the samples and the tokenizer with "
                 "which the run has begun."
@@ -282,11 +287,13 @@ class EpochShares:
         return write_state(state, self._layout, self._rows_id, most)
 
     def _learn(self, state: EpochState) -> None:
-        """Adds what another state knows to be done, and its tallies where they are ahead."""
+        """Adds what another state knows to be done, and its tallies where they are ahead; of itself it knows best."""
         for session, tally in reversed(list(state.tallies.items())):
-            if self._tallies.get(session, Tally()) < tally:
+            if session != self._session and self._tallies.get(session, Tally()) < tally:
                 self._tallies.pop(session, None)
                 self._tallies[session] = tally
+        while len(self._tallies) > KEPT_TALLIES:
+            del self._tallies[next(iter(self._tallies))]
         self._first = max(self._first, state.first)
         for epoch, part in state.epochs.items():
             if epoch >= self._first:

@@ -30,8 +30,14 @@ from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, Run, lowest_b
 FORMAT: Final = 1
 MAX_INT: Final = 2**63 - 1
 MAX_EPOCH: Final = 2**32
+"""Epochs before this one may be complete, as others say; an origin's own count may go on beyond that."""
+MAX_TALLY: Final = 2**48
+"""Microbatches or samples of one session, as others may say; sums of such numbers fit into MAX_INT."""
 MAX_STATE_INTS: Final = 1024
 MAX_TALLIES: Final = 64
+"""Tallies in a message."""
+KEPT_TALLIES: Final = 1024
+"""Tallies in memory and in a snapshot; of more sessions, those that changed first are forgotten."""
 WORD_BITS: Final = 32
 LEAST_OPEN: Final = 256
 MAX_OPEN_EPOCHS: Final = 32
@@ -100,8 +106,10 @@ def write_state(state: EpochState, layout: BlockLayout, rows_id: int, most: int 
     return tuple(values)
 
 
-def read_state(values: Sequence[int], layout: BlockLayout, rows_id: int) -> EpochState:
-    """Returns the state that write_state has written. Raises ValueError for anything else.
+def read_state(
+    values: Sequence[int], layout: BlockLayout, rows_id: int, *, most_tallies: int = KEPT_TALLIES
+) -> EpochState:
+    """Returns the state that write_state has written, with at most `most_tallies`. Raises ValueError for anything else.
 
     Raises OtherRows when it is of other rows.
     """
@@ -111,9 +119,15 @@ def read_state(values: Sequence[int], layout: BlockLayout, rows_id: int) -> Epoc
     if reader.take() != rows_id or reader.take() != layout.count:
         raise OtherRows("the state of the epochs is of other rows")
     session, version, first = reader.take(), reader.take(), reader.take()
-    if first > MAX_EPOCH:
-        raise ValueError(f"epoch {first} is beyond {MAX_EPOCH}")
-    tallies = {reader.take(): Tally(reader.take(), reader.take()) for _ in range(reader.take())}
+    if first > 2 * MAX_EPOCH:
+        raise ValueError(f"epoch {first} is beyond {2 * MAX_EPOCH}")
+    first = min(first, MAX_EPOCH)
+    count = reader.take()
+    if count > most_tallies:
+        raise ValueError(f"{count} tallies are more than {most_tallies}")
+    tallies = {reader.take(): Tally(reader.take(), reader.take()) for _ in range(count)}
+    if any(number > MAX_TALLY for tally in tallies.values() for number in tally):
+        raise ValueError(f"a tally is more than {MAX_TALLY}")
     most = open_epochs(layout)
     epochs: dict[int, EpochPart] = {}
     for _ in range(reader.take()):

@@ -36,6 +36,9 @@ from agora.stepping import ShareClosed
 from agora.train.compute import Compute
 from agora.train.trained_stage import stage_layout
 
+MOST_UNSUPERVISED = 64
+"""A microbatch is taken to hold at least one supervised token in so many, whatever its answers say."""
+
 
 class LoadedSpan:
     """The stages that this daemon holds, and the hop, origin, replicas and keeper that work on them, wired together."""
@@ -140,7 +143,8 @@ class LoadedSpan:
         """Returns how many tokens of a microbatch count, on average; of samples, not all are supervised."""
         manifest = self._local_peer.manifest
         measured = self.origin.microbatch_tokens.value if self.origin and manifest.has_marks else None
-        return manifest.tokens_per_microbatch if measured is None else measured
+        whole = manifest.tokens_per_microbatch
+        return whole if measured is None else max(measured, whole / MOST_UNSUPERVISED)
 
     @property
     def span(self) -> Span:

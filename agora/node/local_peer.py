@@ -17,7 +17,6 @@ from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest, SignedManifest
 
 from agora.clock import loop_time
-from agora.metrics import SUM_COUNTS
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.net.incoming import NetLimits
@@ -209,5 +208,5 @@ def wire_shapes(manifest: Manifest) -> WireShapes:
         codec.wire_format(shape, "forward"),
         codec.wire_format(shape, "backward"),
         manifest.tokens_shape(),
-        SUM_COUNTS[manifest.objective.kind],
+        manifest.objective.kind,
     )

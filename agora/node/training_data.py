@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +40,13 @@ class Epochs:
     circle: OriginCircle
 
     def resume(self, step: int) -> None:
-        """Goes on where the checkpoint of stage 0 at `step`, or the newest before it, was. Raises DataError."""
+        """Goes on where the checkpoint of stage 0 at `step`, or the newest before it, was.
+
+        Raises DataError when that was of other rows. What is malformed is passed over: the epoch then begins anew.
+        """
         if (state := self.record.newest(step)) is not None:
-            self.batches.shares.restore(state)
+            with suppress(ValueError):
+                self.batches.shares.restore(state)
 
 
 TrainingData = OriginBatches | Epochs

@@ -5,9 +5,10 @@ Knows: the form of calls and tensors. Must not know: who implements them (train.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import MicrobatchId, PeerId, Span
@@ -15,6 +16,7 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
 from agora.calls import Reply
+from agora.metrics import are_plausible
 from agora.stepping import SpanResult
 
 
@@ -95,23 +97,53 @@ class HopAnswer(Reply):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+LEAST_LOG_PROBABILITY: Final = -1000.0
+"""The least log-probability of a token that an answer may tell of a reference, in nats."""
+
+
 @dataclass(frozen=True, slots=True)
 class WireShapes:
-    """The dtype and shape of boundaries and their gradients in this run, the shape of tokens, the number of metrics."""
+    """The dtype and shape of boundaries and their gradients in this run, the shape of tokens, and the objective."""
 
     boundary: tuple[str, tuple[int, ...]]
     gradient: tuple[str, tuple[int, ...]]
     tokens_shape: tuple[int, ...]
-    metrics: int = 0
+    objective: str = "lm"
 
-    def rows_for(self, purpose: str) -> int:
-        """Returns how many log-probabilities the answer to a request of this purpose has: one a row, or none."""
-        return self.tokens_shape[-2] if purpose == "reference" else 0
+    @property
+    def rows(self) -> int:
+        """The rows of a microbatch."""
+        return self.tokens_shape[-2]
+
+    @property
+    def targets(self) -> int:
+        """The targets of a microbatch, supervised or not."""
+        return self.rows * (self.tokens_shape[-1] - 1)
+
+    def are_references(self, values: Sequence[float], expected: bool) -> bool:
+        """Returns whether these can be the rows' log-probabilities; if none are expected, whether there are none."""
+        least = LEAST_LOG_PROBABILITY * self.tokens_shape[-1]
+        return len(values) == (self.rows if expected else 0) and all(least <= value for value in values)
+
+    def find_problem(self, message: Processed, purpose: str) -> str | None:
+        """Returns what is wrong with the numbers of an answer to a request of this purpose, None if nothing is."""
+        if not math.isfinite(message.loss_sum) or message.tokens > self.targets:
+            return f"sent the loss {message.loss_sum} over {message.tokens} tokens"
+        if not self.are_references(message.log_probabilities, purpose == "reference"):
+            return f"sent {len(message.log_probabilities)} log-probabilities, of which some may be out of bounds"
+        kind = "lm" if purpose == "reference" else self.objective
+        if not are_plausible(kind, message.metrics, message.tokens, self.rows):
+            return f"sent the metrics {message.metrics}"
+        return None
 
     def boundary_and_tokens(
         self, message: Process, tensors: Sequence[WireTensor]
     ) -> tuple[WireTensor | None, WireTensor]:
         """Returns a Process request's boundary (None at stage 0) and tokens; ProtocolError unless they fit this run."""
+        if message.purpose == "reference" and self.objective != "dpo":
+            raise ProtocolError("bad-message", "this run compares with no reference")
+        if not self.are_references(message.references, self.objective == "dpo" and message.purpose != "reference"):
+            raise ProtocolError("bad-message", f"{len(message.references)} references came, not those of this run")
         if len(tensors) != 2 and not (message.stage == 0 and len(tensors) == 1):
             raise ProtocolError("bad-message", f"process needs a boundary and tokens; {len(tensors)} tensors came")
         boundary, tokens = (None if message.stage == 0 else tensors[0]), tensors[-1]

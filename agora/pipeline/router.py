@@ -214,12 +214,8 @@ class Router:
             problem = ProtocolError("bad-message", f"sent {len(tensors)} tensors where {expected} belong")
         elif tensors and (tensors[0].dtype, tensors[0].shape) != self.shapes.gradient:
             problem = ProtocolError("bad-tensor", f"sent a gradient of {tensors[0].dtype} {tensors[0].shape}")
-        elif not math.isfinite(message.loss_sum) or message.tokens > math.prod(self.shapes.tokens_shape):
-            problem = ProtocolError("bad-message", f"sent the loss {message.loss_sum} over {message.tokens} tokens")
-        elif len(message.log_probabilities) != self.shapes.rows_for(purpose):
-            problem = ProtocolError("bad-message", f"sent {len(message.log_probabilities)} log-probabilities")
-        elif len(message.metrics) != (0 if purpose == "reference" else self.shapes.metrics):
-            problem = ProtocolError("bad-message", f"sent {len(message.metrics)} metrics")
+        elif (wrong := self.shapes.find_problem(message, purpose)) is not None:
+            problem = ProtocolError("bad-message", wrong)
         else:
             return HopAnswer(message, tensors, peer)
         self._offences.report_offence(peer, Offence.BAD_ANSWER, f"{problem.code}: {problem}")

@@ -53,7 +53,8 @@ class EpochRecord:
         if state is None:
             self._awaited = {step}
             return
-        self._kept = dict(sorted({**self._kept, step: state}.items())[-KEPT:])
+        earlier = {kept: state for kept, state in self._kept.items() if kept < step}  # later ones are of a lost history
+        self._kept = dict(sorted({**earlier, step: state}.items())[-KEPT:])
         content = json.dumps({"epochs": [[step, list(state)] for step, state in self._kept.items()]})
         temporary = self._path.with_suffix(".new")
         try:

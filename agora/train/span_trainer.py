@@ -5,6 +5,7 @@ Knows: modules, weights, microbatches by id. Must not know: codecs, queues, even
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,10 @@ from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward, StashedF
 
 MEASURE_MEMORY_S = 1.0
 """The available memory is measured again after this time."""
+
+
+MAX_LOSS_SUM = 1e30
+"""A larger sum of losses counts as not finite: the message Processed could not tell it."""
 
 
 class NonFinite(LocalError):
@@ -159,7 +164,7 @@ class SpanTrainer:
                 return self._reference(microbatch, first, logits, batch)
             loss, metrics = self.objective.loss(logits, batch, references)
         loss_sum = float(loss.detach())
-        self._require_finite(loss_sum, first, microbatch, "the loss")
+        self._require_finite(loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, first, microbatch, "the loss")
         if purpose != "train":
             return FinishedMicrobatch(loss_sum, tokens, metrics=metrics)
         versions, steps = self._versions_from(first), self._steps_from(first)
@@ -225,7 +230,8 @@ class SpanTrainer:
             if self._dropout:
                 module.train(purpose == "train")
                 stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
-                torch.manual_seed(int.from_bytes(microbatch, "big") % 2**62 + stage)
+                digest = hashlib.sha256(b"agora dropout 1\0" + microbatch + stage.to_bytes(4, "big")).digest()
+                torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             yield
 
     def _run_for_training(

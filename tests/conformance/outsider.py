@@ -84,6 +84,7 @@ def process_fields(me: str, **changes: Any) -> dict[str, Any]:
         "deadline_ms": 20_000,
         "hint": [],
         "step": 0,
+        "references": [],
     }
     return fields | changes
 

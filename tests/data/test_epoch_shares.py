@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agora.data.block_order import BlockOrder
 from agora.data.epoch_shares import LAPSE, TOLD, EpochShares
-from agora.data.epoch_state import MAX_STATE_INTS
+from agora.data.epoch_state import KEPT_TALLIES, MAX_EPOCH, MAX_STATE_INTS
 from tests.data.epoch_swarm import EpochSwarm
 
 
@@ -218,9 +218,14 @@ def test_an_origin_of_other_rows_is_told_what_to_compare() -> None:
         one.restore(EpochShares(7, "a", 1, 41, rows_id=5).snapshot())
 
 
-def test_a_malformed_snapshot_says_what_to_do() -> None:
-    with pytest.raises(DataError, match="cannot be resumed: the state of the epochs ends too early; give the samples"):
-        pair()[0].restore((1, 0))
+def test_a_snapshot_of_other_rows_says_what_to_do_and_a_malformed_one_changes_nothing() -> None:
+    one, _ = pair()
+    before = one.snapshot()
+    with pytest.raises(DataError, match="cannot be resumed: .*; give the samples"):
+        one.restore(EpochShares(7, "a", 1, 41, rows_id=5).snapshot())
+    with pytest.raises(ValueError, match="ends too early"):
+        one.restore((1, 0))
+    assert one.snapshot() == before
 
 
 # --- swarms
@@ -347,3 +352,47 @@ def test_whatever_happens_the_counts_are_what_happened(
     if restart is not None:
         swarm.at(restart, swarm.restart)
     finish(swarm, 12.0)
+
+
+def test_nobody_else_says_what_this_session_has_done() -> None:
+    one, liar = EpochShares(7, "a", 1, 40), EpochShares(7, "b", 1, 40)  # the liar takes the other's session for its own
+    for _ in range(5):
+        liar.completed(take_after_told(liar))
+    one.merge("b", liar.state())
+    one.completed(take_after_told(one))
+    assert one.counts().samples == 1
+
+
+def test_tallies_beyond_what_a_session_can_have_are_malformed() -> None:
+    one, liar = EpochShares(7, "a", 1, 40), EpochShares(7, "b", 2, 40)
+    liar.completed(take_after_told(liar), samples=2**62)
+    with pytest.raises(ProtocolError, match="tally"):
+        one.merge("b", liar.state())
+
+
+def test_a_flood_of_sessions_is_bounded() -> None:
+    one = EpochShares(7, "a", 1, 40)
+    for session in range(2, 2 + 3 * KEPT_TALLIES):
+        other = EpochShares(7, "b", session, 40)
+        other.completed(take_after_told(other))
+        one.merge("b", other.state())
+    assert len(one.snapshot()) < 3 * KEPT_TALLIES + 200
+
+
+def test_epochs_far_beyond_do_not_make_this_origins_own_state_malformed() -> None:
+    one, other = EpochShares(7, "a", 1, 4), EpochShares(7, "b", 2, 4)
+    state = list(other.state())
+    state[5] = MAX_EPOCH  # the first epoch that is not complete
+    one.merge("b", state)
+    for _ in range(9):
+        one.completed(take_after_told(one))
+    EpochShares(7, "c", 3, 4).merge("a", one.state())
+
+
+def take_after_told(shares: EpochShares) -> int:
+    """Takes a microbatch, as a sole origin does once it has told others for some intervals."""
+    for _ in range(20):
+        shares.state()
+        if (number := shares.take_next(())) is not None:
+            return number
+    raise AssertionError("nothing to take")

@@ -47,7 +47,7 @@ def replicated(**sections: object) -> Manifest:
 
 def checkpoint_of(daemon: Daemon, stage: int) -> tuple[int, dict[str, np.ndarray]]:
     """The first checkpoint of a stage: its step and weights."""
-    found = sorted(daemon.root.rglob(f"checkpoints/stage-{stage}/*/checkpoint.json"))
+    found = sorted(daemon.root.glob(f"runs/*/checkpoints/stage-{stage}/step-*/checkpoint.json"))
     about = json.loads(found[0].read_text())
     return int(about["step"]), dict(load_file(found[0].with_name("weights.safetensors")))
 
@@ -235,7 +235,7 @@ def test_a_synchronous_replica_that_joins_later_becomes_exactly_what_the_others_
 
 def checkpoint_at(daemon: Daemon, stage: int, step: int) -> dict[str, np.ndarray]:
     """The weights of a stage's checkpoint."""
-    found, *_ = daemon.root.rglob(f"checkpoints/stage-{stage}/step-{step}-*/weights.safetensors")
+    found, *_ = daemon.root.glob(f"runs/*/checkpoints/stage-{stage}/step-{step}-*/weights.safetensors")
     return dict(load_file(found))
 
 

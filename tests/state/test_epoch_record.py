@@ -65,3 +65,14 @@ def test_a_full_disk_is_reported_and_costs_nothing_else(tmp_path: Path) -> None:
     record.remember(1, (5,))
     record.write(1)
     assert [type(event) for event in events] == [DiskTrouble]
+
+
+def test_states_of_a_history_that_was_lost_do_not_come_back(tmp_path: Path) -> None:
+    record = record_in(tmp_path)
+    for step in (100, 200, 300, 400):
+        record.remember(step, (step,))
+        record.write(step)
+    again = record_in(tmp_path)  # its newest checkpoints were lost, and it goes on from step 150
+    again.remember(160, (160,))
+    again.write(160)
+    assert record_in(tmp_path).newest(10**9) == (160,)

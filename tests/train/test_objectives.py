@@ -11,7 +11,7 @@ from agora_protocol.errors import ProtocolError
 from agora_protocol.manifest import ObjectiveSection
 from torch import Tensor
 
-from agora.metrics import SUM_COUNTS, add_sums, named_means
+from agora.metrics import MAX_REWARD, add_sums, are_plausible, named_means
 from agora.model.family import IGNORED
 from agora.train.objectives import BEGINS, SUPERVISED, TokenBatch, objective_of, row_log_probabilities
 
@@ -138,10 +138,32 @@ def test_dpo_refuses_another_number_of_references_than_rows(references: tuple[fl
 
 
 @pytest.mark.parametrize("kind", ["lm", "sft", "dpo"])
-def test_an_answer_carries_as_many_sums_as_the_protocol_says(kind: str) -> None:
+def test_what_an_objective_sums_up_is_plausible(kind: str) -> None:
     references = (-1.0,) * ROWS if kind == "dpo" else ()
     objective = objective_of(ObjectiveSection.model_validate({"kind": kind}))
-    assert len(objective.loss(logits_of(), answers([1], [2], [3], [4]), references).metrics) == SUM_COUNTS[kind]
+    batch = answers([1], [2], [3], [4])
+    metrics = objective.loss(logits_of(), batch, references).metrics
+    assert are_plausible(kind, metrics, objective.count_tokens(batch), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sums"),
+    [
+        ("lm", (1.0,)),
+        ("sft", ()),
+        ("sft", (5.0,)),
+        ("sft", (-1.0,)),
+        ("sft", (1.0, 1.0)),
+        ("dpo", (0.0, 0.0, 0.0)),
+        ("dpo", (0.0, 0.0, 3.0, 2.0)),
+        ("dpo", (0.0, 0.0, 0.0, 1e-300)),
+        ("dpo", (2 * MAX_REWARD, 0.0, 0.0, 2.0)),
+        ("dpo", (0.0, -2 * MAX_REWARD, 0.0, 2.0)),
+        ("other", ()),
+    ],
+)
+def test_what_no_microbatch_can_sum_up_is_not_believed(kind: str, sums: tuple[float, ...]) -> None:
+    assert not are_plausible(kind, sums, tokens=4, rows=ROWS)
 
 
 def test_nothing_summed_has_no_metrics() -> None:
