@@ -26,6 +26,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 from agora_protocol.errors import DataError
+from agora_protocol.tensors import BEGINS, SUPERVISED
 from numpy.typing import NDArray
 
 from agora.data.hashing import mix, seed_key, split_limit
@@ -34,8 +35,6 @@ from agora.data.sequence_packing import assign_rows, fill_rows
 from agora.data.supervision import TokenSample, TokenSequence
 from agora.data.tokenizer import Ids, token_dtype
 
-SUPERVISED: Final = 1  # bit 0 of a mark
-BEGINS: Final = 2  # bit 1
 MARK_BITS: Final = 2
 CHUNK_TOKENS: Final = 1 << 21
 CHUNK_ROWS: Final = 64

@@ -9,20 +9,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from agora_protocol.errors import ProtocolError
 from agora_protocol.manifest import ObjectiveSection
+from agora_protocol.tensors import BEGINS, SUPERVISED
 from torch import Tensor
 
 from agora.model.family import IGNORED, stage_loss
-
-SUPERVISED: Final = 1
-"""The bit of a token's mark that says: it is predicted and counted in the loss."""
-BEGINS: Final = 2
-"""The bit of a token's mark that says: it begins a sequence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,10 @@ ITEM_BYTES: Final = {
 }
 TOKEN_DTYPES: Final = ("uint8", "int16", "int32")
 """The dtypes in which token ids may be sent, from the narrowest."""
+SUPERVISED: Final = 1
+"""The bit of a token's mark that says: it is predicted by those before it, and counted in the loss."""
+BEGINS: Final = 2
+"""The bit of a token's mark that says: it begins a sequence."""
 
 
 class TensorSpec(NamedTuple):

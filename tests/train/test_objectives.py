@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from agora_protocol.errors import ProtocolError
 from agora_protocol.manifest import ObjectiveSection
+from agora_protocol.tensors import BEGINS, SUPERVISED
 from torch import Tensor
 
 from agora.metrics import MAX_REWARD, add_sums, are_plausible, named_means
 from agora.model.family import IGNORED
-from agora.train.objectives import BEGINS, SUPERVISED, TokenBatch, objective_of, row_log_probabilities
+from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
 
 ROWS, PLACES, IDS = 4, 6, 11
 

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from agora_protocol.manifest import Manifest
-from agora_protocol.tensors import WireTensor
+from agora_protocol.tensors import BEGINS, SUPERVISED, WireTensor
 from transformers import PreTrainedModel
 
 from agora.metrics import METRIC_NAMES, add_sums, named_means
 from agora.stepping import SpanResult
 from agora.train.compute import Compute
-from agora.train.objectives import BEGINS, SUPERVISED
 from tests.model.tiny_models import CONFIGS, CONTEXT, make_model, manifest_of, save
 from tests.oracle import relative_difference
 from tests.train.support import microbatch_id, never_step, pipeline_of, tokens_of
