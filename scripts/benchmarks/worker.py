@@ -24,6 +24,9 @@ ROLES: Mapping[str, str] = {
     "wan-loss": "benchmarks.wan_loss:serve",
     "agreement": "benchmarks.agreement_replicas:serve",
     "learning": "benchmarks.learning_plain:serve",
+    "tuning-base": "benchmarks.tuning_base:serve",
+    "tuning-peft": "benchmarks.tuning_peft:serve",
+    "tuning-losses": "benchmarks.tuning_losses:serve",
 }
 
 

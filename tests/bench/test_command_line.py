@@ -72,7 +72,17 @@ def test_the_page_is_the_checkouts_own() -> None:
 
 
 def test_every_benchmark_can_be_imported_by_its_name() -> None:
-    assert set(BENCHES) == {"learning", "pipeline", "averaging", "join", "agreement", "codecs", "optimizer", "wan"}
+    assert set(BENCHES) == {
+        "learning",
+        "pipeline",
+        "averaging",
+        "join",
+        "agreement",
+        "codecs",
+        "optimizer",
+        "wan",
+        "tuning",
+    }
     for function in BENCHES.values():
         module, _, name = function.partition(":")
         source = ROOT / "scripts" / Path(*module.split(".")).with_suffix(".py")
