@@ -31,6 +31,7 @@ FROZEN_AS: Final = ("float32", "bf16", "nf4")
 USUAL_FROZEN_AS: Final = "bf16"
 CONTEXT: Final = 1024
 CONTEXT_BLOCK: Final = 64
+CODEC: Final = "int5h/int2"  # docs/tuning.md says what it costs
 MICROBATCH: Final = 2  # for dpo one pair
 STALENESS: Final = 0.5  # steps have few microbatches, and their rates are small: half a step in flight keeps peers busy
 TARGET_TOKENS: Final = 16_384
@@ -105,6 +106,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
         "name": name,
         "model": {"family": "hf", "config": config, "context": context, **_hash_weights(folder)},
         "stages": {"count": min(2, sizes.layers)},
+        "boundary": {"codec": CODEC},
         "schedule": {"microbatch": MICROBATCH, "staleness": STALENESS},
         "optimizer": optimizer_values(trained, objective, context),
         "data": {"tokenizer": str(folder / TOKENIZER)},
