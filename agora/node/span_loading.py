@@ -189,6 +189,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
             report=startup.report_event,
             device=settings.device,
             in_flight=usual_in_flight(manifest),
+            slowdown=settings.slowdown,
             fault=faults.reach_blocking,
             base_model=base_model,
         )

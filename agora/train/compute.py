@@ -85,19 +85,26 @@ class Compute:
         report: Report,
         device: str = "auto",
         in_flight: int = 32,
+        slowdown: float = 1.0,
         fault: Callable[[str], None] = lambda point: None,
         base_model: Path | None = None,
     ) -> Compute:
         """Builds the span's stages with their initial weights.
 
-        base_model: the folder with the files of the run's base model, where it has one. Raises DeviceError,
-        MemoryError_, ManifestError, and LocalError for a base model that is not there or not the run's.
+        base_model: the folder with the files of the run's base model, where it has one. slowdown: as for DeviceQueue.
+        Raises DeviceError, MemoryError_, ManifestError, and LocalError for a base model that is not there or not the
+        run's.
         """
         chosen, events = choose_device(device), StepEvents()
         if chosen.type == "cpu":
             keep_freed_memory()
         limit = LIMIT_PER_SEAT * in_flight
-        queue = DeviceQueue(limit=limit, fault=fault, failed=lambda error: report(TaskFailed("device", repr(error))))
+        queue = DeviceQueue(
+            limit=limit,
+            slowdown=slowdown,
+            fault=fault,
+            failed=lambda error: report(TaskFailed("device", repr(error))),
+        )
         build_stages = _device_errors()(
             lambda: SpanTrainer(
                 manifest, span, chosen, report=report, in_flight=in_flight, on_step=events.put, base_model=base_model
@@ -166,7 +173,7 @@ class Compute:
             entry, batch = self._decode(microbatch, first, boundary, tokens)
             done = self.trainer.finish(microbatch, first, entry, batch, purpose, references)
             encoded = self._encode_gradient(microbatch, first, done.gradient, entry)
-            seconds = time.perf_counter() - started_at
+            seconds = self._queue.slowdown * (time.perf_counter() - started_at)
             return SpanResult(encoded, seconds, done.loss_sum, done.tokens, done.metrics, done.log_probabilities)
 
         return await self._run_and_step(job, priority=_priority_of(purpose))
@@ -186,7 +193,8 @@ class Compute:
             self._require_finite(decoded, microbatch, self.span.last, "gradient")
             result, forward = self.trainer.backward(microbatch, first, decoded)
             encoded = self._encode_gradient(microbatch, first, result, forward.entry)
-            return SpanResult(encoded, forward.device_s + time.perf_counter() - started_at)
+            seconds = forward.device_s + time.perf_counter() - started_at
+            return SpanResult(encoded, self._queue.slowdown * seconds)
 
         return await self._run_and_step(job)
 

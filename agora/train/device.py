@@ -53,13 +53,17 @@ class DeviceQueue:
         self,
         *,
         limit: int = 256,
+        slowdown: float = 1.0,
         fault: Callable[[str], None] = lambda point: None,
         failed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Starts the thread. limit: most jobs of one priority that wait. Both functions run on the device thread.
 
+        slowdown: how many times as long each job takes as it would, at least 1; the thread sleeps for the rest.
+
         fault: is called with "device.job" at the start of each job. failed: is called with the exception of a `then`.
         """
+        self.slowdown = slowdown
         self._limit = limit
         self._fault = fault
         self._failed = failed
@@ -155,8 +159,8 @@ class DeviceQueue:
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         try:
             self._fault("device.job")
-            job.future.set_result(job.call())
-            job.then()
+            job.future.set_result(self._slowed(job.call))
+            self._slowed(job.then)
             failure = None
         except Exception as error:  # a job ends here, and its caller's future fails
             failure = error
@@ -168,6 +172,14 @@ class DeviceQueue:
                 self._failed(failure)
             elif failure is not None:
                 job.future.set_exception(failure)
+
+    def _slowed(self, call: Callable[[], T]) -> T:
+        """Returns the result of `call`, after `slowdown` times the time that it takes."""
+        started = time.monotonic()
+        result = call()
+        if self.slowdown > 1.0:
+            time.sleep((self.slowdown - 1.0) * (time.monotonic() - started))
+        return result
 
     def _stop(self, reason: str) -> None:
         """Closes the queue, which ends the thread, and fails all queued jobs with a DeviceError that says `reason`."""

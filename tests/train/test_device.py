@@ -251,3 +251,12 @@ def test_devices_are_chosen_by_name_and_refused_with_advice() -> None:
         with pytest.raises(DeviceError, match="--device cpu"):
             choose_device("cuda:0")
     assert not device.has_native_bf16(torch.device("cpu"))
+
+
+def test_a_slowed_device_takes_its_factor_longer_for_each_job() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        started = time.monotonic()
+        await queue.run(Priority.FORWARD, time.sleep, 0.05)
+        assert time.monotonic() - started >= 4 * 0.05
+
+    run(test, slowdown=4.0)
