@@ -218,8 +218,13 @@ class LocalSwarm:
             daemon.kill_group()
 
 
-def start_interpreter(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts `agora-node ARGUMENTS` in a new interpreter, as users do; it gets SIGTERM when this process dies."""
+def start_interpreter(
+    arguments: Sequence[str], environment: Mapping[str, str], log: Path, within: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts `agora-node ARGUMENTS` in a new interpreter, as users do; it gets SIGTERM when this process dies.
+
+    within: a command that replaces itself by the one that follows it, such as `ip netns exec NAME`.
+    """
 
     def terminate_with_parent() -> None:
         """Runs in the new process: has the kernel send it SIGTERM when its parent dies (PR_SET_PDEATHSIG)."""
@@ -227,7 +232,7 @@ def start_interpreter(arguments: Sequence[str], environment: Mapping[str, str], 
 
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "agora.cli.main_node", *arguments],
+            [*within, sys.executable, "-m", "agora.cli.main_node", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 
@@ -17,6 +18,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest, SignedManifest
 
 from agora.clock import loop_time
+from agora.net.address_book import addresses_by_peer
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.net.incoming import NetLimits
@@ -34,6 +36,7 @@ from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.router import Router
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.offences import OffenceLog
+from agora.swarm.redialling import Redialling
 from agora.train.memory import available_bytes
 from agora.train.weight_versions import LIMIT_PER_SEAT
 
@@ -41,7 +44,9 @@ LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE = 32, 4
 SEATS_SHARE, MOST_SEATS_BYTES = 0.125, 4 * 2**30
 LEAST_HELD_BYTES = 64 * 2**20
 REMEMBER_S = 15.0
-REJOIN_S = 10.0
+REDIAL_S = 5.0
+"""Seconds from one look at which peers are out of sight to the next."""
+DIAL_SECONDS = 4.0
 
 
 class LocalPeer:
@@ -94,6 +99,7 @@ class LocalPeer:
         self.tasks = BackgroundTasks()
         self._closing = ExitStack()
         self._directory = directory
+        self._redialling = Redialling(startup.me, random.Random())
         self._uplink = UplinkMeter()
 
     def _make_network(self, addresses: tuple[str, ...]) -> Network:
@@ -121,7 +127,9 @@ class LocalPeer:
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
         await self.network.start()
         self.tasks.start("membership", self.membership.run())
-        self.tasks.start("rejoin", self._rejoin_when_alone(others))
+        for peer, known in addresses_by_peer(others).items():
+            self._redialling.learn(loop_time(), peer, known)
+        self.tasks.start("redial", self._redial_the_missing())
         self.tasks.start("addresses", self._remember_addresses())
         self.tasks.start("uplink", self._measure_uplink())
 
@@ -163,20 +171,23 @@ class LocalPeer:
             self._uplink.measure(loop_time(), *self.network.given_and_waiting_bytes)
             await asyncio.sleep(SAMPLE_S)
 
-    async def _rejoin_when_alone(self, others: tuple[str, ...]) -> None:
-        """Every 10 s, dials `others` again if the directory has no neighbour, so that no swarm stays in two parts."""
+    async def _redial_the_missing(self) -> None:
+        """Every REDIAL_S, dials peers that went out of sight, so that no swarm stays in two parts; see Redialling."""
         while True:
-            await asyncio.sleep(REJOIN_S)
-            if others and self._directory.neighbours == 0:
-                await self._directory.bootstrap(others, timeout_s=2.0)
+            await asyncio.sleep(REDIAL_S)
+            now, view = loop_time(), self.membership.view
+            self._redialling.saw(now, view)
+            due = self._redialling.due(now, view)
+            if addresses := [address for peer in due for address in self._redialling.addresses_of(peer)]:
+                await self._directory.bootstrap(addresses, timeout_s=DIAL_SECONDS)
 
     async def _remember_addresses(self) -> None:
         """Every 15 s, writes up to 16 addresses of other peers to the disk for the next start."""
         home, run = self.startup.home, self.signed.run_id
         while True:
             await asyncio.sleep(REMEMBER_S)
-            others = [seen for seen in self.membership.view.peers.values() if seen.peer != self.startup.me]
-            if addresses := [address for seen in others for address in seen.addresses[:2]][:16]:
+            peers = self._redialling.remembered()
+            if addresses := [address for peer in peers for address in self._redialling.addresses_of(peer)[:2]][:16]:
                 try:
                     await asyncio.to_thread(runs.remember_addresses, home, run, addresses)
                 except OSError as error:

@@ -58,6 +58,7 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
         local_peer.ledger.start_accepting()  # a former span refused new work when it ended
         closing.enter_context(local_peer.requests.answering(WORK_REQUESTS, span.answer))
         span.tasks.start("step events", span.follow_steps())
+        span.tasks.start("device", compute.watch())
         span.tasks.start("keeper", keeper.run())
         span.tasks.start("replicas", span.replicas.run())
         if span.epoch_gossip is not None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from agora_protocol.errors import LocalError
+from agora_protocol.errors import DeviceError, LocalError
 
 POINTS = {
     "hop.accepted": "a seat is taken, nothing is computed",
@@ -33,6 +33,8 @@ ACTIONS = {
     "kill": "SIGKILL to this process",
     "hang": "this task, or this thread, never goes on; the rest of the process lives",
     "stop": "SIGSTOP: the whole process freezes",
+    "fail": "what is done here fails as if the device had failed",
+    "exit": "this thread ends; the rest of the process lives",
     "sleep": "as sleep=SECONDS: this task, or this thread, goes on later",
 }
 HANG_S = 1e8
@@ -86,7 +88,10 @@ class Faults:
         self._lock = threading.Lock()
 
     def act(self, point: str) -> float:
-        """Counts an arrival at `point`; kills, freezes, or returns the seconds to wait for, as is due; else 0.0."""
+        """Counts an arrival at `point`; kills, freezes, or returns the seconds to wait for, as is due; else 0.0.
+
+        Raises DeviceError or SystemExit where that is due.
+        """
         with self._lock:
             self._counts[point] += 1
             count = self._counts[point]
@@ -100,6 +105,10 @@ class Faults:
                 log.write(f"{os.getpid()} {point} {fault.action} {count} {time.time():.6f}\n")
         if fault.action in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+        if fault.action == "fail":
+            raise DeviceError("the device failed, as a test had planned; restart this daemon")
+        if fault.action == "exit":
+            raise SystemExit
         return HANG_S if fault.action == "hang" else fault.seconds
 
 

@@ -216,6 +216,10 @@ class Compute:
         """Yields every step and closed share of the span's stages, in order, to one reader, until cancelled."""
         return aiter(self._events)
 
+    async def watch(self) -> None:
+        """Runs until cancelled. Raises DeviceError when the device or its thread is dead, see DeviceQueue."""
+        await self._queue.watch()
+
     def busy_fraction(self) -> float:
         """Returns the fraction of the time that the device thread was working, 0 to 1."""
         return self._queue.busy_fraction()

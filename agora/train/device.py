@@ -26,6 +26,10 @@ Ts = TypeVarTuple("Ts")
 PATIENCE_S = 2.0
 """An evaluation that has waited this long goes before other jobs, at most every second time."""
 
+MAX_FAILURES = 3
+"""After so many jobs in a row in which it has failed, the device counts as dead: most errors of CUDA stay."""
+WATCH_S = 0.5
+
 
 class Priority(enum.IntEnum):
     """Order of jobs. A backward frees memory and is awaited by every peer upstream: it comes before new forwards."""
@@ -74,6 +78,7 @@ class DeviceQueue:
         self._busy_s = 0.0
         self._born = time.monotonic()
         self._job_started: float | None = None
+        self._failures = 0  # jobs in a row in which the device has failed
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
         self._thread.start()
 
@@ -126,6 +131,19 @@ class DeviceQueue:
             running = now - self._job_started if self._job_started is not None else 0.0
             return (self._busy_s + running) / max(now - self._born, 1e-9)
 
+    async def watch(self) -> None:
+        """Looks every WATCH_S at the thread and the device, until cancelled.
+
+        Raises DeviceError once the thread has ended before `close`, and after MAX_FAILURES jobs in a row that raised a
+        DeviceError.
+        """
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if not self._thread.is_alive():
+                raise DeviceError("the compute thread has ended; start the daemon again")
+            if self._failures >= MAX_FAILURES:
+                raise DeviceError(f"the device has failed {self._failures} times in a row; start the daemon again")
+
     async def close(self, timeout_s: float = 5.0) -> bool:
         """Fails all queued jobs and waits at most `timeout_s` for the running one; returns whether the thread ended."""
         self._stop("the device queue is closed; this peer is leaving")
@@ -166,6 +184,7 @@ class DeviceQueue:
             failure = error
         finally:
             with self._condition:
+                self._failures = self._failures + 1 if isinstance(failure, DeviceError) else 0
                 self._busy_s += time.monotonic() - (self._job_started or 0.0)
                 self._job_started = None
             if failure is not None and job.future.done():

@@ -31,7 +31,7 @@ def test_without_a_plan_a_point_does_nothing() -> None:
     ("text", "wrong"),
     [
         ("hop.acepted:kill:1", "known are hop.accepted"),
-        ("hop.accepted:explode:1", "known are kill, hang, stop, sleep"),
+        ("hop.accepted:explode:1", "known are kill, hang, stop, fail, exit, sleep"),
         ("hop.accepted:sleep=soon:1", "malformed number"),
         ("hop.accepted:kill:often", "malformed number"),
     ],

@@ -139,3 +139,24 @@ def test_a_random_replica_killed_again_and_again_loses_no_microbatch(
         nothing_lost(made, *origins)
         survivors = [d for d in made.daemons.values() if not d.end_is_intended]
         assert not counted_twice(survivors), "a living peer's sums hold a microbatch that another living peer counted"
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [("device.job:exit:20", "the compute thread has ended"), ("device.job:fail:20+", "times in a row")],
+)
+def test_a_dead_device_ends_the_daemon_and_the_others_go_on(tmp_path: Path, fault: str, sentence: str) -> None:
+    """It ends with exit code 1 and says why; its claim is withdrawn, and no microbatch is lost."""
+    with swarm(tmp_path, tiny(2)) as made:
+        origin = made.start("origin", "0")
+        made.start("healthy", "1")
+        dying = made.start("dying", "1", faults=fault)
+        dying.end_is_intended = True
+        made.until(lambda: dying.process.poll() is not None, "the end of the daemon")
+        assert dying.process.poll() == 1
+        assert sentence in dying.last_words()
+        assert fired(dying)
+        assert dying.events("StateChanged", state="leaving")
+        before = made.completed(origin)
+        made.until(lambda: made.completed(origin) > before + ENOUGH, "microbatches through the other")
+        drained(made, origin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -251,6 +252,33 @@ def test_devices_are_chosen_by_name_and_refused_with_advice() -> None:
         with pytest.raises(DeviceError, match="--device cpu"):
             choose_device("cuda:0")
     assert not device.has_native_bf16(torch.device("cpu"))
+
+
+def test_a_device_counts_as_dead_after_failures_in_a_row_and_not_after_others() -> None:
+    def fail() -> None:
+        raise DeviceError("no")
+
+    async def test(queue: DeviceQueue) -> None:
+        for failures in (device.MAX_FAILURES - 1, device.MAX_FAILURES):
+            for _ in range(failures):
+                with pytest.raises(DeviceError, match="no"):
+                    await queue.run(Priority.FORWARD, fail)
+            if failures < device.MAX_FAILURES:
+                await queue.run(Priority.FORWARD, lambda: None)
+        with pytest.raises(DeviceError, match="3 times in a row"):
+            await queue.watch()
+
+    run(test)
+
+
+def test_a_device_whose_thread_ended_is_noticed() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        with pytest.raises(DeviceError):
+            await queue.run(Priority.FORWARD, sys.exit)
+        with pytest.raises(DeviceError, match="thread has ended"):
+            await queue.watch()
+
+    run(test)
 
 
 def test_a_slowed_device_takes_its_factor_longer_for_each_job() -> None:

@@ -1,0 +1,88 @@
+"""Decides which peers that went out of sight are dialled again, and when. Deterministic.
+
+Knows: when each peer was last seen, and at which addresses. Must not know: whether a dial succeeds (the view shows it),
+the network, or a clock: `now` and a random generator are passed in.
+
+A split swarm grows together by this: each half goes on dialling those of the other half, however many neighbours it has
+of its own. It begins FIRST_S after a peer was last seen, then waits twice as long each time, at most LONGEST_S, which
+bounds how long two halves stay apart after their link is back. Whoever has said that it leaves is not dialled.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agora_protocol.ids import PeerId
+
+from agora.swarm.view import View
+
+FIRST_S: Final = 5.0
+LONGEST_S: Final = 40.0
+JITTER: Final = 0.25
+"""A wait is made longer or shorter at random by this fraction at most, so that peers do not dial in step."""
+REMEMBERED_S: Final = 24 * 3600.0
+"""A peer is dialled while it was seen at most so many seconds before the one that was seen last, whoever that is."""
+MAX_REMEMBERED: Final = 256
+"""Peers remembered at most; those seen last stay. One that can be reached is enough to find all of its half."""
+MAX_DIALS: Final = 8
+"""Peers dialled at once at most; those that have waited longest come first."""
+
+
+@dataclass(slots=True)
+class _KnownPeer:
+    """One peer: its addresses, when it was last seen, and when it is to be dialled if it stays out of sight."""
+
+    addresses: tuple[str, ...]
+    seen_at: float
+    dial_at: float
+    wait_s: float = FIRST_S
+
+
+class Redialling:
+    """Remembers the peers of the last day, and says which of those that are out of sight are due to be dialled.
+
+    It changes only by the calls below; all times are seconds on one clock.
+    """
+
+    def __init__(self, me: PeerId, rng: random.Random) -> None:
+        self._me = me
+        self._rng = rng
+        self._known: dict[PeerId, _KnownPeer] = {}
+
+    def learn(self, now: float, peer: PeerId, addresses: Sequence[str]) -> None:
+        """Remembers a peer that was heard of but not seen yet, such as one of the invite's; it is due at once."""
+        if peer != self._me and addresses:
+            self._known.setdefault(peer, _KnownPeer(tuple(addresses), now, now))
+
+    def saw(self, now: float, view: View) -> None:
+        """Remembers the peers in the view; forgets those that leave, and those last seen REMEMBERED_S before others."""
+        for peer, seen in view.peers.items():
+            if seen.state == "leaving":
+                self._known.pop(peer, None)
+            elif peer != self._me and seen.addresses:
+                self._known[peer] = _KnownPeer(seen.addresses, now, now + FIRST_S)
+        stay = sorted(self._known.items(), key=lambda known: known[1].seen_at, reverse=True)[:MAX_REMEMBERED]
+        latest = stay[0][1].seen_at if stay else now
+        self._known = {peer: known for peer, known in stay if latest - known.seen_at <= REMEMBERED_S}
+
+    def due(self, now: float, view: View) -> list[PeerId]:
+        """Returns at most MAX_DIALS peers to dial now, of those that are not in the view; counts them as dialled."""
+        waiting = [peer for peer, known in self._known.items() if peer not in view.peers and known.dial_at <= now]
+        chosen = sorted(waiting, key=lambda peer: (self._known[peer].dial_at, peer))[:MAX_DIALS]
+        for peer in chosen:
+            known = self._known[peer]
+            known.dial_at = now + known.wait_s * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
+            known.wait_s = min(2.0 * known.wait_s, LONGEST_S)
+        return chosen
+
+    def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Returns where a remembered peer was last said to be; () for one that is not remembered."""
+        known = self._known.get(peer)
+        return known.addresses if known is not None else ()
+
+    def remembered(self) -> list[PeerId]:
+        """Returns the peers that are remembered, the last seen first."""
+        return sorted(self._known, key=lambda peer: (-self._known[peer].seen_at, peer))
