@@ -82,6 +82,35 @@ def join(
 
 
 @app.command()
+def doctor(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Also look at this run: a manifest, invite or name.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where it would compute: auto, cpu, cuda, cuda:1.")] = None,
+    directory: console.DIRECTORY = None,
+    listen: Annotated[
+        list[str] | None, typer.Option(metavar="ADDR", help="Where it would listen; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Examine this machine: can it join a run, and if not, what is to be done?
+
+    Every check has a measured value, a limit, and a remedy where it does not pass. With RUN, the run's peers are called
+    and its manifest is read too. Nothing is changed. Exit code 0: all pass; 3: something warns; 1: something fails.
+
+    \b
+    Examples:
+      agora-node doctor
+      agora-node doctor agora://... --listen 0.0.0.0:31330
+    """
+    from agora.cli import doctor_command
+
+    flags = {"device": device, "listen": tuple(listen) if listen else None}
+    given = {key: value for key, value in flags.items() if value is not None}
+    raise typer.Exit(doctor_command.examine(run, paths.home_at(directory), given, as_json=as_json))
+
+
+@app.command()
 def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
     """Make the daemon on this machine leave its run, as SIGTERM would.
 

@@ -13,10 +13,6 @@ from agora_protocol.errors import DiskError, MemoryError_
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
-from agora.model import family_of
-from agora.state.layout import VALUE_BYTES
-from agora.train.trained_stage import stage_layout
-
 LEAST_FREE_BYTES = 64 * 2**20
 PROBE_BYTES = 64 * 1024
 _ADVICE = "free some space there, or choose another --dir."
@@ -53,16 +49,25 @@ def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: flo
     limit).
     """
     allowed = min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
-    family = family_of(manifest.model)
-    need = BASE_BYTES + family.memory_bytes(manifest.layers_in(span), manifest.tokens_per_microbatch)
-    layouts = [stage_layout(manifest, stage) for stage in span.stages]
-    need += sum(VALUE_BYTES * moment.numel for layout in layouts for moment in layout.moments)
+    need = needed_memory(manifest, span)
     if need > allowed:
         raise MemoryError_(
             f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(allowed)} may be used; "
             "free some, or hold fewer stages with --stages."
         )
     return f"{_in_mib(need)} of {_in_mib(allowed)} memory needed"
+
+
+def needed_memory(manifest: Manifest, span: Span) -> int:
+    """Returns the bytes that a daemon which trains `span` takes at least. Imports torch."""
+    from agora.model import family_of
+    from agora.state.layout import VALUE_BYTES
+    from agora.train.trained_stage import stage_layout
+
+    family = family_of(manifest.model)
+    need = BASE_BYTES + family.memory_bytes(manifest.layers_in(span), manifest.tokens_per_microbatch)
+    layouts = [stage_layout(manifest, stage) for stage in span.stages]
+    return need + sum(VALUE_BYTES * moment.numel for layout in layouts for moment in layout.moments)
 
 
 def _in_mib(size: int) -> str:

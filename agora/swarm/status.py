@@ -76,6 +76,7 @@ def status(
             for seen in known
         ],
         "objective": run.objective,
+        "unix": round(now_unix, 3),
         "tuning": _mean_metrics(view, run.objective),
     }
 

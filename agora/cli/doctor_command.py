@@ -1,0 +1,50 @@
+"""`agora-node doctor`: prints what was measured on this machine, against which limit, and what is to be done.
+
+Knows: how checks are shown, exit codes. Must not know: how anything is measured (agora.node.readings) or judged.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from agora.cli import console
+from agora.node import paths
+from agora.node.checks import Check, State, judge, worst
+from agora.node.readings import take_readings
+
+EXIT_CODES: Mapping[State, int] = {"pass": console.DONE, "warn": console.DEGRADED, "fail": console.FAILED}
+SIGNS: Mapping[State, str] = {"pass": "ok  ", "warn": "warn", "fail": "FAIL"}
+COLOURS: Mapping[State, str] = {"pass": "32", "warn": "33", "fail": "31"}
+
+
+def examine(run: str | None, home: paths.Home, flags: Mapping[str, Any], *, as_json: bool) -> int:
+    """Examines this machine, and the run if one is named; prints all checks and returns the exit code."""
+    checks = judge(take_readings(home, flags, run))
+    state = worst(checks)
+    if as_json:
+        console.print_json({"schema": 1, "ok": state != "fail", "checks": [asdict(check) for check in checks]})
+    else:
+        print("\n".join(lines_of(checks, in_colour=sys.stdout.isatty())), flush=True)
+    return EXIT_CODES[state]
+
+
+def lines_of(checks: list[Check], *, in_colour: bool = False) -> list[str]:
+    """Returns the checks for people: a line for each, and under one that does not pass what is to be done."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        sign = f"\x1b[{COLOURS[check.state]}m{SIGNS[check.state]}\x1b[0m" if in_colour else SIGNS[check.state]
+        limit = f"  (limit: {check.limit})" if check.limit else ""
+        lines.append(f"{sign}  {check.name.ljust(width)}  {_printable(check.value)}{limit}")
+        if check.remedy:
+            lines.append(f"      {' ' * width}  do: {check.remedy}")
+    counts = {state: sum(check.state == state for check in checks) for state in SIGNS}
+    return [*lines, f"{counts['pass']} passed, {counts['warn']} warn, {counts['fail']} failed"]
+
+
+def _printable(text: str) -> str:
+    """Returns the text with every character that could move a terminal's cursor as "?"; others wrote parts of it."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)

@@ -1,0 +1,359 @@
+"""Reads off this machine, and asks of a run, what `agora-node doctor` judges.
+
+Knows: files, sockets, packages, the kernel. Must not know: what is good or bad (checks.py). Nothing here raises: what
+cannot be read is a problem in words. Takes some seconds, for torch's import and for addresses that do not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import ipaddress
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+from agora_protocol.errors import AgoraError
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, RunId, Span
+from packaging.requirements import Requirement
+
+from agora.node import control_client, doctor, paths, runs, settings
+from agora.node.checks import PackageReading, PeerReading, Readings
+
+if TYPE_CHECKING:
+    from agora_protocol.manifest import Manifest
+
+PRODUCT: Final = "agora-swarm"
+CONNECT_S: Final = 3.0
+STATUS_S: Final = 6.0
+MAX_ADDRESSES_TRIED: Final = 16
+UNIT: Final = "agora-node"
+MINIMUM_STAGE_BYTES: Final = 256 * 2**20
+"""Memory beside the daemon's own that is asked for while no run is named."""
+TIME_ERROR: Final = 5
+"""What adjtimex(2) returns while the kernel's clock is not synchronised."""
+
+
+def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -> Readings:
+    """Returns what can be read for a daemon in `home` with these settings, and for the run that `run` names, if any."""
+    chosen, settings_problem = _settings(home, flags)
+    identity, identity_problem = _identity(home)
+    pid, in_sight = _daemon(home)
+    device, device_problem = _try_device(chosen.device)
+    listen = [] if pid is not None else [(address, problem_of_listening(address)) for address in chosen.listen]
+    addresses = [address for family in psutil.net_if_addrs().values() for address in family]
+    of_run = _read_run(run, home, identity) if run else {}
+    manifest = of_run.pop("manifest", None)
+    return Readings(
+        python=sys.version_info[:3],
+        packages=tuple(map(_package, _requirements())),
+        p2pd_problem=_p2pd_problem(),
+        settings_problem=settings_problem,
+        device=device,
+        device_problem=device_problem,
+        memory_free=_free_memory(chosen),
+        memory_needed=_needed_memory(manifest),
+        disk_free=_free_disk(home.root),
+        disk_problem=_disk_problem(home.root),
+        runtime_problem=_runtime_problem(),
+        identity=identity,
+        identity_problem=identity_problem,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        clock_is_synchronised=_clock_is_synchronised(),
+        listen_problems=tuple((address, problem) for address, problem in listen if problem),
+        has_ipv4=any(_is_outer(a.address) for a in addresses if a.family == socket.AF_INET),
+        has_ipv6=any(_is_outer(a.address) for a in addresses if a.family == socket.AF_INET6),
+        has_public_address=any(_is_public(a.address) for a in addresses),
+        announces=bool(chosen.announce),
+        daemon_pid=pid,
+        peers_in_sight=in_sight,
+        unit_state=_unit_state(),
+        **of_run,
+    )
+
+
+# --- this machine
+
+
+def _requirements() -> list[Requirement]:
+    """Returns what the installed product requires, without its extras; [] when it runs from a folder."""
+    try:
+        texts = importlib.metadata.requires(PRODUCT) or []
+    except importlib.metadata.PackageNotFoundError:
+        texts = ["torch", "hivemind", "libp2p", "msgpack", "uvloop", "cryptography", "numpy", "safetensors"]
+    needed = [Requirement(text) for text in texts]
+    return [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
+def _package(required: Requirement) -> PackageReading:
+    """Returns the reading of one required package, without importing it, since two of them exclude each other."""
+    spec = str(required.specifier)
+    try:
+        version = importlib.metadata.version(required.name)
+    except importlib.metadata.PackageNotFoundError:
+        return PackageReading(required.name, spec, "", False)
+    return PackageReading(required.name, spec, version, required.specifier.contains(version, prereleases=True))
+
+
+def _p2pd_problem() -> str:
+    """Returns why hivemind's network process cannot run here; "" when it says how it is used."""
+    found = importlib.util.find_spec("hivemind")
+    if found is None or found.origin is None:
+        return "hivemind is missing, which brings it"
+    binary = Path(found.origin).parent / "hivemind_cli" / "p2pd"
+    try:
+        done = subprocess.run([str(binary), "-help"], capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{binary} does not run ({getattr(error, 'strerror', None) or 'no answer in 10 s'})"
+    return "" if b"Usage" in done.stdout + done.stderr else f"{binary} ended with exit code {done.returncode}"
+
+
+def _settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings.Settings, str]:
+    """Returns the settings in force and "", or the defaults and what is wrong."""
+    try:
+        return settings.load(home.root / "agora.toml", flags), ""
+    except AgoraError as error:
+        return settings.Settings(), str(error)
+
+
+def _identity(home: paths.Home) -> tuple[str, str]:
+    """Returns this machine's peer id ("" before the first start), and what is wrong with the file of its key."""
+    if not os.path.lexists(home.identity):
+        return "", ""
+    try:
+        return Identity.load(home.identity).peer, ""
+    except AgoraError as error:
+        return "", str(error)
+
+
+def _try_device(name: str) -> tuple[str, str]:
+    """Returns which device is meant by `name`, and why it cannot compute: "" when it has multiplied two matrices."""
+    try:
+        import torch
+
+        from agora.train.device import choose_device
+
+        device = choose_device(name)
+        ones = torch.ones(64, 64, device=device)
+        is_right = float((ones @ ones).sum()) == 64.0**3
+        return str(device), "" if is_right else f"{device} multiplies two matrices wrongly"
+    except (AgoraError, ImportError, OSError, RuntimeError) as error:
+        return name, (str(error).splitlines() or [repr(error)])[0][:200]
+
+
+def _free_memory(chosen: settings.Settings) -> float:
+    """Returns the bytes that the daemon may use: what is free, at most what its owner allows."""
+    free = float(psutil.virtual_memory().available)
+    with contextlib.suppress(ImportError):
+        import torch
+
+        from agora.train.memory import available_bytes
+
+        free = float(available_bytes(torch.device("cpu")))
+    return min(free, chosen.memory_gib * 2**30) if chosen.memory_gib else free
+
+
+def _needed_memory(manifest: Manifest | None) -> float:
+    """Returns the least bytes for a daemon: of the run's smallest stage, or MINIMUM_STAGE_BYTES without a run."""
+    if manifest is None:
+        return float(doctor.BASE_BYTES + MINIMUM_STAGE_BYTES)
+    spans = [Span(stage, stage) for stage in range(manifest.stage_count)]
+    with contextlib.suppress(ImportError, AgoraError):
+        return float(min(doctor.needed_memory(manifest, span) for span in spans))
+    return float(doctor.BASE_BYTES)
+
+
+def _nearest_existing(directory: Path) -> Path:
+    """Returns the directory, or the nearest one above it that exists."""
+    return next(path for path in (directory, *directory.parents) if path.exists())
+
+
+def _free_disk(directory: Path) -> float:
+    """Returns the free bytes where the data directory is or would be; 0 when nobody can tell."""
+    try:
+        return float(shutil.disk_usage(_nearest_existing(directory)).free)
+    except OSError:
+        return 0.0
+
+
+def _disk_problem(directory: Path) -> str:
+    """Returns why a file cannot be written there, or that too little is free; "" for neither."""
+    existing = _nearest_existing(directory)
+    try:
+        if not existing.is_dir():
+            return f"{existing} is no directory"
+        doctor.check_disk(existing)
+    except AgoraError as error:
+        return str(error)
+    return ""
+
+
+def _runtime_problem() -> str:
+    """Returns why sockets cannot be made in the runtime directory; "" when they can."""
+    directory = paths.runtime_directory()
+    try:
+        paths.make_private(directory)
+        return "" if os.access(directory, os.W_OK | os.X_OK) else f"{directory} is not writable"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _clock_is_synchronised() -> bool | None:
+    """Returns whether the kernel says that its clock follows a time server; None where it does not say."""
+    adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
+    if adjtimex is None:
+        return None
+    state = adjtimex(ctypes.create_string_buffer(512))  # struct timex, all zero: read only
+    return None if state < 0 else bool(state != TIME_ERROR)
+
+
+def problem_of_listening(multiaddr: str) -> str:
+    """Returns why a TCP port cannot be listened on; "" when it can, or when any port will do."""
+    parts = multiaddr.strip("/").split("/")
+    fields = dict(zip(parts[::2], parts[1::2], strict=False))
+    host, port = fields.get("ip4") or fields.get("ip6"), fields.get("tcp")
+    if host is None or port is None or port == "0":
+        return ""
+    family = socket.AF_INET6 if "ip6" in fields else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, int(port)))
+            probe.listen(1)
+    except (OSError, ValueError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
+def _is_outer(address: str) -> bool:
+    """Returns whether an interface's address is good for more than this machine or this cable."""
+    with contextlib.suppress(ValueError):
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+        return not (parsed.is_loopback or parsed.is_link_local)
+    return False
+
+
+def _is_public(address: str) -> bool:
+    """Returns whether an interface's address can be dialled from anywhere."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address.partition("%")[0]).is_global
+    return False
+
+
+def _daemon(home: paths.Home) -> tuple[int | None, int | None]:
+    """Returns the pid of the daemon in this data directory, and how many other peers it sees; None for neither."""
+    root = str(home.root.resolve())
+    entry = next((entry for entry in paths.daemons() if str(Path(entry.root).resolve()) == root), None)
+    if entry is None:
+        return None, None
+    with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
+        seen = control_client.ask(Path(entry.socket), "status")["peers"]
+        return entry.pid, sum(peer["peer"] != entry.peer for peer in seen)
+    return entry.pid, None
+
+
+def _unit_state() -> str:
+    """Returns what systemd says of the unit agora-node; "" where there is no systemd, or no such unit."""
+    if shutil.which("systemctl") is None:
+        return ""
+    command = ["systemctl", "show", "--property=ActiveState", "--property=LoadState", UNIT]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+        shown = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+        return shown.get("ActiveState", "") if shown.get("LoadState") == "loaded" else ""
+    return ""
+
+
+# --- the run
+
+
+def _read_run(run: str, home: paths.Home, me: str) -> dict[str, Any]:
+    """Returns the fields of Readings that are about the run, and its `manifest` when it is on this machine."""
+    try:
+        reference = runs.resolve(run, home)
+    except AgoraError as error:
+        return {"run": run, "run_problem": str(error)}
+    manifest = reference.signed.manifest if reference.signed is not None else reference.draft
+    problem = ""
+    if manifest is not None and me and reference.signed is not None and not manifest.admits(PeerId(me)):
+        problem = f"the run admits only listed peers, and {me} is none of them: ask its founder"
+    peers = read_peers(reference.addresses[:MAX_ADDRESSES_TRIED])
+    found: dict[str, Any] = {
+        "run": f"{reference.name or 'unnamed'} ({reference.run[:12] or 'unsigned'})",
+        "run_problem": problem,
+        "names": tuple((name, _is_resolved(name)) for name in _names_in(reference.addresses)),
+        "peers": peers,
+        "manifest": manifest,
+    }
+    if any(peer.round_trip_s is not None for peer in peers):
+        found |= _ask_peers(reference.addresses, reference.run)
+    return found
+
+
+def _ask_peers(addresses: Sequence[str], run: str) -> dict[str, Any]:
+    """Asks the run's peers for its status: returns how far this clock is from theirs, or why none tells."""
+    from agora.net import light
+
+    asked_unix = time.time()
+    try:
+        status = light.fetch_status(addresses, RunId(run), STATUS_S)
+    except AgoraError as error:
+        return {"answer_problem": str(error)}
+    theirs = status.get("unix")
+    if not isinstance(theirs, int | float):
+        return {}
+    earliest, latest = asked_unix - theirs, time.time() - theirs
+    # Their clock was read at some moment between question and answer: what that leaves open is no offset.
+    return {"clock_offset_s": -earliest if earliest > 0 else -latest if latest < 0 else 0.0}
+
+
+def read_peers(addresses: Iterable[str]) -> tuple[PeerReading, ...]:
+    """Opens a TCP connection to each address at once; returns how long each took, or why there was none."""
+    listed = list(dict.fromkeys(addresses))
+    if not listed:
+        return ()
+    with ThreadPoolExecutor(max_workers=len(listed)) as pool:
+        return tuple(pool.map(_connect, listed))
+
+
+def _connect(multiaddr: str) -> PeerReading:
+    """Returns the reading of one address."""
+    parts = multiaddr.strip("/").split("/")
+    fields = dict(zip(parts[::2], parts[1::2], strict=False))
+    host = next((fields[kind] for kind in ("ip4", "ip6", "dns4", "dns6", "dns") if kind in fields), None)
+    if host is None or "tcp" not in fields:
+        return PeerReading(multiaddr, None, "no TCP address")
+    began = time.monotonic()
+    try:
+        with socket.create_connection((host, int(fields["tcp"])), timeout=CONNECT_S):
+            return PeerReading(multiaddr, time.monotonic() - began)
+    except (OSError, ValueError, OverflowError) as error:
+        return PeerReading(multiaddr, None, getattr(error, "strerror", None) or str(error) or type(error).__name__)
+
+
+def _names_in(addresses: Iterable[str]) -> list[str]:
+    """Returns the host names in multiaddrs."""
+    parts = [address.strip("/").split("/") for address in addresses]
+    named = [fields[1] for fields in parts if len(fields) > 1 and fields[0] in ("dns", "dns4", "dns6")]
+    return list(dict.fromkeys(named))
+
+
+def _is_resolved(name: str) -> bool:
+    """Returns whether a host name has an address."""
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):
+        return False
