@@ -126,7 +126,7 @@ def _settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings.Sett
     try:
         return settings.load(home.root / "agora.toml", flags), ""
     except AgoraError as error:
-        return settings.Settings(), str(error)
+        return settings.load(Path(os.devnull), {}, {}), str(error)
 
 
 def _identity(home: paths.Home) -> tuple[str, str]:
