@@ -12,7 +12,7 @@ from typing import Any
 
 from agora.cli import console
 from agora.node import paths
-from agora.node.checks import Check, State, judge, worst
+from agora.node.machine_checks import Check, State, judge, worst
 from agora.node.readings import take_readings
 
 EXIT_CODES: Mapping[State, int] = {"pass": console.DONE, "warn": console.DEGRADED, "fail": console.FAILED}

@@ -1,7 +1,8 @@
 """Reads off this machine, and asks of a run, what `agora-node doctor` judges.
 
-Knows: files, sockets, packages, the kernel. Must not know: what is good or bad (checks.py). Nothing here raises: what
-cannot be read is a problem in words. Takes some seconds, for torch's import and for addresses that do not answer.
+Knows: files, sockets, packages, the kernel. Must not know: what is good or bad (machine_checks.py). Nothing here
+raises: what cannot be read is a problem in words. Takes some seconds, for torch's import and for addresses that do not
+answer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from agora_protocol.ids import PeerId, RunId, Span
 from packaging.requirements import Requirement
 
 from agora.node import control_client, doctor, paths, runs, settings
-from agora.node.checks import PackageReading, PeerReading, Readings
+from agora.node.machine_checks import PackageReading, PeerReading, Readings
 
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest

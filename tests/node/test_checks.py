@@ -14,7 +14,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.manifest import SignedManifest, preset
 
 from agora.cli.doctor_command import lines_of
-from agora.node.checks import Check, PackageReading, PeerReading, Readings, judge, worst
+from agora.node.machine_checks import Check, PackageReading, PeerReading, Readings, judge, worst
 from agora.node.paths import Home
 from agora.node.readings import problem_of_listening, read_peers, take_readings
 
