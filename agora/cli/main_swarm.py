@@ -273,6 +273,37 @@ def data(
     raise typer.Exit(data_command.run(question, as_json=as_json))
 
 
+@app.command()
+def mesh(
+    machines: Annotated[
+        Path | None, typer.Argument(metavar="[MACHINES]", help="The list of machines, such as machines.toml.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the configurations are written.")] = Path("mesh"),
+    new_key: Annotated[
+        Path | None,
+        typer.Option("--new-key", metavar="FILE", help="Make this machine's key and print its public part."),
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Put a run inside a network of your own: write one WireGuard configuration for each machine of a list.
+
+    Each machine makes its key itself and only its public part goes into the list, so no configuration holds a secret.
+    Machines behind NATs reach each other through the first one that has an endpoint.
+
+    \b
+    Examples:
+      swarm mesh --new-key /etc/wireguard/agora.key
+      swarm mesh machines.toml --out mesh
+    """
+    from agora.cli import mesh_command
+
+    if new_key is not None and machines is None:
+        raise typer.Exit(mesh_command.make_key(new_key, as_json=as_json))
+    if machines is None or new_key is not None:
+        raise console.Failure("give either a list of machines or --new-key FILE", console.USAGE)
+    raise typer.Exit(mesh_command.write_configurations(machines, out, as_json=as_json))
+
+
 def main() -> None:
     """Runs the command `swarm` and exits."""
     console.run(app)

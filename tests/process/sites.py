@@ -6,8 +6,10 @@ while the link is up. Nothing of it touches the namespace that the tests run in.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,7 +84,26 @@ class Sites:
         name = log.parent.name
         listen = f"/ip4/{self._addresses[name]}/tcp/0"
         changed = [listen if argument.startswith("/ip4/127.0.0.1/") else argument for argument in arguments]
-        return start_interpreter(changed, environment, log, within=("ip", "netns", "exec", f"{self._prefix}-{name}"))
+        return start_interpreter(changed, environment, log, within=self.within(name))
+
+    def address_of(self, name: str) -> str:
+        """The address of a machine, at which its daemon listens."""
+        return self._addresses[name]
+
+    def listen_on(self, name: str, address: str) -> None:
+        """Makes a machine's daemon listen on another address that the machine has."""
+        self._addresses[name] = address
+
+    def within(self, name: str) -> tuple[str, ...]:
+        """What stands before a command that runs on that machine."""
+        return "ip", "netns", "exec", f"{self._prefix}-{name}"
+
+    def kill_all_in(self, name: str) -> None:
+        """Ends every process that a test has left on that machine."""
+        found = subprocess.run(["ip", "netns", "pids", f"{self._prefix}-{name}"], capture_output=True, text=True)
+        for pid in map(int, found.stdout.split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _add_namespace(self, name: str) -> None:
         _ip("netns", "add", name)

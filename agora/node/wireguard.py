@@ -1,0 +1,237 @@
+"""Writes the WireGuard configurations of a private mesh: one for each machine of a list. Pure but for `write_key`.
+
+Knows: WireGuard's configuration files and keys. Must not know: runs, peers, the network. No configuration holds a
+private key: each machine makes its own, which stays there, and only the public ones are in the list.
+
+Machines with an endpoint are dialled by all others. Of two without one, which sit behind NATs, neither can dial the
+other: the first machine with an endpoint, the hub, forwards between them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agora_protocol.errors import DiskError, InputError
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+DEFAULT_NETWORK: Final = "10.88.0.0/16"
+DEFAULT_PORT: Final = 51820
+INTERFACE: Final = "agora"
+KEY_FILE: Final = f"/etc/wireguard/{INTERFACE}.key"
+KEEPALIVE_S: Final = 25
+"""Seconds after which a machine behind a NAT sends something, so that the NAT keeps its mapping."""
+MAX_MACHINES: Final = 1000
+MAX_FILE_BYTES: Final = 1 << 20
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", re.ASCII)
+_ENDPOINT: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(:(\d{1,5}))?", re.ASCII)
+_FILE_FIELDS: Final = ("network", "port", "machine")
+_MACHINE_FIELDS: Final = ("name", "public_key", "endpoint", "address")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True)
+class MeshMachine:
+    """One machine of the mesh. endpoint: HOST:PORT at which others dial it, "" behind a NAT."""
+
+    name: str
+    public_key: str
+    address: Address
+    endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """All machines, the network that their addresses are of, and the UDP port on which each listens."""
+
+    network: Network
+    port: int
+    machines: tuple[MeshMachine, ...]
+
+    @property
+    def hub(self) -> MeshMachine | None:
+        """The first machine with an endpoint, which forwards between those without; None where there is none."""
+        return next((machine for machine in self.machines if machine.endpoint), None)
+
+    def behind_nat(self) -> list[MeshMachine]:
+        """Returns the machines that nobody can dial."""
+        return [machine for machine in self.machines if not machine.endpoint]
+
+
+def read_mesh(text: str, source: str) -> Mesh:
+    """Returns the mesh that a TOML text describes. Raises InputError, which begins with `source`, for a wrong one."""
+    try:
+        values = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"{source}: this is not valid TOML ({str(error)[:200]}); correct that line.") from None
+    _check_fields(values, _FILE_FIELDS, source)
+    network = _network(values.get("network", DEFAULT_NETWORK), source)
+    port = values.get("port", DEFAULT_PORT)
+    if type(port) is not int or not 0 < port < 65536:
+        raise InputError(f"{source}: port must be a number from 1 to 65535.")
+    tables = values.get("machine", [])
+    if not isinstance(tables, list) or not 2 <= len(tables) <= MAX_MACHINES:
+        raise InputError(f"{source}: a mesh has 2 to {MAX_MACHINES} machines; write a [[machine]] table for each.")
+    taken: dict[str, str] = {}
+    machines: list[MeshMachine] = []
+    free = iter(network.hosts())
+    wished = {str(table.get("address")) for table in tables if isinstance(table, dict)}
+    for number, table in enumerate(tables, 1):
+        machine = _machine(table, f"{source}: machine {number}", network, port, free, wished)
+        for value in (machine.name, machine.public_key, str(machine.address)):
+            if value in taken:
+                raise InputError(f"{source}: {machine.name} and {taken[value]} both have {value}; each needs its own.")
+            taken[value] = machine.name
+        machines.append(machine)
+    mesh = Mesh(network, port, tuple(machines))
+    if mesh.hub is None:
+        raise InputError(f"{source}: no machine has an endpoint; give one that the others can reach by UDP.")
+    return mesh
+
+
+def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
+    """Returns the text of this machine's configuration for `wg-quick`, without any private key."""
+    hidden = [machine for machine in mesh.behind_nat() if machine != me]
+    lines = [
+        f"# {me.name}: copy to /etc/wireguard/{INTERFACE}.conf; its private key stays in {KEY_FILE} of this machine.",
+        "[Interface]",
+        f"Address = {me.address}/{mesh.network.prefixlen}",
+        f"ListenPort = {mesh.port}",
+        f"PostUp = wg set %i private-key {KEY_FILE}",
+    ]
+    if me == mesh.hub and len(hidden) > 1:
+        version = "net.ipv6.conf.all.forwarding" if me.address.version == 6 else "net.ipv4.ip_forward"
+        lines.append(f"PostUp = sysctl -q -w {version}=1")
+    for machine in mesh.machines:
+        if machine == me or not (machine.endpoint or me.endpoint):
+            continue
+        reached = [machine]
+        if machine == mesh.hub and not me.endpoint:
+            reached += hidden
+        lines += ["", f"# {machine.name}", "[Peer]", f"PublicKey = {machine.public_key}"]
+        lines.append("AllowedIPs = " + ", ".join(f"{each.address}/{each.address.max_prefixlen}" for each in reached))
+        if machine.endpoint:
+            lines.append(f"Endpoint = {machine.endpoint}")
+        if not me.endpoint:
+            lines.append(f"PersistentKeepalive = {KEEPALIVE_S}")
+    return "\n".join(lines) + "\n"
+
+
+def write_key(path: Path) -> str:
+    """Makes a private key at `path`, mode 0600, unless there is one; returns its public key, in base64.
+
+    Raises DiskError when it cannot be written, InputError when what is there is no key.
+    """
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return _public_key_in(path)
+    except OSError as error:
+        raise DiskError(f"Cannot write {path} ({error.strerror}); name another file.") from error
+    private = X25519PrivateKey.generate()
+    with os.fdopen(handle, "wb") as file:
+        file.write(base64.b64encode(private.private_bytes_raw()) + b"\n")
+    return _public_key_of(private)
+
+
+def _public_key_in(path: Path) -> str:
+    """Returns the public key of the private one in a file. Raises InputError, DiskError."""
+    try:
+        raw = base64.b64decode(path.read_bytes().strip(), validate=True)
+        return _public_key_of(X25519PrivateKey.from_private_bytes(raw))
+    except OSError as error:
+        raise DiskError(f"Cannot read {path} ({error.strerror}); check its owner and mode.") from error
+    except (binascii.Error, ValueError):
+        raise InputError(f"{path} is there and is no WireGuard key; name another file.") from None
+
+
+def _public_key_of(private: X25519PrivateKey) -> str:
+    """Returns the public key in base64."""
+    return base64.b64encode(private.public_key().public_bytes_raw()).decode()
+
+
+def _machine(table: Any, source: str, network: Network, port: int, free: Any, wished: set[str]) -> MeshMachine:
+    """Returns one machine of the list. free: iterates over the network's addresses; wished: those that are asked for.
+
+    Raises InputError.
+    """
+    if not isinstance(table, dict):
+        raise InputError(f"{source}: it must be a [[machine]] table.")
+    _check_fields(table, _MACHINE_FIELDS, source)
+    values = {key: table.get(key, "") for key in _MACHINE_FIELDS}
+    if wrong := next((key for key, value in values.items() if not isinstance(value, str)), None):
+        raise InputError(f"{source}: {wrong} must be text in quotes.")
+    if not _NAME.fullmatch(values["name"]):
+        raise InputError(f"{source}: name must be letters, digits, - and _, at most 32; it becomes a file's name.")
+    _check_key(values["public_key"], f"{source} ({values['name']})")
+    return MeshMachine(
+        values["name"],
+        values["public_key"],
+        _address(values["address"], network, free, wished, source),
+        _endpoint(values["endpoint"], port, source),
+    )
+
+
+def _check_fields(values: Mapping[str, Any], known: Sequence[str], source: str) -> None:
+    """Raises InputError for the first unknown field, and suggests the nearest."""
+    for key in values:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
+            raise InputError(f"{source}: {key[:40]!r} is unknown; {hint}")
+
+
+def _check_key(text: str, source: str) -> None:
+    """Raises InputError unless the text is a public key."""
+    try:
+        is_key = len(base64.b64decode(text, validate=True)) == 32 and len(text) == 44
+    except (binascii.Error, ValueError):
+        is_key = False
+    if not is_key:
+        made = f"make one on that machine with `swarm mesh --new-key {KEY_FILE}`"
+        raise InputError(f"{source}: public_key must be 44 characters of base64; {made}.")
+
+
+def _network(text: Any, source: str) -> Network:
+    """Returns the network in a text. Raises InputError."""
+    try:
+        return ipaddress.ip_network(text if isinstance(text, str) else "")
+    except ValueError:
+        raise InputError(f"{source}: network must look like {DEFAULT_NETWORK}.") from None
+
+
+def _address(text: str, network: Network, free: Any, wished: set[str], source: str) -> Address:
+    """Returns the address in a text, or the next free one. Raises InputError for one that is not of the network."""
+    if not text:
+        found: Address | None = next((address for address in free if str(address) not in wished), None)
+        if found is None:
+            raise InputError(f"{source}: network {network} has no address left; use a larger one.")
+        return found
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        address = None
+    if address is None or address not in network:
+        raise InputError(f"{source}: address {text[:60]!r} is not of network {network}.")
+    return address
+
+
+def _endpoint(text: str, port: int, source: str) -> str:
+    """Returns HOST:PORT, with the mesh's port where none is given; "" for "". Raises InputError."""
+    if not text:
+        return ""
+    match = _ENDPOINT.fullmatch(text)
+    if match is None or not 0 < int(match[3] or port) < 65536:
+        raise InputError(f"{source}: endpoint {text[:60]!r} must look like 203.0.113.5:{port} or a.example.org:{port}.")
+    return f"{match[1]}:{match[3] or port}"
