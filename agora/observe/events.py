@@ -145,6 +145,14 @@ class RepeatServed(Event):
     stage: int
 
 
+class SeatsChanged(Event):
+    """Event: this peer takes at most `seats` microbatches at once from now on, of the `most` that it began with."""
+
+    seats: int
+    most: int
+    reason: str
+
+
 class HopRefused(Event):
     """Event: this peer refused a microbatch before any work. `code` is the refusal's word, for example "busy"."""
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from agora_protocol.errors import AgoraError, Busy
+from agora_protocol.errors import AgoraError, Busy, MemoryError_
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.messages import Advance, Process
 
@@ -35,6 +35,8 @@ MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000
 """The bounds of the milliseconds after which a caller may ask again that found all seats taken."""
 OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000
 """Milliseconds after which a caller may ask again whose microbatch entered elsewhere, or is still being cancelled."""
+ANSWERS_PER_SEAT = 32
+"""After so many answers without a lack of memory, a seat that was given up for it is offered again."""
 MAX_ENDING_S = 5.0
 """Seconds for which `WorkLedger.finish` waits for cancelled work to end."""
 
@@ -132,11 +134,13 @@ class WorkLedger:
     """Runs this peer's work: starts each microbatch once, on one of `max_seats` seats, and keeps the answer.
 
     A repeat joins the running work or gets the kept answer. When the last caller leaves, uncommitted work is cancelled.
+    Work that runs out of memory costs a seat, which is offered again after ANSWERS_PER_SEAT answers.
     """
 
     def __init__(self, me: PeerId, max_seats: int, report: events.Report) -> None:
         self.me = me
-        self._seats = max(1, max_seats)
+        self._max_seats = self._seats = max(1, max_seats)
+        self._answers_since = 0  # answers since the number of seats last changed
         self._report = report
         self._answers = AnswerCache()
         self._works: dict[WorkKey, Work] = {}
@@ -239,13 +243,29 @@ class WorkLedger:
                 answer = await start(work)
                 self._answers.put(key, last, answer, loop_time())
                 self._seat_s = self._seat_s.updated(loop_time() - started)
+                self._count_answer()
                 return answer
+            except MemoryError_:
+                self._give_up_a_seat()
+                raise
             finally:
                 self._end(work)
 
         work.task = asyncio.create_task(perform(), name=f"hop {key.microbatch.hex()} at stage {key.stage}")
         work.task.add_done_callback(lambda task: self._end(work))
         return work
+
+    def _give_up_a_seat(self) -> None:
+        """Called when work ran out of memory: from now on one microbatch less than now may be here at once."""
+        self._seats, self._answers_since = max(1, min(self._seats, self.taken) - 1), 0
+        self._report(events.SeatsChanged(self._seats, self._max_seats, "the device was out of memory"))
+
+    def _count_answer(self) -> None:
+        """Called for each answer: offers one more seat, where some were given up, after ANSWERS_PER_SEAT of them."""
+        self._answers_since += 1
+        if self._seats < self._max_seats and self._answers_since >= ANSWERS_PER_SEAT:
+            self._seats, self._answers_since = self._seats + 1, 0
+            self._report(events.SeatsChanged(self._seats, self._max_seats, "memory has sufficed since"))
 
     async def _wait(self, work: Work, on_progress: OnProgress) -> HopAnswer:
         """Returns the work's answer. When the last caller stops waiting, cancels the work unless it is committed."""

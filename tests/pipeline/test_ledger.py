@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from agora_protocol.errors import Busy, NotMyStage
+from agora_protocol.errors import Busy, MemoryError_, NotMyStage
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import Advance, Process, Processed
 
-from agora.observe.events import Event, RepeatServed
+from agora.observe.events import Event, RepeatServed, SeatsChanged
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.ledger import ENTRY_BYTES, AnswerCache, Work, WorkKey, WorkLedger
+from agora.pipeline.ledger import ANSWERS_PER_SEAT, ENTRY_BYTES, AnswerCache, Work, WorkKey, WorkLedger
 from tests.pipeline.virtual_time import run
 from tests.pipeline.world import World, boundary_of, gradient_of, peer_id, tokens_of
 
@@ -144,3 +144,31 @@ def test_kept_answers_are_bounded_in_bytes_and_in_age() -> None:
     assert cache.nbytes == 2 * size and cache.stages_of(MB, 3.0) == {1: 1, 2: 2}
     assert cache.get(keys[1], 101.5) is None and cache.nbytes == size, "older than 100 s"
     assert cache.get(keys[2], 103.0) is None and cache.nbytes == 0 and cache.stages_of(MB, 103.0) == {}
+
+
+def test_work_that_runs_out_of_memory_costs_a_seat_which_comes_back_after_many_answers() -> None:
+    async def work() -> None:
+        entries = Entries(seats=4)
+        ledger, until = entries.ledger, asyncio.get_running_loop().time() + 1e6
+
+        async def fail(work: Work) -> HopAnswer:
+            raise MemoryError_("the device is out of memory")
+
+        async def answer_at_once(work: Work) -> HopAnswer:
+            return answer()
+
+        running = [entries.enter(1, number) for number in (1, 2)]
+        await asyncio.sleep(0)
+        with pytest.raises(MemoryError_):
+            await ledger.run(WorkKey(microbatch_id(b"session0", 3), 1), 2, until, lambda news: None, fail)
+        with pytest.raises(Busy, match="all 2 seats are taken"):
+            await entries.enter(1, 4)
+        entries.finish.set()
+        await asyncio.gather(*running)
+        for number in range(2 * ANSWERS_PER_SEAT):
+            key = WorkKey(microbatch_id(b"session1", number), 1)
+            await ledger.run(key, 2, until, lambda news: None, answer_at_once)
+        changes = [event.seats for event in entries.events if isinstance(event, SeatsChanged)]
+        assert changes == [2, 3, 4], "three were here, one failed; then one more after each so many answers"
+
+    run(work())
