@@ -34,8 +34,9 @@ class DataSurvey:
 
     context: targets of a row, which has one token more. lengths: tokens of each sample before truncation [n]; of a
     preference, those of its longer side. tokens: those kept, of both sides; supervised: those of them that are learnt.
-    left_out: samples without a token that is learnt after truncation. rows: sequences of context + 1 tokens that hold the rest, None for dpo, whose pairs are not packed.
-    efficiency: share of the rows' places that hold a token. shown: the first samples.
+    left_out: samples without a token that is learnt after truncation. rows: sequences of context + 1 tokens that hold
+    the rest, None for dpo, whose pairs are not packed. efficiency: share of the rows' places that hold a token. shown:
+    the first samples.
     """
 
     objective: Objective
