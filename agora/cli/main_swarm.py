@@ -15,7 +15,9 @@ from agora.cli import console
 app = console.new_app("Start, watch and measure training runs that belong to nobody in particular.")
 
 JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
-PRESET = Annotated[str | None, typer.Option(help="The model: tiny or small. Default tiny.", show_default=False)]
+PRESET = Annotated[
+    str | None, typer.Option(help="The model: tiny, small, 150m, 1b or 8b. Default tiny.", show_default=False)
+]
 COLUMNS = Annotated[
     str | None, typer.Option(metavar="NAME=COLUMN,...", help="Which column of the file is which of the format.")
 ]
@@ -74,9 +76,12 @@ def new(
     The manifest is the whole description of a run: model, stages, optimizer, data, who may join. Its hash is the run's
     name, so edit it before the first `agora-node join`, which signs it.
 
-    Presets: tiny (0.9 M parameters, trains on a laptop in a minute), small. With --base-model, the run begins with the
-    weights in that folder (config.json, safetensors files, tokenizer.json); of a model of the Hub only such files are
-    fetched. Who joins fetches what its stages need from peers, or names the model too.
+    Presets, by their parameters: tiny (0.7 M, trains on a laptop in a minute), small (20 M), 150m, 1b and 8b (for GPUs
+    of 8 to 80 GB, see docs/presets.md).
+
+    With --base-model, the run begins with the weights in that folder (config.json, safetensors files, tokenizer.json);
+    of a model of the Hub only such files are fetched. Who joins fetches what its stages need from peers, or names the
+    model too.
     With --data it learns from a file that `swarm data` reads, which is counted first; see docs/tuning.md.
 
     \b

@@ -15,9 +15,11 @@ from agora_protocol.errors import ManifestError
 
 from agora.cli.console import USAGE, Failure, print_line
 from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
+from agora.data.tokenizer import BYTES
 from agora.state.hub_models import fetch_model, hub_id_of
 
 NOTHING_CHOSEN = TuningChoice()
+BYTE_VALUES = 256
 
 
 def run(
@@ -48,6 +50,7 @@ def run(
             made, found = tuning.manifest, tuning.summary_lines()
         else:
             made = manifest.preset(preset or "tiny").replaced(name=name)
+            found = _tokenizer_lines(made)
     except ManifestError as error:
         raise Failure(str(error), USAGE) from None
     try:
@@ -59,6 +62,16 @@ def run(
         print_line(line)
     flag = f" --base-model {shlex.quote(str(base_model))}" if base_model is not None else ""
     print_line(f"wrote {path}: edit it, then start the run with `agora-node join {path}{flag}`")
+
+
+def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
+    """Returns what to do about the tokenizer of a preset, for people: [] where plain bytes use the whole vocabulary."""
+    if made.data.tokenizer != BYTES or made.model.vocabulary == BYTE_VALUES:
+        return []
+    return [
+        f"tokenizer    bytes, which need no file; for the vocabulary of {made.model.vocabulary:,} name a "
+        "tokenizer.json, or its folder, in [data] tokenizer"
+    ]
 
 
 def _find_base_model(named: Path) -> tuple[Path, Path]:
