@@ -65,7 +65,7 @@ def run(question: DataQuestion, *, as_json: bool) -> int:
     context = _context(question.context, tokenizer)
     is_lm = file.objective == "lm"
     with console.ProgressDisplay("reading samples") as display:
-        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context, learn_all=is_lm)
+        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context + 1, learn_all=is_lm)
         found = survey(
             samples,
             file.objective,

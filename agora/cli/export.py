@@ -215,7 +215,8 @@ def _other_files(sources: Sources, family: Family, parameters: int, target: Expo
     tokenizer = manifest.data.tokenizer, manifest.model.vocabulary, manifest.model.context, sources.base
     end_of_text: int | None = None  # a base model's own config says it
     if described.is_pretrained:
-        files = pretrained_tokenizer_files(*tokenizer, learns_samples=manifest.objective.kind != "lm")
+        learns_samples, expected = manifest.objective.kind != "lm", manifest.data.tokenizer_hash
+        files = pretrained_tokenizer_files(*tokenizer, learns_samples=learns_samples, expected_hash=expected)
     else:
         files, end_of_text = tokenizer_files(*tokenizer)
     if target.base_model is None:

@@ -29,7 +29,11 @@ ALLOW_FILES = Annotated[
 ]
 BASE_MODEL = Annotated[
     Path | None,
-    typer.Option("--base-model", metavar="DIR", help="The model folder, for runs that begin with a base model."),
+    typer.Option(
+        "--base-model",
+        metavar="DIR|ORG/NAME",
+        help="The model's folder or Hub id, for runs that begin with a base model.",
+    ),
 ]
 
 
@@ -64,7 +68,7 @@ def join(
       agora-node join run.toml
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
     """
-    from agora.node import daemon
+    from agora.node import base_model_place, daemon
 
     flags = {
         "device": device,
@@ -74,7 +78,7 @@ def join(
         "threads": threads,
         "allow_files": allow_files or None,
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
-        "base_model": str(base_model.absolute()) if base_model else None,
+        "base_model": base_model_place.absolute_name(base_model) if base_model else None,
         "log_level": log_level,
     }
     given = {key: value for key, value in flags.items() if value is not None}

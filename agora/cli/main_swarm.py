@@ -15,7 +15,9 @@ from agora.cli import console
 app = console.new_app("Start, watch and measure training runs that belong to nobody in particular.")
 
 JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
-PRESET = Annotated[str | None, typer.Option(help="The model: tiny or small. Default tiny.", show_default=False)]
+PRESET = Annotated[
+    str | None, typer.Option(help="The model: tiny, small, 150m, 1b or 8b. Default tiny.", show_default=False)
+]
 COLUMNS = Annotated[
     str | None, typer.Option(metavar="NAME=COLUMN,...", help="Which column of the file is which of the format.")
 ]
@@ -53,7 +55,11 @@ def new(
     ] = None,
     base_model: Annotated[
         Path | None,
-        typer.Option("--base-model", metavar="DIR", help="Train the Hugging Face model in this folder further."),
+        typer.Option(
+            "--base-model",
+            metavar="DIR|ORG/NAME",
+            help="Train this Hugging Face model further: a folder, or an id of the Hub, ORG/NAME[@REVISION].",
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What to learn: chats, answers, preferences or text.")
@@ -70,8 +76,12 @@ def new(
     The manifest is the whole description of a run: model, stages, optimizer, data, who may join. Its hash is the run's
     name, so edit it before the first `agora-node join`, which signs it.
 
-    Presets: tiny (0.9 M parameters, trains on a laptop in a minute), small. With --base-model, the run begins with the
-    weights in that folder (config.json, safetensors files, tokenizer.json), and everyone who joins needs them too.
+    Presets, by their parameters: tiny (0.7 M, trains on a laptop in a minute), small (20 M), 150m, 1b and 8b (for GPUs
+    of 8 to 80 GB, see docs/presets.md).
+
+    With --base-model, the run begins with the weights in that folder (config.json, safetensors files, tokenizer.json);
+    of a model of the Hub only such files are fetched. Who joins fetches what its stages need from peers, or names the
+    model too.
     With --data it learns from a file that `swarm data` reads, which is counted first; see docs/tuning.md.
 
     \b
@@ -79,7 +89,7 @@ def new(
       swarm new run.toml
       swarm new poems.toml --preset small --name poems
       swarm new further.toml --base-model ./Qwen3-0.6B
-      swarm new chats.toml --base-model ./Qwen3-0.6B --data chats.jsonl --frozen-as nf4
+      swarm new chats.toml --base-model Qwen/Qwen3-0.6B --data chats.jsonl --frozen-as nf4
     """
     from agora.cli import new_run, tuning_manifest
 
@@ -150,8 +160,9 @@ def demo(
     if more_data and not data:
         raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.USAGE)
     texts = (*(data or ("stdlib",)), *(more_data or ()))
+    folder = _find_base_model(base_model)
     plan = command.DemoPlan(
-        peers, stages, steps, texts, preset, codec, link, kill_every, seed, directory, base_model, objective
+        peers, stages, steps, texts, preset, codec, link, kill_every, seed, directory, folder, objective
     )
     raise typer.Exit(command.run(plan, as_json=as_json))
 
@@ -269,7 +280,7 @@ def data(
     """
     from agora.cli import data_command
 
-    question = data_command.DataQuestion(file, base_model, columns, objective, context)
+    question = data_command.DataQuestion(file, _find_base_model(base_model), columns, objective, context)
     raise typer.Exit(data_command.run(question, as_json=as_json))
 
 
@@ -302,6 +313,15 @@ def mesh(
     if machines is None or new_key is not None:
         raise console.Failure("give either a list of machines or --new-key FILE", console.USAGE)
     raise typer.Exit(mesh_command.write_configurations(machines, out, as_json=as_json))
+
+
+def _find_base_model(named: Path | None) -> Path | None:
+    """Returns the folder that --base-model names. A model of the Hub is fetched if this machine does not have it."""
+    if named is None:
+        return None
+    from agora.node.base_model_place import base_model_place
+
+    return base_model_place(named, lambda where: console.print_line(f"hub          {where}"))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`swarm new`: writes a manifest, from a preset or for a base model in a folder of this machine.
+"""`swarm new`: writes a manifest, from a preset or for a base model of this machine or of the Hub.
 
 Knows: the flags, the file. Must not know: which values are good ones (presets, tuning_manifest). Loads torch and
 transformers only for a base model.
@@ -15,8 +15,11 @@ from agora_protocol.errors import ManifestError
 
 from agora.cli.console import USAGE, Failure, print_line
 from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
+from agora.data.tokenizer import BYTES
+from agora.state.hub_models import fetch_model, hub_id_of
 
 NOTHING_CHOSEN = TuningChoice()
+BYTE_VALUES = 256
 
 
 def run(
@@ -29,7 +32,8 @@ def run(
     """Writes the file `path`, which must be new, and prints what it says and how to go on. The arguments are flags.
 
     name: None for one made of the file's. Raises Failure when the file exists or cannot be written, for a preset
-    beside a base model, for a choice without one, and for a manifest that is not valid.
+    beside a base model, for a choice without one, and for a manifest that is not valid; BaseModelError for a base model
+    that cannot be had.
     """
     if base_model is not None and preset is not None:
         raise Failure("--preset and --base-model are two beginnings; give one of them", USAGE)
@@ -41,10 +45,12 @@ def run(
     found: list[str] = []
     try:
         if base_model is not None:
-            tuning = manifest_of_base_model(base_model, name, choice)
+            folder, base_model = _find_base_model(base_model)
+            tuning = manifest_of_base_model(folder, name, choice)
             made, found = tuning.manifest, tuning.summary_lines()
         else:
             made = manifest.preset(preset or "tiny").replaced(name=name)
+            found = _tokenizer_lines(made)
     except ManifestError as error:
         raise Failure(str(error), USAGE) from None
     try:
@@ -56,3 +62,27 @@ def run(
         print_line(line)
     flag = f" --base-model {shlex.quote(str(base_model))}" if base_model is not None else ""
     print_line(f"wrote {path}: edit it, then start the run with `agora-node join {path}{flag}`")
+
+
+def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
+    """Returns what to do about the tokenizer of a preset, for people: [] where plain bytes use the whole vocabulary."""
+    if made.data.tokenizer != BYTES or made.model.vocabulary == BYTE_VALUES:
+        return []
+    return [
+        f"tokenizer    bytes, which need no file; for the vocabulary of {made.model.vocabulary:,} name a "
+        "tokenizer.json, or its folder, in [data] tokenizer"
+    ]
+
+
+def _find_base_model(named: Path) -> tuple[Path, Path]:
+    """Returns the base model's folder, and how to name the same model in the next command.
+
+    A model of the Hub is fetched, as its revision is now; then its name has the commit. Raises BaseModelError.
+    """
+    wanted = hub_id_of(named)
+    if wanted is None:
+        return named, named
+    print_line(f"fetching {wanted} from the Hugging Face Hub, unless it is here: config, tokenizer, safetensors files")
+    found = fetch_model(wanted)
+    print_line(f"hub          {found.name} is in {found.folder}")
+    return found.folder, Path(str(found.name))

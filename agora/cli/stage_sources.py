@@ -16,6 +16,7 @@ from agora_protocol.manifest import SignedManifest
 
 from agora.cli.console import STALLED, Failure, ProgressDisplay, print_line
 from agora.node import control_client, paths, runs, settings
+from agora.node.base_model_place import absolute_name, with_base_model_place
 from agora.node.runs import RunReference
 from agora.state.checkpoint import MOMENTS, WEIGHTS, newest_checkpoint
 from agora.state.layout import AVERAGE
@@ -174,8 +175,11 @@ def steps_by_stage(sources: Sources) -> list[dict[str, int]]:
 def base_model_folder(flag: Path | None, directories: Sequence[Path]) -> Path | None:
     """Returns the base model's folder: of `flag`, else the setting of the daemon in the first of `directories`.
 
-    Without any, of that in the default data directory. None where none is named. Raises SettingsError.
+    Without any, of that in the default data directory. None where none is named. A model of the Hub is fetched if this
+    machine does not have it. Raises SettingsError, and BaseModelError for a model that cannot be had.
     """
     home = paths.home_at(next(iter(directories), None))
-    flags = {"base_model": str(flag.absolute()) if flag else None}
-    return settings.load(home.root / "agora.toml", flags).base_model_folder
+    flags = {"base_model": absolute_name(flag) if flag else None}
+    return with_base_model_place(
+        settings.load(home.root / "agora.toml", flags), lambda where: print_line(f"hub          {where}")
+    ).base_model_folder

@@ -95,6 +95,8 @@ def lines_of(status: Status) -> list[str]:
     lines = [f"run     {run}  step {status['step']}  {loss}  {status['tokens_per_second']:.0f} tokens/s"]
     if tuning := status.get("tuning"):
         lines.append("tuning  " + "  ".join(f"{name} {value:.3f}" for name, value in tuning.items()))
+    if samples := status.get("samples"):
+        lines.append(_samples_line(samples))
     if status["stages"]:
         lines += _table(STAGE_COLUMNS, [_stage_cells(row) for row in status["stages"]])
         lines += _table(PEER_COLUMNS, [_peer_cells(peer) for peer in status["peers"]])
@@ -103,6 +105,14 @@ def lines_of(status: Status) -> list[str]:
     do = f"  do: {health['do']}" if health["do"] else ""
     lines.append(f"health  {health['state']}  why: {health['why']}{do}")
     return ["".join(sign if sign.isprintable() else "?" for sign in line) for line in lines]  # peers wrote parts of it
+
+
+def _samples_line(samples: Mapping[str, Any]) -> str:
+    """Returns the line that says what of the samples was trained on, and who says so."""
+    return (
+        f"samples epoch {samples['epoch']}: {samples['seen']:,} seen, {samples['repeated']:,} repeated, "
+        f"{samples['missed']:,} missed, as {samples['told_by']} knew at step {samples['step']}"
+    )
 
 
 def _stage_cells(row: Mapping[str, Any]) -> list[str]:

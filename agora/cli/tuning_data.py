@@ -95,7 +95,7 @@ def read_training_data(
     with ProgressDisplay(f"reading {path}") as display:
         samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context + 1, learn_all=is_lm)
         found = survey(
-            samples, file.objective, context + 1, 0, lambda count: display.show(count, f"{count:,} samples read")
+            samples, file.objective, context, 0, lambda count: display.show(count, f"{count:,} samples read")
         )
     data = TrainingData(file.path, file.reader.format.name, tuple(mapped.items()), found)
     if not found.supervised:

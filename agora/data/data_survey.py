@@ -32,10 +32,11 @@ class LengthBin:
 class DataSurvey:
     """What a data file would be in training with this objective and context.
 
-    lengths: tokens of each sample before truncation [n]; of a preference, those of its longer side. tokens: those kept,
-    of both sides; supervised: those of them that are learnt. left_out: samples without a token that is learnt after
-    truncation. rows: sequences of context length that hold the rest, None for dpo, whose pairs are not packed.
-    efficiency: share of the rows' places that hold a token. shown: the first samples.
+    context: targets of a row, which has one token more. lengths: tokens of each sample before truncation [n]; of a
+    preference, those of its longer side. tokens: those kept, of both sides; supervised: those of them that are learnt.
+    left_out: samples without a token that is learnt after truncation. rows: sequences of context + 1 tokens that hold
+    the rest, None for dpo, whose pairs are not packed. efficiency: share of the rows' places that hold a token. shown:
+    the first samples.
     """
 
     objective: Objective
@@ -68,7 +69,7 @@ class DataSurvey:
 def survey(
     samples: Iterable[TokenSample], objective: Objective, context: int, shown: int, progress: Callable[[int], None]
 ) -> DataSurvey:
-    """Counts all samples, one at a time in memory.
+    """Counts all samples, one at a time in memory, which but for lm were truncated to context + 1 tokens.
 
     shown: how many of the first ones to keep. progress: hears how many samples have been counted so far. The samples of
     the objective lm are not truncated: a document is cut where a sequence is full, and goes on in the next.
@@ -92,7 +93,7 @@ def survey(
             left_out += 1
         if number % REPORT_EVERY == 0:
             progress(number)
-    rows = _count_rows(np.array(kept, np.int64), objective, context)
+    rows = _count_rows(np.array(kept, np.int64), objective, context + 1)
     return DataSurvey(
         objective=objective,
         context=context,
@@ -103,17 +104,17 @@ def survey(
         truncated_tokens=truncated_tokens,
         left_out=left_out,
         rows=rows,
-        efficiency=tokens / (rows * context) if rows else None,
+        efficiency=tokens / (rows * (context + 1)) if rows else None,
         shown=tuple(first),
     )
 
 
-def _count_rows(lengths: NDArray[np.int64], objective: Objective, context: int) -> int | None:
-    """Returns how many sequences of `context` tokens hold samples of these lengths; None for preferences."""
+def _count_rows(lengths: NDArray[np.int64], objective: Objective, row_tokens: int) -> int | None:
+    """Returns how many sequences of `row_tokens` tokens hold samples of these lengths; None for preferences."""
     match objective:
         case "dpo":
             return None
         case "lm":
-            return -(-int(lengths.sum()) // context)
+            return -(-int(lengths.sum()) // row_tokens)
         case "sft":
-            return len(assign_rows(lengths, context))
+            return len(assign_rows(lengths, row_tokens))

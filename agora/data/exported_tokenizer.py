@@ -13,32 +13,42 @@ from typing import Any, Final
 from agora_protocol.errors import DataError, DiskError
 
 from agora.data.chat_template import PLAIN_TEMPLATE
+from agora.data.data_hashes import check_tokenizer
 from agora.data.model_tokenizer import (
     SETTINGS_FILE,
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
-    TOKENIZER_FILE,
     open_model_tokenizer,
+    open_training_tokenizer,
 )
-from agora.data.tokenizer import BYTES, tokenizer_files
+from agora.data.tokenizer import BYTES, TOKENIZER_FILE, tokenizer_files, tokenizer_path
 
 COPIED: Final = (SETTINGS_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE)
 """What stands beside a model folder's tokenizer.json and belongs to it. Any of these may be missing."""
 
 
 def pretrained_tokenizer_files(
-    source: str, vocabulary: int, context: int, base: Path | None = None, *, learns_samples: bool
+    source: str,
+    vocabulary: int,
+    context: int,
+    base: Path | None = None,
+    *,
+    learns_samples: bool,
+    expected_hash: str = "",
 ) -> dict[str, bytes]:
     """Returns the files of the tokenizer of a run that begins with a trained model, by name.
 
     source: as in [data] tokenizer. The files beside a tokenizer.json are returned as they are; for any other source
     they are made as by tokenizer_files, whose other arguments these are. learns_samples: whether the run learns from
     samples; then a tokenizer without a chat template gets the plain one, by which its conversations were rendered.
-    Raises what open_tokenizer raises, DiskError and DataError for a file that cannot be read or is malformed.
+    expected_hash: [data] tokenizer_hash, "" for none. Raises what open_tokenizer raises, DiskError and DataError for a
+    file that cannot be read or is malformed, DataError for a tokenizer that is not the run's.
     """
     files, _ = tokenizer_files(source, vocabulary, context, base)
-    place = (base or Path()) / source
-    folder = place.parent if source != BYTES and place.name == TOKENIZER_FILE else None
+    if expected_hash:
+        check_tokenizer(open_training_tokenizer(source, vocabulary, base), expected_hash)
+    place = tokenizer_path(source, base)
+    folder = place.parent if place is not None and place.name == TOKENIZER_FILE else None
     if folder is not None:
         files |= {name: _read(folder / name) for name in COPIED if (folder / name).is_file()}
     if learns_samples and (folder is not None or source == BYTES) and not _has_template(files):

@@ -17,9 +17,8 @@ from typing import Any, Final
 from agora_protocol.errors import DataError, DiskError, ManifestError
 
 from agora.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
-from agora.data.tokenizer import BYTES, ByteTokenizer, JsonTokenizer, Tokenizer
+from agora.data.tokenizer import BYTES, TOKENIZER_FILE, ByteTokenizer, JsonTokenizer, Tokenizer, tokenizer_path
 
-TOKENIZER_FILE: Final = "tokenizer.json"
 SETTINGS_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -63,15 +62,13 @@ def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = No
     source: "bytes", or the path of a tokenizer.json or of its folder, relative to `base`. Raises ManifestError when the
     model has fewer ids (`vocabulary`) than the tokenizer, and what open_model_tokenizer raises.
     """
-    path = None if source == BYTES else (base or Path()) / Path(source).expanduser()
-    if path is not None and not path.is_dir():
-        if path.name != TOKENIZER_FILE:
-            raise ManifestError(
-                f"[data] tokenizer {source!r} is no {TOKENIZER_FILE}, beside which the chat template would be looked "
-                f"for; put the file into a folder of its own, as {TOKENIZER_FILE}."
-            )
-        path = path.parent
-    opened = open_model_tokenizer(path, TRAINING_DATE)
+    path = tokenizer_path(source, base)
+    if path is not None and path.name != TOKENIZER_FILE:
+        raise ManifestError(
+            f"[data] tokenizer {source!r} is no {TOKENIZER_FILE}, beside which the chat template would be looked "
+            f"for; put the file into a folder of its own, as {TOKENIZER_FILE}."
+        )
+    opened = open_model_tokenizer(path.parent if path is not None else None, TRAINING_DATE)
     if opened.tokenizer.vocabulary > vocabulary:
         raise ManifestError(
             f"Tokenizer {source!r} has token id {opened.tokenizer.vocabulary - 1} but [model] vocabulary is "

@@ -20,6 +20,7 @@ Ids = NDArray[np.unsignedinteger[Any]]
 """Token ids [n] in the narrowest type that holds them, see token_dtype."""
 
 BYTES = "bytes"
+TOKENIZER_FILE = "tokenizer.json"
 DATA_EXTRA = "install it with: pip install 'agora-swarm[data]'"
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 
@@ -116,12 +117,22 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 """vocabulary: number of ids. separator: ids that end each document. fingerprint: another one where ids may differ."""
 
 
-def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) -> Tokenizer:
-    """Returns the tokenizer that a manifest names: "bytes", or the path of a tokenizer JSON (relative to `base`).
+def tokenizer_path(source: str, base: Path | None = None) -> Path | None:
+    """Returns the tokenizer file that a manifest names, which for a folder is its TOKENIZER_FILE; None for "bytes"."""
+    if source == BYTES:
+        return None
+    path = (base or Path()) / Path(source).expanduser()
+    return path / TOKENIZER_FILE if path.is_dir() else path
 
-    Raises ManifestError when the model has fewer ids (`vocabulary`) than the tokenizer, and what JsonTokenizer raises.
+
+def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) -> Tokenizer:
+    """Returns the tokenizer that a manifest names: "bytes", or the path of a tokenizer JSON or of its folder.
+
+    base: where a relative path starts. Raises ManifestError when the model has fewer ids (`vocabulary`) than the
+    tokenizer, and what JsonTokenizer raises.
     """
-    tokenizer: Tokenizer = ByteTokenizer() if source == BYTES else JsonTokenizer((base or Path()) / source)
+    path = tokenizer_path(source, base)
+    tokenizer: Tokenizer = ByteTokenizer() if path is None else JsonTokenizer(path)
     if tokenizer.vocabulary > vocabulary:
         raise ManifestError(
             f"Tokenizer {source!r} has token id {tokenizer.vocabulary - 1} but [model] vocabulary is {vocabulary}; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from agora_protocol.errors import DiskError, LocalError
 from agora_protocol.identity import Identity
 
 from agora.node import paths, runs, settings
+from agora.node.base_model_place import names_hub_model, with_base_model_place
 from agora.node.startup import StartSteps, Startup
 from agora.node.watchdog import Notifier
 from agora.observe import faults
@@ -45,6 +47,9 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
         with steps.step("identity") as note:
             identity = Identity.load_or_create(home.identity)
             note.text = identity.peer
+        if names_hub_model(chosen):
+            with steps.step("hub") as note:
+                chosen = with_base_model_place(chosen, functools.partial(setattr, note, "text"))
         with steps.step("imports"):
             import agora.node.lifecycle  # noqa: F401
         startup = Startup(reference, home, chosen, identity, incarnation, reporter, notifier, steps)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import PeerId, Span, peer_name
 from agora_protocol.limits import MAX_TEXT_BYTES
 from agora_protocol.records import Progress
 
@@ -20,7 +20,7 @@ from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
 from agora.swarm.health import Health
 from agora.swarm.stage_tokens import sum_accounts
-from agora.swarm.status import RunIdentity, status
+from agora.swarm.status import RunIdentity, SamplesTold, status
 from agora.swarm.view import View, merge
 
 if TYPE_CHECKING:
@@ -98,7 +98,17 @@ def status_json(report: NodeReport) -> dict[str, Any]:
     view, own, paths = report.view, progress_record(report), {**report.paths, report.peer: "self"}
     if own is not None:  # newer than what this peer has published
         view = merge(view, [own], report.now_unix, 0.0)
-    return status(view, report.run, report.health, report.now_unix, paths)
+    return status(view, report.run, report.health, report.now_unix, paths, samples_told(report))
+
+
+def samples_told(report: NodeReport) -> SamplesTold | None:
+    """Returns what this peer, if it is an origin of a run on samples, knew of them at its newest step of stage 0."""
+    counted = report.counters.samples
+    if counted is None or report.span is None or not report.span.is_origin:
+        return None  # what an origin knew before it moved to other stages is out of date
+    return SamplesTold(
+        peer_name(report.peer), counted.step, counted.epoch, counted.seen, counted.repeated, counted.missed
+    )
 
 
 def progress_record(report: NodeReport) -> Progress | None:

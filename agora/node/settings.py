@@ -53,7 +53,7 @@ class Settings(pydantic.BaseModel):
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
     allow_files: bool = False  # whether a manifest that came over the network may name files of this machine
     corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
-    base_model: str = ""  # the folder with the Hugging Face model that the run begins with; "" is none
+    base_model: str = ""  # the model that the run begins with: its folder, or its Hugging Face Hub id; "" is none
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @pydantic.field_validator("listen", "announce", mode="before")
@@ -71,7 +71,7 @@ class Settings(pydantic.BaseModel):
 
     @property
     def base_model_folder(self) -> Path | None:
-        """The folder of the base model that the owner named; None: none was named."""
+        """The folder of the base model that the owner named, or its id on the Hub; None: none was named."""
         return Path(self.base_model).expanduser() if self.base_model else None
 
     @property

@@ -81,6 +81,7 @@ class Counters:
     stage_loss: float | None = None  # the newest that the last stage reported
     last_sign_unix: float = 0.0  # when the last of SIGNS_OF_PROGRESS came
     offences: Counter[str] = field(default_factory=Counter)
+    samples: events.SamplesCounted | None = None  # the newest
 
     def take(self, event: Event, at_unix: float) -> None:
         """Adds one event to the totals that it concerns, and notes its time if it is one of SIGNS_OF_PROGRESS."""
@@ -104,6 +105,8 @@ class Counters:
                 self.stage_loss = self.stage_loss if loss is None else loss
             case events.OffenceRecorded(_, offence):
                 self.offences[offence] += 1
+            case events.SamplesCounted():
+                self.samples = event
 
     def summary(self) -> dict[str, Any]:
         """Returns most counters as JSON values; stage numbers become strings, as JSON requires of keys."""

@@ -21,6 +21,22 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
+class SamplesTold:
+    """What of the samples the swarm has trained on, as far as the origin `told_by` knew at `step` of stage 0.
+
+    epoch: the first that is not complete. seen: samples trained on, in each epoch anew. repeated: trained on again in
+    the same epoch. missed: not done yet, of epochs before the newest. told_by: the origin's name for people.
+    """
+
+    told_by: str
+    step: int
+    epoch: int
+    seen: int
+    repeated: int
+    missed: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunIdentity:
     """The run that a status is of: id, name, number of stages, tokens that a step should hold, and objective."""
 
@@ -43,11 +59,13 @@ def status(
     health: Health,
     now_unix: float,
     paths: Mapping[PeerId, str] | None = None,
+    samples: SamplesTold | None = None,
 ) -> dict[str, Any]:
     """Returns what `swarm status --json` prints; `step` is stage 0's, `tokens_per_second` the slowest stage's.
 
     paths: how the asked peer reaches others: "direct" (also where none is given), "relayed" or "self". The state
-    "serving" is shown as "training".
+    "serving" is shown as "training". samples: what the asked peer knows of them; None in runs on text, and where it
+    knows nothing, because it is no origin or has seen no step yet.
     """
     stages = [_stage_status(view, stage, run.target_tokens) for stage in range(run.stage_count)]
     known = sorted(view.peers.values(), key=lambda seen: (seen.span.first, seen.span.last, seen.peer))
@@ -78,6 +96,7 @@ def status(
         "objective": run.objective,
         "unix": round(now_unix, 3),
         "tuning": _mean_metrics(view, run.objective),
+        "samples": asdict(samples) if samples is not None else None,
     }
 
 

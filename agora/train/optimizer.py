@@ -114,18 +114,25 @@ class StageOptimizer:
             return None
         scale = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
         gradient.mul_(scale / tokens)
+        return StepResult(self.update(weights, gradient, number), norm)
+
+    @torch.no_grad()
+    def update(self, weights: Tensor, gradient: Tensor, number: int) -> float:
+        """Takes step `number` along `gradient`, a mean that is already clipped and finite. Returns its learning rate.
+
+        Changes and overwrites what `step` does, and reads no value: weights and gradient may be on the meta device.
+        """
         rate = learning_rate(number, self.section)
-        with torch.no_grad():
-            for part in self._parts:
-                UPDATES[self.section.name](part, weights[part.elements], gradient[part.elements], rate)
-            if self._muon:
-                self._muon.step(weights, gradient, rate)
-            if AVERAGE in self.moments:
-                self.moments[AVERAGE].lerp_(weights, 1.0 - average_decay(number, self.section))
+        for part in self._parts:
+            UPDATES[self.section.name](part, weights[part.elements], gradient[part.elements], rate)
+        if self._muon:
+            self._muon.step(weights, gradient, rate)
+        if AVERAGE in self.moments:
+            self.moments[AVERAGE].lerp_(weights, 1.0 - average_decay(number, self.section))
         self.updates += 1
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
         torch.autograd.graph.increment_version(weights)
-        return StepResult(rate, norm)
+        return rate
 
     @torch.no_grad()
     def load(self, updates: int, moments: Mapping[str, Tensor]) -> None:

@@ -45,6 +45,7 @@ from agora_protocol.manifest_sections import (
     StagesSection,
 )
 from agora_protocol.packing import is_version, pack, pack_canonical, unpack
+from agora_protocol.presets import PRESETS as PRESETS
 
 __all__ = [
     "ALL_STEPS",
@@ -330,34 +331,6 @@ def _with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, 
             change = model_with_changes if name == "model" else operator.or_
             changed[name] = change(values[name], changes[name])
     return changed
-
-
-LINK_CODEC: Final = "int6/int3"
-"""The codec of the presets, for slow links; docs/codecs.md says why."""
-
-PRESETS: Final[dict[str, dict[str, Any]]] = {
-    "tiny": {
-        "name": "tiny",
-        "model": {"width": SubspaceSection().width, "subspace": link_subspace(SubspaceSection().width)},
-        "boundary": {"codec": LINK_CODEC},
-        "optimizer": {"name": "muon", "learning_rate": 1.2e-2},
-    },
-    "small": {
-        "name": "small",
-        "model": {
-            "width": 512,
-            "subspace": link_subspace(512),
-            "layers": 8,
-            "heads": 8,
-            "key_value_heads": 4,
-            "feed_forward": 1408,
-            "context": 256,
-        },
-        "stages": {"count": 4},
-        "boundary": {"codec": LINK_CODEC},
-        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 100, "total_steps": 20_000, "target_tokens": 65_536},
-    },
-}
 
 
 def preset(name: str, /, **overrides: Any) -> Manifest:

@@ -153,7 +153,7 @@ def loss_notes(effort: Effort, untuned: Mapping[BaseName, float]) -> list[str]:
         f"Codecs: a Qwen2 decoder (width {sizes['hidden_size']}, {sizes['num_hidden_layers']} layers, bytes) is "
         f"pretrained for {effort.pretraining_steps} steps on the standard library's source, then tuned with LoRA of "
         f"rank {RANK} on its docstrings for {effort.steps} steps of {LOSS_SEQUENCES * context:,} tokens. It is cut "
-        f"into {effort.stages} stages in one process, and {effort.stages - 1} boundaries cross by the codec. "
+        f"into {effort.stages} stages in one process, whose boundaries cross by the codec. "
         f"Untuned, its loss on that text is {before}.",
         "ordinary: the model as it comes out, whose columns are alike. outliers: two columns of its residual stream "
         "are 10 to 25 times larger than the others in every token, as in large pretrained models; they were planted in "

@@ -59,9 +59,9 @@ QUICK_CODECS: Final = (
     "int8",
     "int4",
     "int4h",
-    "int4/int3",
     "int4h/int3h",
     "int5h/int2h",
+    "int5h/int2",
     "top96:int4",
 )
 MORE_CODECS: Final = (
@@ -73,6 +73,8 @@ MORE_CODECS: Final = (
     "int5h",
     "int5h/int3h",
     "int5/int2",
+    "int4/int3",
+    "int4h/int3",
     "int4h/int2h",
     "int3",
     "int3h",

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from agora_protocol.codec_names import parse_codec
-from agora_protocol.manifest import LINK_CODEC, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.presets import LINK_CODEC
 
 Optimizer = Literal["adamw", "muon"]
 OPTIMIZERS: Final[tuple[Optimizer, ...]] = get_args(Optimizer)

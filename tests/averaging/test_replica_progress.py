@@ -226,7 +226,7 @@ def test_few_replicas_are_all_gossiped_to_and_of_many_a_few() -> None:
     )
 
 
-@pytest.mark.parametrize("replicas", [3, 16, 64])
+@pytest.mark.parametrize("replicas", [3, 16, pytest.param(64, marks=pytest.mark.slow)])
 def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: int) -> None:
     """A simulation of ticks: everyone counts at its own pace, gossips as StepGossip does, and steps by the rules."""
     rng, peers, target = random.Random(1), identities(replicas), 1000 * replicas

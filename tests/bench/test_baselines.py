@@ -66,6 +66,7 @@ def test_gloo_1f1b_computes_what_the_plain_loop_does(
     assert losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_hivemind_moe_computes_what_the_plain_loop_does(
     small: dict[str, dict[str, Any]], plain_losses: list[float], tmp_path: Path
 ) -> None:

@@ -264,6 +264,7 @@ def test_the_weights_of_a_swarms_stages_are_evaluated_as_the_loops_own(small: Ma
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_swarm_of_daemons_is_compared_with_the_plain_loop(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

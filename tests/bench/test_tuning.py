@@ -308,6 +308,7 @@ def test_processor_time_is_told_by_thread() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_losses_of_codecs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning_settings, "QUICK", replace(QUICK, pretraining_steps=2, heldout_batches=1))
@@ -319,6 +320,7 @@ def test_losses_of_codecs_are_compared(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_swarm_of_daemons_is_timed_beside_peft(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning_speeds, "PREFIXES", {"nf4": "nf4_"})

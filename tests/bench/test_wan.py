@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agora_protocol.manifest import LINK_CODEC, PRESETS, Manifest, link_subspace, preset
+from agora_protocol.manifest import PRESETS, Manifest, link_subspace, preset
+from agora_protocol.presets import LINK_CODEC
 from benchmarks.report import Report, columns
 from benchmarks.task import prepare_corpus
 from benchmarks.wan_curves import Curve, Length, final, smooth, steps_to, until

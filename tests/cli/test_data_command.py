@@ -15,7 +15,9 @@ import pytest
 from agora.cli import console, data_command
 from agora.cli.data_command import DataQuestion
 from agora.data.data_survey import DataSurvey
+from agora.data.sample_rows import open_sample_rows
 from tests.data.chat_folders import CHATML, write_folder
+from tests.data.sample_runs import completions, sample_run
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 Run = Callable[..., str]
@@ -89,9 +91,9 @@ def test_the_json_object_has_what_people_see(run: Run) -> None:
     assert fields["columns"] == {"prompt": "question", "completion": "answer"}
     assert (fields["schema"], fields["format"], fields["objective"]) == (1, "prompt and completion", "sft")
     assert (fields["samples"], fields["context"], fields["tokenizer"]) == (5, 8, "bytes")
-    assert fields["truncated"] == {"samples": 1, "tokens": 94} and fields["left_out"] == 1
+    assert fields["truncated"] == {"samples": 1, "tokens": 93} and fields["left_out"] == 1
     assert fields["tokens"] == {"kept": 3 + 4 + 5 + 8, "supervised": 8}
-    assert fields["packing"] == {"sequences": 3, "efficiency": pytest.approx(20 / 24)}
+    assert fields["packing"] == {"sequences": 3, "efficiency": pytest.approx(20 / 27)}
     assert fields["lengths"]["histogram"] == [
         {"first": 3, "last": 4, "count": 2},
         {"first": 5, "last": 8, "count": 2},
@@ -103,17 +105,28 @@ def test_the_json_object_has_what_people_see(run: Run) -> None:
     assert fields["shown"][0] == [[{"text": "a", "supervised": False}, {"text": "b\0", "supervised": True}]]
 
 
+def test_it_counts_the_rows_that_training_makes(run: Run, tmp_path: Path) -> None:
+    records = completions(200, longest=40)  # at a context of 15 some are truncated and some fit exactly
+    for context in (15, 24):
+        fields = json.loads(run(records, as_json=True, context=context))
+        manifest = sample_run(context=context, samples=str(tmp_path / "x.jsonl"))
+        made = open_sample_rows(manifest, tmp_path / "rows").summary
+        assert fields["context"] == context and fields["packing"]["sequences"] == made.rows
+        assert fields["truncated"]["samples"] == made.truncated > 0 and fields["left_out"] == made.left_out
+        assert fields["tokens"] == {"kept": made.tokens, "supervised": made.supervised}
+
+
 def test_truncated_and_unlearnable_samples_are_counted_for_people(run: Run) -> None:
     out = run([{"prompt": "a" * 20, "completion": "b"}, {"prompt": "a", "completion": "b" * 20}], context=8)
-    assert "sample 1: 8 tokens, the last 14 of 22 truncated\naaaaaaaa\n" in out
-    assert "2 samples truncated, losing 28 tokens" in out
+    assert "sample 1: 9 tokens, the last 13 of 22 truncated\naaaaaaaaa\n" in out
+    assert "2 samples truncated, losing 26 tokens" in out
     assert "left out   1 sample without a supervised token within the context" in out
 
 
 def test_documents_of_the_objective_lm_are_cut_and_never_truncated(run: Run) -> None:
     out = run([{"text": "roses are red"}] * 4, context=8)
     assert "documents are cut where a sequence is full, none is truncated" in out
-    assert "packing    7 sequences, 100.0 % full" in out
+    assert "packing    7 sequences, 88.9 % full" in out
     assert json.loads(run([{"text": "x" * 20}], as_json=True, context=8, objective="sft"))["truncated"]["samples"] == 1
 
 

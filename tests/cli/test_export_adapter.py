@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agora_protocol.errors import DiskError
+from agora_protocol.errors import DataError, DiskError
 from agora_protocol.identity import Identity
 from agora_protocol.manifest import SignedManifest
 from peft import PeftModel
@@ -27,6 +27,8 @@ from typer.testing import CliRunner
 from agora.cli import console, export
 from agora.cli.console import Failure
 from agora.cli.main_swarm import app
+from agora.data.data_hashes import hash_tokenizer
+from agora.data.model_tokenizer import open_training_tokenizer
 from agora.model import Stage
 from agora.model.base_model import BaseModelError
 from agora.node import paths, runs
@@ -128,6 +130,17 @@ def test_the_folder_has_what_peft_reads_and_says_where_it_comes_from(tuned: Tune
         assert (len(content), hashlib.sha256(content).hexdigest()) == (file["size"], file["sha256"])
     assert all(Path("out", name).read_bytes() == (tuned.base / name).read_bytes() for name in tokenizer)
     assert runs.from_file(Path("out/run.toml"), tuned.home).signed == tuned.signed
+
+
+def test_a_folder_whose_tokenizer_is_not_the_runs_is_not_exported(base: Path) -> None:
+    right = hash_tokenizer(open_training_tokenizer(str(base), 400))
+    tuned = train(base, data={"tokenizer": str(base), "tokenizer_hash": right})
+    assert run(tuned, "out") == console.DONE
+    assert Path("out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    (base / "chat_template.jinja").write_text("another")
+    with pytest.raises(DataError, match="but the run was made with"):
+        run(tuned, "other")
+    assert not Path("other").exists()
 
 
 def test_an_adapter_is_one_file_whatever_the_size_of_shards(tuned: Tuned, capsys: pytest.CaptureFixture[str]) -> None:

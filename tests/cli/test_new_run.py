@@ -47,6 +47,15 @@ def test_without_a_base_model_it_is_a_preset(tmp_path: Path) -> None:
         assert Manifest.from_toml(path.read_text()) == preset(name or "tiny").replaced(name="poems")
 
 
+@pytest.mark.parametrize(("name", "ids"), [("tiny", None), ("150m", "32,000"), ("8b", "128,256")])
+def test_a_preset_with_a_large_vocabulary_says_where_its_tokenizer_is_named(
+    name: str, ids: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_run.run(tmp_path / "run.toml", name, None, None)
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenizer")]
+    assert len(told) == (ids is not None) and all(f"vocabulary of {ids} name" in line for line in told)
+
+
 def _lose_a_tensor(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())

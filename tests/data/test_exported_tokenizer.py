@@ -11,8 +11,10 @@ from agora_protocol.errors import DataError, ManifestError
 from transformers import AutoTokenizer
 
 from agora.data.conversations import ChatMessage, Conversation
+from agora.data.data_hashes import hash_tokenizer
 from agora.data.exported_tokenizer import pretrained_tokenizer_files
-from agora.data.model_tokenizer import open_model_tokenizer
+from agora.data.model_tokenizer import open_model_tokenizer, open_training_tokenizer
+from agora.data.tokenizer import open_tokenizer
 from tests.data.chat_folders import CHATML, write_folder
 
 CHAT = [
@@ -44,6 +46,30 @@ def test_a_folders_files_are_taken_as_they_are(tmp_path: Path) -> None:
     rendered = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)
     assert rendered == original.apply_chat_template(CHAT, add_generation_prompt=True)
     assert tokenizer("2 + 2")["input_ids"] == original("2 + 2")["input_ids"]
+
+
+def test_a_folder_is_named_as_well_as_its_tokenizer_file(tmp_path: Path) -> None:
+    write_folder(tmp_path / "base", CHATML)
+    named = [
+        pretrained_tokenizer_files(f"base{end}", 400, 64, tmp_path, learns_samples=True)
+        for end in ("", "/tokenizer.json")
+    ]
+    assert named[0] == named[1] and "chat_template.jinja" in named[0]
+    assert (
+        open_tokenizer("base", 400, base=tmp_path).fingerprint
+        == open_tokenizer("base/tokenizer.json", 400, base=tmp_path).fingerprint
+    )
+
+
+@pytest.mark.parametrize("source", ["base", "base/tokenizer.json", "bytes"])
+def test_a_tokenizer_that_is_not_the_runs_is_refused(source: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "base", CHATML)
+    expected = hash_tokenizer(open_training_tokenizer(source, 400, tmp_path))
+    pretrained_tokenizer_files(source, 400, 64, tmp_path, learns_samples=True, expected_hash=expected)
+    (folder / "chat_template.jinja").write_text(CHATML + "!")
+    changed = expected if source != "bytes" else "0" * 64
+    with pytest.raises(DataError, match=r"has the SHA-256 .*, but the run was made with .* copy tokenizer\.json"):
+        pretrained_tokenizer_files(source, 400, 64, tmp_path, learns_samples=True, expected_hash=changed)
 
 
 @pytest.mark.parametrize("source", ["bytes", "folder", "no eos"])

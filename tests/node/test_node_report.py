@@ -6,10 +6,11 @@ import dataclasses
 import json
 
 from agora_protocol.identity import Identity
-from agora_protocol.ids import Span
+from agora_protocol.ids import Span, peer_name
 from agora_protocol.records import Claim, StageAccount
 
 from agora.averaging.gradient_wire import GradientWire
+from agora.cli import status_command
 from agora.node.node_report import (
     NodeReport,
     SpanReport,
@@ -136,6 +137,21 @@ def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:
     assert (peer["path"], peer["note"]) == ("self", "paused by its owner; link 10mbit,50ms")
     assert status["name"] == "poems" and len(status["stages"]) == 2
     assert status["stages"][0]["tokens_per_step"] == 250.0, "newer than what this peer has published"
+
+
+def test_an_origin_says_what_of_the_samples_it_knew_at_its_newest_step_and_nobody_else_does() -> None:
+    counters = Counters()
+    for step, seen in ((4, 100), (5, 128)):
+        counters.take(events.SamplesCounted(step, epoch=1, seen=seen, repeated=3, missed=2), 100.0)
+    told = status_json(report(counters=counters))
+    name = peer_name(ME)
+    assert told["samples"] == {"told_by": name, "step": 5, "epoch": 1, "seen": 128, "repeated": 3, "missed": 2}
+    line = f"samples epoch 1: 128 seen, 3 repeated, 2 missed, as {name} knew at step 5"
+    assert line in status_command.lines_of(told)
+    moved = dataclasses.replace(SPAN, span=Span(1, 1), stages=SPAN.stages[1:], is_origin=False)
+    for silent in (report(), report(counters=counters, span=None), report(counters=counters, span=moved)):
+        assert status_json(silent)["samples"] is None
+        assert not any(line.startswith("samples") for line in status_command.lines_of(status_json(silent)))
 
 
 def test_systemds_line_has_health_work_steps_and_speed() -> None:

@@ -68,6 +68,7 @@ def test_a_callee_that_hangs_without_dying_is_left_at_its_deadline(tmp_path: Pat
         nothing_lost(made, origin)
 
 
+@pytest.mark.slow
 def test_a_frozen_process_is_left_within_seconds(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(2)) as made:
         origin = made.start("origin", "0")

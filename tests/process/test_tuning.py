@@ -89,6 +89,7 @@ def test_an_epoch_covers_every_sample_though_origins_are_killed(tmp_path: Path) 
         last.pop().kill()
         joiner = made.start("joiner", "0", flags=flags)
         done = first_epoch_done(made, *origins, joiner)
+        assert first.ask("status")["samples"]["seen"] > SAMPLES / 4 and last[0].ask("status")["samples"] is None
         each = trained_samples(first)
         assert SAMPLES * 0.9 < each < SAMPLES
         assert done["seen"] >= each, "the first epoch is complete, while later ones have begun"

@@ -95,7 +95,7 @@ OK = Health("OK", "fine", None)
 def test_status_has_exactly_the_fields_of_the_contract() -> None:
     found = status(two_each(2, stepped_unix=NOW, seen_unix=NOW - 1.2), RUN_IDENTITY, OK, NOW)
     first = ["schema", "run_id", "name", "step", "loss", "tokens_per_second", "health", "stages", "peers"]
-    assert list(found) == [*first, "objective", "unix", "tuning"]
+    assert list(found) == [*first, "objective", "unix", "tuning", "samples"]
     assert list(found["health"]) == ["state", "why", "do"]
     assert list(found["stages"][0])[:4] == ["stage", "replicas", "step", "tokens_per_second"]
     expected = ["peer", "name", "span", "state", "step", "tokens_per_second", "path", "seen_seconds", "note"]

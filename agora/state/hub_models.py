@@ -1,0 +1,177 @@
+"""Finds a base model by its id on the Hugging Face Hub: in this machine's cache, or there; and fetches what lacks.
+
+Only config, tokenizer and safetensors files are fetched: never pickled weights, never code. The cache is that of every
+program that uses the package huggingface_hub, which comes with transformers and is imported when an id is looked up.
+Knows: ids, names of files, what the Hub answers. Must not know: tensors, manifests, who asks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from agora.state.stored_tensors import BaseModelError
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DESCRIPTIONS: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    INDEX,
+)
+"""The files that are fetched beside the weights, where the model has them."""
+MAX_INDEX_BYTES: Final = 64 * 2**20
+MAX_REASON: Final = 200  # characters
+_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,127}))?")
+_WEIGHTS = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A model on the Hub. repo: ORG/NAME. revision: a branch, a tag or a commit; None: the main branch."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        """Returns ORG/NAME, or ORG/NAME@REVISION."""
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubFolder:
+    """The folder in this machine's cache that has a model's files. name: the model, its revision being a commit."""
+
+    folder: Path
+    name: HubId
+
+
+def hub_id_of(named: Path) -> HubId | None:
+    """Returns the id that `named` is, of the form ORG/NAME or ORG/NAME@REVISION; None for a folder that exists, and for
+    any other path.
+    """
+    match = _ID.fullmatch(str(named))
+    if match is None or named.is_dir():
+        return None
+    return HubId(match["repo"], match["revision"])
+
+
+def find_or_fetch(wanted: HubId) -> HubFolder:
+    """Returns where the model lies in the cache; asks the Hub only if it is not there as a whole. Blocks.
+
+    Raises BaseModelError as fetch_model does.
+    """
+    return find_cached(wanted) or fetch_model(wanted)
+
+
+def find_cached(wanted: HubId) -> HubFolder | None:
+    """Returns where the model lies in the cache, without asking the Hub; None if a file of it is not there.
+
+    Raises BaseModelError without the package huggingface_hub, and for an index that is malformed.
+    """
+    hub = _import_hub("huggingface_hub")
+    try:
+        config = hub.try_to_load_from_cache(wanted.repo, DESCRIPTIONS[0], revision=wanted.revision)
+    except ValueError:  # no name that the Hub would give
+        return None
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    if not all((folder / name).is_file() for name in _weights_in(folder)):
+        return None
+    return HubFolder(folder, replace(wanted, revision=folder.name))
+
+
+def fetch_model(wanted: HubId) -> HubFolder:
+    """Fetches what lacks of the model into the cache, of the commit that its revision is now. Blocks.
+
+    Where the Hub cannot be reached, a whole copy in the cache is taken. Raises BaseModelError when there is no such
+    model or revision, when it may not be had, when it has no safetensors files, and when the network or disk fails.
+    """
+    _import_hub("huggingface_hub")
+    folder = _download(wanted, list(DESCRIPTIONS))
+    found = HubFolder(folder, replace(wanted, revision=folder.name))
+    if not (folder / DESCRIPTIONS[0]).is_file():
+        raise BaseModelError(f"{wanted} on the Hub has no {DESCRIPTIONS[0]}; choose a model of transformers.")
+    weights = _weights_in(folder)
+    _download(found.name, weights)
+    missing = [name for name in weights if not (folder / name).is_file()]
+    if missing:
+        raise BaseModelError(
+            f"{wanted} on the Hub has no {missing[0]}, and other kinds of weights are not read; choose a model with "
+            "safetensors files, or load it with transformers, write it with save_pretrained, and name that folder."
+        )
+    return found
+
+
+def _weights_in(folder: Path) -> list[str]:
+    """Returns the names of the weights files of a folder: those that its index lists, else the only one.
+
+    Raises BaseModelError for an index that is too long or malformed, or lists other names than such files have.
+    """
+    index = folder / INDEX
+    if (folder / ONE_FILE).is_file() or not index.is_file():
+        return [ONE_FILE]
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError("it is too long")
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        if not names or not all(_WEIGHTS.fullmatch(name) for name in names):
+            raise ValueError("it lists no safetensors files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BaseModelError(f"{index} is no index of weights files; choose another model or revision.") from error
+    return names
+
+
+def _download(wanted: HubId, names: list[str]) -> Path:
+    """Fetches those of the files `names` that the model has and the cache lacks. Returns the cache's folder.
+
+    Raises BaseModelError, one sentence for each reason.
+    """
+    hub, errors = _import_hub("huggingface_hub"), _import_hub("huggingface_hub.errors")
+    if not sys.stderr.isatty():
+        _import_hub("huggingface_hub.utils").disable_progress_bars()
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    try:
+        return Path(
+            hub.snapshot_download(wanted.repo, revision=wanted.revision, allow_patterns=names, endpoint=endpoint)
+        )
+    except errors.GatedRepoError as error:
+        raise BaseModelError(
+            f"{wanted.repo} is given only to those who accept its terms; accept them on its page of the Hub, then log "
+            "in with `hf auth login`."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise BaseModelError(
+            f"There is no folder {wanted}, and the Hub has no such model; correct the name, or log in with `hf auth "
+            "login` if the model is private."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise BaseModelError(f"{wanted.repo} has no revision {wanted.revision}; see its page on the Hub.") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise BaseModelError(
+            f"There is no folder {wanted}, the Hub cannot be reached, and the cache does not have that model whole; "
+            "check the network, or name a folder."
+        ) from error
+    except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:MAX_REASON]
+        raise BaseModelError(f"Cannot fetch {wanted} from the Hub ({reason}); try again: what came is kept.") from error
+
+
+def _import_hub(module: str) -> Any:
+    """Returns a module of the package huggingface_hub. Raises BaseModelError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise BaseModelError(
+            "A model of the Hub needs the package huggingface_hub; install it with: pip install 'agora-swarm[tuning]'"
+        ) from error
