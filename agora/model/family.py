@@ -28,14 +28,14 @@ IGNORED: Final = -1
 """The target of a token that is not supervised."""
 TRAINING_BYTES: Final = 8
 """Bytes of a trained parameter: weight and gradient, float32. The optimizer's moments come on top."""
-RunLayer = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-"""Called with a layer and its input: returns the layer's output, and decides what autograd keeps of it."""
+RunLayer = Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Tensor]
+"""Called with a layer, what computes it, and its input: returns the output, and decides what autograd keeps."""
 PIECES, PIECE_BITS = 8, 15
 """An initial value is the sum of so many uniform integers of so many bits."""
 CHUNK = 1 << 22  # values drawn at a time
 
 
-def keep_graph(compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+def keep_graph(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """Returns compute(hidden), whose whole graph autograd keeps: the usual RunLayer."""
     return compute(hidden)
 
@@ -68,7 +68,7 @@ class Stage(nn.Module, abc.ABC):
         int [b, s], the number of each token's sequence inside its row, ascending; a token attends to its own sequence
         only, in which positions count from 0. None: each row is one sequence. Only families whose section
         `can_learn_samples` take segments. run_layer: is called for each decoder layer, with a function of the hidden
-        state alone.
+        state alone, in which nothing but that state and the layer's parameters has gradients.
         """
 
     def without_adapters(self) -> AbstractContextManager[None]:

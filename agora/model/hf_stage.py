@@ -107,7 +107,7 @@ class HfStage(Stage):
             options: dict[str, Any] = {"attention_mask": masks[self._windows[index]]}
             if rotations:
                 options["position_embeddings"] = rotations[self._rotation_of(index)]
-            hidden = run_layer(partial(_hidden_after, layer, options), hidden)
+            hidden = run_layer(layer, partial(_hidden_after, layer, options), hidden)
         return self._logits(body, hidden) if self.is_last else hidden
 
     def _embed(self, body: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:

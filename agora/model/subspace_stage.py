@@ -192,7 +192,7 @@ class SubspaceStage(Stage):
         for name, layer in self.layers.items():
             if name == self._free_layer:
                 hidden, expand = expand(hidden), EXPAND_NOTHING
-            hidden = run_layer(partial(layer, table=self.table, expand=expand), hidden)
+            hidden = run_layer(layer, partial(layer, table=self.table, expand=expand), hidden)
         if self.is_last:
             hidden = self.head(self.norm(hidden))
         return hidden

@@ -88,7 +88,7 @@ class LinearStage(Stage):
         if self.is_first:
             hidden = self.ends["embedding"](hidden.clamp(min=0))
         for layer in self.layers.values():
-            hidden = hidden + run_layer(layer, hidden)
+            hidden = hidden + run_layer(layer, layer, hidden)
         return self.ends["head"](hidden) if self.is_last else hidden
 
     def initial_std(self, name: str) -> float | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +69,7 @@ class Layers(nn.Module):
 
     def forward(self, hidden: Tensor, run_layer: RunLayer) -> Tensor:
         for layer in self.layers:
-            hidden = run_layer(layer, hidden)
+            hidden = run_layer(layer, layer, hidden)
         return hidden
 
 
@@ -121,9 +124,9 @@ def test_auto_repeats_layers_where_a_graph_of_all_does_not_fit(
     monkeypatch.setattr(memory, "available_bytes", lambda device: free)
     repeated = []
 
-    def record(compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        repeated.append(hidden.shape)
-        return repeat_in_backward(compute, hidden)
+    def record(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        repeated.append(layer)
+        return repeat_in_backward(layer, compute, hidden)
 
     monkeypatch.setattr("agora.train.span_trainer.repeat_in_backward", record)
     manifest = small_manifest(schedule={"activations": "auto"})
@@ -135,3 +138,34 @@ def test_auto_repeats_layers_where_a_graph_of_all_does_not_fit(
     else:
         trainer.finish(microbatch_id(0), 1, torch.ones(manifest.boundary_shape()), batch, "train")
     assert len(repeated) == (2 if repeats else 0), "a stage has two layers"
+
+
+def test_a_repeated_layer_computes_in_the_autocast_of_its_forward() -> None:
+    module, hidden = Layers().eval(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    found = []
+    for run_layer in (keep_graph, repeat_in_backward):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(hidden, run_layer)
+        assert output.dtype == torch.bfloat16
+        found.append(torch.autograd.grad([output], [hidden, *module.parameters()], [torch.ones_like(output)]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_autograd_raises_should_weights_change_before_a_layer_is_repeated() -> None:
+    module, hidden = Layers(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    output = module(hidden, repeat_in_backward)
+    with torch.no_grad():
+        next(module.parameters()).add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad([output.sum()], [hidden])
+
+
+def test_a_run_that_repeats_layers_imports_no_compiler() -> None:
+    code = (
+        "import sys, torch; from agora.train.layer_graphs import repeat_in_backward as repeat;"
+        "layer = torch.nn.Linear(2, 2); output = repeat(layer, layer, torch.ones(1, 2, requires_grad=True));"
+        "torch.autograd.grad([output.sum()], list(layer.parameters())); print('torch._dynamo' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout == "False\n", done.stderr
