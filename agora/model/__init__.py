@@ -10,11 +10,11 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.manifest import ModelSection
 from agora_protocol.manifest_rules import suggest
 
-from agora.model.family import Family, Stage, stage_loss
+from agora.model.family import Family, RunLayer, Stage, keep_graph, stage_loss
 from agora.model.hf_family import HfFamily
 from agora.model.subspace_family import SubspaceFamily
 
-__all__ = ["FAMILIES", "Family", "Stage", "family_of", "stage_loss"]
+__all__ = ["FAMILIES", "Family", "RunLayer", "Stage", "family_of", "keep_graph", "stage_loss"]
 
 FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamily, "hf": HfFamily}
 """What makes the family of a model section, by its `family`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -28,9 +28,16 @@ IGNORED: Final = -1
 """The target of a token that is not supervised."""
 TRAINING_BYTES: Final = 8
 """Bytes of a trained parameter: weight and gradient, float32. The optimizer's moments come on top."""
+RunLayer = Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Tensor]
+"""Called with a layer, what computes it, and its input: returns the output, and decides what autograd keeps."""
 PIECES, PIECE_BITS = 8, 15
 """An initial value is the sum of so many uniform integers of so many bits."""
 CHUNK = 1 << 22  # values drawn at a time
+
+
+def keep_graph(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Returns compute(hidden), whose whole graph autograd keeps: the usual RunLayer."""
+    return compute(hidden)
 
 
 class Stage(nn.Module, abc.ABC):
@@ -47,14 +54,21 @@ class Stage(nn.Module, abc.ABC):
         self.is_last = is_last
 
     @abc.abstractmethod
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        tokens: Tensor | None = None,
+        segments: Tensor | None = None,
+        run_layer: RunLayer = keep_graph,
+    ) -> Tensor:
         """Returns the boundary [b, s, k] that leaves the stage, from the boundary [b, s, k] that enters it.
 
         tokens: the microbatch's input ids [b, s], any integer type; a negative one, which marks an ignored target, is
         read as 0. The first stage takes them for `hidden`; the last stage returns logits [b, s, vocabulary]. segments:
         int [b, s], the number of each token's sequence inside its row, ascending; a token attends to its own sequence
         only, in which positions count from 0. None: each row is one sequence. Only families whose section
-        `can_learn_samples` take segments.
+        `can_learn_samples` take segments. run_layer: is called for each decoder layer, with a function of the hidden
+        state alone, in which nothing but that state and the layer's parameters has gradients.
         """
 
     def without_adapters(self) -> AbstractContextManager[None]:

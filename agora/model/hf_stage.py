@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,7 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.manifest import HfSection
 from torch import Tensor, nn
 
-from agora.model.family import Stage
+from agora.model.family import RunLayer, Stage, keep_graph
 from agora.model.frozen_layers import FrozenAs, FrozenLinear, allocate, freeze, load_parameter
 from agora.model.hf_architecture import architecture_of
 from agora.model.lora_layers import adapters_off, inject_lora, lora_targets
@@ -87,7 +88,13 @@ class HfStage(Stage):
         rotary: nn.Module = self._architecture.load_class("RotaryEmbedding")(self._config)
         return rotary
 
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        tokens: Tensor | None = None,
+        segments: Tensor | None = None,
+        run_layer: RunLayer = keep_graph,
+    ) -> Tensor:
         """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward."""
         body = self.get_submodule(self._architecture.root)
         positions = token_positions(hidden, segments)
@@ -100,8 +107,7 @@ class HfStage(Stage):
             options: dict[str, Any] = {"attention_mask": masks[self._windows[index]]}
             if rotations:
                 options["position_embeddings"] = rotations[self._rotation_of(index)]
-            output = layer(hidden, **options)
-            hidden = output[0] if isinstance(output, tuple) else output  # GPT-2's is a tuple in transformers 5.0
+            hidden = run_layer(layer, partial(_hidden_after, layer, options), hidden)
         return self._logits(body, hidden) if self.is_last else hidden
 
     def _embed(self, body: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -187,6 +193,13 @@ class HfStage(Stage):
         if name == f"{HEAD}.weight" and self._config.tie_word_embeddings:
             name = f"{names.root}.{names.embedding}.weight"
         return name, name.removeprefix(f"{names.root}.")
+
+
+def _hidden_after(layer: nn.Module, options: dict[str, Any], hidden: Tensor) -> Tensor:
+    """Returns the hidden state [b, s, d] after a decoder layer. options: the layer's other arguments."""
+    output: Any = layer(hidden, **options)
+    after: Tensor = output[0] if isinstance(output, tuple) else output  # GPT-2's is a tuple in transformers 5.0
+    return after
 
 
 def _embedding(rows: int, width: int, padding: int | None) -> nn.Embedding:

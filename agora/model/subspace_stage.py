@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from agora_protocol.manifest import SubspaceSection
 from torch import Tensor, nn
 
 from agora.model import fixed_tensors
-from agora.model.family import Stage
+from agora.model.family import RunLayer, Stage, keep_graph
 
 WEIGHT_STD = 0.02
 EMBEDDING_STD = 0.05
@@ -172,7 +173,13 @@ class SubspaceStage(Stage):
             self.norm = nn.RMSNorm(model.width, model.norm_epsilon)
             self.head = nn.Linear(model.width, model.vocabulary, bias=False)
 
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        tokens: Tensor | None = None,
+        segments: Tensor | None = None,
+        run_layer: RunLayer = keep_graph,
+    ) -> Tensor:
         """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward."""
         expand = EXPAND_NOTHING
         tokens = hidden if self.is_first else tokens
@@ -185,7 +192,7 @@ class SubspaceStage(Stage):
         for name, layer in self.layers.items():
             if name == self._free_layer:
                 hidden, expand = expand(hidden), EXPAND_NOTHING
-            hidden = layer(hidden, self.table, expand)
+            hidden = run_layer(layer, partial(layer, table=self.table, expand=expand), hidden)
         if self.is_last:
             hidden = self.head(self.norm(hidden))
         return hidden

@@ -27,6 +27,7 @@ from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.hop import Hop
 from agora.pipeline.interfaces import HopAnswer, MicrobatchSource, NewMicrobatch
 from agora.pipeline.opening import Credit, Opening, Pace, StepQuota, Surroundings
+from agora.pipeline.reference_cache import ReferenceCache
 
 MIN_PATIENCE_S = 20.0
 """Seconds that an attempt may take, at least, once an attempt was measured."""
@@ -47,7 +48,8 @@ class OriginConfig:
     """How this origin opens microbatches. first_patience_s: the time of an attempt before any was measured.
 
     ceiling: most microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to measure it. objective:
-    the manifest's; dpo first asks the swarm what the reference says of each microbatch.
+    the manifest's; dpo first asks the swarm what the reference says of each microbatch with a row that it has not yet
+    asked for.
     """
 
     me: PeerId
@@ -103,6 +105,7 @@ class Origin:
         self._look = look
         self._session = os.urandom(8) if session is None else session
         self._ids = itertools.count()
+        self._references = ReferenceCache()
         self._open: set[asyncio.Task[None]] = set()
         self._changed = ChangeNotifier()
         self._paused = False
@@ -266,11 +269,18 @@ class Origin:
         self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
 
     async def _deliver_with_references(self, microbatch: Microbatch) -> HopAnswer:
-        """Delivers a microbatch; for dpo first another of the same tokens, whose answer has the references."""
+        """Delivers a microbatch; for dpo with its references, which were remembered or are asked for first."""
         if self._config.objective == "dpo":
-            asked = self._new_microbatch(microbatch.tokens, "reference")
-            microbatch.references = (await self._deliver(asked)).message.log_probabilities
+            microbatch.references = await self._references_of(microbatch.tokens)
         return await self._deliver(microbatch)
+
+    async def _references_of(self, tokens: WireTensor) -> tuple[float, ...]:
+        """Returns what the reference says of the rows: from an earlier answer, else from a new reference request."""
+        known = self._references.look_up(tokens)
+        if known is not None:
+            return known
+        answer = await self._deliver(self._new_microbatch(tokens, "reference"))
+        return self._references.remember(tokens, answer.message.log_probabilities)
 
     async def _deliver(self, microbatch: Microbatch) -> HopAnswer:
         """Makes attempts until one succeeds and returns its answer; reports the microbatch's start and its end."""

@@ -6,7 +6,7 @@ Knows: bytes, the C library. Must not know: models, microbatches, peers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import ClassVar
 
@@ -75,7 +75,7 @@ class _Mallinfo2(ctypes.Structure):
     _fields_: ClassVar = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("last", ctypes.c_size_t)]
 
 
-def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: set[int]) -> tuple[Tensor, int]:
+def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: Set[int]) -> tuple[Tensor, int]:
     """Runs `forward` with gradients on. Returns its result, and the bytes that its graph keeps alive.
 
     not_counted: data pointers of storages that are alive anyway (the weights).

@@ -20,11 +20,12 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from agora.model import Stage, family_of
+from agora.model import RunLayer, Stage, family_of, keep_graph
 from agora.observe.events import MicrobatchCounted, Report
 from agora.stepping import StepEvent
 from agora.train import memory
 from agora.train.device import has_native_bf16
+from agora.train.layer_graphs import GraphMeasure, repeat_in_backward
 from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
 from agora.train.stage_replica import StageReplica
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward, StashedForwards, WeightVersion
@@ -70,6 +71,9 @@ class SpanTrainer:
     | recompute   | its entry              | of a second forward, on the weights at the time of the backward           |
     | keep        | its entry, its graph   | of the first forward, on its weights; see weight_versions for the limit   |
     | auto        | as keep while the graphs of all microbatches in flight fit into memory, else as recompute          |
+
+    A graph of all layers of the span is made where it is kept, or with auto where one such graph fits into memory. Else
+    autograd keeps one layer's graph at a time, and the backward runs each layer once more, see layer_graphs.
 
     The gradients of all parameters are computed and checked before any is added: an error never leaves half of them.
     """
@@ -158,8 +162,9 @@ class SpanTrainer:
         objective does not take; then nothing was added.
         """
         tokens = self.objective.count_tokens(batch)
+        run_layer = self._run_layer_for_gradients(microbatch, first, entry, batch) if purpose == "train" else keep_graph
         with torch.set_grad_enabled(purpose == "train"):
-            logits = self._run(microbatch, first, entry, batch, purpose)
+            logits = self._run(microbatch, first, entry, batch, purpose, run_layer)
             if purpose == "reference":
                 return self._reference(microbatch, first, logits, batch)
             loss, metrics = self.objective.loss(logits, batch, references)
@@ -187,8 +192,9 @@ class SpanTrainer:
         forward = self.stashed.take(microbatch, first)
         output = forward.output
         if output is None:
+            run_layer = self._run_layer_for_gradients(microbatch, first, forward.entry, forward.batch)
             with torch.enable_grad():
-                output = self._run(microbatch, first, forward.entry, forward.batch, "train")
+                output = self._run(microbatch, first, forward.entry, forward.batch, "train", run_layer)
                 forward.versions = self._versions_from(first)
         return self._add_gradients(microbatch, forward, output, gradient.to(output.dtype)), forward
 
@@ -202,7 +208,15 @@ class SpanTrainer:
         """Returns the current weights of the stages from `first` on."""
         return tuple(stage.weights.current for stage in self._stages_from(first))
 
-    def _run(self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch, purpose: str) -> Tensor:
+    def _run(
+        self,
+        microbatch: MicrobatchId,
+        first: int,
+        entry: Tensor,
+        batch: TokenBatch,
+        purpose: str,
+        run_layer: RunLayer = keep_graph,
+    ) -> Tensor:
         """Runs stages `first` to the span's last; returns their output, boundary or logits.
 
         To train on their current weights; to evaluate on those that evaluations use, see TrainedStage.evaluated; as the
@@ -215,7 +229,7 @@ class SpanTrainer:
             for stage in self._stages_from(first):
                 version = stage.weights.current if purpose == "train" else stage.evaluated
                 with self._mode_for(version.module, purpose, microbatch, stage.number):
-                    hidden = version.module(hidden, batch.inputs, batch.segments)
+                    hidden = version.module(hidden, batch.inputs, batch.segments, run_layer)
         return hidden
 
     @contextmanager
@@ -238,19 +252,35 @@ class SpanTrainer:
         self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch
     ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
         """Does `_run` for a later backward; returns its output, and the weights of its graph, () if that is dropped."""
-        versions = self._versions_from(first)
         if self._activations == "auto" and first not in self.activation_bytes:
-            weights = {
-                tensor.untyped_storage().data_ptr() for version in versions for tensor in version.module.parameters()
-            }
-            output, size = memory.measure_saved_bytes(
-                lambda: self._run(microbatch, first, entry, batch, "train"), weights
-            )
-            self.activation_bytes[first] = size
-            return output.detach(), ()
+            return self._measure_graph(microbatch, first, entry, batch), ()
+        versions = self._versions_from(first)
         keeps_graph = self._keeps_graph(first)
         with torch.set_grad_enabled(keeps_graph):
             return self._run(microbatch, first, entry, batch, "train"), versions if keeps_graph else ()
+
+    def _measure_graph(self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch) -> Tensor:
+        """Does `_run` to train, a layer's graph at a time, and records the bytes of all graphs. Returns its output."""
+        versions = self._versions_from(first)
+        weights = {p.untyped_storage().data_ptr() for version in versions for p in version.module.parameters()}
+        measure = GraphMeasure(weights)
+        output, others = memory.measure_saved_bytes(
+            lambda: self._run(microbatch, first, entry, batch, "train", measure.run_layer), weights
+        )
+        self.activation_bytes[first] = sum(measure.layer_bytes) + others
+        return output.detach()
+
+    def _run_layer_for_gradients(
+        self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch
+    ) -> RunLayer:
+        """Returns how layers run whose backward follows at once: repeated in it if a graph of all is too large."""
+        if self._activations == "auto" and first not in self.activation_bytes:
+            self._measure_graph(microbatch, first, entry, batch)
+        if self._activations == "auto":
+            fits = memory.graphs_fit(self.activation_bytes[first], 1, 0, self._available_memory())
+        else:
+            fits = self._activations == "keep"
+        return keep_graph if fits else repeat_in_backward
 
     def _keeps_graph(self, first: int) -> bool:
         """Whether the graph of a microbatch that enters at `first` is kept: with "keep", or "auto" if graphs_fit."""
@@ -259,10 +289,15 @@ class SpanTrainer:
         graphs_to_come = max(self._in_flight - self.stashed.graph_count(), 1)
         weights = [stage.weights for stage in self.stages.values()]
         second_version = sum(w.current.flat.nbytes for w in weights if w.previous is None)
+        available = self._available_memory()
+        return memory.graphs_fit(self.activation_bytes[first], graphs_to_come, second_version, available)
+
+    def _available_memory(self) -> int:
+        """Returns the device's available bytes, measured again after MEASURE_MEMORY_S."""
         now = time.monotonic()
         if now - self._measured_at >= MEASURE_MEMORY_S:
             self._available_bytes, self._measured_at = memory.available_bytes(self.device), now
-        return memory.graphs_fit(self.activation_bytes[first], graphs_to_come, second_version, self._available_bytes)
+        return self._available_bytes
 
     def _add_gradients(
         self,

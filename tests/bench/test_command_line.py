@@ -80,6 +80,7 @@ def test_every_benchmark_can_be_imported_by_its_name() -> None:
         "agreement",
         "codecs",
         "optimizer",
+        "activations",
         "wan",
         "tuning",
     }

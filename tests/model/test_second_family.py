@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agora.cli import export
-from agora.model import FAMILIES, Family, Stage, family_of
+from agora.model import FAMILIES, Family, RunLayer, Stage, family_of, keep_graph
 from agora.node import doctor, paths, runs
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
@@ -78,11 +78,17 @@ class LinearStage(Stage):
         if self.is_last:
             self.ends["head"] = nn.Linear(model.width, model.vocabulary, bias=False)
 
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        tokens: Tensor | None = None,
+        segments: Tensor | None = None,
+        run_layer: RunLayer = keep_graph,
+    ) -> Tensor:
         if self.is_first:
             hidden = self.ends["embedding"](hidden.clamp(min=0))
         for layer in self.layers.values():
-            hidden = hidden + layer(hidden)
+            hidden = hidden + run_layer(layer, layer, hidden)
         return self.ends["head"](hidden) if self.is_last else hidden
 
     def initial_std(self, name: str) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from agora_protocol.errors import AgoraError, Busy, PeerFailed, Unavailable
@@ -380,6 +381,34 @@ def test_for_dpo_the_reference_is_asked_first_and_goes_along_with_each_microbatc
         }
         assert completed(events), "only those that trained count as completed training"
         assert len(completed(events)) == len(trained)
+
+    run(work())
+
+
+class RepeatedSource(Source):
+    """Epochs of EPOCH microbatches: the same ones in each epoch, in another order."""
+
+    EPOCH = 10
+
+    def draw(self) -> SimpleNamespace | None:
+        drawn = super().draw()
+        if drawn is not None:
+            epoch, place = divmod(drawn.number, self.EPOCH)
+            drawn.tokens = tokens_of((place + 3 * epoch) % self.EPOCH)
+        return drawn
+
+
+def test_for_dpo_the_reference_is_asked_in_the_first_epoch_only() -> None:
+    async def work() -> None:
+        entrance, source = ReferenceEntrance(), RepeatedSource()
+        origin = origin_of(entrance, source=source, objective="dpo", max_in_flight=2)
+        await train(origin, 3 * source.EPOCH)
+        asked = [data for message, data, *_ in entrance.seen if message.purpose == "reference"]
+        assert len(asked) == len(set(asked)) == source.EPOCH
+        trained = [(message.references, data) for message, data, *_ in entrance.seen if message.purpose == "train"]
+        assert len(trained) >= 3 * source.EPOCH
+        for references, data in trained:
+            assert references == (-1.0 - loss_of(WireTensor("int32", (1, 3), memoryview(data))),)
 
     run(work())
 

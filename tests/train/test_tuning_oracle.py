@@ -143,7 +143,7 @@ async def step_together(pipelines: Sequence[Sequence[Compute]], step: int) -> No
 
 
 def check_equal(ours: TrlRun, theirs: TrlRun, tolerance: float, metrics: Sequence[str] = ()) -> None:
-    assert len(ours.logs) == len(theirs.logs) == STEPS
+    assert len(ours.logs) == len(theirs.logs) > 0
     for name in ("loss", *metrics):
         mine, trl = [log[name] for log in ours.logs], [log[name] for log in theirs.logs]
         np.testing.assert_allclose(mine, trl, atol=tolerance, err_msg=name)
@@ -173,15 +173,24 @@ def test_a_step_of_several_microbatches_is_a_mean_over_their_answers_tokens(repl
     check_equal(ours, theirs, 1e-4 if replicas == 1 else 1e-3)
 
 
+async def check_dpo(name: str, objective: dict[str, Any], steps: int, folder: Path) -> None:
+    """Compares `steps` pairs, one a step, of the architecture `name` with DPOTrainer: losses, metrics and adapter."""
+    base = save(base_of(name), folder / "base")
+    manifest, pairs = lora_manifest(base, "dpo", objective={"kind": "dpo", **objective}), preference_pairs(steps)
+    first, ours = await tune(manifest, base, [[batch] for batch in pair_batches(pairs)])
+    theirs = run_dpo(manifest, base_of(name), pairs, first, folder / "trl", batch=1)
+    check_equal(ours, theirs, 1e-4, METRIC_NAMES["dpo"])
+
+
 @pytest.mark.parametrize(
     "objective",
     [{}, {"beta": 0.5}, {"preference_loss": "ipo", "beta": 0.2}],
     ids=["sigmoid", "sigmoid-0.5", "ipo"],
 )
 def test_dpo_through_three_stages_is_trls(objective: dict[str, Any], tmp_path: Path) -> None:
-    folder = save(base_of("qwen2"), tmp_path / "base")
-    manifest = lora_manifest(folder, "dpo", objective={"kind": "dpo", **objective})
-    pairs = preference_pairs(STEPS)
-    first, ours = asyncio.run(tune(manifest, folder, [[batch] for batch in pair_batches(pairs)]))
-    theirs = run_dpo(manifest, base_of("qwen2"), pairs, first, tmp_path / "trl", batch=1)
-    check_equal(ours, theirs, 1e-4, METRIC_NAMES["dpo"])
+    asyncio.run(check_dpo("qwen2", objective, STEPS, tmp_path))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "qwen2"])
+def test_dpo_of_every_architecture_is_trls(name: str, tmp_path: Path) -> None:
+    asyncio.run(check_dpo(name, {}, STEPS, tmp_path))

@@ -1,0 +1,171 @@
+"""One layer's graph at a time: the same gradients, and the memory of one layer instead of all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from agora_protocol.ids import Span
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from agora.model import RunLayer, keep_graph
+from agora.train import memory
+from agora.train.layer_graphs import GraphMeasure, repeat_in_backward
+from agora.train.objectives import TokenBatch
+from agora.train.span_trainer import SpanTrainer
+from tests.train.support import microbatch_id, small_manifest
+
+LAYERS, WIDTH, ROWS = 8, 16, 512
+HIDDEN_BYTES = 4 * ROWS * WIDTH
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors made within it that are alive, and their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        pointer, size = storage.data_ptr(), storage.nbytes()
+        if pointer in self._known:
+            return
+        self._known.add(pointer)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, pointer, size)
+
+    def _forget(self, pointer: int, size: int) -> None:
+        self._known.discard(pointer)
+        self.now -= size
+
+
+class Layers(nn.Module):
+    """Layers whose graphs are many times their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Dropout(0.5), nn.Linear(8 * WIDTH, WIDTH))
+            for _ in range(LAYERS)
+        )
+
+    def forward(self, hidden: Tensor, run_layer: RunLayer) -> Tensor:
+        for layer in self.layers:
+            hidden = run_layer(layer, layer, hidden)
+        return hidden
+
+
+def gradients_and_peak(run_layer: RunLayer) -> tuple[list[Tensor], int]:
+    """The gradients by input and parameters, and the most bytes alive beside the parameters."""
+    module, hidden = Layers(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    with LiveBytes() as live:
+        output = module(hidden, run_layer)
+        found = torch.autograd.grad([output], [hidden, *module.parameters()], [torch.ones_like(output)])
+    return list(found), live.most
+
+
+def test_repeated_layers_give_the_same_gradients_dropout_included() -> None:
+    whole, _ = gradients_and_peak(keep_graph)
+    repeated, _ = gradients_and_peak(repeat_in_backward)
+    assert all(torch.equal(a, b) for a, b in zip(whole, repeated, strict=True))
+
+
+def test_the_peak_of_repeated_layers_is_one_graph_and_the_inputs_of_all() -> None:
+    _, whole = gradients_and_peak(keep_graph)
+    _, repeated = gradients_and_peak(repeat_in_backward)
+    layer_bytes = (whole - LAYERS * HIDDEN_BYTES) // LAYERS
+    assert layer_bytes > 15 * HIDDEN_BYTES
+    assert repeated < 3 * layer_bytes + LAYERS * HIDDEN_BYTES < whole / 2
+
+
+def test_without_gradients_a_repeated_layer_just_runs() -> None:
+    module = Layers().eval()
+    with torch.no_grad():
+        assert torch.equal(
+            module(torch.ones(ROWS, WIDTH), repeat_in_backward), module(torch.ones(ROWS, WIDTH), keep_graph)
+        )
+
+
+def test_a_measure_counts_every_layer_and_holds_one() -> None:
+    module, hidden = Layers(), torch.ones(ROWS, WIDTH)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    _, whole = memory.measure_saved_bytes(lambda: module(hidden, keep_graph), weights)
+    measure = GraphMeasure(weights)
+    with LiveBytes() as live, torch.enable_grad():
+        output = module(hidden, measure.run_layer)
+    assert len(measure.layer_bytes) == LAYERS and output.requires_grad and output.is_leaf
+    assert sum(measure.layer_bytes) == pytest.approx(whole, rel=0.1)
+    assert live.most < 2 * whole / LAYERS
+
+
+@pytest.mark.parametrize(("free", "repeats"), [(1 << 40, False), (0, True)])
+@pytest.mark.parametrize("span", ["0", "1"])
+def test_auto_repeats_layers_where_a_graph_of_all_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, free: int, repeats: bool, span: str
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+    repeated = []
+
+    def record(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        repeated.append(layer)
+        return repeat_in_backward(layer, compute, hidden)
+
+    monkeypatch.setattr("agora.train.span_trainer.repeat_in_backward", record)
+    manifest = small_manifest(schedule={"activations": "auto"})
+    trainer = SpanTrainer(manifest, Span.parse(span), torch.device("cpu"), report=lambda event: None, in_flight=1)
+    batch = TokenBatch.from_wire(torch.ones(manifest.tokens_shape(), dtype=torch.int32), has_marks=False)
+    if span == "0":
+        boundary, _ = trainer.forward(microbatch_id(0), 0, batch.inputs, batch, "train")
+        trainer.backward(microbatch_id(0), 0, torch.ones_like(boundary))
+    else:
+        trainer.finish(microbatch_id(0), 1, torch.ones(manifest.boundary_shape()), batch, "train")
+    assert len(repeated) == (2 if repeats else 0), "a stage has two layers"
+
+
+def test_a_repeated_layer_computes_in_the_autocast_of_its_forward() -> None:
+    module, hidden = Layers().eval(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    found = []
+    for run_layer in (keep_graph, repeat_in_backward):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(hidden, run_layer)
+        assert output.dtype == torch.bfloat16
+        found.append(torch.autograd.grad([output], [hidden, *module.parameters()], [torch.ones_like(output)]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_autograd_raises_should_weights_change_before_a_layer_is_repeated() -> None:
+    module, hidden = Layers(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    output = module(hidden, repeat_in_backward)
+    with torch.no_grad():
+        next(module.parameters()).add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad([output.sum()], [hidden])
+
+
+def test_a_run_that_repeats_layers_imports_no_compiler() -> None:
+    code = (
+        "import sys, torch; from agora.train.layer_graphs import repeat_in_backward as repeat;"
+        "layer = torch.nn.Linear(2, 2); output = repeat(layer, layer, torch.ones(1, 2, requires_grad=True));"
+        "torch.autograd.grad([output.sum()], list(layer.parameters())); print('torch._dynamo' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout == "False\n", done.stderr
