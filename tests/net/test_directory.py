@@ -17,12 +17,13 @@ from agora_protocol.ids import RunId, Span
 from agora_protocol.limits import MAX_RECORD_BYTES
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, Progress, Record, record_key, seal_record
+from agora_protocol.shards import Shard
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 
-from agora.net import directory
-from agora.net.directory import Directory, SignedRecords
+from agora.net.directory import Directory
 from agora.net.host import Host
+from agora.net.stored_records import BoundedStorage, SignedRecords
 from tests.net.helpers import RUN, kill_p2pd, make_host, run, until
 
 RUN_ID = RunId(RUN)
@@ -35,7 +36,8 @@ class Node:
         self.host, self.identity, self.directory = host, identity, place
 
     async def publish(self, span: str = "0-1", incarnation: int = 1, lifetime_s: float = 30.0) -> bool:
-        return await self.directory.publish(claim(self.identity, span, incarnation), self.identity, lifetime_s)
+        record = claim(self.identity, span, incarnation)
+        return await self.directory.publish(record, self.identity, lifetime_s, [Shard(n) for n in record.span.stages])
 
     async def close(self) -> None:
         await self.directory.close()
@@ -51,7 +53,7 @@ def names(records: list[Record]) -> set[Any]:
 
 
 async def read(directory: Directory, kind: type[Record], stage: int) -> list[Record]:
-    return (await directory.read_many(kind, [stage]))[stage]
+    return (await directory.read_many(kind, [Shard(stage)]))[Shard(stage)]
 
 
 @asynccontextmanager
@@ -82,16 +84,11 @@ def test_claims_of_three_nodes_are_seen_by_all_at_once_and_the_newest_version_wi
                 assert await read(node.directory, Progress, 0) == []
             # a later record replaces the one before, also one that asks for less time
             assert await made[1].publish(incarnation=2, lifetime_s=1.0)
-            found = await made[2].directory.read_many(Claim, [0, 1, 2])
+            found = await made[2].directory.read_many(Claim, [Shard(0), Shard(1), Shard(2)])
             for stage in (0, 1):
-                assert {it.incarnation for it in found[stage] if it.peer == made[1].identity.peer} == {2}  # type: ignore[attr-defined]
-            assert found[2] == []
+                assert {it.incarnation for it in found[Shard(stage)] if it.peer == made[1].identity.peer} == {2}  # type: ignore[attr-defined]
+            assert found[Shard(2)] == []
             assert not any(node.directory.refused for node in made)
-
-            # the search that larger swarms use finds the same
-            keys = [DHTID.generate(record_key(RUN_ID, Claim, stage)) for stage in (0, 3)]
-            searched = await made[0].directory._search(keys)
-            assert {len(entries) for entries in searched.values()} == {3}
 
     run(main)
 
@@ -218,17 +215,9 @@ def test_an_expired_record_is_refused_and_a_replay_does_not_shorten_a_newer_ones
     assert not judged(now - 100) and validator.refused == {"expired": 1}
     assert judged(now - 1)  # ended on its way here: hivemind drops it, and the rest of the answer is good
 
-    storage = directory._BoundedStorage()
+    storage = BoundedStorage(RUN_ID)
     assert storage.store_subkey(key, identity.peer, b"new", now + 30)
     assert not storage.store_subkey(key, identity.peer, b"old", now + 0.05)
     time.sleep(0.1)
     assert storage.get(key).value.get(identity.peer).value == b"new"
     assert not storage.store(key, b"regular", now + 900)
-
-
-def test_one_stage_holds_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "MAX_PEERS_OF_STAGE", 3)
-    storage, key, now = directory._BoundedStorage(), DHTID.generate("k"), time.time()
-    stored = [storage.store_subkey(key, f"p{n}", b"x", now + 30) for n in range(5)]
-    assert stored == [True, True, True, False, False]
-    assert storage.store_subkey(key, "p1", b"y", now + 40)
