@@ -166,9 +166,14 @@ def plan_read(known: Readings, reader: Reader, now: float, rng: random.Random) -
     cycle = max(1.0, (len(close) + len(others) / wait) / SHARDS_PER_READ)
 
     def lateness(shard: Shard) -> float:
-        """Returns how late a shard is to be read, in its own periods; infinity if it never was."""
-        reading = known.get(shard.stage, {}).get(shard)
-        return math.inf if reading is None else (now - reading.at) / (1.0 if shard in close else wait)
+        """Returns how long ago a shard was read, in its own periods; infinity for a close one that never was.
+
+        Another stage's one counts as read with the newest of its stage, so that it does not delay the close ones.
+        """
+        readings = known.get(shard.stage, {})
+        if shard in close:
+            return now - readings[shard].at if shard in readings else math.inf
+        return (now - max((reading.at for reading in readings.values()), default=-math.inf)) / wait
 
     candidates = [*close, *others]
     rng.shuffle(candidates)
