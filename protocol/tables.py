@@ -20,6 +20,7 @@ from agora_protocol import (
     manifest_model,
     messages,
     records,
+    shards,
     tensors,
 )
 from agora_protocol.fields import REQUIRED, Structure
@@ -52,6 +53,8 @@ LIMITS: Final = {
     "MAX_ADDRESS_BYTES": "one address, ASCII",
     "MAX_INVITE_BYTES": "one invite",
     "MAX_RECORD_BYTES": "one sealed record",
+    "MAX_KEY_RECORDS": "records that a node keeps under one key, those with the least hashes",
+    "MAX_SHARD_BITS": "bits in the key of a shard",
     "RECENT_STEPS": "steps that a stage's account in a progress is of",
     "MAX_RECORD_LIFETIME_S": "seconds from now to a record's expiry",
     "CLOCK_TOLERANCE_S": "seconds by which clocks may differ",
@@ -100,6 +103,7 @@ def tags_table() -> str:
         ["run id tag", f"`{manifest.RUN_TAG.hex()}` = `agora manifest 1` and a zero byte"],
         ["founder's signature tag", f"`{manifest.SIGNATURE_TAG.hex()}` = `agora founder 1` and a zero byte"],
         ["record signature tag", f"`{records.RECORD_TAG.hex()}` = `agora record 1` and a zero byte"],
+        ["shard hash tag", f"`{shards.SHARD_TAG.hex()}` = `agora shard 1` and a zero byte"],
     ]
     return _table(["what", "bytes (hex)"], rows)
 

@@ -117,10 +117,11 @@ def _samples_line(samples: Mapping[str, Any]) -> str:
 
 def _stage_cells(row: Mapping[str, Any]) -> list[str]:
     """Returns the cells of a stage's row, in the order of STAGE_COLUMNS; "-" for what is not known yet."""
+    is_counted = row.get("replicas_known", row["replicas"]) == row["replicas"]  # by estimate else
     held, share, age = (row.get(key) for key in ("tokens_per_step", "share_counted", "staleness"))
     return [
         str(row["stage"]),
-        str(row["replicas"]),
+        f"{'' if is_counted else '~'}{row['replicas']}",
         str(row["step"]),
         f"{held:,.0f} of {row['target_tokens']:,}" if held is not None else "-",
         f"{100 * share:.1f} %" if share is not None else "-",

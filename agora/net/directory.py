@@ -8,112 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
 
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import ProtocolError
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId, RunId, is_peer_id
-from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_RECORD_BYTES
-from agora_protocol.packing import pack, unpack
-from agora_protocol.records import NAMES, Record, open_record, read_expiry, record_key, seal_record
+from agora_protocol.ids import RunId
+from agora_protocol.limits import MAX_KEY_RECORDS
+from agora_protocol.packing import pack
+from agora_protocol.records import Record, record_key, seal_record
+from agora_protocol.shards import Shard
 
 from agora.clock import loop_time
-from agora.net.hive import DHTID, DHTLocalStorage, DHTNode, DHTRecord, DictionaryDHTValue, PeerID, RecordValidatorBase
+from agora.net.hive import DHTID, DHTNode, DictionaryDHTValue, PeerID
 from agora.net.host import Host
+from agora.net.key_holders import HOLDERS, KeyHolders
 from agora.net.network_errors import ConnectionBroken
+from agora.net.stored_records import BoundedStorage, SignedRecords, peer_hash
 
 READ_S: Final = 3.0  # seconds that a read of the directory takes at most
 PUBLISH_S: Final = 10.0  # seconds that storing a record takes at most
 RPC_S: Final = 2.0  # a node that does not answer within so many seconds is passed over, and not asked for a while
-MAX_PEERS_OF_STAGE: Final = 1024  # strangers can make ids at will, and hivemind sends a key's records in one message
-MAX_VERIFIED: Final = 8192  # records whose signatures are remembered as verified, at most
 SMALL_SWARM: Final = 20  # up to here every node knows every other: hivemind's buckets hold 20
 NEXT_ANSWER_S: Final = 0.3  # once half of the nodes have answered, how long a read waits for the next answer
-_PACKING_BYTES: Final = 16  # at least what msgpack adds around a record's bytes
 
 _Entries = dict[str, tuple[bytes, float]]
 """By peer: the record as msgpack, and its expiry in unix seconds."""
-
-
-class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """hivemind's validator of each record that a node is asked to store or gets from another.
-
-    It accepts records of this run, signed by their peer, under their key, and counts the others by error code.
-    """
-
-    def __init__(self, run: RunId, stages: int) -> None:
-        self.run = run
-        self.refused: Counter[str] = Counter()  # by the code of the ProtocolError
-        self._keys = {
-            DHTID.generate(key).to_bytes(): key
-            for name in NAMES
-            for key in (record_key(run, name, stage) for stage in range(stages))
-        }
-        self._verified: OrderedDict[tuple[bytes, bytes, bytes, float], Record] = OrderedDict()
-
-    def validate(self, record: DHTRecord) -> bool:
-        """Called by hivemind: returns whether `open` accepts the record; adds its error code to `refused` if not."""
-        try:
-            self.open(record.key, record.subkey, record.value, record.expiration_time)
-        except ProtocolError as error:
-            self.refused[error.code] += 1
-            return False
-        return True
-
-    def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
-        """Decodes a DHT entry. Raises ProtocolError when its key, size, expiry or signature is not valid."""
-        key = self._keys.get(key_hash)
-        if key is None:
-            raise ProtocolError("wrong-run", "The key is not that of any record of this run.")
-        if len(packed) > MAX_RECORD_BYTES + _PACKING_BYTES:
-            raise ProtocolError("too-large", f"A record of {len(packed)} bytes.")
-        now_unix = time.time()
-        known = self._verified.get((key_hash, packed_peer, packed, expires_unix))
-        if known is not None and expires_unix > now_unix - CLOCK_TOLERANCE_S:
-            return known
-        data, peer = _unpacked(packed, bytes), _unpacked(packed_peer, str)
-        if not is_peer_id(peer):
-            raise ProtocolError("wrong-key", "The subkey is not a peer id.")
-        if expires_unix != read_expiry(data):
-            raise ProtocolError("bad-record", "The DHT's expiry is not the signed one.")
-        # One that has just expired is accepted: an answer of many records must not be refused because of it.
-        grace = min(now_unix, max(expires_unix - 1e-3, now_unix - CLOCK_TOLERANCE_S))
-        record = open_record(data, run=self.run, key=key, subkey_peer=PeerId(peer), now_unix=grace)
-        self._verified[key_hash, packed_peer, packed, expires_unix] = record
-        if len(self._verified) > MAX_VERIFIED:
-            self._verified.popitem(last=False)
-        return record
-
-
-class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage, with at most MAX_PEERS_OF_STAGE peers a key; no record replaces a later-expiring one."""
-
-    def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
-        """Stores one peer's record, or a dictionary of them by peer, and returns whether it did.
-
-        subkey: the peer whose record `value` is; None for a dictionary. False for any other value, and for one that
-        `store_subkey` or the DHT's storage does not take.
-        """
-        if subkey is not None:
-            return self.store_subkey(key, subkey, value, expiration_time)
-        if not isinstance(value, DictionaryDHTValue):
-            return False
-        return bool(super().store(key, value, expiration_time))
-
-    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Stores one peer's record, unless its last one expires no earlier, or the key is full; returns whether."""
-        present = self.get(key)
-        known = present.value.get(subkey) if present is not None else None
-        if known is not None and known.expiration_time >= expiration_time:
-            return False
-        if present is not None and known is None and len(present.value) >= MAX_PEERS_OF_STAGE:
-            return False
-        return bool(super().store_subkey(key, subkey, value, expiration_time))
 
 
 class Directory:
@@ -125,6 +47,7 @@ class Directory:
         self._host = host
         self._node = node
         self._validator = validator
+        self._holders = KeyHolders(node)
         self._last_expiry: dict[str, float] = {}
         self._asking: set[asyncio.Task[Any]] = set()
 
@@ -140,13 +63,14 @@ class Directory:
             cache_on_store=False,
             cache_refresh_before_expiry=0,
             reuse_get_requests=False,
+            num_replicas=HOLDERS,
             wait_timeout=RPC_S,
             blacklist_time=2.0,
             num_workers=8,
             record_validator=validator,
         )
-        node.protocol.storage = _BoundedStorage()
-        node.protocol.cache = _BoundedStorage(maxsize=1)
+        node.protocol.storage = BoundedStorage(run)
+        node.protocol.cache = BoundedStorage(run, maxsize=1)
         directory = cls(host, run, node, validator)
         await directory.bootstrap(bootstrap)
         return directory
@@ -170,30 +94,46 @@ class Directory:
         if any(await asyncio.gather(*(ping(PeerID.from_base58(peer)) for peer in strangers))):
             await _within(self._node.find_nearest_nodes([self._node.node_id]), timeout_s)
 
-    async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> bool:
-        """Signs `record` and stores it under each stage of its span. Returns whether every stage has it somewhere.
+    async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> bool:
+        """Signs `record` and stores it in these shards. Returns whether every shard has it somewhere.
 
         It replaces the peer's older records of its kind; one that should expire before these expires just after them,
         since the DHT keeps the later expiry. Raises ProtocolError for a record that is too large or of another peer.
         """
-        fields: Any = record
-        keys = [record_key(self._run, type(record), stage) for stage in fields.span.stages]
+        keys, now_unix = [self._key(type(record), shard) for shard in shards], time.time()
         latest = max(self._last_expiry.get(key, 0.0) for key in keys)
-        expires_unix = max(time.time() + lifetime_s, latest + 0.001)
+        expires_unix = max(now_unix + lifetime_s, latest + 0.001)
         sealed = seal_record(record, self._run, identity, expires_unix)
-        self._last_expiry.update(dict.fromkeys(keys, expires_unix))
+        self._last_expiry = {key: at for key, at in self._last_expiry.items() if at > now_unix}
+        self._last_expiry |= dict.fromkeys(keys, expires_unix)
+        if not self._is_small:
+            ids = [DHTID.generate(key) for key in keys]
+            return bool(await _within(self._holders.write(ids, record.peer, pack(sealed), expires_unix), PUBLISH_S))
         storing = self._node.store_many(
-            keys, [sealed] * len(keys), [expires_unix] * len(keys), subkeys=[str(fields.peer)] * len(keys)
+            keys, [sealed] * len(keys), [expires_unix] * len(keys), subkeys=[str(record.peer)] * len(keys)
         )
         stored = await _within(storing, PUBLISH_S)
         return stored is not None and all(stored.values())
 
-    async def read_many(self, kind: type[Record], stages: Sequence[int]) -> dict[int, list[Record]]:
-        """Returns by stage the valid records of one kind that came within READ_S, at most one of each peer."""
-        keys = {stage: DHTID.generate(record_key(self._run, kind, stage)) for stage in stages}
-        ask = self._ask_everyone if self.neighbours <= SMALL_SWARM else self._search
+    async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> dict[Shard, list[Record]]:
+        """Returns by shard the valid records of one kind that came within READ_S, at most one of each peer.
+
+        A shard of which nobody said what it has is left out. Nodes with different records of a full shard may have
+        more than MAX_KEY_RECORDS together: those of the least hashes are returned.
+        """
+        keys = {shard: DHTID.generate(self._key(kind, shard)) for shard in shards}
+        ask = self._ask_everyone if self._is_small else self._ask_holders
         found = await ask(list(keys.values()))
-        return {stage: self._open_all(key, found.get(key, {})) for stage, key in keys.items()}
+        return {shard: self._open_all(key, found[key]) for shard, key in keys.items() if key in found}
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether the swarm is small enough to ask every node."""
+        return self.neighbours <= SMALL_SWARM
+
+    def _key(self, kind: type[Record], shard: Shard) -> str:
+        """Returns the DHT key of a shard's records of one kind."""
+        return record_key(self._run, kind, shard.stage, shard.bits)
 
     async def _ask_everyone(self, keys: list[Any]) -> dict[Any, _Entries]:
         """Asks every known node, and the nodes that they name, for all keys at once, and merges the answers.
@@ -224,17 +164,10 @@ class Directory:
                     to_ask |= {node: peer for node, peer in nearest.items() if node not in met}
         return found
 
-    async def _search(self, keys: list[Any]) -> dict[Any, _Entries]:
-        """Returns what Kademlia's search for each key finds within READ_S; for swarms too large to ask every node."""
-        # A search may end early on a "sufficient" expiry, which any node can claim. No expiry is >= NaN.
-        futures = await self._node.get_many_by_id(keys, sufficient_expiration_time=math.nan, return_futures=True)
-        await asyncio.wait(futures.values(), timeout=READ_S)
+    async def _ask_holders(self, keys: list[Any]) -> dict[Any, _Entries]:
+        """Asks some of the nodes nearest to each key, and returns what came within READ_S."""
         found: dict[Any, _Entries] = {}
-        for key, future in futures.items():
-            if not future.done():
-                future.cancel()
-            elif (result := future.result()) is not None and isinstance(result.value, dict):
-                found[key] = {peer: (pack(entry.value), entry.expiration_time) for peer, entry in result.value.items()}
+        await _within(self._holders.read(keys, lambda key, value: _merge(found.setdefault(key, {}), value)), READ_S)
         return found
 
     def _open_all(self, key: Any, entries: _Entries) -> list[Record]:
@@ -245,7 +178,7 @@ class Directory:
             if now_unix < expires_unix:
                 with contextlib.suppress(ProtocolError):  # judged before, but the clock may have been set since
                     records.append(self._validator.open(key.to_bytes(), pack(peer), packed, expires_unix))
-        return records
+        return sorted(records, key=lambda record: peer_hash(self._run, record.peer))[:MAX_KEY_RECORDS]
 
     async def close(self) -> None:
         """Stops this node and cancels its open questions to others; the host goes on."""
@@ -262,14 +195,6 @@ def _merge(entries: _Entries, found: Any) -> None:
         for peer, (packed, expires_unix) in found.value.items():
             if peer not in entries or entries[peer][1] < expires_unix:
                 entries[peer] = packed, expires_unix
-
-
-def _unpacked(packed: bytes, kind: type) -> Any:
-    """Decodes msgpack that must be a value of type `kind`. Raises ProtocolError for anything else."""
-    value = unpack(packed, MAX_RECORD_BYTES + _PACKING_BYTES, "bad-record")
-    if not isinstance(value, kind):
-        raise ProtocolError("bad-record", f"A DHT entry is not {kind.__name__}.")
-    return value
 
 
 async def _within(work: Any, timeout_s: float) -> Any:

@@ -10,6 +10,9 @@ answer but whose weights do not change is STALLED.
 | STALLED | a stage has no serving peer, or took no step for longer than `patience_s` |
 | DEGRADED | a stage has taken no step yet, or has a single replica |
 | OK | every stage has two replicas or more, and steps |
+
+In a run that is too large to be read whole, replicas are counted by estimate, and patience is longer by twice the time
+in which a stage's peers are read again.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, p
     for stage in range(stage_count):
         replicas = view.replicas(stage)
         stepped = last[stage] = max((p.stepped_unix for p in replicas if p.stepped_unix is not None), default=None)
-        patience_s = _patience_s(replicas)
+        patience_s = _patience_s(replicas) + 2.0 * view.period_s(stage)
         if now_unix - max(stepped or 0.0, since_unix) > patience_s:
             ago = "since this peer began to look" if stepped is None else f"for {now_unix - stepped:.0f} s"
             why = f"stage {stage} took no step {ago}; up to {patience_s:.0f} s are usual"
@@ -76,7 +79,7 @@ def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) 
     if len(steps) < len(last):
         waiting = next(stage for stage, stepped in last.items() if stepped is None)
         return Health(DEGRADED, f"stage {waiting} has not taken its first step yet", "wait; the swarm has just started")
-    counts = [len(view.replicas(stage)) for stage in last]
+    counts = [view.replica_count(stage) for stage in last]
     ago = now_unix - max(steps)
     if min(counts) == 1:
         stage = counts.index(1)

@@ -1,6 +1,7 @@
 """Publishes this peer's records in the directory, and keeps its view of the other peers fresh.
 
-Knows: when to publish, when to read, and whom to notify. Must not know: how records are stored, how a view is used.
+Knows: when to publish, when to read, and whom to notify. Must not know: how records are stored, which of them are read,
+how a view is used.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from agora_protocol.errors import AgoraError
 from agora_protocol.identity import Identity
@@ -20,6 +20,7 @@ from agora_protocol.records import Claim, Progress, Record
 from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
+from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
 from agora.swarm.placement import (
     Placement,
     Settling,
@@ -28,7 +29,7 @@ from agora.swarm.placement import (
     next_settling_step,
     pinned_span,
 )
-from agora.swarm.view import View, merge
+from agora.swarm.view import StageSample, View, merge
 
 SETTLE_S = 1.0
 """How long a claim is given to be seen before collisions are judged; up to twice that, drawn at random."""
@@ -37,21 +38,7 @@ LIFETIME_S = 20.0
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_S = 6.0
 PUBLISH_PROGRESS_S = 4.0
-READ_S, CALM_READ_S, MAX_READ_S = 1.0, 4.0, 8.0
 CALM_AFTER_S = 10.0
-SLOW_READ_S = 3.0
-"""Any read of the directory may take so long, although the one before was quick."""
-JITTER = 0.2
-
-
-class RecordStore(Protocol):
-    """Publishes this peer's records, signed, and reads those of all (net.directory.Directory does)."""
-
-    async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> object:
-        """Signs this peer's record and stores it under every stage of its span, for `lifetime_s` seconds."""
-
-    async def read_many(self, kind: type[Record], stages: Sequence[int]) -> Mapping[int, Sequence[Record]]:
-        """Returns the verified live records of one kind, by stage; an empty sequence where no answer came in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +72,17 @@ class Membership:
         """
         self._me = identity.peer
         self._config = config
-        self._directory = directory
         self._identity = identity
         self._report = report
         self._progress = progress
         self._on_change = on_change
         self._rng = rng or random.Random()
         self._unix = unix
+        self._directory = directory
+        self._reader = DirectoryReader(
+            directory, config.run, self._me, config.stage_count, report, rng=self._rng, unix=unix
+        )
         self._changed_at = 0.0
-        self._linger_s = linger_s(0.0)
         self.claim: Claim | None = None
         self.view = View()
 
@@ -166,13 +155,14 @@ class Membership:
         """Merges progress, if any of the claimed span, into the view; publishes it with the claim's incarnation."""
         if self.claim is not None and progress is not None and self.claim.span == progress.span:
             progress = replace(progress, incarnation=self.claim.incarnation)
-            self._merge([progress])
+            self._merge([FoundRecords([progress], 0.0)])
             await self._publish(progress, LIFETIME_S)
 
     async def _publish(self, record: Record, lifetime_s: float) -> None:
         """Stores a record in the directory; an AgoraError is reported as DirectoryTrouble, not raised."""
         try:
-            await self._directory.publish(record, self._identity, lifetime_s)
+            shards = self._reader.shards_to_publish(record.span)
+            await self._directory.publish(record, self._identity, lifetime_s, shards)
         except AgoraError as error:
             self._report(events.DirectoryTrouble("publish", f"{error.code}: {error}"))
 
@@ -195,28 +185,19 @@ class Membership:
     async def _keep_reading(self) -> None:
         """Refreshes the view until cancelled; rests between, longer when nothing changes or reads are slow."""
         while True:
-            took_s = await self.refresh()
+            await self.refresh()
             is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
             is_calm = is_complete and loop_time() - self._changed_at > CALM_AFTER_S
-            await asyncio.sleep(self._jittered(read_interval_s(is_calm, took_s)))
+            await asyncio.sleep(self._jittered(self._reader.interval_s(is_calm)))
 
-    async def refresh(self) -> float:
-        """Reads all stages' claims and progress once, merges the others' into the view. Returns the seconds it took."""
-        started = loop_time()
-        claims, progress = await asyncio.gather(self._read(Claim), self._read(Progress))
-        took_s = loop_time() - started
-        self._linger_s = linger_s(took_s)
-        self._merge([record for record in (*claims, *progress) if record.peer != self._me])
-        return took_s
+    async def refresh(self) -> None:
+        """Reads once what is due of claims and progress, and merges the others' into the view.
 
-    async def _read(self, kind: type[Record]) -> list[Record]:
-        """Returns all stages' records of one kind; after an AgoraError, reported as DirectoryTrouble, an empty list."""
-        try:
-            by_stage = await self._directory.read_many(kind, range(self._config.stage_count))
-        except AgoraError as error:
-            self._report(events.DirectoryTrouble("read", f"{error.code}: {error}"))
-            return []
-        return [record for records in by_stage.values() for record in records]
+        That is all there is in a small run; in a large one it is a bounded part, see swarm/directory_shards.py.
+        """
+        span = self.claim.span if self.claim is not None else None
+        found = await self._reader.read(span)
+        self._merge(found, self._reader.samples(span))
 
     def _jittered(self, seconds: float) -> float:
         """Returns `seconds` made longer or shorter at random, by a fifth at most, so that peers do not act in step."""
@@ -224,32 +205,22 @@ class Membership:
 
     # --- the view
 
-    def _merge(self, records: Sequence[Record]) -> None:
-        """Merges records and this peer's own claim, so that it never expires, into the view; reports each change."""
-        renewed = [*records, self.claim] if self.claim is not None else records
-        former, self.view = self.view, merge(self.view, renewed, self._unix(), self._linger_s)
+    def _merge(self, found: Sequence[FoundRecords], samples: Mapping[int, StageSample] | None = None) -> None:
+        """Merges records and this peer's own claim, so that it never expires, into the view; reports each change.
+
+        samples: the view's new ones; None keeps those it has.
+        """
+        own = FoundRecords([self.claim] if self.claim is not None else [], self._reader.linger_s)
+        former, view, now_unix = self.view, self.view, self._unix()
+        for batch in (*found, own):
+            view = merge(view, batch.records, now_unix, batch.linger_s)
+        self.view = view if samples is None else replace(view, samples=samples)
         changed = changes(former, self.view)
         for event in changed:
             self._report(event)
         if changed:
             self._changed_at = loop_time()
             self._on_change()
-
-
-def read_interval_s(is_calm: bool, took_s: float) -> float:
-    """Returns how long to rest after a read that took `took_s`: 3 times that, at least 1 s (calm: 4 s), at most 8 s.
-
-    is_calm: every stage has a replica, and the view has not changed for CALM_AFTER_S.
-    """
-    return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
-
-
-def linger_s(took_s: float) -> float:
-    """Returns how many seconds a peer stays in the view after a read of `took_s` seconds found it.
-
-    The next read begins after the longest rest and may take twice as long: a slow one must not look like a death.
-    """
-    return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_S, 2.0 * took_s)
 
 
 def changes(former: View, view: View) -> list[events.Event]:

@@ -103,16 +103,19 @@ def status(
 def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
     """Returns a stage's row of the status: its serving replicas, their highest step, their tokens per second summed.
 
-    Then what became of their tokens, and what the replica with the fewest steps waits for, of those that tell it.
+    In a run that is too large to be read whole, replicas and tokens per second are estimates, from `replicas_known`
+    replicas. Then what became of their tokens, and what the replica with the fewest steps waits for, of those that
+    tell it.
     """
-    replicas = view.replicas(stage)
+    replicas, count = view.replicas(stage), view.replica_count(stage)
     last = min((p for p in replicas if p.waits_for), key=lambda seen: seen.step_of(stage), default=None)
     waits_for = last.waits_for if last else "" if replicas else "a peer that serves it"
     return {
         "stage": stage,
-        "replicas": len(replicas),
+        "replicas": count,
         "step": max((p.step_of(stage) for p in replicas), default=0),
-        "tokens_per_second": round(sum(p.tokens_per_second for p in replicas), 1),
+        "tokens_per_second": round(sum(p.tokens_per_second for p in replicas) * count / max(1, len(replicas)), 1),
+        "replicas_known": len(replicas),
         "target_tokens": target_tokens,
         **asdict(sum_accounts([seen.account_of(stage) for seen in replicas])),
         "waits_for": f"{peer_name(last.peer)}: {waits_for}" if last and len(replicas) > 1 else waits_for,

@@ -5,7 +5,7 @@ Knows: claims, progress and their age. Must not know: where records come from, n
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -59,11 +59,26 @@ class PeerView:
         return self.accounts[index] if 0 <= index < len(self.accounts) else StageAccount()
 
 
+@dataclass(frozen=True, slots=True)
+class StageSample:
+    """What is known of a stage's size in a run that is too large to be read whole.
+
+    peers: those that claim the stage, by estimate. period_s: seconds within which a peer of the view is read again.
+    """
+
+    peers: float
+    period_s: float
+
+
 @dataclass(frozen=True)
 class View:
-    """Every peer that is believed to be live, with its id as key. Each stage's peers are found and sorted only once."""
+    """Every peer that is believed to be live, with its id as key. Each stage's peers are found and sorted only once.
+
+    samples: by stage, if only a part of the run's peers is read; empty if the view has them all.
+    """
 
     peers: Mapping[PeerId, PeerView] = field(default_factory=dict)
+    samples: Mapping[int, StageSample] = field(default_factory=dict)
 
     def replicas(self, stage: int) -> tuple[PeerView, ...]:
         """Returns the peers that serve `stage` now, sorted by id; only these are sent microbatches."""
@@ -73,9 +88,31 @@ class View:
         """Returns the peers that serve `stage` or are joining, sorted by id; placement counts these."""
         return self._claiming_by_stage.get(stage, ())
 
+    def replica_count(self, stage: int) -> int:
+        """Returns how many peers serve `stage`: those of the view, or by estimate, if that is more."""
+        return self._scaled(stage, len(self.replicas(stage)))
+
+    def claimant_count(self, stage: int) -> int:
+        """Returns how many peers serve `stage` or are joining: those of the view, or by estimate, if that is more."""
+        return self._scaled(stage, len(self.claimants(stage)))
+
+    def period_s(self, stage: int) -> float:
+        """Returns the seconds within which each peer of a sampled stage is read again; 0 where all peers are read."""
+        return self.samples[stage].period_s if stage in self.samples else 0.0
+
     def without(self, peer: PeerId) -> View:
         """Returns a new view without `peer`."""
-        return View({other: seen for other, seen in self.peers.items() if other != peer})
+        return View({other: seen for other, seen in self.peers.items() if other != peer}, self.samples)
+
+    def _scaled(self, stage: int, count: int) -> int:
+        """Returns about how many peers of a stage are as `count` of those in the view are."""
+        sample, known = self.samples.get(stage), self._holders_by_stage.get(stage, 0)
+        return count if sample is None or sample.peers <= known else round(sample.peers * count / max(1, known))
+
+    @cached_property
+    def _holders_by_stage(self) -> Mapping[int, int]:
+        """The number of peers of each stage, in any state."""
+        return Counter(stage for seen in self.peers.values() for stage in seen.span.stages)
 
     @cached_property
     def _serving_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
@@ -105,7 +142,7 @@ def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: floa
             _merge_claim(peers, record, now_unix, linger_s)
         elif isinstance(record, Progress):
             _merge_progress(peers, record, now_unix)
-    return View({peer: seen for peer, seen in peers.items() if seen.expires_unix > now_unix})
+    return View({peer: seen for peer, seen in peers.items() if seen.expires_unix > now_unix}, view.samples)
 
 
 _STATES = ("joining", "serving", "leaving")

@@ -37,6 +37,8 @@ MAX_INVITE_BYTES: Final = 8192
 MAX_RECORD_BYTES: Final = 20_480
 MAX_RECORD_LIFETIME_S: Final = 600
 CLOCK_TOLERANCE_S: Final = 60
+MAX_KEY_RECORDS: Final = 64  # under one key: those of the peers with the least hashes
+MAX_SHARD_BITS: Final = 16
 RECENT_STEPS: Final = 16
 
 # Documents

@@ -37,6 +37,7 @@ from agora_protocol.limits import (
     RECENT_STEPS,
 )
 from agora_protocol.packing import is_version, pack, unpack
+from agora_protocol.shards import Shard, is_shard_bits, shard_hash
 
 RECORD_TAG: Final = b"agora record 1\0"
 RECORD_VERSION: Final = 1
@@ -162,14 +163,15 @@ class Progress(Record, kind=2, name="progress"):
 NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}
 
 
-def record_key(run: RunId, kind: str | type[Record], stage: int) -> str:
-    """Returns the DHT key RUN/claim/STAGE or RUN/progress/STAGE, whose subkeys are peer ids. Raises ValueError for
-    another kind.
+def record_key(run: RunId, kind: str | type[Record], stage: int, bits: str = "") -> str:
+    """Returns the DHT key RUN/claim/STAGE or RUN/progress/STAGE, whose subkeys are peer ids; /BITS follows for a shard.
+
+    Raises ValueError for another kind.
     """
     name = kind if isinstance(kind, str) else kind.NAME
     if name not in NAMES:
         raise ValueError(f"{name!r} is no record; use one of {', '.join(NAMES)}")
-    return f"{run}/{name}/{stage}"
+    return f"{run}/{name}/{stage}/{bits}" if bits else f"{run}/{name}/{stage}"
 
 
 def seal_record(record: Record, run: RunId, identity: Identity, expires_unix: float) -> bytes:
@@ -194,13 +196,17 @@ def open_record(data: bytes, *, run: RunId, key: str, subkey_peer: PeerId, now_u
     Raises ProtocolError: "too-large", "bad-record", "wrong-run", "wrong-key", "bad-signature", "expired",
     "lives-too-long". A record of another run fails as "bad-signature", since the run is part of what is signed.
     """
-    name, stage = _parse_key(run, key)
+    name, shard = _parse_key(run, key)
     payload, signature = _parse_envelope(data)
     record, expires_unix = _parse_payload(payload)
-    if name != record.NAME or stage not in record.span:
-        raise ProtocolError("bad-record", f"A {record.NAME} does not belong under the key of {name} for stage {stage}.")
+    if name != record.NAME or shard.stage not in record.span:
+        raise ProtocolError(
+            "bad-record", f"A {record.NAME} does not belong under the key of {name} for stage {shard.stage}."
+        )
     if record.peer != subkey_peer:
         raise ProtocolError("wrong-key", "The record is about another peer than its subkey names.")
+    if not shard.holds(shard_hash(run, record.peer)):
+        raise ProtocolError("bad-record", "The record is of a peer of another shard than its key names.")
     if expires_unix <= now_unix:
         raise ProtocolError("expired", f"The record expired {now_unix - expires_unix:.1f} s ago.")
     if expires_unix > now_unix + MAX_RECORD_LIFETIME_S + CLOCK_TOLERANCE_S:
@@ -212,9 +218,9 @@ def open_record(data: bytes, *, run: RunId, key: str, subkey_peer: PeerId, now_u
     return record
 
 
-def read_expiry(data: bytes) -> float:
-    """Returns the unix time at which a record expires, without checking its signature. Raises ProtocolError."""
-    return _parse_payload(_parse_envelope(data)[0])[1]
+def read_unverified(data: bytes) -> tuple[Record, float]:
+    """Returns a record and the unix time at which it expires, not verified. Raises ProtocolError if malformed."""
+    return _parse_payload(_parse_envelope(data)[0])
 
 
 def _signed_bytes(run: RunId, payload: bytes) -> bytes:
@@ -222,16 +228,17 @@ def _signed_bytes(run: RunId, payload: bytes) -> bytes:
     return RECORD_TAG + bytes.fromhex(run) + payload
 
 
-def _parse_key(run: RunId, key: str) -> tuple[str, int]:
-    """Returns the record's key word and the stage in a DHT key. Raises ProtocolError for a key that is not of `run`."""
-    owner, name, stage = (*key.split("/"), "", "")[:3]
-    if key.count("/") != 2 or name not in NAMES or not (stage.isascii() and stage.isdigit() and len(stage) <= 4):
+def _parse_key(run: RunId, key: str) -> tuple[str, Shard]:
+    """Returns the record's key word and the shard in a DHT key. Raises ProtocolError for a key that is not of `run`."""
+    owner, name, stage, bits = (*key.split("/"), "", "", "")[:4]
+    is_complete = key.count("/") == 2 or (key.count("/") == 3 and is_shard_bits(bits))
+    if not is_complete or name not in NAMES or not (stage.isascii() and stage.isdigit() and len(stage) <= 4):
         raise ProtocolError("bad-record", f"{describe(key)} is not the key of any record.")
     if not is_run_id(run) or owner != run:
         raise ProtocolError("wrong-run", "The key names another run.")
     if int(stage) >= MAX_STAGES or stage != str(int(stage)):
         raise ProtocolError("bad-record", f"{describe(stage)} is not a stage.")
-    return name, int(stage)
+    return name, Shard(int(stage), bits)
 
 
 def _parse_envelope(data: bytes) -> tuple[bytes, bytes]:

@@ -20,10 +20,11 @@ from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity, peer_id_bytes
 from agora_protocol.ids import RunId, Span, microbatch_id, peer_name
 from agora_protocol.invite import Invite
-from agora_protocol.limits import MAX_RECORD_BYTES
+from agora_protocol.limits import MAX_RECORD_BYTES, MAX_SHARD_BITS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.message_base import Message
 from agora_protocol.records import RECORD_TAG, Claim, Progress, Record, record_key, seal_record
+from agora_protocol.shards import shard_bits, shard_hash
 from agora_protocol.tensors import WireTensor
 from base_model_vectors import base_model_frames, tensor_lists
 
@@ -96,19 +97,21 @@ def invites() -> list[dict[str, Any]]:
     ]
 
 
-def _records() -> list[tuple[Record, Identity, int]]:
-    """Returns the records of the vectors, who signs each, and under which stage it is published."""
+def _records() -> list[tuple[Record, Identity, int, int]]:
+    """Returns the records of the vectors, who signs each, and the stage and depth of its shard."""
     account = (337_920, 6_144, 329_728, 1, 16_384, 15, 245_760, 0.1875)
     counted = Progress(
         SECOND.peer, Span(3, 3), 0, (40,), 4800.5, None, 1, 330, (account,), (0.625,), "6 tokens", "paused"
     )
     return [
-        (Claim(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (ADDRESS, RELAYED), "serving", 12.5), FIRST, 1),
-        (Claim(SECOND.peer, Span(3, 3), 0, (), "joining", 0.0), SECOND, 3),
-        (Progress(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (40, 41), 9870.0, 2.5, 3, 640), FIRST, 0),
-        (Progress(SECOND.peer, Span(3, 3), 0, (0,), 0.0, None, 0, 0), SECOND, 3),
-        (counted, SECOND, 3),
-        (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 25e6), SECOND, 3),
+        (Claim(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (ADDRESS, RELAYED), "serving", 12.5), FIRST, 1, 0),
+        (Claim(SECOND.peer, Span(3, 3), 0, (), "joining", 0.0), SECOND, 3, 0),
+        (Progress(FIRST.peer, Span(0, 1), 1_789_999_000_000_000_000, (40, 41), 9870.0, 2.5, 3, 640), FIRST, 0, 0),
+        (Progress(SECOND.peer, Span(3, 3), 0, (0,), 0.0, None, 0, 0), SECOND, 3, 0),
+        (counted, SECOND, 3, 0),
+        (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 25e6), SECOND, 3, 0),
+        (Claim(SECOND.peer, Span(3, 4), 0, (), "serving", 0.0), SECOND, 4, 1),
+        (counted, SECOND, 3, MAX_SHARD_BITS),
     ]
 
 
@@ -119,14 +122,15 @@ def records() -> list[dict[str, Any]]:
             "record": type(record).__name__,
             "kind": record.KIND,
             "run": RUN,
-            "key": record_key(RUN, type(record), stage),
+            "key": record_key(RUN, type(record), stage, shard_bits(shard_hash(RUN, identity.peer), depth)),
             "subkey": identity.peer,
+            "hash": f"{shard_hash(RUN, identity.peer):016x}",
             "now_unix": NOW_UNIX,
             "expires_unix": NOW_UNIX + 60,
             "fields": record.to_fields(),
             "sealed": seal_record(record, RUN, identity, NOW_UNIX + 60),
         }
-        for record, identity, stage in _records()
+        for record, identity, stage, depth in _records()
     ]
 
 

@@ -203,7 +203,9 @@ def test_a_person_reads_of_a_stage_its_tokens_what_it_waits_for_and_why_a_peer_i
     status["stages"][0] |= account | {"waits_for": "olive-heron: 96 tokens are missing"}
     status["stages"].append({"stage": 1, "replicas": 0, "step": 0, "tokens_per_second": 0.0})
     status["peers"][0]["note"] = "stage 0 is 3 steps behind\x1b[2J"
-    _, _, first, second, *_, note, _ = status_command.lines_of(status)
+    status["stages"].append({"stage": 2, "replicas": 312, "replicas_known": 128, "step": 1, "tokens_per_second": 9.0})
+    _, _, first, second, sampled, *_, note, _ = status_command.lines_of(status)
+    assert sampled.split()[:2] == ["2", "~312"], "by estimate"
     assert first.split() == "0 3 7 16,350 of 16,384 99.2 % 0.12 10400 olive-heron: 96 tokens are missing".split()
     assert second.split() == "1 0 0 - - - 0 -".split()
     assert note == "note    olive-heron: stage 0 is 3 steps behind?[2J", "what a peer wrote moves no cursor"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,37 +11,20 @@ from typing import Any
 import pytest
 from agora_protocol.errors import InputError
 from agora_protocol.identity import Identity
-from agora_protocol.ids import RunId, Span
-from agora_protocol.limits import MAX_RECORD_BYTES
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.limits import MAX_KEY_RECORDS, MAX_RECORD_BYTES, MAX_SHARD_BITS
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, Progress, Record, record_key, seal_record
+from agora_protocol.shards import Shard, shard_bits, shard_hash
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 
-from agora.net import directory
-from agora.net.directory import Directory, SignedRecords
-from agora.net.host import Host
-from tests.net.helpers import RUN, kill_p2pd, make_host, run, until
-
-RUN_ID = RunId(RUN)
-
-
-class Node:
-    """A host, its identity and its directory."""
-
-    def __init__(self, host: Host, identity: Identity, place: Directory) -> None:
-        self.host, self.identity, self.directory = host, identity, place
-
-    async def publish(self, span: str = "0-1", incarnation: int = 1, lifetime_s: float = 30.0) -> bool:
-        return await self.directory.publish(claim(self.identity, span, incarnation), self.identity, lifetime_s)
-
-    async def close(self) -> None:
-        await self.directory.close()
-        await self.host.close()
-
-
-def claim(identity: Identity, span: str = "0-1", incarnation: int = 1) -> Claim:
-    return Claim(identity.peer, Span.parse(span), incarnation, (), "serving", 1.0)
+from agora.net import directory, stored_records
+from agora.net.directory import Directory
+from agora.net.key_holders import HOLDERS
+from agora.net.stored_records import BoundedStorage, SignedRecords
+from tests.net.crowded_directory import RUN_ID, Node, claim, nodes
+from tests.net.helpers import kill_p2pd, make_host, run, until
 
 
 def names(records: list[Record]) -> set[Any]:
@@ -51,22 +32,7 @@ def names(records: list[Record]) -> set[Any]:
 
 
 async def read(directory: Directory, kind: type[Record], stage: int) -> list[Record]:
-    return (await directory.read_many(kind, [stage]))[stage]
-
-
-@asynccontextmanager
-async def nodes(count: int) -> AsyncIterator[list[Node]]:
-    """Directories that met through the first."""
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="agora-test-")))
-        made: list[Node] = []
-        for number in range(count):
-            host, identity = await make_host(folder, f"d{number}")
-            stack.push_async_callback(host.close)
-            bootstrap = await made[0].host.addresses() if made else ()
-            made.append(Node(host, identity, await Directory.create(host, RUN_ID, bootstrap, stages=4)))
-            stack.push_async_callback(made[-1].close)
-        yield made
+    return (await directory.read_many(kind, [Shard(stage)]))[Shard(stage)]
 
 
 def test_claims_of_three_nodes_are_seen_by_all_at_once_and_the_newest_version_wins() -> None:
@@ -82,16 +48,11 @@ def test_claims_of_three_nodes_are_seen_by_all_at_once_and_the_newest_version_wi
                 assert await read(node.directory, Progress, 0) == []
             # a later record replaces the one before, also one that asks for less time
             assert await made[1].publish(incarnation=2, lifetime_s=1.0)
-            found = await made[2].directory.read_many(Claim, [0, 1, 2])
+            found = await made[2].directory.read_many(Claim, [Shard(0), Shard(1), Shard(2)])
             for stage in (0, 1):
-                assert {it.incarnation for it in found[stage] if it.peer == made[1].identity.peer} == {2}  # type: ignore[attr-defined]
-            assert found[2] == []
+                assert {it.incarnation for it in found[Shard(stage)] if it.peer == made[1].identity.peer} == {2}  # type: ignore[attr-defined]
+            assert found[Shard(2)] == []
             assert not any(node.directory.refused for node in made)
-
-            # the search that larger swarms use finds the same
-            keys = [DHTID.generate(record_key(RUN_ID, Claim, stage)) for stage in (0, 3)]
-            searched = await made[0].directory._search(keys)
-            assert {len(entries) for entries in searched.values()} == {3}
 
     run(main)
 
@@ -218,7 +179,7 @@ def test_an_expired_record_is_refused_and_a_replay_does_not_shorten_a_newer_ones
     assert not judged(now - 100) and validator.refused == {"expired": 1}
     assert judged(now - 1)  # ended on its way here: hivemind drops it, and the rest of the answer is good
 
-    storage = directory._BoundedStorage()
+    storage = BoundedStorage(RUN_ID)
     assert storage.store_subkey(key, identity.peer, b"new", now + 30)
     assert not storage.store_subkey(key, identity.peer, b"old", now + 0.05)
     time.sleep(0.1)
@@ -226,9 +187,74 @@ def test_an_expired_record_is_refused_and_a_replay_does_not_shorten_a_newer_ones
     assert not storage.store(key, b"regular", now + 900)
 
 
-def test_one_stage_holds_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "MAX_PEERS_OF_STAGE", 3)
-    storage, key, now = directory._BoundedStorage(), DHTID.generate("k"), time.time()
-    stored = [storage.store_subkey(key, f"p{n}", b"x", now + 30) for n in range(5)]
-    assert stored == [True, True, True, False, False]
-    assert storage.store_subkey(key, "p1", b"y", now + 40)
+def test_a_record_is_stored_and_found_in_its_peers_shards_and_refused_in_others() -> None:
+    async def main() -> None:
+        async with nodes(3) as made:
+            liar, *honest = made
+            bits = shard_bits(shard_hash(RUN_ID, liar.identity.peer), MAX_SHARD_BITS)
+            other = bits[:2] + str(1 - int(bits[2]))
+            shards = [Shard(0), Shard(1, bits[:3]), Shard(0, bits)]
+            record = claim(liar.identity)
+            assert await liar.directory.publish(record, liar.identity, 30.0, shards)
+            found = await honest[0].directory.read_many(Claim, [*shards, Shard(1), Shard(0, bits[:3])])
+            assert {shard for shard, records in found.items() if records == [record]} == set(shards)
+            assert not any(node.directory.refused for node in made)
+
+            liar.directory._node.protocol.record_validator = None
+            sealed, expires = (seal_record(record, RUN_ID, liar.identity, at := time.time() + 30), at)
+            for key in (record_key(RUN_ID, Claim, 0, other), record_key(RUN_ID, Claim, 2, bits[:3])):
+                await liar.directory._node.store(key, sealed, expires, liar.identity.peer, exclude_self=True)
+            assert all(node.directory.refused == {"wrong-run": 2} for node in honest)
+
+    run(main)
+
+
+def test_a_key_keeps_the_records_of_the_least_hashes_whoever_came_first() -> None:
+    storage, key, now = BoundedStorage(RUN_ID), DHTID.generate("k"), time.time()
+    peers = [PeerId(f"peer {number}") for number in range(3 * MAX_KEY_RECORDS)]
+    least = sorted(peers, key=lambda peer: shard_hash(RUN_ID, peer))[:MAX_KEY_RECORDS]
+    stored = [storage.store_subkey(key, peer, b"x", now + 30) for peer in peers]
+    assert all(stored[:MAX_KEY_RECORDS]) and not all(stored)
+    assert {peer for peer, _ in storage.get(key).value.items()} == set(least)
+    assert storage.store_subkey(key, least[-1], b"y", now + 40), "one that is there is renewed"
+    late = next(peer for peer in peers if peer not in least)
+    assert not storage.store_subkey(key, late, b"x", now + 50)
+    crowd = BoundedStorage(RUN_ID)
+    assert crowd.store_subkey(key, late, b"x", now + 30)
+    assert crowd.store(key, storage.get(key).value, now + 60)
+    assert len(crowd.get(key).value) == MAX_KEY_RECORDS and crowd.get(key).value.get(late) is None
+
+
+def test_a_node_stores_under_a_bounded_number_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_records, "MAX_STORED_KEYS", 2)
+    storage, now = BoundedStorage(RUN_ID), time.time()
+    keys = [DHTID.generate(f"k{number}") for number in range(3)]
+    assert [storage.store_subkey(key, "p", b"x", now + 30) for key in keys] == [True, True, False]
+    assert storage.store_subkey(keys[1], "q", b"x", now + 30)
+
+
+def test_a_large_swarm_finds_what_was_published_also_after_nodes_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are too many nodes to ask all, two of the five nearest to a key are asked."""
+    monkeypatch.setattr(directory, "SMALL_SWARM", 0)
+
+    async def main() -> None:
+        async with nodes(7) as made:
+            assert all(await asyncio.gather(*(node.publish() for node in made)))
+            held = [len(node.directory._node.protocol.storage.data) for node in made]
+            assert sum(held) == 2 * HOLDERS, "two keys, each at the nodes that are nearest"
+            everyone = {node.identity.peer for node in made}
+            for node in made:
+                assert names(await read(node.directory, Claim, 0)) == everyone
+                assert await read(node.directory, Claim, 3) == []
+            dead = [node for node, keys in zip(made, held, strict=True) if keys][:2]
+            left = [node for node in made if node not in dead]
+            for node in dead:
+                kill_p2pd(node.host)
+                await node.host.died.wait()
+            for node in left:
+                assert await node.publish(incarnation=2)
+            for node in left:
+                newer = [record for record in await read(node.directory, Claim, 1) if record.incarnation == 2]  # type: ignore[attr-defined]
+                assert names(newer) == {alive.identity.peer for alive in left}
+
+    run(main, timeout_s=60)

@@ -17,6 +17,7 @@ from agora_protocol.limits import (
     MAX_METRICS,
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME_S,
+    MAX_SHARD_BITS,
     RECENT_STEPS,
 )
 from agora_protocol.records import (
@@ -26,10 +27,11 @@ from agora_protocol.records import (
     Progress,
     Record,
     open_record,
-    read_expiry,
+    read_unverified,
     record_key,
     seal_record,
 )
+from agora_protocol.shards import HASHES, Shard, shard_bits, shard_hash
 
 RUN = RunId("ab" * 32)
 NOW = 1_790_000_000.0
@@ -65,7 +67,7 @@ def assert_refused(code: str, data: bytes, **changes: Any) -> None:
 def test_a_claim_is_found_under_each_of_its_stages(stage: int) -> None:
     data = seal_record(CLAIM, RUN, ALICE, NOW + 60)
     assert opened(data, key=f"{RUN}/claim/{stage}") == CLAIM
-    assert read_expiry(data) == NOW + 60
+    assert read_unverified(data) == (CLAIM, NOW + 60)
 
 
 def test_a_progress_comes_back_with_its_unknown_loss() -> None:
@@ -183,12 +185,31 @@ def test_accounts_that_cannot_be_and_texts_that_move_a_cursor_are_refused(fields
         (f"{RUN}/claim/02", "bad-record"),
         (f"{RUN}/claim/\u0662", "bad-record"),
         (f"{RUN}/claim/1024", "bad-record"),
+        (f"{RUN}/claim/2/", "bad-record"),
+        (f"{RUN}/claim/2/2", "bad-record"),
+        (f"{RUN}/claim/2/{'0' * 17}", "bad-record"),
+        (f"{RUN}/claim/2/0/1", "bad-record"),
         (f"{RUN.upper()}/claim/2", "wrong-run"),
         ("/claim/2", "wrong-run"),
     ],
 )
 def test_a_key_that_is_no_records_is_refused(key: str, code: str) -> None:
     assert_refused(code, seal_record(CLAIM, RUN, ALICE, NOW + 60), key=key)
+
+
+def test_a_record_belongs_under_the_keys_of_the_shards_that_its_peers_hash_is_in_and_of_no_other() -> None:
+    data, bits = seal_record(CLAIM, RUN, ALICE, NOW + 60), shard_bits(shard_hash(RUN, ALICE.peer), MAX_SHARD_BITS)
+    for depth in range(MAX_SHARD_BITS + 1):
+        assert opened(data, key=record_key(RUN, Claim, 2, bits[:depth])) == CLAIM
+    for depth in range(MAX_SHARD_BITS):
+        sibling = bits[:depth] + str(1 - int(bits[depth]))
+        assert_refused("bad-record", data, key=record_key(RUN, Claim, 2, sibling))
+
+
+def test_a_peers_hash_is_another_in_each_run() -> None:
+    other = RunId("cd" * 32)
+    assert 0 <= shard_hash(RUN, ALICE.peer) < HASHES and shard_hash(RUN, ALICE.peer) != shard_hash(other, ALICE.peer)
+    assert Shard(0, "1").first_hash == HASHES // 2 and Shard(0).first_hash == 0
 
 
 def test_keys_are_made_for_known_records_only() -> None:
@@ -204,7 +225,7 @@ def test_keys_are_made_for_known_records_only() -> None:
 def test_bytes_that_are_no_record_are_refused(data: bytes) -> None:
     assert_refused("bad-record", data)
     with pytest.raises(ProtocolError):
-        read_expiry(data)
+        read_unverified(data)
 
 
 def test_size() -> None:

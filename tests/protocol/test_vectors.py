@@ -17,6 +17,7 @@ from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.message_base import KINDS
 from agora_protocol.records import RECORDS, open_record, seal_record
+from agora_protocol.shards import shard_hash
 from agora_protocol.tensor_list import TensorList, bits_to_held, held_to_bits
 from agora_protocol.tensors import WireTensor
 
@@ -74,6 +75,7 @@ def test_records(vectors: Vectors, make_script: ModuleType) -> None:
             "now_unix": vector["now_unix"],
         }
         assert open_record(vector["sealed"], **how) == record
+        assert f"{shard_hash(vector['run'], vector['subkey']):016x}" == vector["hash"]
         assert seal_record(record, vector["run"], signers[vector["subkey"]], vector["expires_unix"]) == vector["sealed"]
         seen.add(type(record))
     assert seen == {*RECORDS.values()}

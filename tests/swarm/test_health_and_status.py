@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from agora_protocol.records import StageAccount
 
 from agora.swarm.health import Health, judge
 from agora.swarm.status import RunIdentity, status
-from agora.swarm.view import View
+from agora.swarm.view import StageSample, View
 from tests.swarm.makers import peer_id, seen, view
 
 NOW = 10_000.0
@@ -50,6 +51,30 @@ def test_a_stage_whose_only_peer_joins_or_leaves_is_stalled_too() -> None:
     assert (joining.state, joining.do) == ("STALLED", "wait until it serves")
     leaving = health(view(seen("a", "0", stepped_unix=NOW), seen("b", "1", "leaving")))
     assert leaving.why == "stage 1 has no peer"
+
+
+def test_a_sampled_stage_is_given_the_time_in_which_its_peers_are_read_again() -> None:
+    peers = two_each(2, stepped_unix=NOW - 100.0)
+    assert health(peers).state == "STALLED"
+    sampled = replace(peers, samples={0: StageSample(200.0, 25.0), 1: StageSample(90.0, 25.0)})
+    found = health(sampled)
+    assert (found.state, found.why) == ("OK", "every stage has at least 90 replicas; last step 100 s ago")
+    assert health(sampled, since=NOW - 1e4).state == "OK"
+    assert health(replace(peers, samples={1: StageSample(90.0, 25.0)})).state == "STALLED"
+
+
+def test_the_status_of_a_sampled_stage_is_an_estimate_and_says_of_how_many() -> None:
+    peers = two_each(2, stepped_unix=NOW, tokens_per_second=50.0)
+    run = RunIdentity("ab" * 32, "large", 2, 1000)
+    whole, sampled = (
+        status(known, run, health(known), NOW)["stages"]
+        for known in (peers, replace(peers, samples={0: StageSample(200.0, 25.0)}))
+    )
+    assert [(row["replicas"], row["replicas_known"], row["tokens_per_second"]) for row in sampled] == [
+        (200, 2, 10_000.0),
+        (2, 2, 100.0),
+    ]
+    assert (whole[0]["replicas"], whole[0]["tokens_per_second"]) == (2, 100.0)
 
 
 def test_stalled_is_judged_by_steps_and_not_by_heartbeats() -> None:

@@ -12,9 +12,11 @@ from agora_protocol.errors import PeerFailed
 from agora_protocol.identity import Identity
 from agora_protocol.ids import Span
 from agora_protocol.records import Claim, Progress, Record
+from agora_protocol.shards import Shard
 
 from agora.observe.events import DirectoryTrouble, PeerGone, PeerSeen, SpanChosen
-from agora.swarm.membership import JITTER, SLOW_READ_S, Membership, MembershipConfig, linger_s, read_interval_s
+from agora.swarm.directory_reader import JITTER, SLOW_READ_S, linger_s, read_interval_s
+from agora.swarm.membership import Membership, MembershipConfig
 from tests.pipeline.virtual_time import run
 from tests.swarm.makers import RUN
 
@@ -30,7 +32,7 @@ class Store:
 
     def __init__(self, delay_s: float = 0.1) -> None:
         self.delay_s = delay_s
-        self.records: dict[tuple[type, int], dict[str, tuple[Record, float]]] = {}
+        self.records: dict[tuple[type, Shard], dict[str, tuple[Record, float]]] = {}
         self.broken = False
         self.reads: Counter[str] = Counter()
 
@@ -41,21 +43,21 @@ class Directory:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    async def publish(self, record: Record, identity: Identity, lifetime_s: float) -> None:
+    async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> None:
         assert record.peer == identity.peer
         await asyncio.sleep(self.store.delay_s)
         if self.store.broken:
             raise PeerFailed("the directory does not answer")
-        for stage in record.span.stages:
-            self.store.records.setdefault((type(record), stage), {})[record.peer] = (record, unix() + lifetime_s)
+        for shard in shards:
+            self.store.records.setdefault((type(record), shard), {})[record.peer] = (record, unix() + lifetime_s)
 
-    async def read_many(self, kind: type[Record], stages: Sequence[int]) -> dict[int, list[Record]]:
+    async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> dict[Shard, list[Record]]:
         await asyncio.sleep(self.store.delay_s)
         self.store.reads[kind.__name__] += 1
         if self.store.broken:
             raise PeerFailed("the directory does not answer")
-        found = {stage: self.store.records.get((kind, stage), {}).values() for stage in stages}
-        return {stage: [record for record, expires in records if expires > unix()] for stage, records in found.items()}
+        found = {shard: self.store.records.get((kind, shard), {}).values() for shard in shards}
+        return {shard: [record for record, expires in records if expires > unix()] for shard, records in found.items()}
 
 
 class Peer:
@@ -248,7 +250,7 @@ def test_choosing_again_is_a_new_incarnation_so_that_the_old_claim_cannot_come_b
         a, b = Peer(store, 2, 1), Peer(store, 2, 1)
         await asyncio.gather(a.join(), b.join())
         assert {a.membership.claim.span.first, b.membership.claim.span.first} == {0, 1}
-        both = store.records[Claim, 0].keys() & store.records[Claim, 1].keys()
+        both = store.records[Claim, Shard(0)].keys() & store.records[Claim, Shard(1)].keys()
         assert both, "one of them chose again, and its first claim is still in the directory"
         for _ in range(5):
             await a.membership.refresh()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agora.swarm import view as views
-from agora.swarm.view import PeerView, View
+from agora.swarm.view import PeerView, StageSample, View
 from tests.swarm.makers import claim, peer_id, progress, seen
 
 A, B = peer_id("a"), peer_id("b")
@@ -122,6 +122,18 @@ def test_the_order_in_which_the_directory_answers_does_not_matter(records: list,
 def test_merging_the_same_records_again_changes_nothing(records: list) -> None:
     once = merge(View(), records, 100.0)
     assert merge(once, records, 100.0) == once
+
+
+def test_a_sampled_stage_has_as_many_peers_as_estimated_in_the_same_states_as_those_that_are_known() -> None:
+    known = merge(View(), [claim("a", "0"), claim("b", "0"), claim("c", "0", state="joining")], 100.0)
+    known = merge(known, [claim("d", "0", state="leaving"), claim("e", "1")], 100.0)
+    assert (known.replica_count(0), known.claimant_count(0), known.replica_count(2)) == (2, 3, 0)
+    sampled = replace(known, samples={0: StageSample(400.0, 30.0), 1: StageSample(0.5, 60.0)})
+    assert (sampled.replica_count(0), sampled.claimant_count(0)) == (200, 300)
+    assert sampled.replica_count(1) == 1, "what is known is the least"
+    assert (sampled.period_s(0), sampled.period_s(2)) == (30.0, 0.0)
+    later = merge(sampled, [claim("a", "0")], 101.0).without(B)
+    assert later.replica_count(0) == round(400 / 3), "of three that are known one serves"
 
 
 class CountingPeers(Mapping[PeerId, PeerView]):

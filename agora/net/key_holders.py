@@ -1,0 +1,139 @@
+"""Reads and writes DHT keys at the nodes nearest to them: in swarms that are too large to ask every node.
+
+Knows: hivemind's node, its searches and calls. Must not know: records, runs, what the keys stand for.
+
+hivemind's own search asks 20 nodes for each key, each time, and every node that holds the key answers with all of it.
+Here a key's nodes are looked up once in HOLDERS_S, by the key's neighbour, an id under which nothing lies, so that the
+search moves no records. Then ASKED of them are asked, chosen at random at each read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from agora.clock import loop_time
+from agora.net.hive import DHTID
+
+HOLDERS: Final = 5
+"""A record is stored at so many nodes, those nearest to its key."""
+ASKED: Final = 2
+"""So many of them are asked at a read."""
+HOLDERS_S: Final = 300.0
+"""Seconds after which a key's nodes are looked up again."""
+MAX_KEYS: Final = 1024
+"""Keys whose nodes are remembered, at most."""
+
+
+@dataclass(slots=True)
+class _Holders:
+    """The nodes nearest to a key, this one possibly among them, and when they were looked up."""
+
+    nodes: dict[Any, Any]
+    found_at: float
+
+
+class KeyHolders:
+    """Finds, asks and writes to the nodes that hold a key, and remembers them for a while."""
+
+    def __init__(self, node: Any, rng: random.Random | None = None) -> None:
+        """node: hivemind's DHTNode."""
+        self._node = node
+        self._rng = rng or random.Random()
+        self._holders: OrderedDict[Any, _Holders] = OrderedDict()
+
+    async def read(self, keys: Collection[Any], take: Callable[[Any, Any], None]) -> None:
+        """Asks ASKED holders of each key, and this node itself; calls `take` with a key and what each of them has.
+
+        That is None from one that answers that it has nothing. A key of which no asked node answered is looked up
+        anew, and asked for once more.
+        """
+        for key in keys:
+            if (stored := self._node.protocol.storage.get(key)) is not None:
+                take(key, stored)
+        left = set(keys)
+        for _ in range(2):
+            answered: set[Any] = set()
+            await self._look_up(left)
+            by_node = self._assigned(left, ASKED)
+            await asyncio.gather(*(self._ask(*node, asked, take, answered) for node, asked in by_node.items()))
+            left -= answered
+            for key in left:
+                self._holders.pop(key, None)
+            if not left:
+                return
+
+    async def _ask(
+        self, node: Any, peer: Any, keys: list[Any], take: Callable[[Any, Any], None], answered: set[Any]
+    ) -> None:
+        """Asks one node for keys; passes what it has to `take`, adds the keys to `answered`, or forgets the node."""
+        found = await self._node._call_find_with_blacklist(peer, keys)
+        if found is None:
+            self._forget(node, keys)
+            return
+        for key, (value, _) in found.items():
+            take(key, value)
+        answered |= set(keys)
+
+    async def write(self, keys: Collection[Any], subkey: str, packed: bytes, expires_unix: float) -> bool:
+        """Stores one value under each key at all its holders. Returns whether every key has it somewhere.
+
+        A holder that refuses it, since it keeps records that come before, does not count as having it.
+        """
+        await self._look_up(keys)
+        stored: set[Any] = set()
+        by_node = self._assigned(keys, HOLDERS)
+
+        async def store(node: Any, peer: Any, at: list[Any]) -> None:
+            """Stores it at one node, or forgets the node."""
+            values, expiries, subkeys = [packed] * len(at), [expires_unix] * len(at), [subkey] * len(at)
+            done = await self._node.protocol.call_store(peer, at, values, expiries, subkeys)
+            if done is None:
+                self._forget(node, at)
+            stored.update(key for key, is_stored in zip(at, done or (), strict=False) if is_stored)
+
+        for key in keys:
+            is_holder = key in self._holders and self._node.node_id in self._holders[key].nodes
+            if is_holder and self._node.protocol.storage.store_subkey(key, subkey, packed, expires_unix):
+                stored.add(key)
+        await asyncio.gather(*(store(*node, at) for node, at in by_node.items()))
+        return stored == set(keys)
+
+    async def _look_up(self, keys: Iterable[Any]) -> None:
+        """Finds the holders of those keys that are not known, were looked up long ago, or have lost most of them."""
+        oldest = loop_time() - HOLDERS_S
+        unknown = []
+        for key in keys:
+            known = self._holders.get(key)
+            if known is None or known.found_at < oldest or len(known.nodes) <= HOLDERS // 2:
+                unknown.append(key)
+        if not unknown:
+            return
+        beside = {DHTID(int(key) ^ 1): key for key in unknown}
+        nearest = await self._node.find_nearest_nodes(list(beside), k_nearest=HOLDERS)
+        # Spread over time, so that keys found together are not all looked up together again.
+        for neighbour, key in beside.items():
+            self._holders[key] = _Holders(dict(nearest[neighbour]), loop_time() - self._rng.uniform(0, HOLDERS_S / 2))
+            self._holders.move_to_end(key)
+        while len(self._holders) > MAX_KEYS:
+            self._holders.popitem(last=False)
+
+    def _assigned(self, keys: Iterable[Any], count: int) -> dict[tuple[Any, Any], list[Any]]:
+        """Returns the keys for each other node: each key goes to `count` of its holders, chosen at random."""
+        by_node: dict[tuple[Any, Any], list[Any]] = defaultdict(list)
+        for key in keys:
+            known = self._holders.get(key)
+            others = [node for node in known.nodes.items() if node[0] != self._node.node_id] if known else []
+            for node in self._rng.sample(others, min(count, len(others))):
+                by_node[node].append(key)
+        return by_node
+
+    def _forget(self, node: Any, keys: Iterable[Any]) -> None:
+        """Removes a node that did not answer from the holders of keys."""
+        for key in keys:
+            if key in self._holders:
+                self._holders[key].nodes.pop(node, None)

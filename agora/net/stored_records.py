@@ -1,0 +1,165 @@
+"""Judges and keeps the records that this node of the DHT is asked to store, or gets from another.
+
+Knows: hivemind's validator and storage, which peers' records a key keeps. Must not know: the network, what a record's
+fields mean. The rules are those of protocol/SPEC.md, "Records in the DHT".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, Final
+
+from agora_protocol.errors import ProtocolError
+from agora_protocol.ids import PeerId, RunId, is_peer_id
+from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_KEY_RECORDS, MAX_RECORD_BYTES, MAX_SHARD_BITS
+from agora_protocol.packing import unpack
+from agora_protocol.records import NAMES, Record, open_record, read_unverified, record_key
+from agora_protocol.shards import shard_bits, shard_hash
+
+from agora.net.hive import DHTID, DHTLocalStorage, DHTRecord, DictionaryDHTValue, RecordValidatorBase
+
+MAX_VERIFIED: Final = 8192  # records whose signatures are remembered as verified, at most
+MAX_SHARD_KEYS: Final = 8192  # keys of shards that are remembered by their hash, at most
+MAX_STORED_KEYS: Final = 16_384  # keys under which a node stores records, at most
+_PACKING_BYTES: Final = 16  # at least what msgpack adds around a record's bytes
+
+peer_hash = lru_cache(maxsize=MAX_VERIFIED)(shard_hash)
+"""The shard hash of a peer in a run, remembered."""
+
+
+class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
+    """hivemind's validator of each record that a node is asked to store or gets from another.
+
+    It accepts records of this run, signed by their peer, under their key, and counts the others by error code.
+    """
+
+    def __init__(self, run: RunId, stages: int) -> None:
+        self.run = run
+        self.refused: Counter[str] = Counter()  # by the code of the ProtocolError
+        self._stages = stages
+        self._keys = {
+            _hash_of(key): key for name in NAMES for key in (record_key(run, name, stage) for stage in range(stages))
+        }
+        self._shard_keys: OrderedDict[bytes, str] = OrderedDict()
+        self._verified: OrderedDict[tuple[bytes, bytes, bytes, float], Record] = OrderedDict()
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Called by hivemind: returns whether `open` accepts the record; adds its error code to `refused` if not."""
+        try:
+            self.open(record.key, record.subkey, record.value, record.expiration_time)
+        except ProtocolError as error:
+            self.refused[error.code] += 1
+            return False
+        return True
+
+    def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
+        """Decodes a DHT entry. Raises ProtocolError when its key, size, expiry or signature is not valid."""
+        if len(packed) > MAX_RECORD_BYTES + _PACKING_BYTES:
+            raise ProtocolError("too-large", f"A record of {len(packed)} bytes.")
+        now_unix = time.time()
+        known = self._verified.get((key_hash, packed_peer, packed, expires_unix))
+        if known is not None and expires_unix > now_unix - CLOCK_TOLERANCE_S:
+            return known
+        key = self._keys.get(key_hash) or self._shard_keys.get(key_hash) or self._find_shard_key(key_hash, packed)
+        data, peer = _unpacked(packed, bytes), _unpacked(packed_peer, str)
+        if not is_peer_id(peer):
+            raise ProtocolError("wrong-key", "The subkey is not a peer id.")
+        if expires_unix != read_unverified(data)[1]:
+            raise ProtocolError("bad-record", "The DHT's expiry is not the signed one.")
+        # One that has just expired is accepted: an answer of many records must not be refused because of it.
+        grace = min(now_unix, max(expires_unix - 1e-3, now_unix - CLOCK_TOLERANCE_S))
+        record = open_record(data, run=self.run, key=key, subkey_peer=PeerId(peer), now_unix=grace)
+        self._verified[key_hash, packed_peer, packed, expires_unix] = record
+        if len(self._verified) > MAX_VERIFIED:
+            self._verified.popitem(last=False)
+        return record
+
+    def _find_shard_key(self, key_hash: bytes, packed: bytes) -> str:
+        """Returns the key of the shard that `key_hash` stands for, and remembers it.
+
+        A hash does not tell its key, but the record tells in which shards it can be: it is tried under each of them.
+        Raises ProtocolError if it belongs to none.
+        """
+        with contextlib.suppress(ProtocolError):
+            record, _ = read_unverified(_unpacked(packed, bytes))
+            for key in self._shard_keys_of(record):
+                if _hash_of(key) == key_hash:
+                    self._shard_keys[key_hash] = key
+                    if len(self._shard_keys) > MAX_SHARD_KEYS:
+                        self._shard_keys.popitem(last=False)
+                    return key
+        raise ProtocolError("wrong-run", "The key is not that of any record of this run.")
+
+    def _shard_keys_of(self, record: Record) -> Iterator[str]:
+        """Yields the keys of all shards that the record may be published in, without those of depth 0."""
+        bits = shard_bits(shard_hash(self.run, record.peer), MAX_SHARD_BITS)
+        for depth in range(1, MAX_SHARD_BITS + 1):
+            for stage in record.span.stages:
+                if stage < self._stages:
+                    yield record_key(self.run, type(record), stage, bits[:depth])
+
+
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
+    """hivemind's storage, in which a key keeps the MAX_KEY_RECORDS records of the peers with the least hashes.
+
+    No record replaces one that expires later.
+    """
+
+    def __init__(self, run: RunId, maxsize: int | None = None) -> None:
+        """maxsize: as hivemind's; keys beyond it push out others."""
+        super().__init__(maxsize=maxsize)
+        self._run = run
+
+    def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
+        """Stores one peer's record, or a dictionary of them by peer, and returns whether it did.
+
+        subkey: the peer whose record `value` is; None for a dictionary. False for any other value, and for one that
+        `store_subkey` does not take.
+        """
+        if subkey is not None:
+            return self.store_subkey(key, subkey, value, expiration_time)
+        if not isinstance(value, DictionaryDHTValue):
+            return False
+        stored = [self.store_subkey(key, peer, *entry) for peer, entry in value.items()]
+        return all(stored)
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """Stores one peer's record; returns whether it did.
+
+        Not stored is one that expires no later than that peer's last one, that has a greater hash than all those of a
+        full key, or under a new key where there are MAX_STORED_KEYS. A full key drops the record of the greatest hash.
+        """
+        present = self.get(key)
+        if present is None:
+            has_room = len(self.data) < MAX_STORED_KEYS
+            return has_room and bool(super().store_subkey(key, subkey, value, expiration_time))
+        known = present.value.get(subkey)
+        if known is not None and known.expiration_time >= expiration_time:
+            return False
+        if known is None and len(present.value) >= MAX_KEY_RECORDS:
+            last = max((peer for peer, _ in present.value.items()), key=self._hash)
+            if self._hash(subkey) >= self._hash(last):
+                return False
+            del present.value[last]
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+    def _hash(self, peer: str) -> int:
+        """Returns a peer's shard hash."""
+        return peer_hash(self._run, PeerId(peer))
+
+
+def _hash_of(key: str) -> bytes:
+    """Returns the 20 bytes by which hivemind's messages name a key."""
+    return bytes(DHTID.generate(key).to_bytes())
+
+
+def _unpacked(packed: bytes, kind: type) -> Any:
+    """Decodes msgpack that must be a value of type `kind`. Raises ProtocolError for anything else."""
+    value = unpack(packed, MAX_RECORD_BYTES + _PACKING_BYTES, "bad-record")
+    if not isinstance(value, kind):
+        raise ProtocolError("bad-record", f"A DHT entry is not {kind.__name__}.")
+    return value

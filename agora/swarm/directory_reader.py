@@ -1,0 +1,175 @@
+"""Reads the directory for a peer, a bounded amount at a time, and remembers how many peers each stage has.
+
+Knows: the shards' rules, how long what was read is believed. Must not know: the view, claims of this peer, the DHT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agora_protocol.errors import AgoraError
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, RunId, Span
+from agora_protocol.records import Claim, Progress, Record
+from agora_protocol.shards import Shard, shard_hash
+
+from agora.clock import loop_time
+from agora.observe import events
+from agora.observe.events import Report
+from agora.swarm.directory_shards import (
+    Reader,
+    Readings,
+    ReadPlan,
+    add_readings,
+    estimate_peers,
+    judge_reading,
+    plan_read,
+    shards_to_publish,
+)
+from agora.swarm.view import StageSample
+
+READ_S, CALM_READ_S, MAX_READ_S = 1.0, 4.0, 8.0
+SLOW_READ_S = 3.0
+"""Any read of the directory may take so long, although the one before was quick."""
+JITTER = 0.2
+
+
+class RecordStore(Protocol):
+    """Publishes this peer's records, signed, and reads those of all (net.directory.Directory does)."""
+
+    async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> object:
+        """Signs this peer's record and stores it in these shards, for `lifetime_s` seconds."""
+
+    async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
+        """Returns the verified live records of one kind, by shard, without those of which no answer came in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecords:
+    """Records that a read has found, and how long the peers that they are about stay in the view."""
+
+    records: list[Record]
+    linger_s: float
+
+
+class DirectoryReader:
+    """Reads what is due, and knows how many peers there are and where this peer should publish."""
+
+    def __init__(
+        self,
+        store: RecordStore,
+        run: RunId,
+        me: PeerId,
+        stage_count: int,
+        report: Report,
+        *,
+        rng: random.Random,
+        unix: Callable[[], float] = time.time,
+    ) -> None:
+        """unix: the wall clock, by which peers of one stage agree on what they read."""
+        self._store = store
+        self._run = run
+        self._me = me
+        self._stage_count = stage_count
+        self._report = report
+        self._rng = rng
+        self._unix = unix
+        self._seed = rng.getrandbits(64)
+        self._readings: Readings = {}
+        self._took_s = 0.0
+        self._plan = self._next_plan(None)
+
+    async def read(self, span: Span | None) -> list[FoundRecords]:
+        """Reads the shards that are due for a peer that claims `span`, and returns the others' records.
+
+        A run that is small is read whole. After an AgoraError, reported as DirectoryTrouble, there are no records.
+        """
+        self._plan = self._next_plan(span)
+        started, shards = loop_time(), self._plan.shards
+        claims, progress = await asyncio.gather(self._read(Claim, shards), self._read(Progress, shards))
+        self._took_s = loop_time() - started
+        now = self._unix()
+        found = {shard: {shard_hash(self._run, record.peer) for record in read} for shard, read in claims.items()}
+        readings = {shard: judge_reading(shard, hashes, now) for shard, hashes in found.items()}
+        self._readings = add_readings(self._readings, readings)
+        self._plan = self._next_plan(span)
+        records = [record for by_shard in (claims, progress) for read in by_shard.values() for record in read]
+        return self._sorted_by_linger([record for record in records if record.peer != self._me], span)
+
+    async def _read(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
+        """Returns the shards' records of one kind; after an AgoraError, reported as DirectoryTrouble, none."""
+        try:
+            return await self._store.read_many(kind, shards)
+        except AgoraError as error:
+            self._report(events.DirectoryTrouble("read", f"{error.code}: {error}"))
+            return {}
+
+    def shards_to_publish(self, span: Span) -> list[Shard]:
+        """Returns the shards in which this peer publishes its records of `span`."""
+        return shards_to_publish(self._readings, span, shard_hash(self._run, self._me))
+
+    def interval_s(self, is_calm: bool) -> float:
+        """Returns how long to rest until the next read. is_calm: nothing has changed for a while; see read_interval_s.
+
+        In a run that is not small something always changes: there it does not count.
+        """
+        return read_interval_s(is_calm, self._took_s) if self._plan.is_small else max(MAX_READ_S, 3.0 * self._took_s)
+
+    @property
+    def linger_s(self) -> float:
+        """How many seconds a peer stays in the view whose shards are read again at the soonest."""
+        return self._linger_s(self._plan.close)
+
+    def samples(self, span: Span | None) -> dict[int, StageSample]:
+        """Returns how many peers each stage has by estimate; empty while the whole run is read each time."""
+        if self._plan.is_small:
+            return {}
+        samples = {}
+        for stage in range(self._stage_count):
+            reads = self._plan.close if _is_close(stage, stage, span) else self._plan.other
+            samples[stage] = StageSample(estimate_peers(self._readings, stage), self._linger_s(reads))
+        return samples
+
+    def _sorted_by_linger(self, records: list[Record], span: Span | None) -> list[FoundRecords]:
+        """Returns records of peers of the own stages and the next, which are read again soon, apart from others."""
+        close = [record for record in records if _is_close(record.span.first, record.span.last, span)]
+        others = [record for record in records if not _is_close(record.span.first, record.span.last, span)]
+        lingers = self._linger_s(self._plan.close), self._linger_s(self._plan.other)
+        return [FoundRecords(others, lingers[1]), FoundRecords(close, lingers[0])]
+
+    def _linger_s(self, reads: float) -> float:
+        """Returns how many seconds a peer stays in the view that is read again after so many reads."""
+        if self._plan.is_small:
+            return linger_s(self._took_s)
+        return linger_s(self._took_s) + (1.0 + JITTER) * reads * (self.interval_s(True) + self._took_s)
+
+    def _next_plan(self, span: Span | None) -> ReadPlan:
+        """Returns what to read next for a peer that claims `span`."""
+        reader = Reader(shard_hash(self._run, self._me), self._stage_count, span, self._seed)
+        return plan_read(self._readings, reader, self._unix(), self._rng)
+
+
+def _is_close(first: int, last: int, span: Span | None) -> bool:
+    """Returns whether any of the stages from `first` to `last` is in `span` or is the one after it."""
+    return span is not None and first <= span.last + 1 and last >= span.first
+
+
+def read_interval_s(is_calm: bool, took_s: float) -> float:
+    """Returns how long to rest after a read that took `took_s`: 3 times that, at least 1 s (calm: 4 s), at most 8 s.
+
+    is_calm: every stage has a replica, and the view has not changed for CALM_AFTER_S.
+    """
+    return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
+
+
+def linger_s(took_s: float) -> float:
+    """Returns how many seconds a peer stays in the view after a read of `took_s` seconds found it.
+
+    The next read begins after the longest rest and may take twice as long: a slow one must not look like a death.
+    """
+    return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_S, 2.0 * took_s)

@@ -1,0 +1,248 @@
+"""Decides in which shards of the directory a peer publishes its records, and which it reads when. Pure.
+
+Knows: shards, and what reads of them have shown. Must not know: records, the view, the DHT, any clock.
+
+What one key holds is bounded by the nodes that store it. What one peer reads and publishes is bounded here, for any
+number of peers (protocol/SPEC.md, "Shards"). A run of up to SMALL_RUN claims is read whole each time. In a larger one:
+
+| shards | how many | read again after |
+|---|---|---|
+| of the own stages | those of OWN_SHARDS around the own hash; all, up to some 500 replicas | one cycle |
+| of the stage after the span | MIN_NEXT_SHARDS to MAX_NEXT_SHARDS at random, exchanged one by one | one cycle |
+| of each other stage | one at random | some cycles |
+
+A read is of SHARDS_PER_READ shards, those that are most overdue. A cycle is as many reads as that takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from agora_protocol.ids import Span
+from agora_protocol.limits import MAX_KEY_RECORDS, MAX_SHARD_BITS
+from agora_protocol.shards import HASH_BITS, HASHES, Shard, shard_bits
+
+SHARD_PEERS = 32
+"""About so many peers are in a shard of the depth that is read: 23 to 45 if the estimate is right."""
+SMALL_RUN = 256
+"""A run of so many claims, those of a span counted once for each of its stages, is read whole each time."""
+SHARDS_PER_READ = 6
+OWN_SHARDS = 16
+MIN_NEXT_SHARDS, MAX_NEXT_SHARDS = 4, 16
+CALLERS_PER_SHARD = 4
+"""So many peers at least should know each shard of the next stage, if MAX_NEXT_SHARDS for each of them are enough."""
+OTHERS_PER_CYCLE = 8
+"""Stages, beside the own ones and the next, of which a shard is read in one cycle."""
+LEAST_WAIT_OF_OTHERS = 4.0
+"""Cycles after which such a shard is read again, at least."""
+EXCHANGE_S = 1920.0
+"""Each random shard of the next stage is another one after so long; they take turns."""
+MIX_S = 600.0
+"""The own stages' shards, where not all are read, are others after so long: the same ones for all peers in them."""
+READINGS_S = 300.0
+"""How long a reading counts after the stage's newest one."""
+DEPTH_0_MARGIN = 1.5
+"""A peer publishes at depth 0 while its expected rank there is up to so many times the records that the key keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a read of a shard has shown: `count` peers, which are all in the part `covered` of all hashes, at `at`."""
+
+    count: int
+    covered: float
+    at: float
+
+
+Readings = Mapping[int, Mapping[Shard, Reading]]
+"""The readings that still count, by stage and shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who reads: its hash in the run, the run's number of stages, its span, and a seed of its random choices."""
+
+    peer_hash: int
+    stage_count: int
+    span: Span | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What to read next.
+
+    is_small: everything is read each time. Else, in reads: `close`, how many bring each shard of the own stages and of
+    the next again, and `other`, those of other stages.
+    """
+
+    shards: tuple[Shard, ...]
+    is_small: bool
+    close: float = 1.0
+    other: float = 1.0
+
+
+# --- how many peers there are
+
+
+def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
+    """Returns the reading of a shard in which the peers with these hashes were found.
+
+    A shard that is not full covers its part of all hashes. A full one covers those below its greatest hash.
+    """
+    if len(hashes) < MAX_KEY_RECORDS:
+        return Reading(len(hashes), 0.5**shard.depth, now)
+    return Reading(len(hashes) - 1, (max(hashes) - shard.first_hash) / HASHES, now)
+
+
+def add_readings(known: Readings, found: Mapping[Shard, Reading]) -> Readings:
+    """Returns the readings that count after these: of each stage, those not READINGS_S older than its newest one."""
+    merged = {stage: dict(readings) for stage, readings in known.items()}
+    for shard, reading in found.items():
+        merged.setdefault(shard.stage, {})[shard] = reading
+    for stage in {shard.stage for shard in found}:
+        oldest = max(reading.at for reading in merged[stage].values()) - READINGS_S
+        merged[stage] = {shard: reading for shard, reading in merged[stage].items() if reading.at >= oldest}
+    return merged
+
+
+def estimate_peers(known: Readings, stage: int) -> float:
+    """Returns about how many peers claim a stage: those counted, by the part of all hashes in which they were; or 0.
+
+    Hashes are uniform, so that every shard is a sample. Shards that cover more count for more: a full key of ids that
+    were made to have the least hashes covers next to nothing.
+    """
+    readings = known.get(stage, {}).values()
+    covered = sum(reading.covered for reading in readings)
+    return sum(reading.count for reading in readings) / covered if covered else 0.0
+
+
+def _depth(peers: float) -> float:
+    """Returns the depth, as a real number, of which a shard would hold SHARD_PEERS of so many peers."""
+    return min(float(MAX_SHARD_BITS), max(0.0, math.log2(max(peers, 1.0) / SHARD_PEERS)))
+
+
+def depth_to_read(peers: float) -> int:
+    """Returns the depth of the shards to read of a stage with about `peers` peers."""
+    return math.floor(_depth(peers) + 0.5)
+
+
+def depths_to_publish(peers: float) -> set[int]:
+    """Returns the depths to publish at, in a stage with about `peers` peers: those around the real one.
+
+    So a reader whose estimate is up to 1.4 times larger or smaller finds the record, and no depth is left at once.
+    """
+    return {math.floor(_depth(peers)), math.ceil(_depth(peers))}
+
+
+def shards_to_publish(known: Readings, span: Span, peer_hash: int) -> list[Shard]:
+    """Returns the shards in which a peer publishes its records: up to three for each stage of its span."""
+    shards = []
+    for stage in span.stages:
+        peers = estimate_peers(known, stage)
+        depths = depths_to_publish(peers)
+        if peer_hash / HASHES * peers <= DEPTH_0_MARGIN * MAX_KEY_RECORDS:
+            depths.add(0)
+        shards += [Shard(stage, shard_bits(peer_hash, depth)) for depth in sorted(depths)]
+    return shards
+
+
+# --- what to read
+
+
+def plan_read(known: Readings, reader: Reader, now: float, rng: random.Random) -> ReadPlan:
+    """Returns what to read next, and how many reads it takes until a shard is read again. now: unix seconds."""
+    peers = [estimate_peers(known, stage) for stage in range(reader.stage_count)]
+    if sum(peers) <= SMALL_RUN:
+        return ReadPlan(tuple(shard for stage, count in enumerate(peers) for shard in all_shards(stage, count)), True)
+    close = close_shards(peers, reader, now)
+    others = other_shards(peers, reader, now)
+    wait = max(LEAST_WAIT_OF_OTHERS, len(others) / OTHERS_PER_CYCLE)
+    cycle = max(1.0, (len(close) + len(others) / wait) / SHARDS_PER_READ)
+
+    def lateness(shard: Shard) -> float:
+        """Returns how long ago a shard was read, in its own periods; infinity for a close one that never was.
+
+        Another stage's one counts as read with the newest of its stage, so that it does not delay the close ones.
+        """
+        readings = known.get(shard.stage, {})
+        if shard in close:
+            return now - readings[shard].at if shard in readings else math.inf
+        return (now - max((reading.at for reading in readings.values()), default=-math.inf)) / wait
+
+    candidates = [*close, *others]
+    rng.shuffle(candidates)
+    candidates.sort(key=lambda shard: (-lateness(shard), shard not in close))
+    return ReadPlan(tuple(candidates[:SHARDS_PER_READ]), False, cycle, wait * cycle)
+
+
+def all_shards(stage: int, peers: float) -> Iterator[Shard]:
+    """Yields all shards of the depth to read of a stage with about `peers` peers."""
+    for bits in product("01", repeat=depth_to_read(peers)):
+        yield Shard(stage, "".join(bits))
+
+
+def close_shards(peers: list[float], reader: Reader, now: float) -> set[Shard]:
+    """Returns the shards to read of the reader's own stages and of the next. peers: of each stage, by estimate."""
+    if reader.span is None:
+        return set()
+    stages = [stage for stage in reader.span.stages if stage < len(peers)]
+    shards = {
+        shard for stage in stages for shard in own_shards(stage, peers[stage], len(stages), reader.peer_hash, now)
+    }
+    after = reader.span.last + 1
+    if after < len(peers):
+        shards |= next_shards(after, peers[after], peers[reader.span.last], reader.seed, now)
+    return shards
+
+
+def own_shards(stage: int, peers: float, stages: int, peer_hash: int, now: float) -> set[Shard]:
+    """Returns the shards to read of an own stage, for a span of `stages`: all, or OWN_SHARDS / stages, 1 at least.
+
+    Where they are not all, they are those that have the own hash's bits but for some, which change every MIX_S: all
+    peers of these shards then read the same ones, so that they agree on who averages with whom, and in time everybody
+    averages with everybody.
+    """
+    depth = depth_to_read(peers)
+    free = min(depth, int(math.log2(max(1, OWN_SHARDS // stages))))
+    turn = int(now // MIX_S) * free
+    places = [(turn + index) % depth for index in range(free)]
+    own, shards = list(shard_bits(peer_hash, depth)), set()
+    for bits in product("01", repeat=free):
+        for place, bit in zip(places, bits, strict=True):
+            own[place] = bit
+        shards.add(Shard(stage, "".join(own)))
+    return shards
+
+
+def next_shards(stage: int, peers: float, callers: float, seed: int, now: float) -> set[Shard]:
+    """Returns the shards to read of the next stage: random ones, which differ from caller to caller.
+
+    There are so many that each shard is known to CALLERS_PER_SHARD of the about `callers` peers that call this stage.
+    """
+    depth = depth_to_read(peers)
+    count = math.ceil(CALLERS_PER_SHARD * 2**depth / max(1.0, callers))
+    count = max(MIN_NEXT_SHARDS, min(MAX_NEXT_SHARDS, count))
+    if count >= 2**depth:
+        return set(all_shards(stage, peers))
+    return {Shard(stage, shard_bits(_random_hash(seed, index, now), depth)) for index in range(count)}
+
+
+def other_shards(peers: list[float], reader: Reader, now: float) -> set[Shard]:
+    """Returns one random shard of each stage that is neither the reader's own nor the next."""
+    span = reader.span
+    bits = _random_hash(reader.seed, 0, now)
+    others = (stage for stage in range(len(peers)) if span is None or not span.first <= stage <= span.last + 1)
+    return {Shard(stage, shard_bits(bits, depth_to_read(peers[stage]))) for stage in others}
+
+
+def _random_hash(seed: int, index: int, now: float) -> int:
+    """Returns a random hash, the same for EXCHANGE_S. Those of different indices change at different times."""
+    turn = math.floor(now / EXCHANGE_S + index / MAX_NEXT_SHARDS)
+    digest = hashlib.sha256(f"{seed} {index} {turn}".encode()).digest()
+    return int.from_bytes(digest[: HASH_BITS // 8], "big")

@@ -1,0 +1,260 @@
+"""Where peers publish and what they read: bounded for any number of peers, and nobody is lost."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+import pytest
+from agora_protocol.ids import Span
+from agora_protocol.limits import MAX_KEY_RECORDS, MAX_SHARD_BITS
+from agora_protocol.shards import HASHES, Shard, shard_bits
+
+from agora.swarm.directory_shards import (
+    EXCHANGE_S,
+    MAX_NEXT_SHARDS,
+    MIX_S,
+    OWN_SHARDS,
+    READINGS_S,
+    SHARDS_PER_READ,
+    SMALL_RUN,
+    Reader,
+    Readings,
+    add_readings,
+    close_shards,
+    depth_to_read,
+    depths_to_publish,
+    estimate_peers,
+    judge_reading,
+    next_shards,
+    own_shards,
+    plan_read,
+    shards_to_publish,
+)
+
+SIZES = [10, 40, 200, 1_000, 10_000, 100_000]
+
+
+def hashes_of(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.getrandbits(64) for _ in range(count)]
+
+
+def bottom(hashes: Iterable[int], shard: Shard) -> list[int]:
+    """What a node keeps of a shard in which all of these publish."""
+    return sorted(peer for peer in hashes if shard.holds(peer))[:MAX_KEY_RECORDS]
+
+
+def knowing(counts: Mapping[int, float], depth: int = 0) -> Readings:
+    """Readings from which a stage has exactly so many peers."""
+    known: Readings = {}
+    for stage, count in counts.items():
+        shard = Shard(stage, "0" * depth)
+        reading = judge_reading(shard, (), 0.0)
+        known = add_readings(known, {shard: type(reading)(round(count * 0.5**depth), 0.5**depth, 0.0)})
+    return known
+
+
+# --- how many peers there are
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_the_estimate_is_exact_while_a_key_is_not_full_and_near_when_it_is(count: int) -> None:
+    ratios = []
+    for seed in range(20 if count < 10_000 else 3):
+        hashes = hashes_of(count, seed)
+        known = add_readings({}, {Shard(0): judge_reading(Shard(0), bottom(hashes, Shard(0)), 1.0)})
+        ratios.append(estimate_peers(known, 0) / count)
+    if count < MAX_KEY_RECORDS:
+        assert ratios == [1.0] * len(ratios)
+    assert all(0.6 < ratio < 1.6 for ratio in ratios) and math.fsum(ratios) / len(ratios) == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize("count", [200, 1_000, 30_000])
+def test_a_few_shards_of_the_depth_that_is_read_tell_the_count_within_a_quarter(count: int) -> None:
+    hashes, depth = hashes_of(count), depth_to_read(count)
+    shards = {Shard(0, shard_bits(corner, depth)) for corner in hashes_of(8, seed=1)}
+    known = add_readings({}, {shard: judge_reading(shard, bottom(hashes, shard), 1.0) for shard in shards})
+    assert estimate_peers(known, 0) == pytest.approx(count, rel=0.25)
+
+
+def test_a_stage_of_which_nothing_was_read_has_no_peers_and_one_read_empty_neither() -> None:
+    assert estimate_peers({}, 3) == 0.0
+    assert estimate_peers(add_readings({}, {Shard(3, "01"): judge_reading(Shard(3, "01"), [], 1.0)}), 3) == 0.0
+
+
+def test_old_readings_of_a_stage_are_forgotten_only_after_newer_ones_came() -> None:
+    def found(shard: Shard, count: int, at: float) -> Readings:
+        return add_readings(known, {shard: judge_reading(shard, range(count), at)})
+
+    known: Readings = {}
+    known = found(Shard(0, "00"), 8, 0.0)
+    known = found(Shard(0, "11"), 4, READINGS_S)
+    assert estimate_peers(known, 0) == pytest.approx(24.0)
+    known = found(Shard(0, "11"), 4, READINGS_S + 1.0)
+    assert estimate_peers(known, 0) == pytest.approx(16.0)
+    known = found(Shard(1), 5, 1e9)
+    assert estimate_peers(known, 0) == pytest.approx(16.0), "another stage's reading makes nothing old"
+
+
+def test_ids_made_to_have_the_least_hashes_spoil_the_estimate_only_until_shards_are_read() -> None:
+    honest, ground = hashes_of(10_000), list(range(MAX_KEY_RECORDS))
+    everybody = [*honest, *ground]
+    known = add_readings({}, {Shard(0): judge_reading(Shard(0), bottom(everybody, Shard(0)), 0.0)})
+    assert estimate_peers(known, 0) > 1e12 and depth_to_read(estimate_peers(known, 0)) == MAX_SHARD_BITS
+    reader, reads = Reader(hashes_of(1, seed=5)[0], 1, Span(0, 0), 7), 0
+    while estimate_peers(known, 0) > 20_000:
+        plan, reads = plan_read(known, reader, 8.0 * reads, random.Random(reads)), reads + 1
+        found = {shard: judge_reading(shard, bottom(everybody, shard), 8.0 * reads) for shard in plan.shards}
+        known = add_readings(known, found)
+    assert reads <= 30
+
+
+# --- where to publish
+
+
+@pytest.mark.parametrize("count", [33, 46, 63, 64, 91, 1_000, 5_793, 99_999])
+def test_peers_find_each_other_while_their_estimates_differ_by_up_to_a_factor_of_1_4(count: int) -> None:
+    for skew in (1 / 1.4, 1 / 1.2, 1.0, 1.2, 1.4):
+        assert depth_to_read(skew * count) in depths_to_publish(count), (count, skew)
+
+
+def test_a_growing_stage_moves_on_by_one_depth_at_a_time_and_nobody_leaves_a_depth_that_is_read() -> None:
+    counts = [32 * 1.02**power for power in range(400)]
+    depths = [depth_to_read(count) for count in counts]
+    assert {after - before for before, after in zip(depths, depths[1:], strict=False)} == {0, 1}
+    assert all({depth} <= depths_to_publish(count) for count, depth in zip(counts, depths, strict=True))
+    assert all(len(depths_to_publish(count)) <= 2 for count in counts)
+
+
+def test_a_small_stage_has_one_key_as_ever() -> None:
+    for count in (0, 1, 10, 32):
+        assert shards_to_publish(knowing({4: count}), Span(4, 4), HASHES - 1) == [Shard(4)]
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_what_a_key_holds_is_bounded_and_whoever_should_be_read_is_there(count: int) -> None:
+    known, published = knowing({0: count}), Counter[Shard]()
+    depth = depth_to_read(count)
+    for peer in hashes_of(count):
+        shards = shards_to_publish(known, Span(0, 0), peer)
+        assert 1 <= len(shards) <= 3 and all(shard.holds(peer) for shard in shards)
+        assert Shard(0, shard_bits(peer, depth)) in shards
+        published.update(shards)
+    assert published[Shard(0)] <= 2 * MAX_KEY_RECORDS, "those beyond a full key's last do not even ask"
+    assert published[Shard(0)] >= min(count, MAX_KEY_RECORDS)
+    of_depth = [records for shard, records in published.items() if shard.depth == depth]
+    kept = sum(min(records, MAX_KEY_RECORDS) for records in of_depth)
+    assert kept >= 0.99 * count and sum(of_depth) == count
+    assert sum(published.values()) <= 3 * count
+
+
+# --- what to read
+
+
+def reader_of(peer_hash: int, span: Span | None, stages: int = 32) -> Reader:
+    return Reader(peer_hash, stages, span, peer_hash ^ 0xABCDEF)
+
+
+@pytest.mark.parametrize("peers", [0, 1, 3])
+def test_a_small_run_is_read_whole_each_time(peers: int) -> None:
+    plan = plan_read(knowing(dict.fromkeys(range(32), peers)), reader_of(7, Span(3, 4)), 5.0, random.Random(0))
+    assert plan.is_small and plan.shards == tuple(map(Shard, range(32)))
+
+
+def test_a_small_run_with_one_large_stage_is_read_whole_too() -> None:
+    plan = plan_read(knowing({0: 120, 1: 4}), reader_of(7, Span(1, 1), 2), 5.0, random.Random(0))
+    assert plan.is_small and set(plan.shards) == {Shard(1), *(Shard(0, bits) for bits in ("00", "01", "10", "11"))}
+
+
+@pytest.mark.parametrize("stages", [1, 32, 1024])
+@pytest.mark.parametrize("per_stage", [300, 100_000])
+@pytest.mark.parametrize("length", [0, 1, 40])
+def test_a_read_and_a_cycle_are_bounded_for_any_number_of_peers(stages: int, per_stage: int, length: int) -> None:
+    span = Span(0, min(length, stages) - 1) if length else None
+    known = knowing(dict.fromkeys(range(stages), per_stage), depth_to_read(per_stage))
+    plan = plan_read(known, reader_of(123 << 50, span, stages), 0.0, random.Random(0))
+    assert not plan.is_small and len(plan.shards) <= SHARDS_PER_READ
+    assert plan.close <= (max(OWN_SHARDS, length) + MAX_NEXT_SHARDS + 8) / SHARDS_PER_READ
+    assert plan.other <= plan.close * max(4, stages / 8)
+
+
+def test_each_shard_of_interest_is_read_again_within_its_period() -> None:
+    known = knowing(dict.fromkeys(range(32), 1_000), 5)
+    reader, rng = reader_of(99 << 40, Span(5, 6)), random.Random(3)
+    last: dict[Shard, int] = {}
+    gaps: dict[bool, int] = defaultdict(int)
+    close = close_shards([1_000.0] * 32, reader, 0.0)
+    for number in range(400):
+        plan = plan_read(known, reader, 2.0 * number, rng)
+        for shard in plan.shards:
+            if shard in last and shard.bits:
+                gaps[shard in close] = max(gaps[shard in close], number - last[shard])
+            last[shard] = number
+        readings = {s: type(judge_reading(s, (), 0.0))(31, 0.5**s.depth, 2.0 * number) for s in plan.shards}
+        known = add_readings(known, readings)
+        if 2.0 * number > MIX_S - 10:
+            break
+    assert close <= last.keys() and {shard.stage for shard in last} == set(range(32))
+    assert gaps[True] <= math.ceil(plan.close) + 2 and gaps[False] <= math.ceil(plan.other) + 3
+
+
+@pytest.mark.parametrize("count", [10, 1_000, 30_000])
+def test_every_peer_of_the_next_stage_is_known_to_some_callers_and_the_load_of_a_key_is_bounded(count: int) -> None:
+    """Equally many peers of one stage call those of the next."""
+    depth, readers = depth_to_read(count), Counter[Shard]()
+    for peer in hashes_of(count, seed=2):
+        readers.update(next_shards(1, count, count, peer & 0xFFFFFFFF, 0.0))
+    shards = 2**depth
+    assert len(readers) == shards, "no shard is unknown to all"
+    assert max(readers.values()) <= 300 and min(readers.values()) >= min(count, 60)
+
+
+def test_few_callers_of_many_peers_know_more_shards_each() -> None:
+    few, many = next_shards(1, 3_000, 40, 1, 0.0), next_shards(1, 3_000, 3_000, 1, 0.0)
+    assert len(many) <= 4 < len(few) <= MAX_NEXT_SHARDS
+
+
+def test_random_shards_are_exchanged_one_at_a_time_so_that_a_router_keeps_most_of_whom_it_knows() -> None:
+    times = [second * EXCHANGE_S / 64 for second in range(129)]
+    known = [next_shards(1, 10_000, 10_000, 5, now) for now in times]
+    assert all(len(before - after) <= 1 for before, after in zip(known, known[1:], strict=False))
+    assert len(set().union(*known)) > 8
+
+
+@pytest.mark.parametrize("count", [200, 500])
+def test_replicas_of_a_stage_of_up_to_500_all_know_each_other(count: int) -> None:
+    depth = depth_to_read(count)
+    for peer in hashes_of(20):
+        assert own_shards(0, count, 1, peer, 0.0) == {
+            Shard(0, shard_bits(n << (64 - depth), depth)) for n in range(2**depth)
+        }
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 16, 200])
+def test_beyond_that_replicas_that_know_each_other_know_the_same_ones(stages: int) -> None:
+    hashes = hashes_of(300)
+    groups = {peer: frozenset(own_shards(0, 20_000, stages, peer, 0.0)) for peer in hashes}
+    assert all(len(group) == max(1, OWN_SHARDS // stages) for group in groups.values())
+    depth = depth_to_read(20_000)
+    for peer in hashes:
+        shard = Shard(0, shard_bits(peer, depth))
+        assert all((shard in group) == (group == groups[peer]) for group in groups.values())
+
+
+def test_in_time_all_replicas_of_a_huge_stage_are_connected() -> None:
+    depth = depth_to_read(20_000)
+    start = Shard(0, "0" * depth)
+    reached = {start}
+    for turn in range(depth):
+        now = turn * MIX_S
+        reached |= {new for old in reached for new in own_shards(0, 20_000, 1, old.first_hash, now)}
+    assert len(reached) == 2**depth
+
+
+def test_the_bound_of_a_small_run_counts_the_claims_of_all_stages() -> None:
+    exactly, more = knowing({0: 128, 1: SMALL_RUN - 128}), knowing({0: 128, 1: SMALL_RUN - 127})
+    assert plan_read(exactly, reader_of(1, None, 2), 0.0, random.Random(0)).is_small
+    assert not plan_read(more, reader_of(1, None, 2), 0.0, random.Random(0)).is_small
