@@ -273,6 +273,28 @@ def data(
     raise typer.Exit(data_command.run(question, as_json=as_json))
 
 
+@app.command()
+def simulate(
+    scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.toml", help="Machines, a model, churn and faults.")],
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures (SVG) into this folder.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Another course of chance than the scenario's.")] = None,
+    as_json: JSON = False,
+) -> None:
+    """Run the daemon's own decisions on thousands of simulated machines.
+
+    Routing, the opening of microbatches, placement and rebalancing are the functions that `agora-node` runs; machines,
+    links, churn and time are simulated. The same scenario and seed give the same result. See docs/simulator.md.
+
+    \b
+    Examples:
+      swarm simulate deploy/preemptible.toml --plots pictures
+      swarm simulate deploy/preemptible.toml --seed 7 --json
+    """
+    from agora.cli import simulate_command
+
+    raise typer.Exit(simulate_command.run(scenario, seed=seed, plots=plots, as_json=as_json))
+
+
 def main() -> None:
     """Runs the command `swarm` and exits."""
     console.run(app)

@@ -2,8 +2,8 @@
 
 Knows: rates per hour. Must not know: peers, stages, what follows from a departure.
 
-The shapes `p3` and `g4dn` stand for two published logs of preemptible machines: the share of the mean fleet that leaves
-in an hour, and how many leave at once at most. Where machines leave in groups, groups are from one machine to that many.
+The shapes `p3` and `g4dn` stand for two published logs of preemptible machines: which share of the mean fleet leaves in
+an hour, and how many leave at once at most. A group is of one machine to that many, drawn at random.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The directory of a simulation: claims, when they end, what a peer reads of them, and how many records that is.
 
-Knows: claims with their lifetime, samples of a stage's replicas. Must not know: how records are stored, or microbatches.
+Knows: claims, their lifetime, samples of a stage's replicas. Must not know: how records are stored, or microbatches.
 
 A peer reads every few seconds: a bounded sample of the replicas of the stage that it calls, and the whole view, of some
 age, when it looks for a better place. A peer that dies keeps its claim until the claim ends.
@@ -101,9 +101,10 @@ class DirectoryModel:
         most = min(SAMPLE, len(servers))
         for version, newcomer in self._newcomers[stage]:
             view = servers.get(newcomer)
-            if version > peer.replicas_version and view is not None and view not in kept:
-                if len(kept) >= SAMPLE and self._rng.random() < SAMPLE / len(servers):
-                    kept[self._rng.randrange(len(kept))] = view
+            if version <= peer.replicas_version or view is None or len(kept) < SAMPLE:
+                continue
+            if self._rng.random() < SAMPLE / len(servers) and view not in kept:
+                kept[self._rng.randrange(len(kept))] = view
         peer.replicas_version = self.versions[stage]
         if len(kept) < most:
             known = {view.peer for view in kept}

@@ -152,9 +152,9 @@ class FleetSimulation:
         held = 0 if peer.span is None else len(peer.span)
         interval_s = self._directory.read_interval_s()
         self._measurements.directory_stored += self._directory.records_stored_per_s(held) * interval_s
-        if peer.span is not None and peer.span.last + 1 < self.stages:
-            if self._directory.read(peer, peer.span.last + 1):
-                self.hops.look_again(peer)
+        has_next = peer.span is not None and peer.span.last + 1 < self.stages
+        if peer.span is not None and has_next and self._directory.read(peer, peer.span.last + 1):
+            self.hops.look_again(peer)
         self._events.after(interval_s, self._read, peer)
 
     def _look(self, peer: SimulatedPeer) -> None:
@@ -232,8 +232,12 @@ class FleetSimulation:
         peer.presence = Presence.GONE
         peer.device.stop()
         self._departed[peer.id] = peer
-        self._events.after(2.0 * LIFETIME_S, self._departed.pop, peer.id)
+        self._events.after(2.0 * LIFETIME_S, self._forget, peer.id)
         self.hops.break_connections(peer)
+
+    def _forget(self, peer: PeerId) -> None:
+        """Forgets a machine that has gone, when it is in nobody's view any more."""
+        del self._departed[peer]
 
     def pick(self, count: int) -> list[SimulatedPeer]:
         """Returns so many machines, at most all, that are up and not leaving, at random."""

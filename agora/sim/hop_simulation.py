@@ -29,7 +29,7 @@ KEPT_ANSWERS = 1024
 class Workload:
     """What a microbatch costs. work: of each stage, as seconds on a machine of speed 1, forward and backward together.
 
-    forward_share: the forward's part of it. Bytes: of what crosses between two peers. seats: microbatches inside a peer.
+    forward_share: the forward's part of it. Bytes: of what crosses between two peers. seats: of a peer.
     """
 
     work: tuple[float, ...]
@@ -227,7 +227,9 @@ class HopSimulation:
         caller = call.caller.peer
         ping_s = caller.equipment.link.round_trip_to(call.callee.equipment.link)
         caller.table.accepted(self._events.now, call.attempt, queue, ping_s)
-        self._measurements.messages += sum(1 for entry in call.caller.microbatch.path.peers if entry < call.caller.entry)
+        self._measurements.messages += sum(
+            1 for entry in call.caller.microbatch.path.peers if entry < call.caller.entry
+        )
 
     def _busy(self, call: Call, retry_s: float) -> None:
         """The caller hears BUSY and asks another peer."""
@@ -356,7 +358,7 @@ class HopSimulation:
             self._forget_caller(call.visit, call)
 
     def _forget_caller(self, visit: Visit | None, call: Call) -> None:
-        """The callee hears that a caller has gone: work that nobody waits for is cancelled, unless it may be counted."""
+        """A caller has gone: the callee cancels work that nobody waits for, unless it may be counted."""
         if visit is None or call not in visit.callers:
             return
         visit.callers.remove(call)

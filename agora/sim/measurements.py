@@ -49,7 +49,7 @@ class Measurements:
     lost: int = 0
     dropped: int = 0
     messages: int = 0
-    directory_stored: int = 0
+    directory_stored: float = 0.0
     directory_read: int = 0
     moves: int = 0
     joins: int = 0

@@ -47,9 +47,7 @@ class Simulation:
             state_bytes=model.state_bytes,
             startup_s=scenario.startup_s,
         )
-        workload = Workload(
-            model.work, model.boundary_bytes, model.gradient_bytes, model.forward_share, model.seats
-        )
+        workload = Workload(model.work, model.boundary_bytes, model.gradient_bytes, model.forward_share, model.seats)
         link_rng = random.Random(f"{seed} links")
         self.hops = HopSimulation(self.events, workload, self.measurements, self.fleet.find, link_rng)
         origin_rules = OriginRules(
@@ -59,19 +57,22 @@ class Simulation:
             self.events, self.hops, origin_rules, self.measurements, lambda: self.directory.servers(0)
         )
         self.fleet.connect(self.hops, origins)
-        self._last = (0.0, 0, 0, 0.0, 0.0)
+        self._last: tuple[float, int, int, float, float] = (0.0, 0, 0, 0.0, 0.0)
         self._empty_since: dict[int, float] = {}
         self._prepare()
 
-    def run(self, progress: Callable[[float], None] = lambda share: None) -> Measurements:
-        """Lets the whole scenario happen and returns what was counted. progress: is told the share that is done."""
+    def run(self, progress: Callable[[float], None] = lambda time: None) -> Measurements:
+        """Lets the whole scenario happen and returns what was counted.
+
+        progress: is called again and again with the simulated seconds that have passed.
+        """
         scenario = self.scenario
         time = 0.0
         while time < scenario.seconds:
             time = min(time + scenario.sample_s, scenario.seconds)
             self.events.run(time)
             self._take_sample()
-            progress(time / scenario.seconds)
+            progress(time)
         return self.measurements
 
     # --- the machines
