@@ -315,6 +315,28 @@ def mesh(
     raise typer.Exit(mesh_command.write_configurations(machines, out, as_json=as_json))
 
 
+@app.command()
+def simulate(
+    scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.toml", help="Machines, a model, churn and faults.")],
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures (SVG) into this folder.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Another course of chance than the scenario's.")] = None,
+    as_json: JSON = False,
+) -> None:
+    """Run the daemon's own decisions on thousands of simulated machines.
+
+    Routing, the opening of microbatches, placement and rebalancing are the functions that `agora-node` runs; machines,
+    links, churn and time are simulated. The same scenario and seed give the same result. See docs/simulator.md.
+
+    \b
+    Examples:
+      swarm simulate deploy/preemptible.toml --plots pictures
+      swarm simulate deploy/preemptible.toml --seed 7 --json
+    """
+    from agora.cli import simulate_command
+
+    raise typer.Exit(simulate_command.run(scenario, seed=seed, plots=plots, as_json=as_json))
+
+
 def _find_base_model(named: Path | None) -> Path | None:
     """Returns the folder that --base-model names. A model of the Hub is fetched if this machine does not have it."""
     if named is None:

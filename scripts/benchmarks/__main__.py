@@ -41,6 +41,7 @@ NAMES: Final = (
     "activations",
     "wan",
     "tuning",
+    "simulate",
 )
 BENCHES: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run" for name in NAMES}
 """Name to `module:function`; a module is imported only when its benchmark runs."""

@@ -83,6 +83,7 @@ def test_every_benchmark_can_be_imported_by_its_name() -> None:
         "activations",
         "wan",
         "tuning",
+        "simulate",
     }
     for function in BENCHES.values():
         module, _, name = function.partition(":")

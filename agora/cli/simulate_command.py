@@ -1,0 +1,47 @@
+"""`swarm simulate`: what the daemon's own decisions make of thousands of simulated machines.
+
+Knows: where the scenario is read and the report goes. Must not know: how anything is simulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from agora.cli import console
+from agora.sim.plots import plots_of, to_svg
+from agora.sim.scenario import load_scenario
+from agora.sim.simulation import Simulation
+from agora.sim.simulation_report import SimulationReport
+
+
+def run(path: Path, *, seed: int | None, plots: Path | None, as_json: bool) -> int:
+    """Runs a scenario and prints its report; returns the exit code. plots: the folder for pictures, None for none.
+
+    Raises ScenarioError, Failure when the pictures cannot be written.
+    """
+    scenario = load_scenario(path)
+    if seed is not None:
+        scenario = dataclasses.replace(scenario, seed=seed)
+    simulation = Simulation(scenario)
+    what = f"simulating {scenario.peers} machines for {scenario.seconds:.0f} s"
+    with console.ProgressDisplay(what, scenario.seconds) as display:
+        measured = simulation.run(lambda time: display.show(time, f"{what}: {time:.0f} s"))
+    report = SimulationReport(scenario, measured)
+    if plots is not None:
+        _write_plots(report, plots)
+    if as_json:
+        console.print_json(report.to_json())
+    else:
+        print("\n".join(report.lines()), flush=True)
+    return console.DONE
+
+
+def _write_plots(report: SimulationReport, folder: Path) -> None:
+    """Writes the pictures as SVG files into a folder, which is made if it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, plot in plots_of(report.measured.samples).items():
+            (folder / f"{name}.svg").write_text(to_svg(plot), encoding="utf-8")
+    except OSError as error:
+        raise console.Failure(f"the pictures cannot be written to {folder} ({error.strerror}); give another") from None

@@ -1,0 +1,245 @@
+"""Simulated machines that join, serve, move, leave, hang and die, and that read the directory.
+
+Knows: the product's placement and rebalancing decide where each holds what. Must not know: how microbatches travel.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from agora_protocol.ids import PeerId, Span
+
+from agora.sim.directory_model import DirectoryModel
+from agora.sim.event_queue import EventQueue
+from agora.sim.hop_simulation import HopSimulation
+from agora.sim.measurements import Measurements
+from agora.sim.origin_simulation import OriginSimulation
+from agora.sim.simulated_device import SimulatedDevice
+from agora.sim.simulated_peer import Equipment, Presence, SimulatedPeer
+from agora.sim.state_fetch import StateFetch
+from agora.swarm.membership import LIFETIME_S
+from agora.swarm.view import View
+
+DRAIN_S = 60.0
+"""Seconds within which a peer that moves or leaves finishes what it holds."""
+DRAIN_LOOK_S = 1.0
+"""Seconds between two looks at whether it has."""
+HANG_S = 60.0
+"""Seconds after which a machine that hangs is ended, by its watchdog or its owner."""
+
+
+class PlacementRules(Protocol):
+    """Where machines hold stages, by the product's functions. None: nowhere, or where they are."""
+
+    def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
+        """Returns the span that a newcomer should hold."""
+
+    def judge(self, view: View, peer: SimulatedPeer) -> Span | None:
+        """Returns the span to which a serving peer should move."""
+
+    def next_look_s(self) -> float | None:
+        """Returns the seconds until a peer judges its place again; None: never."""
+
+
+class FleetSimulation:
+    """All machines of a simulation. state_bytes: what a newcomer fetches of each stage. startup_s: before it does."""
+
+    def __init__(
+        self,
+        events: EventQueue,
+        directory: DirectoryModel,
+        rules: PlacementRules,
+        measurements: Measurements,
+        rng: random.Random,
+        *,
+        state_bytes: tuple[float, ...],
+        startup_s: float = 5.0,
+    ) -> None:
+        self._events = events
+        self._directory = directory
+        self._rules = rules
+        self._measurements = measurements
+        self._rng = rng
+        self._state_bytes = state_bytes
+        self._startup_s = startup_s
+        self._numbers = 0
+        self.stages = len(state_bytes)
+        self.peers: dict[PeerId, SimulatedPeer] = {}
+        """The machines that are there, hung ones included."""
+        self._departed: dict[PeerId, SimulatedPeer] = {}
+        self.hops: HopSimulation
+        self.origins: OriginSimulation
+
+    def connect(self, hops: HopSimulation, origins: OriginSimulation) -> None:
+        """Gives it the two other parts of the simulation, before anything happens."""
+        self.hops, self.origins = hops, origins
+
+    def find(self, peer: str) -> SimulatedPeer:
+        """Returns the machine of an id, also one that has gone but is still in somebody's view."""
+        return self.peers.get(PeerId(peer)) or self._departed[PeerId(peer)]
+
+    # --- coming
+
+    def add(self, equipment: Equipment) -> SimulatedPeer:
+        """Adds a machine that holds nothing yet."""
+        self._numbers += 1
+        name = PeerId(f"peer-{self._numbers:06d}")
+        peer = SimulatedPeer(name, self._numbers, equipment, SimulatedDevice(self._events), self.stages)
+        self.peers[name] = peer
+        return peer
+
+    def place(self, peer: SimulatedPeer, span: Span) -> None:
+        """Has a machine serve a span from now on, with nothing to fetch."""
+        peer.span, peer.presence = span, Presence.JOINING
+        peer.incarnation += 1
+        self._serve(peer)
+        self._watch(peer)
+
+    def join(self, equipment: Equipment) -> SimulatedPeer:
+        """Adds a machine that starts its daemon, chooses a span, fetches its state and serves."""
+        self._measurements.joins += 1
+        peer = self.add(equipment)
+        self._events.after(self._startup_s, self._choose, peer)
+        self._watch(peer)
+        return peer
+
+    def _watch(self, peer: SimulatedPeer) -> None:
+        """Begins a machine's reading of the directory, and its looks at its own place."""
+        self._events.after(self._directory.read_interval_s(), self._read, peer)
+        if (look_s := self._rules.next_look_s()) is not None:
+            self._events.after(look_s, self._look, peer)
+
+    def _choose(self, peer: SimulatedPeer) -> None:
+        """A machine that holds nothing chooses a span, or stands by."""
+        if peer.presence is Presence.STANDBY:
+            span = self._rules.choose(self._directory.view(self._events.now), peer)
+            if span is not None:
+                self._fetch(peer, span)
+
+    def _fetch(self, peer: SimulatedPeer, span: Span) -> None:
+        """Claims a span as joining, and fetches the state of its stages from those that serve them."""
+        peer.span, peer.presence = span, Presence.JOINING
+        peer.incarnation += 1
+        self._directory.claim(peer, span, "joining")
+        donors = {
+            donor.id: donor
+            for stage in span.stages
+            for view in self._directory.sample_servers(stage)
+            if (donor := self.find(view.peer)).takes_work
+        }
+        size = sum(self._state_bytes[stage] for stage in span.stages)
+        StateFetch(self._events, peer, size, list(donors.values()), self._rng, self._serve)
+
+    def _serve(self, peer: SimulatedPeer) -> None:
+        """A machine's state is there: it claims to serve, and takes microbatches."""
+        if peer.presence is not Presence.JOINING or peer.span is None:
+            return
+        peer.presence = Presence.SERVING
+        self._directory.claim(peer, peer.span, "serving")
+        if peer.span.last + 1 < self.stages:
+            self._directory.read(peer, peer.span.last + 1)
+        if peer.span.first == 0:
+            self.origins.begin(peer)
+
+    # --- staying
+
+    def _read(self, peer: SimulatedPeer) -> None:
+        """A machine reads the directory, and again after some seconds."""
+        if not peer.is_up:
+            return
+        held = 0 if peer.span is None else len(peer.span)
+        interval_s = self._directory.read_interval_s()
+        self._measurements.directory_stored += self._directory.records_stored_per_s(held) * interval_s
+        has_next = peer.span is not None and peer.span.last + 1 < self.stages
+        if peer.span is not None and has_next and self._directory.read(peer, peer.span.last + 1):
+            self.hops.look_again(peer)
+        self._events.after(interval_s, self._read, peer)
+
+    def _look(self, peer: SimulatedPeer) -> None:
+        """A machine judges its place: it moves, or one that stood by begins to serve."""
+        if not peer.is_up:
+            return
+        if peer.presence is Presence.STANDBY:
+            self._choose(peer)
+        elif peer.presence is Presence.SERVING:
+            span = self._rules.judge(self._directory.view_of(self._events.now, peer), peer)
+            if span is not None and span != peer.span:
+                self._measurements.moves += 1
+                self._drain(peer, lambda: self._fetch(peer, span))
+        if (look_s := self._rules.next_look_s()) is not None:
+            self._events.after(look_s, self._look, peer)
+
+    def _drain(self, peer: SimulatedPeer, then: Callable[[], None]) -> None:
+        """A machine takes no new work, finishes what it holds, within DRAIN_S, and goes on with `then`."""
+        peer.presence, peer.origin = Presence.LEAVING, peer.origin
+        self._directory.withdraw(peer.id)
+        self._wait_for_drain(peer, self._events.now + DRAIN_S, then)
+
+    def _wait_for_drain(self, peer: SimulatedPeer, until: float, then: Callable[[], None]) -> None:
+        """Looks every DRAIN_LOOK_S whether a leaving machine holds no more work; at `until` hands the rest back."""
+        if peer.presence is not Presence.LEAVING:
+            return
+        if peer.visits and self._events.now < until:
+            self._events.after(DRAIN_LOOK_S, self._wait_for_drain, peer, until, then)
+            return
+        self.hops.hand_back(peer)
+        peer.origin, peer.replicas, peer.replicas_version = None, (), -1
+        peer.paths_s.clear()
+        then()
+
+    # --- going
+
+    def leave(self, peer: SimulatedPeer) -> None:
+        """A machine says that it leaves, finishes what it holds, and goes."""
+        self._measurements.leaves += 1
+        self._drain(peer, lambda: self._end(peer))
+
+    def kill(self, peer: SimulatedPeer) -> None:
+        """A machine vanishes; its claim stays in the directory until it ends."""
+        self._measurements.kills += 1
+        self._vanish(peer)
+
+    def hang(self, peer: SimulatedPeer) -> None:
+        """A machine stops without a word; it is ended after HANG_S."""
+        self._measurements.hangs += 1
+        peer.presence = Presence.HUNG
+        peer.device.stop()
+        self._end_claim_later(peer)
+        self._events.after(HANG_S, self._end, peer)
+
+    def _vanish(self, peer: SimulatedPeer) -> None:
+        """Ends a machine now, its claim later."""
+        self._end_claim_later(peer)
+        self._end(peer)
+
+    def _end_claim_later(self, peer: SimulatedPeer) -> None:
+        """Has the claim end some time after it was last published."""
+        self._events.after(self._directory.seconds_to_end(), self._end_claim, peer.id, peer.incarnation)
+
+    def _end_claim(self, peer: PeerId, incarnation: int) -> None:
+        """Ends a claim that has not been replaced."""
+        if self._directory.is_current(peer, incarnation):
+            self._directory.withdraw(peer)
+
+    def _end(self, peer: SimulatedPeer) -> None:
+        """Takes a machine out of the simulation and breaks its connections."""
+        if self.peers.pop(peer.id, None) is None:
+            return
+        if peer.origin is not None:
+            self._measurements.lost += peer.origin.open_count
+        peer.presence = Presence.GONE
+        peer.device.stop()
+        self._departed[peer.id] = peer
+        self._events.after(2.0 * LIFETIME_S, self._forget, peer.id)
+        self.hops.break_connections(peer)
+
+    def _forget(self, peer: PeerId) -> None:
+        """Forgets a machine that has gone, when it is in nobody's view any more."""
+        del self._departed[peer]
+
+    def pick(self, count: int) -> list[SimulatedPeer]:
+        """Returns so many machines, at most all, that are up and not leaving, at random."""
+        up = [p for p in self.peers.values() if p.is_up and p.presence is not Presence.LEAVING]
+        return self._rng.sample(up, min(count, len(up)))

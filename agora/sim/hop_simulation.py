@@ -1,0 +1,395 @@
+"""A microbatch's way through simulated peers: the nested call of pipeline/hop.py and router.py, as events.
+
+Knows: which event follows which; every choice is the product's RoutingTable's. Must not know: who joins or leaves,
+what an origin does with a microbatch that came back. Nothing here draws anything but link jitter at random.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from agora.pipeline.hop import is_hopeless
+from agora.pipeline.ledger import CLOSED_RETRY_MS, MAX_RETRY_MS, MIN_RETRY_MS
+from agora.pipeline.router import MIN_ATTEMPT_S, UNAVAILABLE_FAILURES
+from agora.pipeline.routing import MAX_FAILURES, deadline_for_others
+from agora.sim.event_queue import DeadlineWheel, EventQueue
+from agora.sim.measurements import Measurements
+from agora.sim.simulated_device import JobOrder
+from agora.sim.simulated_peer import Call, Presence, SimulatedMicrobatch, SimulatedPeer, Visit
+
+KEPT_ANSWERS = 1024
+"""Answers that a peer keeps for repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a microbatch costs. work: of each stage, as seconds on a machine of speed 1, forward and backward together.
+
+    forward_share: the forward's part of it. Bytes: of what crosses between two peers. seats: of a peer.
+    """
+
+    work: tuple[float, ...]
+    boundary_bytes: float
+    gradient_bytes: float
+    forward_share: float = 1.0 / 3.0
+    seats: int = 128
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.work)
+
+    def seconds(self, entry: int, last: int, speed: float) -> float:
+        """Returns the seconds that the stages from `entry` to `last` take a machine of this speed."""
+        return sum(self.work[entry : last + 1]) / speed
+
+
+class RootListener(Protocol):
+    """The origin's side of its own hop."""
+
+    def completed(self, visit: Visit) -> None:
+        """A microbatch has come back."""
+
+    def unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
+        """An attempt has ended without a result; the origin may try again after `retry_s` at the earliest."""
+
+
+class HopSimulation:
+    """Moves microbatches from peer to peer. find: returns the simulated peer of an id."""
+
+    def __init__(
+        self,
+        events: EventQueue,
+        workload: Workload,
+        measurements: Measurements,
+        find: Callable[[str], SimulatedPeer],
+        rng: random.Random,
+    ) -> None:
+        self._events = events
+        self._workload = workload
+        self._measurements = measurements
+        self._find = find
+        self._rng = rng
+        self._deadlines: DeadlineWheel[Call] = DeadlineWheel(events, self._timed_out)
+        self.root: RootListener | None = None
+
+    # --- a visit begins
+
+    def enter(self, microbatch: SimulatedMicrobatch, deadline: float) -> None:
+        """Begins an attempt of a microbatch at its origin's own hop."""
+        peer = microbatch.origin
+        kept = peer.answers.get((microbatch.id, 0))
+        if kept is not None:
+            kept.is_root = True
+            self._end_root(kept)
+            return
+        visit = Visit(microbatch, peer, 0, deadline)
+        visit.is_root = True
+        if (retry_s := self._refusal_s(peer)) is not None:
+            self._root().unfinished(visit, retry_s, False)
+        else:
+            self._begin(visit)
+
+    def _arrive(self, call: Call) -> None:
+        """A call reaches its callee: it gets the kept answer, joins running work, is refused, or begins a visit."""
+        peer, microbatch, stage = call.callee, call.caller.microbatch, call.attempt.stage
+        if call.ended or not peer.is_up:
+            return  # the caller's deadline, or the end of its connection, will tell it
+        key = (microbatch.id, stage)
+        if (kept := peer.answers.get(key)) is not None:
+            call.visit = kept
+            self._measurements.repeats += 1
+            self._send_answer(kept, call)
+            return
+        visit = peer.visits.get(key)
+        if visit is None:
+            if peer.takes_work and (peer.span is None or stage not in peer.span):
+                self._reply(call, self._failed, call, MAX_FAILURES)
+                return
+            if (retry_s := self._refusal_s(peer)) is not None:
+                self._measurements.busy += 1
+                self._reply(call, self._busy, call, retry_s)
+                return
+            visit = Visit(microbatch, peer, stage, self._events.now + call.attempt.deadline_ms / 1000.0)
+            if is_hopeless(visit.deadline - self._events.now, peer.busy_s.value or 0.0):
+                self._reply(call, self._failed, call, UNAVAILABLE_FAILURES)
+                return
+            visit.callers.append(call)
+            call.visit = visit
+            self._begin(visit)
+        else:
+            visit.callers.append(call)
+            call.visit = visit
+            self._measurements.repeats += 1
+        self._reply(call, self._accepted, call, peer.device.queue_length)
+
+    def _refusal_s(self, peer: SimulatedPeer) -> float | None:
+        """Returns after how many seconds a peer that is Busy may be asked again; None when it has a seat."""
+        if peer.presence is not Presence.SERVING:
+            return CLOSED_RETRY_MS / 1000.0
+        if len(peer.visits) < self._workload.seats:
+            return None
+        free_in_ms = 1000.0 * (peer.seat_s.value or 0.0) / self._workload.seats
+        return min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS) / 1000.0
+
+    def _begin(self, visit: Visit) -> None:
+        """Takes a seat and queues the forward; at the last stage forward, loss and backward are one job."""
+        peer, workload = visit.peer, self._workload
+        peer.visits[visit.key] = visit
+        visit.started = self._events.now
+        visit.microbatch.path.peers[visit.entry] = peer.id
+        seconds = workload.seconds(visit.entry, visit.last, peer.equipment.speed)
+        if visit.last == workload.stages - 1:
+            visit.committed = True
+            peer.device.submit(JobOrder.FORWARD, seconds, self._finished, visit)
+        else:
+            peer.device.submit(JobOrder.FORWARD, seconds * workload.forward_share, self._forwarded, visit)
+
+    # --- on to the next stage
+
+    def _forwarded(self, visit: Visit) -> None:
+        """The forward is done: the boundary goes to a peer of the next stage."""
+        if visit.state == "forward":
+            visit.state = "routing"
+            self._route(visit)
+
+    def _route(self, visit: Visit) -> bool:
+        """Asks the routing table for a peer and calls it, or lets the visit wait; returns whether it was sent."""
+        peer, now, stage = visit.peer, self._events.now, visit.last + 1
+        until = deadline_for_others(now, visit.deadline, 1.5 * (peer.backward_s.value or 0.0))
+        if until - now < MIN_ATTEMPT_S:
+            self._give_up(visit)
+            return True
+        payload = int(self._workload.boundary_bytes)
+        peer.table.update(stage, peer.replicas)
+        choice = peer.table.choose(now, visit.microbatch.id, stage, payload, visit.microbatch.path)
+        if choice.peer is not None:
+            self._call(visit, self._find(choice.peer), payload, until)
+            return True
+        peer.waiting.append(visit)
+        wake_at = min(until, choice.look_again_at)
+        if wake_at < peer.wakes_at:
+            peer.wakes_at = wake_at
+            self._events.at(wake_at, self._wake, peer, wake_at)
+        return False
+
+    def _wake(self, peer: SimulatedPeer, wakes_at: float) -> None:
+        """The time has come at which a choice may be another one without any event."""
+        if peer.wakes_at == wakes_at:
+            peer.wakes_at = math.inf
+            self.look_again(peer)
+
+    def _look_again(self, peer: SimulatedPeer) -> None:
+        """Routes the visits that wait at a peer, in order, until one has to wait on; called whenever a call ends."""
+        for _ in range(len(peer.waiting)):
+            visit = peer.waiting.popleft()
+            if visit.state == "routing" and visit.call is None and not self._route(visit):
+                peer.waiting.rotate(1)  # it stays the first
+                return
+
+    def look_again(self, peer: SimulatedPeer) -> None:
+        """Routes the visits that wait at a peer whose view has changed."""
+        if peer.waiting and peer.is_up:
+            self._look_again(peer)
+
+    def _call(self, visit: Visit, callee: SimulatedPeer, payload: int, until: float) -> None:
+        """Sends the boundary to the chosen peer."""
+        now, peer = self._events.now, visit.peer
+        attempt = peer.table.sent(now, visit.last + 1, callee.id, payload, until)
+        call = Call(visit, callee, attempt)
+        visit.call, visit.state = call, "below"
+        self._deadlines.add(call, attempt.until)
+        self._measurements.messages += 1
+        arrival = peer.equipment.link.send(callee.equipment.link, payload, now, self._rng)
+        if callee.presence is Presence.GONE:  # nobody listens there any more
+            delay_s = peer.equipment.link.round_trip_to(callee.equipment.link)
+            self._events.after(delay_s, self._failed, call, MAX_FAILURES)
+            return
+        callee.calls_in[call] = None
+        self._events.at(arrival, self._arrive, call)
+
+    # --- what comes back
+
+    def _reply(self, call: Call, then: Callable[..., None], *args: object) -> None:
+        """Sends a message without tensors to the caller."""
+        self._measurements.messages += 1
+        delay_s = call.callee.equipment.link.delay_to(call.caller.peer.equipment.link)
+        self._events.after(delay_s, then, *args)
+
+    def _accepted(self, call: Call, queue: int) -> None:
+        """The caller hears that a seat was given; so do all callers before it, each by a message of its own."""
+        if call.ended or not call.caller.peer.is_up:
+            return
+        caller = call.caller.peer
+        ping_s = caller.equipment.link.round_trip_to(call.callee.equipment.link)
+        caller.table.accepted(self._events.now, call.attempt, queue, ping_s)
+        self._measurements.messages += sum(
+            1 for entry in call.caller.microbatch.path.peers if entry < call.caller.entry
+        )
+
+    def _busy(self, call: Call, retry_s: float) -> None:
+        """The caller hears BUSY and asks another peer."""
+        if self._end(call):
+            call.caller.peer.table.busy(self._events.now, call.attempt, retry_s)
+            self._reroute(call)
+
+    def _failed(self, call: Call, max_failures: int) -> None:
+        """The caller learns that a call has failed, and asks another peer."""
+        if self._end(call):
+            now, attempt = self._events.now, call.attempt
+            wasted_s = 0.0 if max_failures == UNAVAILABLE_FAILURES else now - attempt.started
+            call.caller.peer.table.failed(now, attempt, wasted_s, max_failures)
+            path = call.caller.microbatch.path.peers
+            if path.get(attempt.stage) == call.callee.id:
+                del path[attempt.stage]
+            self._measurements.rerouted += 1
+            self._reroute(call)
+
+    def _timed_out(self, call: Call) -> None:
+        """The caller stops waiting for a callee."""
+        if not call.ended and call.caller.peer.is_up:
+            self._measurements.timeouts += 1
+            callee_visit = call.visit
+            self._failed(call, MAX_FAILURES)
+            self._forget_caller(callee_visit, call)
+
+    def _end(self, call: Call) -> bool:
+        """Ends a call at its caller's side; returns whether the caller was still waiting for it and can go on."""
+        if call.ended:
+            return False
+        call.ended = True
+        self._deadlines.remove(call)
+        call.callee.calls_in.pop(call, None)
+        return call.caller.peer.is_up and call.caller.state == "below" and call.caller.call is call
+
+    def _reroute(self, call: Call) -> None:
+        """Routes a visit whose call has failed again, behind nobody: the others that wait look again after it."""
+        visit = call.caller
+        visit.call, visit.state = None, "routing"
+        self._route(visit)
+        self.look_again(visit.peer)
+
+    def _answered(self, call: Call) -> None:
+        """The gradient is there: the caller records the times and queues its backward."""
+        if not self._end(call):
+            return
+        now, visit, below, peer = self._events.now, call.caller, call.visit, call.caller.peer
+        assert below is not None, "an answer comes from a visit"
+        service_s = self._workload.seconds(below.entry, below.last, below.peer.equipment.speed)
+        peer.pace = peer.pace.completed(now)
+        period_s = peer.pace.period_s.value or math.inf
+        service_s *= below.peer.device.slowdown
+        crossing_s = peer.table.answered(now, call.attempt, service_s, int(self._workload.gradient_bytes), period_s)
+        visit.below_path_s = min(below.path_s + crossing_s, now - call.attempt.started)
+        visit.state, visit.committed, visit.queued_at = "backward", True, now
+        seconds = self._workload.seconds(visit.entry, visit.last, peer.equipment.speed)
+        peer.device.submit(
+            JobOrder.BACKWARD, seconds * (1.0 - self._workload.forward_share), self._backward_done, visit
+        )
+        self.look_again(peer)
+
+    def _backward_done(self, visit: Visit) -> None:
+        """The backward is done."""
+        visit.peer.backward_s = visit.peer.backward_s.updated(self._events.now - visit.queued_at)
+        self._finished(visit)
+
+    def _finished(self, visit: Visit) -> None:
+        """A visit's work is counted, its answer kept and sent to whoever waits for it."""
+        if visit.state == "cancelled":
+            return
+        peer, now = visit.peer, self._events.now
+        own_s = self._workload.seconds(visit.entry, visit.last, peer.equipment.speed) * peer.device.slowdown
+        visit.path_s, visit.state = own_s + visit.below_path_s, "answered"
+        peer.busy_s = peer.busy_s.updated(own_s)
+        peer.paths_s.append(visit.path_s)
+        peer.seat_s = peer.seat_s.updated(now - visit.started)
+        self._measurements.count(visit)
+        peer.visits.pop(visit.key, None)
+        self._keep_answer(visit)
+        for call in visit.callers:
+            self._send_answer(visit, call)
+        if visit.is_root:
+            self._end_root(visit)
+
+    def _keep_answer(self, visit: Visit) -> None:
+        """Keeps an answer for repeats, and forgets the oldest beyond KEPT_ANSWERS."""
+        answers = visit.peer.answers
+        answers[visit.key] = visit
+        if len(answers) > KEPT_ANSWERS:
+            del answers[next(iter(answers))]
+
+    def _send_answer(self, visit: Visit, call: Call) -> None:
+        """Sends the gradient to one caller."""
+        if call.ended:
+            return
+        self._measurements.messages += 2  # "finished", and the answer
+        link, to = visit.peer.equipment.link, call.caller.peer.equipment.link
+        arrival = link.send(to, self._workload.gradient_bytes, self._events.now, self._rng)
+        self._events.at(arrival, self._answered, call)
+
+    # --- visits that end without an answer
+
+    def _give_up(self, visit: Visit) -> None:
+        """Nobody of the next stage could be asked before the deadline: the callers hear Unavailable."""
+        callers = list(visit.callers)
+        self._cancel(visit)
+        for call in callers:
+            self._reply(call, self._failed, call, UNAVAILABLE_FAILURES)
+        if visit.is_root:
+            self._root().unfinished(visit, 0.0, True)
+
+    def _cancel(self, visit: Visit) -> None:
+        """Ends a visit without an answer, and the work below that only it waits for."""
+        visit.peer.visits.pop(visit.key, None)
+        if visit.state == "forward":
+            visit.peer.device.discard(visit)
+        visit.state = "cancelled"
+        call, visit.call = visit.call, None
+        if call is not None and not call.ended:
+            call.ended = True
+            self._deadlines.remove(call)
+            call.callee.calls_in.pop(call, None)
+            if visit.peer.is_up:
+                visit.peer.table.abandoned(call.attempt)
+            self._forget_caller(call.visit, call)
+
+    def _forget_caller(self, visit: Visit | None, call: Call) -> None:
+        """A caller has gone: the callee cancels work that nobody waits for, unless it may be counted."""
+        if visit is None or call not in visit.callers:
+            return
+        visit.callers.remove(call)
+        if not visit.callers and not visit.committed and not visit.is_root and visit.state != "answered":
+            self._cancel(visit)
+
+    def hand_back(self, peer: SimulatedPeer) -> None:
+        """Ends all visits of a peer that leaves or moves: its callers hear it at once and ask others."""
+        for visit in list(peer.visits.values()):
+            callers, was_root = list(visit.callers), visit.is_root
+            self._cancel(visit)
+            for call in callers:
+                self._reply(call, self._failed, call, UNAVAILABLE_FAILURES)
+            if was_root:
+                self._root().unfinished(visit, 0.0, True)
+        peer.waiting.clear()
+
+    def break_connections(self, peer: SimulatedPeer) -> None:
+        """A peer is gone: those that call it hear it after half a round trip, those that it calls forget it."""
+        for call in list(peer.calls_in):
+            delay_s = peer.equipment.link.delay_to(call.caller.peer.equipment.link)
+            self._events.after(delay_s, self._failed, call, MAX_FAILURES)
+        for visit in list(peer.visits.values()):
+            self._cancel(visit)
+        peer.waiting.clear()
+
+    def _end_root(self, visit: Visit) -> None:
+        """Tells the origin of a microbatch that has come back."""
+        self._root().completed(visit)
+
+    def _root(self) -> RootListener:
+        """Returns the origin's side, which is set right after this object is made."""
+        assert self.root is not None, "the simulation sets it before anything happens"
+        return self.root

@@ -1,0 +1,69 @@
+"""What a simulation counts while it runs, and the samples that it takes at equal intervals.
+
+Knows: counters, samples over time. Must not know: why anything happened, how a report looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agora.sim.simulated_peer import Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The swarm at one time, since the sample before. rate: microbatches completed per second.
+
+    bound: the flow bound of those that served. best: the rate of the best placement of all machines that were there.
+    fluid: all speed by all work. messages, stored, read: per peer and second. empty_stages: stages without a server.
+    """
+
+    time: float
+    peers: int
+    serving: int
+    rate: float
+    bound: float
+    best: float
+    fluid: float
+    messages: float
+    stored: float
+    read: float
+    empty_stages: int
+
+
+@dataclass(slots=True)
+class Measurements:
+    """Counters since the start. messages: frames between peers, whatever their size.
+
+    twice: (microbatch, stage) pairs counted a second time. lost: microbatches whose origin was killed. dropped: those
+    that an origin gave up. empty_s: seconds for which a stage had no server, by stage.
+    """
+
+    completed: int = 0
+    counted: int = 0
+    twice: int = 0
+    rerouted: int = 0
+    timeouts: int = 0
+    busy: int = 0
+    repeats: int = 0
+    lost: int = 0
+    dropped: int = 0
+    messages: int = 0
+    directory_stored: float = 0.0
+    directory_read: int = 0
+    moves: int = 0
+    joins: int = 0
+    kills: int = 0
+    leaves: int = 0
+    hangs: int = 0
+    seconds_in_swarm: float = 0.0
+    empty_s: dict[int, float] = field(default_factory=dict)
+    longest_empty_s: float = 0.0
+    samples: list[Sample] = field(default_factory=list)
+
+    def count(self, visit: Visit) -> None:
+        """Counts a visit's gradient at each of its stages."""
+        bits = (1 << (visit.last + 1)) - (1 << visit.entry)
+        self.counted += 1
+        self.twice += (visit.microbatch.counted & bits).bit_count()
+        visit.microbatch.counted |= bits

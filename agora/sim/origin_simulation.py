@@ -1,0 +1,132 @@
+"""The peers that hold stage 0 of a simulation, and the microbatches that they open, by pipeline/opening.py.
+
+Knows: when the product's functions open one, and how long an attempt may take. Must not know: how it travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from agora_protocol.ids import microbatch_id
+
+from agora.pipeline import opening
+from agora.pipeline.opening import Surroundings
+from agora.pipeline.origin import MAX_PATIENCE_S, MAX_RETRY_S, MIN_PATIENCE_S, PATIENCE_FACTOR, RETRY_S
+from agora.sim.event_queue import EventQueue
+from agora.sim.hop_simulation import HopSimulation
+from agora.sim.measurements import Measurements
+from agora.sim.simulated_peer import OriginState, Presence, SimulatedMicrobatch, SimulatedPeer, Visit
+
+
+@dataclass(frozen=True, slots=True)
+class OriginRules:
+    """The settings of origins. seats: the most microbatches in flight. max_in_flight: the manifest's, 0 to measure it.
+
+    staleness, step_microbatches: the manifest's bound of what all origins may have in flight, and a step's size; 0 for
+    no bound. first_patience_s: the time of an attempt before any was measured.
+    """
+
+    stages: int
+    seats: int
+    max_in_flight: int = 0
+    staleness: float = 0.0
+    step_microbatches: int = 0
+    first_patience_s: float = MAX_PATIENCE_S
+
+
+class OriginSimulation:
+    """Opens microbatches at every peer that serves stage 0. origins: returns how many there are."""
+
+    def __init__(
+        self,
+        events: EventQueue,
+        hops: HopSimulation,
+        rules: OriginRules,
+        measurements: Measurements,
+        origins: Callable[[], int],
+    ) -> None:
+        self._events = events
+        self._hops = hops
+        self._rules = rules
+        self._measurements = measurements
+        self._origins = origins
+        hops.root = self
+
+    def begin(self, peer: SimulatedPeer) -> None:
+        """Makes a peer that has begun to serve stage 0 an origin, and opens its first microbatches."""
+        peer.origin = OriginState(opening.PER_STAGE * self._rules.stages)
+        self._open(peer)
+
+    def _open(self, peer: SimulatedPeer) -> None:
+        """Opens microbatches at a peer for as long as next_opening says so."""
+        state = peer.origin
+        while state is not None and peer.presence is Presence.SERVING:
+            now = self._events.now
+            seen = Surroundings(
+                path_s=median(peer.paths_s) if peer.paths_s else None, most_in_flight=self._most_in_flight(peer)
+            )
+            state.credit = self._credit(state, seen)
+            decision = opening.next_opening(now, state.quota, state.credit, seen, state.open_count)
+            if decision.action != "open":
+                return
+            state.open_count += 1
+            identity = microbatch_id(peer.number.to_bytes(8, "big"), state.next_number)
+            state.next_number += 1
+            self._attempt(SimulatedMicrobatch(identity, peer, now))
+
+    def _credit(self, state: OriginState, seen: Surroundings) -> opening.Credit:
+        """Returns how many microbatches an origin may have in flight, as pipeline/origin.py has it."""
+        rules = self._rules
+        if rules.max_in_flight:
+            limit = min(rules.max_in_flight, rules.seats)
+            return opening.Credit(limit, f"{limit}: schedule.max_in_flight")
+        ceiling = min(state.credit_ceiling, rules.seats)
+        return opening.measured_credit(
+            seen.path_s, state.pace.period_s.value, rules.stages, ceiling, seen.most_in_flight
+        )
+
+    def _most_in_flight(self, peer: SimulatedPeer) -> int:
+        """Returns the bound that schedule.staleness sets for one of so many origins."""
+        rules = self._rules
+        if not rules.staleness or not rules.step_microbatches:
+            return 2**31
+        origins = max(1, self._origins())
+        return opening.staleness_limit(rules.staleness, rules.step_microbatches, peer.number % origins, origins)
+
+    def _attempt(self, microbatch: SimulatedMicrobatch) -> None:
+        """Sends a microbatch into its origin's own hop, with twice the time at each further attempt."""
+        peer = microbatch.origin
+        if peer.origin is None or not peer.is_up:
+            return
+        usual_s, doubled = peer.origin.attempt_s.value, 2.0 ** min(microbatch.attempts, 16)
+        first = self._rules.first_patience_s if usual_s is None else max(MIN_PATIENCE_S, PATIENCE_FACTOR * usual_s)
+        microbatch.attempts += 1
+        self._hops.enter(microbatch, self._events.now + min(MAX_PATIENCE_S, first * doubled))
+
+    def completed(self, visit: Visit) -> None:
+        """Records a microbatch that has come back, and opens the next."""
+        peer, now = visit.peer, self._events.now
+        state = peer.origin
+        self._measurements.completed += 1
+        if state is None:
+            return
+        state.open_count -= 1
+        state.attempt_s = state.attempt_s.updated(now - visit.started)
+        state.pace = state.pace.completed(now)
+        state.credit_ceiling = min(state.credit_ceiling + 1, 2 * state.credit.limit)
+        self._open(peer)
+
+    def unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
+        """Has the microbatch tried again after a rest, or drops it when its origin no longer holds stage 0."""
+        peer, microbatch = visit.peer, visit.microbatch
+        state = peer.origin
+        if state is None or peer.presence is not Presence.SERVING:
+            self._measurements.dropped += 1
+            return
+        if is_failure:
+            state.pace = state.pace.interrupted()
+            self._measurements.rerouted += 1
+        rest_s = max(retry_s, RETRY_S * 2.0 ** min(microbatch.attempts - 1, 16))
+        self._events.after(min(rest_s, MAX_RETRY_S), self._attempt, microbatch)

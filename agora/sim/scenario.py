@@ -1,0 +1,187 @@
+"""What is simulated: machines, a model, churn and faults; read from a TOML file.
+
+Knows: the names, types and limits of a scenario's settings. Must not know: how anything is simulated.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from agora_protocol.errors import InputError
+from agora_protocol.ids import Span
+from agora_protocol.limits import MAX_STAGES
+
+from agora.net.link import LinkSpec
+from agora.sim.churn import SHAPES, Churn
+from agora.sim.settings_table import SettingsTable
+
+MAX_PEERS: Final = 100_000
+MAX_SECONDS: Final = 7 * 86_400.0
+DEFAULT_LINK: Final = "100Mbit,40ms"
+
+
+class ScenarioError(InputError):
+    """Raised for a scenario that cannot be simulated; one sentence that says what is wrong and what to write."""
+
+    code = "bad-scenario"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineGroup:
+    """`count` equal machines. speed: stages of work 1 per second. holds: the most stages that fit at once.
+
+    span: the stages that they hold from the start on, None to have them placed.
+    """
+
+    kind: str
+    count: int
+    speed: float
+    link: LinkSpec
+    holds: int = 1
+    span: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """The run. work: of each stage, as a multiple of what a machine of speed 1 does in a second.
+
+    forward_share: the forward's part of the work. Bytes: of a boundary, of its gradient, of each stage's state. seats:
+    the microbatches that fit into a machine at once. target_microbatches: of a stage's optimizer step. averaging_bits:
+    for each value of the mean gradient, both ways; 0 for no averaging. parameters: of one stage. max_in_flight,
+    staleness: see the manifest's schedule.
+    """
+
+    work: tuple[float, ...]
+    boundary_bytes: float
+    gradient_bytes: float
+    state_bytes: tuple[float, ...]
+    forward_share: float = 1.0 / 3.0
+    seats: int = 128
+    max_in_flight: int = 0
+    staleness: float = 0.0
+    target_microbatches: int = 0
+    parameters: float = 0.0
+    averaging_bits: float = 0.0
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One simulation. warmup_s: the seconds at the start that the report leaves out. sample_s: between two samples.
+
+    rebalancing: whether machines judge their place again and again. startup_s: from a machine's start to its claim.
+    """
+
+    name: str
+    machines: tuple[MachineGroup, ...]
+    model: SimulatedModel
+    churn: Churn = field(default_factory=Churn)
+    seconds: float = 900.0
+    warmup_s: float = 300.0
+    sample_s: float = 10.0
+    seed: int = 0
+    rebalancing: bool = True
+    startup_s: float = 5.0
+
+    @property
+    def peers(self) -> int:
+        """The number of machines at the start."""
+        return sum(group.count for group in self.machines)
+
+
+def load_scenario(path: Path) -> Scenario:
+    """Reads a scenario's TOML file. Raises ScenarioError for a file that is missing, malformed, or makes no sense."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ScenarioError(f"{path} cannot be read ({error.strerror}); give the path of a scenario") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{path} is no TOML file ({error}); see docs/simulator.md for an example") from None
+    return parse_scenario(raw, path.stem)
+
+
+def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
+    """Returns the scenario that a TOML document describes. Raises ScenarioError."""
+    top = SettingsTable(raw, "the scenario", ScenarioError)
+    model = _model(top.table("model"))
+    groups = tuple(_machines(table, model.stages) for table in top.tables("machines"))
+    scenario = Scenario(
+        name=top.text("name", name),
+        machines=groups,
+        model=model,
+        churn=_churn(top.table("churn", optional=True)),
+        seconds=top.number("seconds", 900.0, above=0.0, most=MAX_SECONDS),
+        warmup_s=top.number("warmup_s", 300.0, least=0.0, most=MAX_SECONDS),
+        sample_s=top.number("sample_s", 10.0, least=0.1, most=3600.0),
+        seed=top.integer("seed", 0, least=0, most=2**63 - 1),
+        rebalancing=top.flag("rebalancing", True),
+        startup_s=top.number("startup_s", 5.0, least=0.0, most=3600.0),
+    )
+    top.end()
+    if not scenario.peers:
+        raise ScenarioError("the scenario has no peers; write a [[machines]] table with a count of at least 1")
+    if scenario.peers > MAX_PEERS:
+        raise ScenarioError(f"{scenario.peers} peers are more than can be simulated; write at most {MAX_PEERS}")
+    if scenario.warmup_s >= scenario.seconds:
+        raise ScenarioError("warmup_s is not less than seconds, so that nothing is measured; write a smaller warmup_s")
+    return scenario
+
+
+def _model(table: SettingsTable) -> SimulatedModel:
+    """Reads the section [model]."""
+    stages = table.integer("stages", least=1, most=MAX_STAGES)
+    model = SimulatedModel(
+        work=table.numbers("work", stages, 1.0, above=0.0, most=1e6),
+        boundary_bytes=(boundary := table.number("boundary_bytes", 1e6, least=0.0, most=1e12)),
+        gradient_bytes=table.number("gradient_bytes", boundary, least=0.0, most=1e12),
+        state_bytes=table.numbers("state_bytes", stages, 100e6, least=0.0, most=1e13),
+        forward_share=table.number("forward_share", 1.0 / 3.0, above=0.0, most=0.99),
+        seats=table.integer("seats", 128, least=1, most=100_000),
+        max_in_flight=table.integer("max_in_flight", 0, least=0, most=100_000),
+        staleness=table.number("staleness", 0.0, least=0.0, most=1000.0),
+        target_microbatches=table.integer("target_microbatches", 0, least=0, most=10**9),
+        parameters=table.number("parameters", 0.0, least=0.0, most=1e13),
+        averaging_bits=table.number("averaging_bits", 0.0, least=0.0, most=64.0),
+    )
+    table.end()
+    return model
+
+
+def _machines(table: SettingsTable, stages: int) -> MachineGroup:
+    """Reads one table [[machines]]."""
+    span = table.text("stages", "")
+    link = table.text("link", DEFAULT_LINK)
+    group = MachineGroup(
+        kind=table.text("kind", "machine"),
+        count=table.integer("count", 1, least=0, most=MAX_PEERS),
+        speed=table.number("speed", 1.0, above=0.0, most=1e9),
+        link=LinkSpec.parse(link),
+        holds=table.integer("holds", 1, least=1, most=MAX_STAGES),
+        span=Span.parse(span) if span else None,
+    )
+    table.end()
+    if group.span is not None and group.span.last >= stages:
+        raise ScenarioError(f"stages {group.span} of {group.kind!r} are not all there; the last one is {stages - 1}")
+    return group
+
+
+def _churn(table: SettingsTable) -> Churn:
+    """Reads the section [churn]: a shape, and settings that replace the shape's."""
+    shape = table.choice("shape", "none", tuple(SHAPES))
+    base = SHAPES[shape]
+    churn = Churn(
+        kills=table.number("kills_per_hour", base.kills, least=0.0, most=1000.0),
+        leaves=table.number("leaves_per_hour", base.leaves, least=0.0, most=1000.0),
+        hangs=table.number("hangs_per_hour", base.hangs, least=0.0, most=1000.0),
+        at_once=table.integer("at_once", base.at_once, least=1, most=MAX_PEERS),
+        return_s=table.number("return_s", base.return_s, above=0.0, most=MAX_SECONDS),
+    )
+    table.end()
+    return churn

@@ -1,0 +1,118 @@
+"""One table of a TOML file, read strictly: each setting has a type and limits, and an unknown one is an error.
+
+Knows: names, types, limits. Must not know: what a setting means.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agora_protocol.errors import InputError
+
+
+class SettingsTable:
+    """Gives the settings of one table by name. `end` raises for any that nobody has asked for.
+
+    where: the table's name for people. error: makes the error of a sentence.
+    """
+
+    def __init__(self, raw: dict[str, Any], where: str, error: Callable[[str], InputError]) -> None:
+        self._raw = raw
+        self._where = where
+        self._error = error
+        self._asked: list[str] = []
+
+    def end(self) -> None:
+        """Raises for a setting that nobody has asked for, and names the nearest that exists."""
+        for name in self._raw:
+            if name not in self._asked:
+                close = difflib.get_close_matches(name[:64], self._asked, n=1, cutoff=0.5)
+                hint = f"did you mean {close[0]!r}?" if close else f"its settings are {', '.join(self._asked)}"
+                raise self._error(f"{self._where} has no setting {name[:64]!r}; {hint}")
+
+    def table(self, name: str, optional: bool = False) -> SettingsTable:
+        """Returns the table `name`; an empty one if it is missing and optional."""
+        value = self._value(name, {} if optional else None)
+        if not isinstance(value, dict):
+            raise self._error(f"{name} of {self._where} is no table; write [{name}]")
+        return SettingsTable(value, f"[{name}]", self._error)
+
+    def tables(self, name: str) -> list[SettingsTable]:
+        """Returns the tables [[name]], none if it is missing."""
+        value = self._value(name, [])
+        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+            raise self._error(f"{name} of {self._where} is no list of tables; write [[{name}]]")
+        return [SettingsTable(entry, f"[[{name}]] number {n}", self._error) for n, entry in enumerate(value, 1)]
+
+    def text(self, name: str, default: str) -> str:
+        """Returns a text."""
+        value = self._value(name, default)
+        if not isinstance(value, str) or len(value) > 200:
+            raise self._error(f"{name} of {self._where} is no text of at most 200 characters; write it in quotes")
+        return value
+
+    def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
+        """Returns one of `choices`."""
+        value = self.text(name, default)
+        if value not in choices:
+            close = difflib.get_close_matches(value, choices, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"write one of {', '.join(choices)}"
+            raise self._error(f"{name} of {self._where} is {value!r}; {hint}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Returns true or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self._error(f"{name} of {self._where} is neither true nor false")
+        return value
+
+    def integer(self, name: str, default: int | None = None, *, least: int, most: int) -> int:
+        """Returns a whole number within limits, both included."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._error(f"{name} of {self._where} is {value!r}; write a whole number from {least} to {most}")
+        return value
+
+    def number(
+        self, name: str, default: float, *, least: float = 0.0, above: float | None = None, most: float = math.inf
+    ) -> float:
+        """Returns a number from `least`, or greater than `above`, to `most`."""
+        return self._checked(name, self._value(name, default), least, above, most)
+
+    def numbers(
+        self,
+        name: str,
+        count: int,
+        default: float,
+        *,
+        least: float = 0.0,
+        above: float | None = None,
+        most: float = math.inf,
+    ) -> tuple[float, ...]:
+        """Returns `count` numbers within limits, written as one number for all or as a list."""
+        value = self._value(name, default)
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) != count:
+            raise self._error(f"{name} of {self._where} has {len(values)} numbers; write {count}, or one for all")
+        return tuple(self._checked(name, entry, least, above, most) for entry in values)
+
+    def _checked(self, name: str, value: Any, least: float, above: float | None, most: float) -> float:
+        """Returns a number within limits."""
+        low = least if above is None else above
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= most or (above is not None and value == above):
+            word = "from" if above is None else "above"
+            raise self._error(f"{name} of {self._where} is {value!r}; write a number {word} {low:g}, at most {most:g}")
+        return float(value)
+
+    def _value(self, name: str, default: Any) -> Any:
+        """Returns a setting's value, or its default; raises where there is neither."""
+        self._asked.append(name)
+        value = self._raw.get(name, default)
+        if value is None:
+            raise self._error(f"{self._where} lacks {name}; see docs/simulator.md for an example")
+        return value

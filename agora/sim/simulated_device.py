@@ -1,0 +1,80 @@
+"""A simulated compute device: one job at a time, backwards before forwards, each in order of arrival.
+
+Knows: jobs and how long each takes. Must not know: what they compute. It serves as train/device.py does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+from agora.sim.event_queue import EventQueue
+
+
+class JobOrder(IntEnum):
+    """Which jobs come first, as in train/device.py."""
+
+    BACKWARD = 0
+    FORWARD = 1
+
+
+Job = tuple[float, Callable[[Any], None], Any]
+
+
+class SimulatedDevice:
+    """Runs jobs one after the other. slowdown: how many times as long as they say; it may be changed at any time.
+
+    busy_s: the seconds of all jobs that were begun.
+    """
+
+    __slots__ = ("_events", "_queues", "_running", "_stopped", "busy_s", "slowdown")
+
+    def __init__(self, events: EventQueue) -> None:
+        self._events = events
+        self._queues: tuple[deque[Job], deque[Job]] = (deque(), deque())
+        self._running = False
+        self._stopped = False
+        self.slowdown = 1.0
+        self.busy_s = 0.0
+
+    @property
+    def queue_length(self) -> int:
+        """The number of jobs that wait or run."""
+        return len(self._queues[0]) + len(self._queues[1]) + self._running
+
+    def submit(self, order: JobOrder, seconds: float, done: Callable[[Any], None], subject: Any) -> None:
+        """Queues a job of so many seconds; `done(subject)` is called at its end."""
+        self._queues[order].append((seconds, done, subject))
+        if not self._running:
+            self._start_next()
+
+    def discard(self, subject: Any) -> None:
+        """Removes the queued jobs of `subject`; one that runs goes on to its end."""
+        for queue in self._queues:
+            for job in [job for job in queue if job[2] is subject]:
+                queue.remove(job)
+
+    def stop(self) -> None:
+        """Ends the device: no job is begun or told of any more."""
+        self._stopped = True
+
+    def _start_next(self) -> None:
+        """Begins the first job of the first queue that has one."""
+        queue = self._queues[0] or self._queues[1]
+        if not queue or self._stopped:
+            return
+        seconds, done, subject = queue.popleft()
+        self._running = True
+        self.busy_s += seconds * self.slowdown
+        self._events.after(seconds * self.slowdown, self._end, done, subject)
+
+    def _end(self, done: Callable[[Any], None], subject: Any) -> None:
+        """Tells of a job's end, then begins the next one."""
+        if self._stopped:
+            return
+        self._running = False
+        done(subject)
+        if not self._running:
+            self._start_next()

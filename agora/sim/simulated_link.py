@@ -1,0 +1,45 @@
+"""A simulated machine's access link, by the arithmetic of net/link.py.
+
+Knows: rates, delays, times. Must not know: what is sent, clocks.
+"""
+
+from __future__ import annotations
+
+import random
+
+from agora.net.link import DelayLine, LinkSpec, TokenBucket
+
+
+class AccessLink:
+    """What one machine sends and receives: each direction at the link's rate, first come first served."""
+
+    __slots__ = ("_down", "_up", "received_bytes", "sent_bytes", "spec")
+
+    def __init__(self, spec: LinkSpec) -> None:
+        self.spec = spec
+        self._up, self._down = TokenBucket(spec.rate), TokenBucket(spec.rate)
+        self.sent_bytes = self.received_bytes = 0.0
+
+    def send(self, to: AccessLink, size: float, now: float, rng: random.Random) -> float:
+        """Books a message of `size` bytes to another machine; returns when its last byte arrives there.
+
+        The receiver's link takes it while the sender's sends it, so that the slower of the two counts.
+        """
+        bytes_whole = int(size)
+        self.sent_bytes += size
+        to.received_bytes += size
+        sent_at = self._up.take(bytes_whole, now)
+        taken_at = to._down.take(bytes_whole, max(now, sent_at - size / self.spec.rate))
+        return DelayLine(self.spec, rng).arrival(bytes_whole, max(sent_at, taken_at))
+
+    def delay_to(self, to: AccessLink) -> float:
+        """Returns the seconds that a message of no bytes takes to another machine when its link is idle."""
+        return self.spec.rtt_s / 2.0
+
+    def round_trip_to(self, to: AccessLink) -> float:
+        """Returns the round trip to another machine on idle links: (rtt_a + rtt_b) / 2, see docs/links.md."""
+        return (self.spec.rtt_s + to.spec.rtt_s) / 2.0
+
+    def busy_until(self) -> float:
+        """Returns the time until which what was booked keeps the sending direction busy; -inf before the first."""
+        return self._up.take(0, float("-inf"))

@@ -1,0 +1,168 @@
+"""What a simulated swarm consists of: peers, the microbatches on their way, and the calls between peers.
+
+Knows: the daemon's routing table, pace and averages, which each peer has of its own. Must not know: what happens next
+(hop_simulation.py, origin_simulation.py and fleet_simulation.py do).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from agora_protocol.ids import MicrobatchId, PeerId, Span
+
+from agora.moving_average import MovingAverage
+from agora.pipeline.hop import PATH_SAMPLES
+from agora.pipeline.opening import Credit, Pace, StepQuota
+from agora.pipeline.routing import Attempt, PathHint, RoutingTable
+from agora.sim.simulated_device import SimulatedDevice
+from agora.sim.simulated_link import AccessLink
+from agora.swarm.view import PeerView
+
+
+class Presence(Enum):
+    """What a simulated machine is doing for the swarm."""
+
+    STANDBY = "holds no stage"
+    JOINING = "fetches its stages' state"
+    SERVING = "serves"
+    LEAVING = "finishes what it holds"
+    HUNG = "stopped, its connections still open"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Equipment:
+    """What a machine can do. speed: stages of work 1 per second. longest: from each stage on, how many fit."""
+
+    kind: str
+    speed: float
+    link: AccessLink
+    longest: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class OriginState:
+    """What a peer that holds stage 0 remembers of the microbatches that it opens; see pipeline/origin.py."""
+
+    credit_ceiling: int
+    open_count: int = 0
+    pace: Pace = field(default_factory=Pace)
+    quota: StepQuota = field(default_factory=StepQuota)
+    credit: Credit = field(default_factory=lambda: Credit(1, "not measured yet"))
+    attempt_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
+    next_number: int = 0
+
+
+class SimulatedPeer:
+    """One machine with its daemon's own state. Compared by identity."""
+
+    def __init__(self, peer: PeerId, number: int, equipment: Equipment, device: SimulatedDevice, stages: int) -> None:
+        self.id = peer
+        self.number = number
+        self.equipment = equipment
+        self.device = device
+        self.presence = Presence.STANDBY
+        self.span: Span | None = None
+        self.incarnation = 0
+        self.table = RoutingTable(peer, stages)
+        self.pace = Pace()
+        self.busy_s = MovingAverage(0.1)
+        self.backward_s = MovingAverage(0.1)
+        self.seat_s = MovingAverage(0.1)
+        self.paths_s: deque[float] = deque(maxlen=PATH_SAMPLES)
+        self.visits: dict[tuple[MicrobatchId, int], Visit] = {}
+        self.answers: dict[tuple[MicrobatchId, int], Visit] = {}
+        self.waiting: deque[Visit] = deque()
+        self.wakes_at = math.inf
+        self.calls_in: dict[Call, None] = {}
+        self.replicas: tuple[PeerView, ...] = ()
+        self.replicas_version = -1
+        self.origin: OriginState | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its process runs and answers."""
+        return self.presence not in (Presence.GONE, Presence.HUNG)
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it answers calls for microbatches of its span."""
+        return self.presence in (Presence.SERVING, Presence.LEAVING)
+
+
+class SimulatedMicrobatch:
+    """One microbatch of an origin. path: the peer last seen to hold it, by entry stage. counted: stages, as bits."""
+
+    __slots__ = ("attempts", "counted", "id", "opened", "origin", "path")
+
+    def __init__(self, identity: MicrobatchId, origin: SimulatedPeer, opened: float) -> None:
+        self.id = identity
+        self.origin = origin
+        self.opened = opened
+        self.attempts = 0
+        self.path = PathHint()
+        self.counted = 0
+
+
+VisitState = Literal["forward", "routing", "below", "backward", "answered", "cancelled"]
+
+
+class Visit:
+    """A peer's work on one microbatch, from its entry at `entry`; see pipeline/hop.py. callers: none at the origin.
+
+    is_root: it is the origin's own hop. committed: its gradient may be counted, so that it goes on without callers.
+    """
+
+    __slots__ = (
+        "below_path_s",
+        "call",
+        "callers",
+        "committed",
+        "deadline",
+        "entry",
+        "is_root",
+        "last",
+        "microbatch",
+        "path_s",
+        "peer",
+        "queued_at",
+        "started",
+        "state",
+    )
+
+    def __init__(self, microbatch: SimulatedMicrobatch, peer: SimulatedPeer, entry: int, deadline: float) -> None:
+        assert peer.span is not None, "only a peer that holds stages gets a visit"
+        self.microbatch = microbatch
+        self.peer = peer
+        self.entry = entry
+        self.last = peer.span.last
+        self.deadline = deadline
+        self.callers: list[Call] = []
+        self.call: Call | None = None
+        self.is_root = False
+        self.committed = False
+        self.state: VisitState = "forward"
+        self.started = self.queued_at = 0.0
+        self.below_path_s = self.path_s = 0.0
+
+    @property
+    def key(self) -> tuple[MicrobatchId, int]:
+        """By what the peer's ledger finds it: the microbatch, and the stage at which it entered."""
+        return self.microbatch.id, self.entry
+
+
+class Call:
+    """One open call of a visit to a peer of a later stage. visit: the callee's work on it, once it has begun."""
+
+    __slots__ = ("attempt", "callee", "caller", "ended", "visit")
+
+    def __init__(self, caller: Visit, callee: SimulatedPeer, attempt: Attempt) -> None:
+        self.caller = caller
+        self.callee = callee
+        self.attempt = attempt
+        self.visit: Visit | None = None
+        self.ended = False

@@ -1,0 +1,173 @@
+"""Runs a scenario: puts the parts together, lets machines come and go, and takes samples.
+
+Knows: which parts there are. Must not know: how a microbatch travels, how a report looks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from agora_protocol.ids import Span
+
+from agora.sim.churn import FleetEvent, fleet_events
+from agora.sim.directory_model import DirectoryModel
+from agora.sim.event_queue import EventQueue
+from agora.sim.fleet_simulation import FleetSimulation, PlacementRules
+from agora.sim.flow_bound import best_whole_placement, flow_bound
+from agora.sim.hop_simulation import HopSimulation, Workload
+from agora.sim.measurements import Measurements, Sample
+from agora.sim.origin_simulation import OriginRules, OriginSimulation
+from agora.sim.placement_rules import ProductPlacement
+from agora.sim.scenario import MachineGroup, Scenario
+from agora.sim.simulated_link import AccessLink
+from agora.sim.simulated_peer import Equipment, Presence
+
+LATEST_START_S = 1.0
+"""The machines that are there from the start begin within so many seconds."""
+
+
+class Simulation:
+    """One scenario on its way. measurements: what has been counted so far."""
+
+    def __init__(self, scenario: Scenario, rules: PlacementRules | None = None) -> None:
+        self.scenario = scenario
+        self.events = EventQueue()
+        self.measurements = Measurements()
+        model, seed = scenario.model, scenario.seed
+        self._rng = random.Random(f"{seed} fleet")
+        self.directory = DirectoryModel(model.stages, random.Random(f"{seed} directory"), self.measurements)
+        rules = rules or ProductPlacement(model, scenario.rebalancing, random.Random(f"{seed} placement"))
+        self.fleet = FleetSimulation(
+            self.events,
+            self.directory,
+            rules,
+            self.measurements,
+            random.Random(f"{seed} choices"),
+            state_bytes=model.state_bytes,
+            startup_s=scenario.startup_s,
+        )
+        workload = Workload(model.work, model.boundary_bytes, model.gradient_bytes, model.forward_share, model.seats)
+        link_rng = random.Random(f"{seed} links")
+        self.hops = HopSimulation(self.events, workload, self.measurements, self.fleet.find, link_rng)
+        origin_rules = OriginRules(
+            model.stages, model.seats, model.max_in_flight, model.staleness, model.target_microbatches
+        )
+        origins = OriginSimulation(
+            self.events, self.hops, origin_rules, self.measurements, lambda: self.directory.servers(0)
+        )
+        self.fleet.connect(self.hops, origins)
+        self._last: tuple[float, int, int, float, float] = (0.0, 0, 0, 0.0, 0.0)
+        self._empty_since: dict[int, float] = {}
+        self._prepare()
+
+    def run(self, progress: Callable[[float], None] = lambda time: None) -> Measurements:
+        """Lets the whole scenario happen and returns what was counted.
+
+        progress: is called again and again with the simulated seconds that have passed.
+        """
+        scenario = self.scenario
+        time = 0.0
+        while time < scenario.seconds:
+            time = min(time + scenario.sample_s, scenario.seconds)
+            self.events.run(time)
+            self._take_sample()
+            progress(time)
+        return self.measurements
+
+    # --- the machines
+
+    def _prepare(self) -> None:
+        """Places the machines of the start, and arranges what the churn brings."""
+        groups = [group for group in self.scenario.machines for _ in range(group.count)]
+        self._rng.shuffle(groups)
+        placed = balanced_spans([g for g in groups if g.span is None], self.scenario.model.work)
+        free = iter(placed)
+        for group in groups:
+            peer = self.fleet.add(self._equipment(group))
+            span = group.span or next(free)
+            self.events.at(self._rng.uniform(0.0, LATEST_START_S), self.fleet.place, peer, span)
+        for event in fleet_events(self.scenario.churn, len(groups), self.scenario.seconds, self._rng):
+            self.events.at(event.time, self._happen, event)
+
+    def _equipment(self, group: MachineGroup) -> Equipment:
+        """Returns a new machine of a group."""
+        stages = self.scenario.model.stages
+        longest = tuple(min(group.holds, stages - stage) for stage in range(stages))
+        return Equipment(group.kind, group.speed, AccessLink(group.link), longest)
+
+    def _happen(self, event: FleetEvent) -> None:
+        """Lets machines come or go."""
+        if event.kind == "join":
+            for _ in range(event.count):
+                weights = [group.count for group in self.scenario.machines]
+                (group,) = self._rng.choices(self.scenario.machines, weights)
+                self.fleet.join(self._equipment(group))
+            return
+        ways = {"kill": self.fleet.kill, "leave": self.fleet.leave, "hang": self.fleet.hang}
+        for peer in self.fleet.pick(event.count):
+            ways[event.kind](peer)
+
+    # --- the samples
+
+    def _take_sample(self) -> None:
+        """Adds a sample of the time since the one before, and counts the seconds of empty stages."""
+        measured, now, model = self.measurements, self.events.now, self.scenario.model
+        peers = [peer for peer in self.fleet.peers.values() if peer.is_up]
+        serving = [p for p in peers if p.presence is Presence.SERVING and p.span is not None]
+        speeds = [peer.equipment.speed for peer in peers]
+        time, completed, messages, stored, read = self._last
+        seconds = now - time
+        per_peer = 1.0 / (seconds * max(1, len(peers)))
+        empty = self._count_empty(now, seconds)
+        measured.seconds_in_swarm += seconds * len(peers)
+        measured.samples.append(
+            Sample(
+                now,
+                len(peers),
+                len(serving),
+                (measured.completed - completed) / seconds,
+                flow_bound([(p.span, p.equipment.speed) for p in serving if p.span is not None], model.work),
+                best_whole_placement(speeds, model.work),
+                sum(speeds) / sum(model.work),
+                (measured.messages - messages) * per_peer,
+                (measured.directory_stored - stored) * per_peer,
+                (measured.directory_read - read) * per_peer,
+                empty,
+            )
+        )
+        self._last = (now, measured.completed, measured.messages, measured.directory_stored, measured.directory_read)
+
+    def _count_empty(self, now: float, seconds: float) -> int:
+        """Adds the seconds since the last sample to every stage that no machine serves; returns how many there are."""
+        held = {
+            stage
+            for peer in self.fleet.peers.values()
+            if peer.presence is Presence.SERVING and peer.span is not None
+            for stage in peer.span.stages
+        }
+        empty = [stage for stage in range(self.scenario.model.stages) if stage not in held]
+        self._empty_since = {stage: self._empty_since.get(stage, now - seconds) for stage in empty}
+        for stage, since in self._empty_since.items():
+            self.measurements.empty_s[stage] = self.measurements.empty_s.get(stage, 0.0) + seconds
+            self.measurements.longest_empty_s = max(self.measurements.longest_empty_s, now - since)
+        return len(empty)
+
+
+def balanced_spans(groups: list[MachineGroup], work: tuple[float, ...]) -> list[Span]:
+    """Returns a span for each machine of a fleet that starts at once, so that all stages get about equal speed.
+
+    Each machine, the fastest first, goes to the stages whose rate is least. It only sets the scene: from then on the
+    product's placement decides.
+    """
+    rates, stages = [0.0] * len(work), len(work)
+    spans: dict[int, Span] = {}
+    for index in sorted(range(len(groups)), key=lambda i: -groups[i].speed):
+        length = min(groups[index].holds, stages)
+        starts = range(stages - length + 1)
+        first = min(starts, key=lambda start: (sum(rates[start : start + length]), start))
+        span = spans[index] = Span(first, first + length - 1)
+        amount = sum(work[stage] for stage in span.stages)
+        for stage in span.stages:
+            rates[stage] += groups[index].speed / amount
+    return [spans[index] for index in range(len(groups))]

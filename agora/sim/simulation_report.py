@@ -1,0 +1,132 @@
+"""What came of a simulation: its figures as one JSON object and as lines for people.
+
+Knows: samples and counters. Must not know: how they came about, where they are printed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agora.sim.measurements import Measurements, Sample
+from agora.sim.scenario import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationReport:
+    """The figures of one simulation. Means are of the samples after the warm-up; counters are of the whole time."""
+
+    scenario: Scenario
+    measured: Measurements
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """The samples after the warm-up."""
+        return [sample for sample in self.measured.samples if sample.time > self.scenario.warmup_s]
+
+    def mean(self, what: Callable[[Sample], float]) -> float:
+        """Returns the mean of one figure over the samples after the warm-up; NaN without any."""
+        values = [what(sample) for sample in self.samples]
+        return statistics.fmean(values) if values else math.nan
+
+    @property
+    def rate(self) -> float:
+        """Microbatches completed per second."""
+        return self.mean(lambda sample: sample.rate)
+
+    @property
+    def of_bound(self) -> float:
+        """The rate by the mean flow bound of those that served; 0 when nobody could."""
+        return _ratio(self.rate, self.mean(lambda sample: sample.bound))
+
+    @property
+    def of_best_placement(self) -> float:
+        """The rate by the mean rate of the best placement, at each moment, of all machines, on one stage each."""
+        return _ratio(self.rate, self.mean(lambda sample: sample.best))
+
+    @property
+    def bound_of_best_placement(self) -> float:
+        """The mean flow bound of those that served, by the mean rate of the best placement: what placement loses."""
+        return _ratio(self.mean(lambda sample: sample.bound), self.mean(lambda sample: sample.best))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the JSON object of `swarm simulate --json`."""
+        scenario, measured = self.scenario, self.measured
+        return {
+            "schema": 1,
+            "scenario": scenario.name,
+            "seed": scenario.seed,
+            "peers": scenario.peers,
+            "stages": scenario.model.stages,
+            "seconds": scenario.seconds,
+            "microbatches_per_second": _rounded(self.rate),
+            "of_bound": _rounded(self.of_bound),
+            "of_best_placement": _rounded(self.of_best_placement),
+            "microbatches": {
+                "completed": measured.completed,
+                "rerouted": measured.rerouted,
+                "dropped": measured.dropped,
+                "lost_with_origin": measured.lost,
+                "counted_twice": measured.twice,
+            },
+            "messages_per_peer_per_second": _rounded(self.mean(lambda sample: sample.messages)),
+            "directory": {
+                "records_stored_per_peer_per_second": _rounded(self.mean(lambda sample: sample.stored)),
+                "records_read_per_peer_per_second": _rounded(self.mean(lambda sample: sample.read)),
+            },
+            "fleet": {
+                "joins": measured.joins,
+                "kills": measured.kills,
+                "leaves": measured.leaves,
+                "hangs": measured.hangs,
+                "moves": measured.moves,
+            },
+            "empty_stage_seconds": _rounded(sum(measured.empty_s.values())),
+            "longest_empty_stage_seconds": _rounded(measured.longest_empty_s),
+            "timeline": [
+                {
+                    "time": sample.time,
+                    "peers": sample.peers,
+                    "serving": sample.serving,
+                    "microbatches_per_second": _rounded(sample.rate),
+                    "bound": _rounded(sample.bound),
+                    "best_placement": _rounded(sample.best),
+                }
+                for sample in self.measured.samples
+            ],
+        }
+
+    def lines(self) -> list[str]:
+        """Returns the report for people."""
+        scenario, measured = self.scenario, self.measured
+        least = min((sample.peers for sample in self.samples), default=0)
+        most = max((sample.peers for sample in self.samples), default=0)
+        empty_s = sum(measured.empty_s.values())
+        rows = [
+            ("machines", f"{scenario.peers} at the start, {least} to {most} later, on {scenario.model.stages} stages"),
+            ("simulated", f"{scenario.seconds:.0f} s, of which the first {scenario.warmup_s:.0f} s are not measured"),
+            ("throughput", f"{self.rate:.3f} microbatches/s, {self.of_bound:.1%} of what the spans held allow"),
+            ("best placement", f"{self.of_best_placement:.1%} of the best placement of all machines at each moment"),
+            ("microbatches", f"{measured.completed} completed, {measured.rerouted} calls rerouted, "
+             f"{measured.dropped} dropped, {measured.lost} lost with their origin, {measured.twice} counted twice"),
+            ("fleet", f"{measured.joins} joined, {measured.kills} were killed, {measured.leaves} left, "
+             f"{measured.hangs} hung, {measured.moves} moved"),
+            ("empty stages", f"{empty_s:.0f} s in all, {measured.longest_empty_s:.0f} s at a stretch"),
+            ("messages", f"{self.mean(lambda s: s.messages):.2f} per peer and second"),
+            ("directory", f"{self.mean(lambda s: s.stored):.2f} records stored and "
+             f"{self.mean(lambda s: s.read):.1f} read per peer and second"),
+        ]  # fmt: skip
+        return [f"{name:<15} {text}" for name, text in rows]
+
+
+def _ratio(value: float, by: float) -> float:
+    """Returns value / by, 0 where that is nothing."""
+    return value / by if by > 0.0 else 0.0
+
+
+def _rounded(value: float) -> float | None:
+    """Returns a number with 6 significant digits, None when it is not finite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

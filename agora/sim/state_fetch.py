@@ -1,0 +1,64 @@
+"""A simulated newcomer's fetch of its stages' state, in pieces from several replicas at once.
+
+Knows: bytes, links, which peers give. Must not know: what the state is, or when a peer serves. As state/transfer.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from agora.sim.event_queue import EventQueue
+from agora.sim.simulated_peer import Presence, SimulatedPeer
+
+DONORS = 4
+"""Replicas from which a newcomer fetches at once."""
+PIECE_S = 0.25
+"""Seconds of the giver's link that one piece takes, so that boundaries go between two pieces."""
+
+
+class StateFetch:
+    """Fetches `size` bytes for `peer` from `donors`, then calls `done(peer)`; at once where there is nothing to fetch.
+
+    A donor that has gone is left out; when all have gone, the rest counts as fetched, from a checkpoint.
+    """
+
+    __slots__ = ("_done", "_events", "_incarnation", "_left", "_open", "_peer", "_rng")
+
+    def __init__(
+        self,
+        events: EventQueue,
+        peer: SimulatedPeer,
+        size: float,
+        donors: Sequence[SimulatedPeer],
+        rng: random.Random,
+        done: Callable[[SimulatedPeer], None],
+    ) -> None:
+        self._events = events
+        self._peer = peer
+        self._incarnation = peer.incarnation
+        self._left = size
+        self._rng = rng
+        self._done = done
+        self._open = 0
+        chosen = donors if len(donors) <= DONORS else rng.sample(list(donors), DONORS)
+        for donor in chosen:
+            self._open += 1
+            self._next_piece(donor)
+        if not chosen:
+            done(peer)
+
+    def _next_piece(self, donor: SimulatedPeer) -> None:
+        """Asks a donor for the next piece; the last one that has none left to give ends the fetch."""
+        if self._peer.presence is not Presence.JOINING or self._peer.incarnation != self._incarnation:
+            return  # it is gone, or fetches other stages by now
+        if self._left <= 0.0 or not donor.is_up:
+            self._open -= 1
+            if self._open == 0:
+                self._done(self._peer)
+            return
+        link = donor.equipment.link
+        size = min(self._left, PIECE_S * link.spec.rate)
+        self._left -= size
+        arrival = link.send(self._peer.equipment.link, size, self._events.now, self._rng)
+        self._events.at(arrival, self._next_piece, donor)

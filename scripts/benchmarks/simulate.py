@@ -1,0 +1,175 @@
+"""`./scripts/bench simulate`: what the daemon's own decisions make of thousands of machines, and how true that is.
+
+Knows: the scenarios, the ratios of the contract. Must not know: torch. Everything is simulated with a fixed seed, so
+those figures are the same on each machine; only the comparison with real daemons is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from agora.cli.local_swarm import SwarmFailed
+from agora.net.link import LinkSpec
+from agora.sim.churn import SHAPES
+from agora.sim.scenario import MachineGroup, Scenario, SimulatedModel
+from agora.sim.simulation import Simulation
+from agora.sim.simulation_report import SimulationReport
+from benchmarks.children import BenchFailed
+from benchmarks.machine import describe
+from benchmarks.report import Cell, Ratio, Report
+from benchmarks.simulate_real import CASES, observe_case, simulate
+
+HOME_LINK = "200Mbit,50ms"
+PER_STAGE_IN_FLIGHT = 8
+"""Microbatches that an origin keeps in flight for each stage, where schedule.max_in_flight of the manifest sets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is simulated. hours: of heavy churn. churn_peers: in it. sizes: fleets of the rows of messages.
+
+    large: the fleet of `ten_thousand_of_bound`. real_s: for which each real swarm is observed.
+    """
+
+    hours: float
+    churn_peers: int
+    sizes: tuple[int, ...]
+    large: int
+    large_s: float
+    real_s: float
+
+
+QUICK = Extent(hours=0.5, churn_peers=128, sizes=(100, 400), large=1000, large_s=300.0, real_s=15.0)
+FULL = Extent(hours=4.0, churn_peers=400, sizes=(100, 1000), large=10_000, large_s=700.0, real_s=40.0)
+
+
+def heavy_churn(extent: Extent, rebalancing: bool) -> Scenario:
+    """Returns 32 stages under the churn of a published log of preemptible machines, all of them of equal speed."""
+    seconds = 3600.0 * extent.hours
+    return _scenario(
+        "heavy churn, " + ("rebalancing" if rebalancing else "no moves"),
+        extent.churn_peers,
+        stages=32,
+        work=4.0,
+        seconds=seconds,
+        rebalancing=rebalancing,
+    )
+
+
+def large_fleet(peers: int, seconds: float, per_stage: int = PER_STAGE_IN_FLIGHT) -> Scenario:
+    """Returns 16 stages under the same churn. per_stage: microbatches in flight for each stage; 0 as measured."""
+    return _scenario(f"{peers:,} peers", peers, stages=16, work=4.0, seconds=seconds, per_stage=per_stage)
+
+
+def run(quick: bool, folder: Path) -> Report:
+    """Runs all simulations, and the real swarms beside theirs. Raises BenchFailed when one of these ends by itself."""
+    extent = QUICK if quick else FULL
+    report = Report("simulate", "Simulation: the daemon's decisions on thousands of machines", describe())
+    with_moves, without_moves = (_simulated(heavy_churn(extent, moves), report) for moves in (True, False))
+    for peers in extent.sizes:
+        _simulated(large_fleet(peers, extent.large_s), report)
+    large = _simulated(large_fleet(extent.large, extent.large_s), report)
+    unmoved = without_moves.of_best_placement
+    errors = _compare(folder, extent.real_s, report)
+    worst = max(errors.values(), key=abs)
+    report.ratios = {
+        "rebalancing_of_optimal": Ratio(
+            with_moves.of_best_placement,
+            ">= 0.96",
+            f"throughput by that of the best placement at each moment; {unmoved:.3f} when nobody moves",
+        ),
+        "ten_thousand_of_bound": Ratio(
+            large.of_bound, ">= 0.95", f"throughput of {extent.large:,} peers by the flow bound of their spans"
+        ),
+        "model_vs_real_worst": Ratio(abs(worst), "<= 0.15", "worst relative error of the simulated throughput"),
+    }
+    report.notes = notes(extent)
+    return report
+
+
+def notes(extent: Extent) -> list[str]:
+    """Returns what the figures mean, for the published page."""
+    return [
+        f"Heavy churn: {SHAPES['p3'].kills:.0%} of the fleet vanish per hour, up to {SHAPES['p3'].at_once} at once, "
+        f"and others come; {extent.churn_peers} equal machines hold one of 32 stages each, for {extent.hours:g} hours. "
+        "best_placement divides by what an omniscient placement of whole machines would reach at each moment, where "
+        "moves and joins cost nothing; machines that still fetch their state count in it.",
+        f"of_bound divides by the maximum flow of the spans that are held. An origin keeps {PER_STAGE_IN_FLIGHT} "
+        "microbatches for each stage in flight (schedule.max_in_flight).",
+        "messages: frames that a machine sends per second, progress included; stored and read: records of the "
+        "directory per machine and second.",
+        "real: eight daemons on this machine with slowed devices; the simulator is told each one's device seconds per "
+        "microbatch and the links, and gives microbatches_s; error is the difference by the real throughput.",
+    ]
+
+
+def _scenario(
+    name: str,
+    peers: int,
+    *,
+    stages: int,
+    work: float,
+    seconds: float,
+    per_stage: int = PER_STAGE_IN_FLIGHT,
+    rebalancing: bool = True,
+) -> Scenario:
+    """Returns a scenario of equal machines, each of which holds one stage."""
+    in_flight = per_stage * stages
+    model = SimulatedModel(
+        (work,) * stages, 1e6, 1e6, (200e6,) * stages, seats=max(256, 2 * in_flight), max_in_flight=in_flight
+    )
+    machines = (MachineGroup("machine", peers, 1.0, LinkSpec.parse(HOME_LINK)),)
+    warmup_s = min(0.5 * seconds, 3.0 * stages * work + 100.0)
+    churn = SHAPES["p3"]
+    return Scenario(
+        name, machines, model, churn, seconds=seconds, warmup_s=warmup_s, sample_s=10.0, rebalancing=rebalancing
+    )
+
+
+def _simulated(scenario: Scenario, report: Report) -> SimulationReport:
+    """Runs a scenario, adds its row, and returns its report."""
+    started = time.monotonic()
+    found = SimulationReport(scenario, Simulation(scenario).run())
+    measured = found.measured
+    row: dict[str, Cell] = {
+        "what": scenario.name,
+        "peers": scenario.peers,
+        "microbatches_s": found.rate,
+        "of_bound": round(found.of_bound, 4),
+        "of_best_placement": round(found.of_best_placement, 4),
+        "placement_of_best": round(found.bound_of_best_placement, 4),
+        "moves": measured.moves,
+        "rerouted": measured.rerouted,
+        "dropped": measured.dropped,
+        "empty_longest_s": measured.longest_empty_s,
+        "messages": round(found.mean(lambda sample: sample.messages), 3),
+        "stored": round(found.mean(lambda sample: sample.stored), 3),
+        "read": round(found.mean(lambda sample: sample.read), 3),
+        "real": None,
+        "error": None,
+        "took_s": round(time.monotonic() - started, 1),
+    }
+    report.rows.append(row)
+    return found
+
+
+def _compare(folder: Path, seconds: float, report: Report) -> dict[str, float]:
+    """Runs each case with real daemons and in the simulator; returns the relative errors by case."""
+    errors = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        place = folder / f"case-{number}"
+        place.mkdir()
+        started = time.monotonic()
+        try:
+            seen = observe_case(place, case, seconds)
+        except SwarmFailed as failed:
+            raise BenchFailed(f"{name}: {failed}") from failed
+        found = simulate(seen)
+        errors[name] = found.rate / seen.rate - 1.0
+        row: dict[str, Cell] = dict.fromkeys(report.rows[0])
+        row |= {"what": f"8 real daemons, {name}", "peers": len(case), "microbatches_s": found.rate}
+        row |= {"of_bound": round(found.of_bound, 4), "real": seen.rate, "error": round(errors[name], 4)}
+        report.rows.append(row | {"took_s": round(time.monotonic() - started, 1)})
+    return errors
