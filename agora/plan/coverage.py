@@ -47,12 +47,9 @@ def fewest_holders(rates: Rates) -> Coverage:
     reaches = [tuple(reach) for reach in ((rates > 0).sum(axis=2) + np.arange(stages + 1)).tolist()]
     candidates: dict[tuple[Reach, ...], Coverage] = {(): Coverage()}
     best = Coverage()
-    while best.reached < stages:
+    while best.reached < stages and candidates:
         candidates = _longer(candidates, reaches)
-        furthest = max(candidates.values(), key=lambda found: found.reached, default=best)
-        if furthest.reached <= best.reached:
-            return best
-        best = furthest
+        best = max([best, *candidates.values()], key=lambda found: found.reached)
     return best
 
 

@@ -8,13 +8,13 @@ import random
 import numpy as np
 import pytest
 from agora_protocol.ids import Span
+from benchmarks.plan_cases import random_machines, random_run
 
 from agora.plan.cost import RunCost, StageCost
 from agora.plan.coverage import fewest_holders
 from agora.plan.cuts import cut_for_groups
 from agora.plan.machine import Machine
 from agora.plan.span_rates import span_rates
-from tests.plan.swarms import random_machines, random_run
 
 SEEDS = range(60)
 
@@ -99,13 +99,21 @@ def test_more_groups_than_stages_have_no_cuts() -> None:
     assert cut_for_groups(cost, [[Machine("m", 1.0, 1e9)]] * 3) is None
 
 
+def test_a_large_machine_is_kept_for_the_heavy_end_of_the_model() -> None:
+    """Two small machines must hold the first stages, though the large one alone would reach further than either."""
+    stages = [StageCost(1.0, 1.0, frozen_bytes=size) for size in (1.0, 1.0, 1.0, 2.0)]
+    cost = RunCost(stages, forward_bytes=0.0, backward_bytes=0.0, tokens=1, in_flight=1)
+    found = fewest_holders(span_rates(cost, [Machine("large", 1.0, 3.0), *[Machine("small", 1.0, 1.0)] * 2]))
+    assert found.machines == (1, 2, 0) and found.ends == (1, 2, 4)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_fewest_holders_are_as_few_as_any_order_of_machines_allows(seed: int) -> None:
     rng = random.Random(seed)
     cost = random_run(rng, rng.randint(3, 8))
     rates = span_rates(cost, random_machines(rng, cost, 4))
     found = fewest_holders(rates)
-    furthest = {count: 0 for count in range(5)}
+    furthest = dict.fromkeys(range(5), 0)
     for count in range(1, 5):
         for order in itertools.permutations(range(4), count):
             reached = 0

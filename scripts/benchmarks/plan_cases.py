@@ -1,4 +1,7 @@
-"""Random runs and machines for the tests of the planner: small, uneven, some of them short of memory."""
+"""Random runs and machines, small and uneven, some of them short of memory: for the benchmark and the tests of plans.
+
+Knows: costs and machines. Must not know: plans.
+"""
 
 from __future__ import annotations
 
