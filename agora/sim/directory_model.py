@@ -15,13 +15,8 @@ from agora_protocol.ids import PeerId, Span
 
 from agora.sim.measurements import Measurements
 from agora.sim.simulated_peer import SimulatedPeer
-from agora.swarm.membership import (
-    CALM_READ_S,
-    JITTER,
-    LIFETIME_S,
-    PUBLISH_CLAIM_S,
-    PUBLISH_PROGRESS_S,
-)
+from agora.swarm.directory_reader import CALM_READ_S, JITTER
+from agora.swarm.membership import LIFETIME_S, PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
 from agora.swarm.view import PeerView, View
 
 SAMPLE = 32

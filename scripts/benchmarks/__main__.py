@@ -42,6 +42,7 @@ NAMES: Final = (
     "wan",
     "tuning",
     "simulate",
+    "plan",
 )
 BENCHES: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run" for name in NAMES}
 """Name to `module:function`; a module is imported only when its benchmark runs."""

@@ -84,6 +84,7 @@ def test_every_benchmark_can_be_imported_by_its_name() -> None:
         "wan",
         "tuning",
         "simulate",
+        "plan",
     }
     for function in BENCHES.values():
         module, _, name = function.partition(":")
