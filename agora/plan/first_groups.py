@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 from agora_protocol.ids import Span
 
+from agora.plan.assignment import Plan
 from agora.plan.coverage import Coverage
 from agora.plan.cuts import Cuts, Groups, rates_in_groups
-from agora.plan.assignment import Plan
 from agora.plan.span_rates import Rates
 
 
