@@ -14,8 +14,8 @@ from agora_protocol.ids import Span
 from agora_protocol.records import Claim, Progress, Record
 
 from agora.observe.events import DirectoryTrouble, PeerGone, PeerSeen, SpanChosen
+from agora.sim.virtual_time import run
 from agora.swarm.membership import JITTER, SLOW_READ_S, Membership, MembershipConfig, linger_s, read_interval_s
-from tests.pipeline.virtual_time import run
 from tests.swarm.makers import RUN
 
 EPOCH = 1_700_000_000.0
