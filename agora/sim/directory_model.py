@@ -32,7 +32,9 @@ VIEW_AGE_S = 4.0
 class DirectoryModel:
     """Keeps the claims of all peers. Every change of a stage's servers raises the stage's version."""
 
-    def __init__(self, stages: int, rng: random.Random, measurements: Measurements) -> None:
+    def __init__(self, work: tuple[float, ...], rng: random.Random, measurements: Measurements) -> None:
+        stages = len(work)
+        self._work = work
         self._rng = rng
         self._measurements = measurements
         self._claims: dict[PeerId, PeerView] = {}
@@ -45,11 +47,9 @@ class DirectoryModel:
     def claim(self, peer: SimulatedPeer, span: Span, state: str) -> None:
         """Stores a peer's claim; the one before ends."""
         self.withdraw(peer.id)
-        equipment = peer.equipment
-        capacity = equipment.speed
-        view = PeerView(
-            peer.id, span, peer.incarnation, state=state, capacity=capacity, bandwidth=equipment.link.spec.rate
-        )
+        rate = peer.equipment.speed / sum(self._work[span.first : span.last + 1])
+        bandwidth = peer.equipment.link.spec.rate
+        view = PeerView(peer.id, span, peer.incarnation, state=state, capacity=rate, bandwidth=bandwidth)
         self._claims[peer.id] = view
         if state == "serving":
             for stage in span.stages:
@@ -119,13 +119,6 @@ class DirectoryModel:
             self._snapshot = View(dict(self._claims))
             self._snapshot_at = now
         return self._snapshot
-
-    def view_of(self, now: float, peer: SimulatedPeer) -> View:
-        """Returns the view as one peer has it: what a peer claims itself it always knows."""
-        view, own = self.view(now), self._claims.get(peer.id)
-        if own is None or view.peers.get(peer.id) is own:
-            return view
-        return View({**view.peers, peer.id: own})
 
     def sample_servers(self, stage: int) -> list[PeerView]:
         """Returns some peers that claim to serve a stage, at random."""

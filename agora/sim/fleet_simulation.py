@@ -164,7 +164,7 @@ class FleetSimulation:
         if peer.presence is Presence.STANDBY:
             self._choose(peer)
         elif peer.presence is Presence.SERVING:
-            span = self._rules.judge(self._directory.view_of(self._events.now, peer), peer)
+            span = self._rules.judge(self._directory.view(self._events.now), peer)
             if span is not None and span != peer.span:
                 self._measurements.moves += 1
                 self._drain(peer, lambda: self._fetch(peer, span))
@@ -173,8 +173,9 @@ class FleetSimulation:
 
     def _drain(self, peer: SimulatedPeer, then: Callable[[], None]) -> None:
         """A machine takes no new work, finishes what it holds, within DRAIN_S, and goes on with `then`."""
-        peer.presence, peer.origin = Presence.LEAVING, peer.origin
-        self._directory.withdraw(peer.id)
+        peer.presence = Presence.LEAVING
+        if peer.span is not None:
+            self._directory.claim(peer, peer.span, "leaving")
         self._wait_for_drain(peer, self._events.now + DRAIN_S, then)
 
     def _wait_for_drain(self, peer: SimulatedPeer, until: float, then: Callable[[], None]) -> None:
@@ -194,7 +195,12 @@ class FleetSimulation:
     def leave(self, peer: SimulatedPeer) -> None:
         """A machine says that it leaves, finishes what it holds, and goes."""
         self._measurements.leaves += 1
-        self._drain(peer, lambda: self._end(peer))
+        self._drain(peer, lambda: self._go(peer))
+
+    def _go(self, peer: SimulatedPeer) -> None:
+        """Ends a machine that has finished what it held, and its claim with it."""
+        self._directory.withdraw(peer.id)
+        self._end(peer)
 
     def kill(self, peer: SimulatedPeer) -> None:
         """A machine vanishes; its claim stays in the directory until it ends."""

@@ -36,7 +36,7 @@ class Simulation:
         self.measurements = Measurements()
         model, seed = scenario.model, scenario.seed
         self._rng = random.Random(f"{seed} fleet")
-        self.directory = DirectoryModel(model.stages, random.Random(f"{seed} directory"), self.measurements)
+        self.directory = DirectoryModel(model.work, random.Random(f"{seed} directory"), self.measurements)
         rules = rules or ProductPlacement(model, scenario.rebalancing, random.Random(f"{seed} placement"))
         self.fleet = FleetSimulation(
             self.events,

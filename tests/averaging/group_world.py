@@ -22,13 +22,13 @@ from agora_protocol.messages import Contribute, GossipSteps, Recall
 from agora.averaging.group import ReplicaGroup
 from agora.calls import Reply
 from agora.observe.events import Event
+from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.state.layout import lay_out
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence
 from agora.train.lineage import INITIAL_LINEAGE, with_step
 from agora.train.outer_step import OuterOptimizer
 from tests.averaging.world import identities
-from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 from tests.train.support import small_manifest
 
 NUMEL = 4 * SLICE_BLOCK
@@ -251,7 +251,7 @@ class GroupWorld:
     def __init__(self, rates: Sequence[float], target: int = 1024, **sections: Any) -> None:
         sections["optimizer"] = {"target_tokens": target}
         self.signed = SignedManifest.sign(small_manifest(**sections), Identity(bytes([9]) * 32))
-        self.network = MemoryNetwork(Faults(latency_s=(0.0025, 0.0025)))
+        self.network = MemoryNetwork(NetworkFaults(latency_s=(0.0025, 0.0025)))
         self.failing: set[type[Message]] = set()
         self.calls: Counter[str] = Counter()
         self.run_steps: list[list[int]] = [[0]]

@@ -15,8 +15,8 @@ from agora.averaging.contributions import Contributions
 from agora.averaging.exchange import INT8_ROUNDS, Exchange, Part, RoundConfig
 from agora.averaging.part_codec import NORMAL_BITS, EncodedPart, PartCodec
 from agora.observe.events import RoundDone
+from agora.sim.virtual_time import run
 from tests.averaging.world import RUN, Member, World, identities
-from tests.pipeline.virtual_time import run
 
 SIZE = 5 * QUANTISER_BLOCK + 7
 FIRST = INT8_ROUNDS

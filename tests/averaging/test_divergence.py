@@ -10,10 +10,10 @@ from agora_protocol.ids import PeerId
 from agora.averaging.divergence import replicas_to_fetch_from
 from agora.averaging.replica_progress import DirectReport, ReplicaCounts, ReplicaProgress
 from agora.observe.events import StageDiverged
+from agora.sim.virtual_time import run
 from agora.train.lineage import INITIAL_LINEAGE, KEPT_STEPS, with_step
 from tests.averaging.group_world import GroupPeer, GroupWorld
 from tests.averaging.test_group import EXACT, assert_equal_bits, at_one_step
-from tests.pipeline.virtual_time import run
 
 ME, A, B, C = (PeerId(name) for name in ("me", "a", "b", "z"))
 

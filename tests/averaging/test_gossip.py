@@ -26,9 +26,9 @@ from agora.averaging.replica_progress import (
     unreachable_replicas,
 )
 from agora.calls import Reply
+from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
+from agora.sim.virtual_time import run
 from tests.averaging.world import identities
-from tests.memory_network import Faults, MemoryCall, MemoryNetwork
-from tests.pipeline.virtual_time import run
 
 STAGE = 3
 
@@ -140,7 +140,7 @@ class World:
     def __init__(self, rates: list[float], target: int = 1000, soon: bool = False) -> None:
         self.target, self.soon = target, soon
         self.is_connected = False
-        self.network = MemoryNetwork(Faults(latency_s=(0.0025, 0.0025)))
+        self.network = MemoryNetwork(NetworkFaults(latency_s=(0.0025, 0.0025)))
         self.answers: dict[PeerId, Callable[[PeerId, GossipSteps], Any]] = {}
         self.calls: list[tuple[float, PeerId, PeerId]] = []
         self.open: Counter[tuple[PeerId, PeerId]] = Counter()

@@ -14,8 +14,8 @@ from agora.averaging.group import LEADING_STEP_INTERVAL_S
 from agora.averaging.next_action import RESUME_AFTER_S
 from agora.averaging.replica_progress import GONE_S, SILENT_S
 from agora.observe.events import GradientWireChosen, PartFailed, RoundDone
+from agora.sim.virtual_time import run
 from tests.averaging.group_world import GroupPeer, GroupWorld
-from tests.pipeline.virtual_time import run
 
 EXACT = {"averaging": {"gradient_wire": "float32", "round_s": 3.0}}
 SYNCHRONOUS = {"schedule": {"kind": "synchronous"}, "averaging": {"round_s": 3.0}}

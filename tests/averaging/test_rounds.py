@@ -22,8 +22,8 @@ from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, ROUNDS_PER_OWNER
 from agora.averaging.reducer import MIN_KEPT_ROUNDS
 from agora.averaging.rounds import RoundResult
 from agora.observe.events import PartFailed, RoundDone
+from agora.sim.virtual_time import run
 from tests.averaging.world import Member, World, identities
-from tests.pipeline.virtual_time import run
 
 SIZE = 3 * PART_ELEMENTS + 1024
 

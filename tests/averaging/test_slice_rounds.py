@@ -16,9 +16,9 @@ from agora.averaging.replica_progress import SILENT_S
 from agora.averaging.rounds import RoundResult
 from agora.averaging.slice_rounds import SliceRounds
 from agora.observe.events import PartFailed, RoundDone, StageDiverged, StageFellBehind, StepsSkipped
+from agora.sim.virtual_time import run
 from agora.train.outer_step import ANCHOR, VELOCITY
 from tests.averaging.group_world import NUMEL, GroupPeer, GroupWorld
-from tests.pipeline.virtual_time import run
 
 TARGET = 4096
 EXACT_STEPS = 5

@@ -18,7 +18,7 @@ from agora.averaging.reducer import PartReducer
 from agora.averaging.rounds import Round, RoundResult
 from agora.calls import Reply
 from agora.observe.events import Event
-from tests.memory_network import Faults, MemoryCall, MemoryNetwork
+from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 RUN = RunId("ab" * 32)
 
@@ -42,7 +42,7 @@ class World:
     gradient_wire: str = "float32"
     slices: int = 1
     members: dict[PeerId, Member] = field(default_factory=dict)
-    network: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(Faults(latency_s=(0.01, 0.01))))
+    network: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(NetworkFaults(latency_s=(0.01, 0.01))))
     strikes: list[tuple[PeerId, ProtocolError]] = field(default_factory=list)
 
     def add(self, *peers: PeerId, **wires: str) -> list[Member]:

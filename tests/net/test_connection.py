@@ -18,9 +18,9 @@ from agora.net.connection import Connection
 from agora.net.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
 from agora.net.send_queue import NEWS_BYTES
 from agora.net.streams import HEAD_BYTES, FrameStream
+from agora.sim.virtual_time import run
 from tests.net.helpers import RUN, boundary, process
 from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
-from tests.pipeline.virtual_time import run
 
 LARGE = 2 * GUARANTEED_BYTES
 LIMITS = NetLimits(max_payload_bytes=1 << 20, max_held_bytes=3 * LARGE, patience_s=1.0)

@@ -25,11 +25,11 @@ from agora.node.paths import Home
 from agora.node.startup import StartSteps
 from agora.node.watchdog import Notifier
 from agora.observe import events
+from agora.sim.memory_network import MemoryCall, MemoryNetwork
 from agora.state import base_fetch
 from agora.state.stored_tensors import BaseModelError
 from agora.swarm.conduct import Offence
 from agora.swarm.view import PeerView, View
-from tests.memory_network import MemoryCall, MemoryNetwork
 from tests.model.tiny_models import make_model, manifest_of, save
 
 STAGES = 3

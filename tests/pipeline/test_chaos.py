@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import pytest
 
 from agora.pipeline.origin import Origin
-from tests.pipeline.virtual_time import run
-from tests.pipeline.world import Faults, Node, World, completed, dropped, started, train
+from agora.sim.virtual_time import run
+from tests.pipeline.world import NetworkFaults, Node, World, completed, dropped, started, train
 
 SEEDS = 198
 GROUP = 33
@@ -26,7 +26,7 @@ MICROBATCHES = 12
 class Kind:
     """What may happen in one family of seeds."""
 
-    faults: Faults
+    faults: NetworkFaults
     kills: int = 0
     hangs: int = 0
     slow: int = 1
@@ -35,15 +35,15 @@ class Kind:
 
 def kind_of(seed: int) -> Kind:
     kinds = [
-        Kind(Faults()),
-        Kind(Faults(), kills=4),
-        Kind(Faults(), hangs=2),
-        Kind(Faults(lost_answer=0.15)),
-        Kind(Faults(break_call=0.4)),
-        Kind(Faults(), slow=10, full=True),
-        Kind(Faults(lost_answer=0.05, break_call=0.05), kills=3, hangs=1, slow=10, full=True),
-        Kind(Faults(latency_s=(0.05, 0.3)), kills=3, full=True),
-        Kind(Faults(), slow=200),
+        Kind(NetworkFaults()),
+        Kind(NetworkFaults(), kills=4),
+        Kind(NetworkFaults(), hangs=2),
+        Kind(NetworkFaults(lost_answer=0.15)),
+        Kind(NetworkFaults(break_call=0.4)),
+        Kind(NetworkFaults(), slow=10, full=True),
+        Kind(NetworkFaults(lost_answer=0.05, break_call=0.05), kills=3, hangs=1, slow=10, full=True),
+        Kind(NetworkFaults(latency_s=(0.05, 0.3)), kills=3, full=True),
+        Kind(NetworkFaults(), slow=200),
     ]
     return kinds[seed % len(kinds)]
 

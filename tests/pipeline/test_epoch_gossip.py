@@ -15,9 +15,9 @@ from agora_protocol.messages import GossipedEpochs, GossipEpochs, Pong
 from agora.calls import Reply
 from agora.observe.events import Event, TaskFailed
 from agora.pipeline.epoch_gossip import HEARTBEAT_S, INTERVAL_S, REPEAT_S, TARGETS, EpochGossip
+from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
+from agora.sim.virtual_time import run
 from agora.swarm.conduct import Offence
-from tests.memory_network import Faults, MemoryCall, MemoryNetwork
-from tests.pipeline.virtual_time import run
 from tests.pipeline.world import peer_id
 
 BAD, OTHER_ROWS = 666, 667
@@ -47,7 +47,7 @@ class KnownNumbers:
 class Circle:
     """Origins that all know each other."""
 
-    def __init__(self, count: int, faults: Faults | None = None) -> None:
+    def __init__(self, count: int, faults: NetworkFaults | None = None) -> None:
         self.network = MemoryNetwork(faults, random.Random(1))
         self.shares: dict[PeerId, KnownNumbers] = {}
         self.gossips: dict[PeerId, EpochGossip] = {}
@@ -89,7 +89,7 @@ class Circle:
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
 
-def in_circle(count: int, faults: Faults | None = None) -> Any:
+def in_circle(count: int, faults: NetworkFaults | None = None) -> Any:
     """Decorates a test that gets a running circle of `count` origins."""
 
     def decorate(test: Callable[[Circle], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -119,7 +119,7 @@ async def test_what_one_has_done_all_know_within_a_few_intervals(circle: Circle)
     assert circle.events == [] and circle.offences == []
 
 
-@in_circle(6, Faults(lost_answer=0.4))
+@in_circle(6, NetworkFaults(lost_answer=0.4))
 async def test_lost_answers_delay_the_news_and_lose_none(circle: Circle) -> None:
     for number, shares in enumerate(circle.shares.values()):
         shares.known.add(number)

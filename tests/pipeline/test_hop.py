@@ -13,8 +13,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
+from agora.sim.virtual_time import run
 from agora.swarm.conduct import PENALTIES, POINTS_TO_SHUT_OUT, Offence
-from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
     Node,
     World,

@@ -12,7 +12,7 @@ from agora_protocol.messages import Advance, Process, Processed
 from agora.observe.events import Event, RepeatServed, SeatsChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.ledger import ANSWERS_PER_SEAT, ENTRY_BYTES, AnswerCache, Work, WorkKey, WorkLedger
-from tests.pipeline.virtual_time import run
+from agora.sim.virtual_time import run
 from tests.pipeline.world import World, boundary_of, gradient_of, peer_id, tokens_of
 
 MB = microbatch_id(b"session0", 1)

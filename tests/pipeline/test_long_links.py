@@ -13,8 +13,8 @@ from agora.net.link import LinkSpec
 from agora.pipeline.opening import SAFETY
 from agora.pipeline.origin import Origin
 from agora.pipeline.routing import SEAT_WAITS, PeerCost
+from agora.sim.virtual_time import run
 from tests.pipeline.test_decisions import A, sent, table_of
-from tests.pipeline.virtual_time import run
 from tests.pipeline.world import World
 
 STAGES, SERVICE_S = 4, 0.1

@@ -15,7 +15,7 @@ from agora.observe.events import EvaluationDone, Event, MicrobatchDropped, Micro
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
-from tests.pipeline.virtual_time import run
+from agora.sim.virtual_time import run
 from tests.pipeline.world import (
     TOKENS,
     Source,

@@ -12,7 +12,7 @@ from agora_protocol.tensors import WireTensor
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.opening import GRACE_S, StepState, Surroundings, equal_quota
 from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig
-from tests.pipeline.virtual_time import run
+from agora.sim.virtual_time import run
 from tests.pipeline.world import TOKENS, Source, peer_id
 
 STEP = 8

@@ -14,10 +14,10 @@ from agora.net.network_errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.router import NEWS_PER_STAGE
+from agora.sim.virtual_time import run
 from agora.swarm.conduct import PENALTIES, POINTS_TO_SHUT_OUT, Offence
-from tests.pipeline.virtual_time import run
 from tests.pipeline.world import (
-    Faults,
+    NetworkFaults,
     Node,
     World,
     boundary_of,
@@ -215,7 +215,7 @@ def test_a_retry_reaches_the_peers_that_already_did_their_part() -> None:
 
 def test_a_lost_answer_is_fetched_from_the_peer_that_has_it() -> None:
     async def work() -> None:
-        world = World(2, faults=Faults(lost_answer=1.0))
+        world = World(2, faults=NetworkFaults(lost_answer=1.0))
         node = world.add("first", "0")
         callees = [world.add(name, "1") for name in ("x", "y", "z")]
         task = asyncio.create_task(send(node))
@@ -364,7 +364,7 @@ def test_peers_that_left_the_view_are_forgotten_and_enter_anew() -> None:
 
 def test_the_path_is_estimated_without_queues() -> None:
     async def work() -> None:
-        world = World(4, faults=Faults(latency_s=(0.1, 0.1)))
+        world = World(4, faults=NetworkFaults(latency_s=(0.1, 0.1)))
         nodes = [world.add(f"peer{i}", str(i), service_s=0.2) for i in range(4)]
         assert nodes[0].hop.path_s() is None
         origin = world.origin(nodes[0], max_in_flight=16)
@@ -377,7 +377,7 @@ def test_the_path_is_estimated_without_queues() -> None:
 
 def test_measured_costs_are_about_what_they_measure() -> None:
     async def work() -> None:
-        world = World(2, faults=Faults(latency_s=(0.01, 0.01)))
+        world = World(2, faults=NetworkFaults(latency_s=(0.01, 0.01)))
         node = world.add("first", "0")
         peers = {s: world.add(f"s{s}", "1", service_s=s) for s in (0.05, 0.2)}
         await train(world.origin(node, max_in_flight=6), 60)

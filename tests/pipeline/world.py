@@ -34,10 +34,10 @@ from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.opening import Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.router import Router
+from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.stepping import SpanResult
 from agora.swarm.offences import OffenceLog
 from agora.swarm.view import PeerView, View
-from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 
 SHAPES = WireShapes(("float32", (1, 2, 4)), ("float32", (1, 2, 4)), (1, 3))
 TOKENS = 2
@@ -253,7 +253,7 @@ class Node:
 class World:
     """All peers, the network between them, and what went wrong on purpose."""
 
-    def __init__(self, stage_count: int, *, seed: int = 0, faults: Faults | None = None) -> None:
+    def __init__(self, stage_count: int, *, seed: int = 0, faults: NetworkFaults | None = None) -> None:
         self.stage_count = stage_count
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(faults, self.rng)
@@ -298,7 +298,7 @@ class World:
             node.router.view_changed()
 
     @property
-    def faults(self) -> Faults:
+    def faults(self) -> NetworkFaults:
         return self.network.faults
 
     @property

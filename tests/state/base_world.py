@@ -16,13 +16,13 @@ from agora_protocol.tensor_list import TensorList
 from safetensors.numpy import load_file, save_file
 
 from agora.calls import Reply
+from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.state.base_fetch import BaseFetch
 from agora.state.base_giving import BaseGiver
 from agora.state.base_tensors import BaseTensors
 from agora.state.stored_tensors import list_tensors
 from agora.state.tensor_store import TensorStore
 from agora.swarm.conduct import Offence
-from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 
 CHUNK_VALUES = STATE_CHUNK_BYTES // 4
 SIZES: Mapping[str, int] = {
@@ -96,7 +96,7 @@ class BaseWorld:
     def __init__(self, root: Path, whole: Path) -> None:
         self.root, self.whole = root, whole
         self.list: TensorList = list_tensors([whole / name for name in NAMES])
-        self.network = MemoryNetwork(Faults(latency_s=(0.001, 0.001)))
+        self.network = MemoryNetwork(NetworkFaults(latency_s=(0.001, 0.001)))
         self.holders: dict[PeerId, Holder] = {}
         self.events: list[object] = []
         self.offences: list[tuple[PeerId, Offence, str]] = []

@@ -16,13 +16,13 @@ from agora_protocol.messages import BaseIndex, GetPiece, Pong
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
+from agora.sim.virtual_time import run
 from agora.state import base_fetch, base_giving
 from agora.state.base_fetch import LONELY_S, PATIENCE_S
 from agora.state.base_giving import LIST
 from agora.state.chunk_source import CHUNK_S, FAILURES, WINDOW
 from agora.state.stored_tensors import BaseModelError
 from agora.swarm.conduct import Offence
-from tests.pipeline.virtual_time import run
 from tests.state.base_world import CHUNK_VALUES, BaseWorld, make_folder, values_in
 from tests.state.world import flipped
 

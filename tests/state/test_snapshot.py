@@ -9,9 +9,9 @@ import pytest
 from agora_protocol.errors import Busy, NotMyStage, ProtocolError, Refused
 from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
+from agora.sim.virtual_time import run
 from agora.state.layout import StageState, pack_chunk
 from agora.state.snapshot import MAX_BYTES, Snapshots
-from tests.pipeline.virtual_time import run
 from tests.state.world import chunks, state
 
 NUMEL = chunks(2.5)

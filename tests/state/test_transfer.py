@@ -15,10 +15,10 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import StateIndex
 
 from agora.calls import Reply
+from agora.sim.virtual_time import run
 from agora.state import transfer
 from agora.state.layout import StageState
 from agora.state.transfer import StateFetch
-from tests.pipeline.virtual_time import run
 from tests.state.world import WINDOW, World, chunks, flipped, layout_of, state
 
 NUMEL = chunks(11.5)

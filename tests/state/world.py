@@ -17,10 +17,10 @@ from agora_protocol.messages import GetChunk, GetState
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
+from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.state.layout import Layout, MomentSpec, Slot, StageState
 from agora.state.snapshot import Snapshots
 from agora.swarm.conduct import Offence
-from tests.memory_network import Faults, MemoryCall, MemoryNetwork
 
 WINDOW = 3
 
@@ -147,7 +147,7 @@ class World:
     """A joining peer's calls to its replicas; its own wire is shared by all of them."""
 
     def __init__(self, downlink: float = 1e12) -> None:
-        self.network = MemoryNetwork(Faults(latency_s=(0.0, 0.0)))
+        self.network = MemoryNetwork(NetworkFaults(latency_s=(0.0, 0.0)))
         self.downlink = Link(downlink)
         self.replicas: dict[PeerId, Replica] = {}
         self.offences: list[tuple[PeerId, str]] = []

@@ -16,6 +16,7 @@ from agora_protocol.records import Claim, Progress, Record
 from agora_protocol.shards import Shard, shard_bits, shard_hash
 
 from agora.observe.events import PeerGone
+from agora.sim.virtual_time import run
 from agora.swarm.directory_shards import (
     LEAST_WAIT_OF_OTHERS,
     SHARDS_PER_READ,
@@ -25,7 +26,6 @@ from agora.swarm.directory_shards import (
     shards_to_publish,
 )
 from agora.swarm.membership import Membership, MembershipConfig
-from tests.pipeline.virtual_time import run
 from tests.swarm.makers import RUN, peer_id
 
 EPOCH = 1_700_000_000.0

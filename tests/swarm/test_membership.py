@@ -15,9 +15,9 @@ from agora_protocol.records import Claim, Progress, Record
 from agora_protocol.shards import Shard
 
 from agora.observe.events import DirectoryTrouble, PeerGone, PeerSeen, SpanChosen
+from agora.sim.virtual_time import run
 from agora.swarm.directory_reader import JITTER, SLOW_READ_S, linger_s, read_interval_s
 from agora.swarm.membership import Membership, MembershipConfig
-from tests.pipeline.virtual_time import run
 from tests.swarm.makers import RUN
 
 EPOCH = 1_700_000_000.0

@@ -1,4 +1,7 @@
-"""An event loop whose clock jumps: time passes only when nothing else can happen, so tests wait for hours at once."""
+"""An event loop whose clock jumps: time passes only when nothing else can happen, so tests wait for hours at once.
+
+Knows: asyncio's selectors and timers. Must not know: what runs in it.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ class _JumpingSelector(selectors.SelectSelector):
     """Never waits: the time it was asked to wait for is added to the clock instead."""
 
     def __init__(self) -> None:
+        """Starts the clock at 1000 s."""
         super().__init__()
         self.now = 1000.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        """Adds `timeout` to the clock and returns what is ready now. Raises NothingLeftToHappen without a timeout."""
         if timeout is None:
             raise NothingLeftToHappen
         self.now += max(0.0, timeout)
@@ -32,18 +37,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """A deterministic loop: the same coroutine takes the same way at every run."""
 
     def __init__(self) -> None:
+        """Creates the loop with a clock of its own."""
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
 
     def time(self) -> float:
+        """Returns the virtual time, in seconds."""
         return self._jumping.now
 
     def open_timers(self) -> int:
-        """Number of timers that will still fire."""
-        return sum(not timer.cancelled() for timer in self._scheduled)
+        """Returns the number of timers that will still fire."""
+        timers: list[asyncio.TimerHandle] = getattr(self, "_scheduled")  # noqa: B009 asyncio does not declare it
+        return sum(not timer.cancelled() for timer in timers)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, in virtual time."""
+    """Runs `work` in virtual time and returns its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

@@ -2,6 +2,8 @@
 
 Every peer joins with a handler and gets back its agora.calls.Caller. Works in virtual time and in real time. Each fault
 is counted in `faults.fired`, and each call that ended without an answer or a refusal is kept in `unanswered`.
+
+Knows: calls, links, faults. Must not know: what is asked or answered. The tests run the daemon's own objects on it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
@@ -39,7 +42,7 @@ Handler = Callable[[MemoryCall], Awaitable[Reply]]
 
 
 @dataclass
-class Faults:
+class NetworkFaults:
     """What goes wrong by chance: probabilities for each call, the range of a message's delay, and what has fired."""
 
     lost_answer: float = 0.0
@@ -52,11 +55,13 @@ class Uplink:
     """What a peer sends: first come first served at one rate, progress messages too, then half a round trip."""
 
     def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
+        """Creates an idle link."""
         self.spec, self.rng = spec, rng
         self.bucket = TokenBucket(spec.rate)
         self.lines: dict[PeerId, DelayLine] = {}
 
     def arrival(self, to: PeerId, size: int, now: float) -> float:
+        """Books `size` bytes to a peer; returns when the last of them arrives."""
         line = self.lines.setdefault(to, DelayLine(self.spec, self.rng))
         return line.arrival(size, self.bucket.take(size, now))
 
@@ -65,6 +70,7 @@ class MemoryPeer:
     """One peer of the network, and its Caller."""
 
     def __init__(self, network: MemoryNetwork, peer: PeerId, handler: Handler, link: LinkSpec | None) -> None:
+        """Creates a living peer; link: None for the network's latency alone."""
         self.network, self.peer, self.handler = network, peer, handler
         self.uplink = Uplink(link, network.rng) if link else None
         self.frozen = False
@@ -72,7 +78,7 @@ class MemoryPeer:
         self.calls_in = 0
 
     async def gate(self) -> None:
-        """A frozen peer never goes on."""
+        """Returns at once, or never for a frozen peer."""
         if self.frozen:
             await asyncio.Event().wait()
 
@@ -85,6 +91,7 @@ class MemoryPeer:
         deadline: float,
         on_progress: OnProgress | None = None,
     ) -> Reply:
+        """Calls a peer, as agora.calls.Caller has it."""
         await self.gate()
         try:
             reply = await self.network.carry(self, peer, request, tensors, deadline, on_progress)
@@ -102,8 +109,9 @@ class MemoryNetwork:
     pair in `broken`; `silent` peers answer nothing. A test may change these at any time.
     """
 
-    def __init__(self, faults: Faults | None = None, rng: random.Random | None = None) -> None:
-        self.faults = faults or Faults()
+    def __init__(self, faults: NetworkFaults | None = None, rng: random.Random | None = None) -> None:
+        """Creates a network without peers."""
+        self.faults = faults or NetworkFaults()
         self.rng = rng or random.Random(0)
         self.peers: dict[PeerId, MemoryPeer] = {}
         self.calls: Counter[tuple[PeerId, PeerId]] = Counter()
@@ -111,7 +119,7 @@ class MemoryNetwork:
         self.dead: set[PeerId] = set()
         self.silent: set[PeerId] = set()
         self.broken: set[frozenset[PeerId]] = set()
-        self.tasks: set[asyncio.Task] = set()
+        self.tasks: set[asyncio.Task[Reply]] = set()
 
     def join(self, peer: PeerId, handler: Handler, link: LinkSpec | None = None) -> MemoryPeer:
         """Adds a peer whose requests `handler` answers; one that joins again takes the place of the former."""
@@ -119,19 +127,19 @@ class MemoryNetwork:
         return joined
 
     def kill(self, peer: PeerId) -> None:
-        """SIGKILL: its connections break at once, and nothing of it goes on."""
+        """Kills a peer: its connections break at once, and nothing of it goes on."""
         self.faults.fired["kill"] += 1
         self.peers[peer].frozen = True
         if not self.peers[peer].died.done():
             self.peers[peer].died.set_result(None)
 
     def hang(self, peer: PeerId) -> None:
-        """The process stops, its connections stay."""
+        """Stops a peer's process; its connections stay."""
         self.faults.fired["hang"] += 1
         self.peers[peer].frozen = True
 
     def breaks(self, one: PeerId, other: PeerId) -> bool:
-        """Whether messages between the two are lost with their connection."""
+        """Returns whether messages between the two are lost with their connection."""
         return bool({one, other} & self.dead) or frozenset((one, other)) in self.broken
 
     async def carry(
@@ -143,7 +151,7 @@ class MemoryNetwork:
         deadline: float,
         on_progress: OnProgress | None,
     ) -> Reply:
-        """One call, there and back."""
+        """Carries one call there and back, and returns its reply."""
         target = self.peers.get(peer)
         self.calls[caller.peer, peer] += 1
         try:
@@ -165,7 +173,10 @@ class MemoryNetwork:
         deadline: float,
         on_progress: OnProgress | None,
     ) -> asyncio.Task[Reply]:
+        """Starts the target's handler on a request and returns its task."""
+
         def progress(news: Advance) -> None:
+            """Passes a progress message to the caller, after the time that it takes on the way."""
             if not on_progress or caller.frozen or target.frozen:
                 return
             if target.uplink is None:
@@ -178,6 +189,7 @@ class MemoryNetwork:
         call = MemoryCall(caller.peer, request, list(tensors), min(deadline, loop_time() + left_s), progress)
 
         async def handle() -> Reply:
+            """Runs the handler, unless the target hangs or is silent."""
             await target.gate()
             target.calls_in += 1
             if target.peer in self.silent:
@@ -192,16 +204,21 @@ class MemoryNetwork:
         task.add_done_callback(self._ended)
         return task
 
-    def _ended(self, task: asyncio.Task) -> None:
+    def _ended(self, task: asyncio.Task[Reply]) -> None:
+        """Forgets an ended task, and that its error was not retrieved."""
         self.tasks.discard(task)
         if not task.cancelled():
             task.exception()
 
-    async def _reply(self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task, deadline: float) -> Reply:
+    async def _reply(
+        self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task[Reply], deadline: float
+    ) -> Reply:
+        """Waits for the answer, a fault or the deadline; returns the answer once it has arrived."""
         breaks = self.rng.random() < self.faults.break_call
         until = min(deadline, loop_time() + self.rng.uniform(0.0, 0.3)) if breaks else deadline
         try:
-            await asyncio.wait([handling, target.died], timeout=until - loop_time(), return_when="FIRST_COMPLETED")
+            either: tuple[asyncio.Future[Any], ...] = (handling, target.died)
+            await asyncio.wait(either, timeout=until - loop_time(), return_when="FIRST_COMPLETED")
             if target.frozen and not target.died.done():
                 await asyncio.wait([target.died], timeout=until - loop_time())
         except asyncio.CancelledError:
@@ -225,12 +242,14 @@ class MemoryNetwork:
         return reply
 
     async def _travel(self, sender: MemoryPeer, to: PeerId, size: int) -> None:
+        """Waits for as long as `size` bytes take on the way."""
         if sender.uplink is None:
             await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
         else:
             now = loop_time()
             await asyncio.sleep(sender.uplink.arrival(to, size, now) - now)
 
-    def _cancel(self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task) -> None:
+    def _cancel(self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task[Reply]) -> None:
+        """Cancels the handler, as the end of a call does while both peers live."""
         if not caller.frozen and not target.frozen:
             handling.cancel()
