@@ -14,7 +14,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
 from agora.model import family_of
-from agora.state.layout import VALUE_BYTES
+from agora.train.optimizer import moment_bytes
 from agora.train.trained_stage import stage_layout
 
 LEAST_FREE_BYTES = 64 * 2**20
@@ -56,7 +56,7 @@ def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: flo
     family = family_of(manifest.model)
     need = BASE_BYTES + family.memory_bytes(manifest.layers_in(span), manifest.tokens_per_microbatch)
     layouts = [stage_layout(manifest, stage) for stage in span.stages]
-    need += sum(VALUE_BYTES * moment.numel for layout in layouts for moment in layout.moments)
+    need += sum(moment_bytes(manifest.optimizer, layout) for layout in layouts)
     if need > allowed:
         raise MemoryError_(
             f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(allowed)} may be used; "
