@@ -33,7 +33,7 @@ class TuningPackage:
 PACKAGES: Final = {
     "transformers": TuningPackage("5", "trains a Hugging Face model"),
     "peft": TuningPackage("0.18", "trains LoRA"),
-    "bitsandbytes": TuningPackage("0.49", "keeps its frozen weights as NF4"),
+    "bitsandbytes": TuningPackage("0.49", "keeps frozen weights as NF4, or moments in 8 bits"),
 }
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.nadam import nadam
 
-from agora.state.layout import AVERAGE, Layout, MomentSpec, Slot
+from agora.state.layout import AVERAGE, VALUE_BYTES, Layout, MomentSpec, Slot
+from agora.train.eight_bit import EightBitPart
 from agora.train.muon import MuonMatrices
 
 MOMENTUM_DECAY = 4e-3
@@ -76,12 +77,12 @@ class StageOptimizer:
     | adamw          | AdamW           | AdamW             |
     | nadam          | NAdam           | NAdam             |
     | muon           | Muon            | AdamW             |
+    | adamw8bit      | AdamW           | AdamW             |
 
-    layout: the places of tensors and moments. moments: the moments' values by name, flat: the mean of every element,
-    the mean square of those that Muon does not update, and unless the manifest's `average_decay` is 0, the moving
-    average of all weights. updates: how many steps changed them, without those in which this replica had no part. The
-    manifest's `clip` bounds the gradient norm of the whole model, which no peer sees; a stage clips at
-    clip / sqrt(stages), or not at all when it is 0. Weight decay applies to matrices only.
+    layout: the places of tensors and moments. With adamw8bit the moments of all matrices are held in 8 bits. updates:
+    how many steps changed the moments, without those in which this replica had no part. The manifest's `clip` bounds
+    the gradient norm of the whole model, which no peer sees; a stage clips at clip / sqrt(stages), or not at all when
+    it is 0. Weight decay applies to matrices only.
     """
 
     def __init__(self, section: OptimizerSection, stage_count: int, layout: Layout, weights: Tensor) -> None:
@@ -90,17 +91,41 @@ class StageOptimizer:
         section: the manifest's [optimizer]; stage_count: stages of the whole model.
         """
         self.layout = with_moments(section, layout)
-        self.moments = {moment.name: weights.new_zeros(moment.numel) for moment in self.layout.moments}
-        if AVERAGE in self.moments:
-            self.moments[AVERAGE].copy_(weights)
+        ranges = eight_bit_ranges(section, layout)
+        self._eight_bit = [EightBitPart(section, part, section.weight_decay, weights.device) for part in ranges]
+        self._specs = float32_moments(section, self.layout)
+        self._held = {spec.name: weights.new_zeros(spec.numel) for spec in self._specs}
+        if AVERAGE in self._held:
+            self._held[AVERAGE].copy_(weights)
         self.updates = 0
         self.section = section
         self._clip = section.clip / math.sqrt(stage_count)
-        self._muon = MuonMatrices(section, layout, self.moments[MEAN]) if section.name == "muon" else None
+        self._muon = MuonMatrices(section, layout, self._held[MEAN]) if section.name == "muon" else None
         self._parts = []
         for elements, decay in elementwise_ranges(section, layout):
-            mean, square = (self.moments[m.name][m.places(elements)] for m in self.layout.moments[:2])
+            mean, square = (self._held[m.name][m.places(elements)] for m in self._specs[:2])
             self._parts.append(_WeightPart.create(section, elements, decay, mean, square))
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """The moments' values by name, float32, flat; those that are held in 8 bits are decoded into new tensors.
+
+        The mean of every element, the mean square of those that Muon does not update, and unless the manifest's
+        `average_decay` is 0, the moving average of all weights, which is the held tensor itself.
+        """
+        if not self._eight_bit:
+            return self._held
+        found = {}
+        for whole, held in zip(self.layout.moments, self._specs, strict=True):
+            if held.numel == whole.numel:
+                found[whole.name] = self._held[whole.name]
+                continue
+            values = found[whole.name] = self._held[whole.name].new_zeros(whole.numel)
+            for elements in held.ranges:
+                values[elements] = self._held[whole.name][held.places(elements)]
+            for part in self._eight_bit:
+                values[part.elements] = (part.mean if whole.name == MEAN else part.square).decode()
+        return found
 
     def step(self, weights: Tensor, gradient: Tensor, number: int, tokens: int = 1) -> StepResult | None:
         """Takes step `number` (0 the first) along gradient / tokens, clipped, and returns its rate and gradient norm.
@@ -125,10 +150,13 @@ class StageOptimizer:
         rate = learning_rate(number, self.section)
         for part in self._parts:
             UPDATES[self.section.name](part, weights[part.elements], gradient[part.elements], rate)
+        for eight_bit in self._eight_bit:
+            places = eight_bit.elements
+            eight_bit.step(weights[places], gradient[places], rate, self.updates + 1)
         if self._muon:
             self._muon.step(weights, gradient, rate)
-        if AVERAGE in self.moments:
-            self.moments[AVERAGE].lerp_(weights, 1.0 - average_decay(number, self.section))
+        if AVERAGE in self._held:
+            self._held[AVERAGE].lerp_(weights, 1.0 - average_decay(number, self.section))
         self.updates += 1
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
         torch.autograd.graph.increment_version(weights)
@@ -138,11 +166,19 @@ class StageOptimizer:
     def load(self, updates: int, moments: Mapping[str, Tensor]) -> None:
         """Replaces the moments by copies of these, as if the `updates` that made them had been taken here."""
         self.updates = updates
-        for name, values in self.moments.items():
-            values.copy_(moments[name])
+        for spec in self._specs:
+            for elements in spec.ranges:
+                self._held[spec.name][spec.places(elements)] = moments[spec.name][self._places(spec.name, elements)]
+        for eight_bit in self._eight_bit:
+            eight_bit.mean.encode(moments[MEAN][eight_bit.elements])
+            eight_bit.square.encode(moments[SQUARE][eight_bit.elements])
         for part in self._parts:
             part.step.fill_(updates)
             part.momentum.fill_(momentum_product(self.section.beta1, updates))
+
+    def _places(self, name: str, elements: slice) -> slice:
+        """Returns where the values of these elements lie in the named array of a state."""
+        return next(moment for moment in self.layout.moments if moment.name == name).places(elements)
 
 
 def with_moments(section: OptimizerSection, layout: Layout) -> Layout:
@@ -158,10 +194,32 @@ def has_muon(section: OptimizerSection, slot: Slot) -> bool:
     return section.name == "muon" and slot.is_hidden_matrix
 
 
-def elementwise_ranges(section: OptimizerSection, layout: Layout) -> list[tuple[slice, float]]:
-    """Returns the ranges of elements that AdamW or NAdam updates, each with its weight decay: 0 for vectors."""
-    matrices = layout.ranges(lambda slot: len(slot.shape) > 1 and not has_muon(section, slot))
+def eight_bit_ranges(section: OptimizerSection, layout: Layout) -> list[slice]:
+    """Returns the ranges of elements whose mean and square are held in 8 bits: with adamw8bit all matrices."""
+    return layout.ranges(lambda slot: len(slot.shape) > 1) if section.name == "adamw8bit" else []
+
+
+def float32_moments(section: OptimizerSection, layout: Layout) -> list[MomentSpec]:
+    """Returns the moments of the layout with the elements of which the optimizer holds a float32 value."""
+    if section.name != "adamw8bit":
+        return list(layout.moments)
     vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
+    return [replace(moment, ranges=vectors) if moment.name in (MEAN, SQUARE) else moment for moment in layout.moments]
+
+
+def moment_bytes(section: OptimizerSection, layout: Layout) -> int:
+    """Returns how many bytes the moments of the layout take in memory, the scales of those in 8 bits left out."""
+    in_float32 = sum(moment.numel for moment in float32_moments(section, layout))
+    everything = sum(moment.numel for moment in layout.moments)
+    return VALUE_BYTES * in_float32 + everything - in_float32
+
+
+def elementwise_ranges(section: OptimizerSection, layout: Layout) -> list[tuple[slice, float]]:
+    """Returns the ranges that AdamW or NAdam updates in float32, each with its weight decay: 0 for vectors."""
+    vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
+    if section.name == "adamw8bit":
+        return [(part, 0.0) for part in vectors]
+    matrices = layout.ranges(lambda slot: len(slot.shape) > 1 and not has_muon(section, slot))
     return [*((part, section.weight_decay) for part in matrices), *((part, 0.0) for part in vectors)]
 
 
@@ -215,5 +273,5 @@ def _update_nadam(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: fl
     nadam([weights], [gradient], [part.mean], [part.square], [part.momentum], [part.step], **options)
 
 
-UPDATES = {"adamw": _update_adamw, "nadam": _update_nadam, "muon": _update_adamw}
-"""The update of one part of the weights, without Muon's matrices, by the manifest's `optimizer.name`."""
+UPDATES = {"adamw": _update_adamw, "nadam": _update_nadam, "muon": _update_adamw, "adamw8bit": _update_adamw}
+"""The update of one part of the weights, without matrices of Muon or in 8 bits, by the manifest's `optimizer.name`."""

@@ -47,7 +47,7 @@ class BoundarySection(Section):
 class OptimizerSection(Section):
     """How each stage learns from the summed gradients."""
 
-    name: Literal["adamw", "nadam", "muon"] = Field(
+    name: Literal["adamw", "nadam", "muon", "adamw8bit"] = Field(
         default="adamw",
         description="adamw; nadam where staleness is high; muon for the layers' matrices, with adamw for the rest",
     )

@@ -266,7 +266,7 @@ def test_memory_also_counts_trained_matrices_activations_and_logits(tmp_path: Pa
 # --- without the packages
 
 
-@pytest.mark.parametrize(("package", "purpose"), [("peft", "trains LoRA"), ("bitsandbytes", "keeps its frozen .* NF4")])
+@pytest.mark.parametrize(("package", "purpose"), [("peft", "trains LoRA"), ("bitsandbytes", "keeps frozen .* NF4")])
 def test_who_lacks_a_package_is_told_the_command(
     package: str, purpose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

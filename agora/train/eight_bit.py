@@ -1,0 +1,115 @@
+"""AdamW whose moments are kept in 8 bits: bitsandbytes' blockwise update of a range of a stage's flat weights.
+
+Source: 8-bit optimizers via block-wise quantisation, arXiv 2110.02861. Knows: bitsandbytes, flat tensors. Must not
+know: layouts, steps that are due, peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from agora_protocol.manifest import OptimizerSection
+from torch import Tensor
+
+from agora.model.tuning_packages import import_tuning
+
+BLOCK: Final = 256
+"""Values that share a scale; the only number that bitsandbytes' update takes."""
+CHUNK: Final = BLOCK << 12
+"""Values updated at a time: on the CPU the update makes float32 copies of their moments."""
+
+LEAST_SCALE: Final = torch.finfo(torch.float32).tiny
+"""By which a block of zeros is divided."""
+
+
+class QuantisedMoment:
+    """A moment of n values as a byte each, an index into 256 levels from -1 or 0 to 1, and a float32 scale per block.
+
+    Both ends of the levels are exact, so that a block's largest value tells its scale: decoding and encoding again
+    gives the same bytes and scales. So moments can travel as float32 and replicas stay equal to the last bit.
+    """
+
+    def __init__(self, count: int, device: torch.device, *, is_signed: bool) -> None:
+        """Starts with zeros. Raises TuningMissing without bitsandbytes."""
+        levels: Tensor = import_tuning("bitsandbytes.functional").create_dynamic_map(signed=is_signed)
+        if is_signed:
+            levels[
+                0
+            ] = -1.0  # bitsandbytes' own is -0.993: a scale set by a negative value would shrink at each encoding
+        self.levels = levels.to(device)
+        self.codes = torch.full((count,), int((levels == 0).nonzero()), dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(-(-count // BLOCK), dtype=torch.float32, device=device)
+
+    def decode(self) -> Tensor:
+        """Returns the values, float32 [n]."""
+        decoded: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
+            self.codes, self.scales, self.levels, BLOCK, torch.float32
+        )
+        return decoded
+
+    def encode(self, values: Tensor) -> None:
+        """Replaces the values by the nearest ones of these, float32 [n], that 8 bits can say.
+
+        bitsandbytes' own quantisation on the CPU misses the nearest level once in some thousand values.
+        """
+        middles = (self.levels[1:] + self.levels[:-1]) / 2
+        for part, scales in chunks(len(values)):
+            padding = -(part.stop - part.start) % BLOCK
+            blocks = F.pad(values[part], (0, padding)).view(-1, BLOCK)
+            largest = blocks.abs().amax(dim=1)
+            nearest = torch.bucketize(blocks / largest.clamp(min=LEAST_SCALE).unsqueeze(1), middles)
+            self.codes[part] = nearest.flatten()[: part.stop - part.start].to(torch.uint8)
+            self.scales[scales] = largest
+
+
+class EightBitPart:
+    """The optimizer's state for one range of the flat weights, with moments in 8 bits.
+
+    elements: the range. mean, square: the gradient's moments.
+    """
+
+    def __init__(self, section: OptimizerSection, elements: slice, decay: float, device: torch.device) -> None:
+        """Starts with zero moments. decay: weight decay of this range. Raises TuningMissing without bitsandbytes."""
+        self._functional: Any = import_tuning("bitsandbytes.functional")
+        self._section, self._decay = section, decay
+        self.elements = elements
+        count = elements.stop - elements.start
+        self.mean = QuantisedMoment(count, device, is_signed=True)
+        self.square = QuantisedMoment(count, device, is_signed=False)
+
+    def step(self, weights: Tensor, gradient: Tensor, rate: float, updates: int) -> None:
+        """Changes `weights` and the moments in place by one AdamW step.
+
+        weights, gradient: of this range, float32 [n]. updates: the steps that the moments will have seen, 1 the first.
+        """
+        section, mean, square = self._section, self.mean, self.square
+        for part, scales in chunks(len(weights)):
+            self._functional.optimizer_update_8bit_blockwise(
+                "adam",
+                gradient[part],
+                weights[part],
+                mean.codes[part],
+                square.codes[part],
+                section.beta1,
+                section.beta2,
+                0.0,  # beta3 and alpha are AdEMAMix's
+                0.0,
+                section.epsilon,
+                updates,
+                rate,
+                mean.levels,
+                square.levels,
+                mean.scales[scales],
+                square.scales[scales],
+                weight_decay=self._decay,
+            )
+
+
+def chunks(count: int) -> Iterator[tuple[slice, slice]]:
+    """Yields the ranges of at most CHUNK of `count` values in order, each with the range of its blocks' scales."""
+    for start in range(0, count, CHUNK):
+        stop = min(start + CHUNK, count)
+        yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))
